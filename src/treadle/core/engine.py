@@ -1,0 +1,79 @@
+"""The one narrow interface to inference: `Engine`, and what it answers, `Completion`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from treadle.core.errors import EngineError
+from treadle.core.types import Floats, Ids, SamplingParams, StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a completion were sampled by this policy version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What an engine sampled.
+
+    token_ids int32[C]; logprobs float32[C], of each token under the sampling distribution (after temperature);
+    policy_versions: spans that cover [0, C) without gap or overlap.
+    """
+
+    token_ids: Ids
+    logprobs: Floats
+    stop_reason: StopReason
+    policy_versions: tuple[VersionSpan, ...]
+
+    def versions_per_token(self) -> Ids:
+        """int32[C]; raises EngineError where the spans do not cover the completion exactly once."""
+        position, parts = 0, [np.empty(0, np.int32)]
+        for span in self.policy_versions:
+            if span.start != position or span.end < span.start:
+                raise EngineError(f"version spans {self.policy_versions} leave a gap or overlap at token {position}")
+            parts.append(np.full(span.end - span.start, span.version, np.int32))
+            position = span.end
+        if position != len(self.token_ids):
+            raise EngineError(f"version spans end at {position}, the completion has {len(self.token_ids)} tokens")
+        return np.concatenate(parts)
+
+
+class Engine(Protocol):
+    """Token ids in, token ids out. An engine serves many sessions at once.
+
+    A session is opened before its first call and closed after its last. While open, the engine may keep its
+    KV cache; an engine that decodes in lock-step waves waits for every open session, so close what is done.
+    """
+
+    def open_session(self, session: str) -> None:
+        """Announce a session. Sessions opened earlier come first in the canonical order."""
+        ...
+
+    def close_session(self, session: str) -> None:
+        """The session makes no further calls. Unknown or closed sessions are ignored."""
+        ...
+
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str) -> Completion:
+        """Sample one completion. Raises EngineError."""
+        ...
+
+    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+        """Log-probability of ids[1:], each given what precedes it: int32[T] -> float32[T - 1]."""
+        ...
+
+    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+        """Swap in new weights; calls answered afterwards report `version`."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything. Idempotent."""
+        ...

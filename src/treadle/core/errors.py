@@ -1,0 +1,76 @@
+"""One hierarchy of errors. Each message names the offending value and what to do about it.
+
+Every class also derives from the standard library's nearest relative, so that callers who know nothing of
+Treadle can still catch them sensibly, and every instance survives pickling.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class TreadleError(Exception):
+    """Base of everything Treadle raises on purpose."""
+
+
+class ConfigError(TreadleError, ValueError):
+    """A configuration that cannot work: unknown key, wrong type, impossible combination."""
+
+
+class DataError(TreadleError, ValueError):
+    """A dataset, task, demonstration or record that breaks its contract."""
+
+
+class EngineError(TreadleError, RuntimeError):
+    """The inference engine refused or failed a call."""
+
+
+class RunError(TreadleError, RuntimeError):
+    """A run directory cannot be used as asked: taken, missing, damaged, of another model."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint could not be written or does not fit what it is loaded into."""
+
+
+class TrainingStopped(TreadleError, RuntimeError):
+    """A run ended itself because going on would be pointless; the message names the cause."""
+
+
+class Cause(StrEnum):
+    """Who is to blame for a failed trajectory."""
+
+    AGENT = "agent"
+    ENVIRONMENT = "environment"
+    VERIFIER = "verifier"
+    ENGINE = "engine"
+    INFRASTRUCTURE = "infrastructure"
+    TIMEOUT = "timeout"
+    CONTEXT = "context"
+
+
+class TrajectoryFailure(TreadleError, RuntimeError):
+    """One attempt failed. It ends that trajectory, never the run; `cause` decides what happens next."""
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(cause, message)
+        self.cause = cause
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.message}"
+
+
+class ContextExceeded(TreadleError, RuntimeError):
+    """The prompt that would really be sent is longer than `max_input_tokens`."""
+
+    def __init__(self, prompt_tokens: int, max_input_tokens: int) -> None:
+        super().__init__(prompt_tokens, max_input_tokens)
+        self.prompt_tokens = prompt_tokens
+        self.max_input_tokens = max_input_tokens
+
+    def __str__(self) -> str:
+        return (
+            f"the prompt has {self.prompt_tokens} tokens, max_input_tokens is {self.max_input_tokens}; "
+            "raise rollout.max_input_tokens or shorten the prompt"
+        )

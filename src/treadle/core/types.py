@@ -1,0 +1,258 @@
+"""What is recorded: Task, Step, Trajectory, Group.
+
+Legend of shapes: P prompt tokens, C completion tokens of one step.
+
+Arrays have fixed dtypes, are checked at construction and read-only afterwards: a record that exists is a record
+that can be trained. For example, a step whose stop string was hit after two sampled tokens:
+
+    Step(prompt_ids=[1, 17, 4], completion_ids=[9, 12], logprobs=[-0.3, -1.2], policy_versions=[4, 4],
+         sampling=SamplingParams(temperature=1.0, max_tokens=16, stop=("</a>",)), stop_reason=StopReason.STOP)
+
+The end-of-turn token that Treadle then writes for the model belongs to the *next* step's prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from treadle.core.errors import Cause, DataError
+
+Ids = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+
+
+class Message(TypedDict):
+    """One chat message; `role` is system, user, assistant or tool."""
+
+    role: str
+    content: str
+
+
+class StopReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Status(StrEnum):
+    """How a trajectory ended."""
+
+    DONE = "done"  # the environment said so
+    MAX_STEPS = "max_steps"  # the agent loop's limit on LLM calls
+    CONTEXT = "context"  # the next prompt would not have fitted
+    FAILED = "failed"  # something raised or timed out; there is no reward
+
+
+class StepState(StrEnum):
+    """What became of a recorded step. All but RECORDED are terminal."""
+
+    RECORDED = "recorded"
+    TRAINED = "trained"
+    EVALUATED = "evaluated"
+    DROPPED = "dropped"
+
+
+class DropReason(StrEnum):
+    """Why a recorded step was not trained."""
+
+    FAILED = "failed"  # its trajectory has no reward
+    RESAMPLED = "resampled"  # the batch was interrupted and sampled again whole
+
+
+def _array(owner: str, name: str, value: ArrayLike, dtype: type[np.generic], kinds: str) -> NDArray[Any]:
+    array = np.asarray(value)
+    if array.ndim != 1:
+        raise DataError(f"{owner}.{name} must have one dimension, got shape {array.shape}")
+    if array.size and array.dtype.kind not in kinds:
+        raise DataError(f"{owner}.{name} must hold {np.dtype(dtype).name} values, got {array.dtype.name}")
+    if array.size and dtype is np.int32 and not (0 <= array.min() and array.max() < 2**31):
+        raise DataError(f"{owner}.{name} must lie in [0, 2**31), got {array.min()} .. {array.max()}")
+    array = np.array(array, dtype=dtype)  # a copy of our own
+    array.flags.writeable = False
+    return array
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one completion is sampled.
+
+    temperature: 0 is greedy (such tokens are never trained). max_tokens: most tokens of the completion.
+    stop: strings that end the completion. seed: of this call's draws (`core.draws.call_seed`).
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.temperature < float("inf")):
+            raise DataError(f"temperature must be finite and >= 0, got {self.temperature}")
+        if self.max_tokens < 1:
+            raise DataError(f"max_tokens must be >= 1, got {self.max_tokens}")
+        if any(not s for s in self.stop):
+            raise DataError("a stop string must not be empty")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One dataset row. `task_id` is stable; everything in it is plain JSON data.
+
+    prompt: the messages an agent starts from, unless the environment's `reset` makes its own.
+    environment: which environment runs it (a registered name or `module:attribute`); empty: the recipe's.
+    ground_truth, extras: whatever the environment needs to run and grade it.
+    """
+
+    task_id: str
+    prompt: tuple[Message, ...] = ()
+    environment: str = ""
+    ground_truth: Any = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.task_id:
+            raise DataError("a task needs a task_id")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One LLM call, exactly as the engine saw and answered it.
+
+    prompt_ids      int32[P]    the prompt really sent
+    completion_ids  int32[C]    the sampled tokens, nothing else
+    logprobs        float32[C]  of each sampled token under the distribution it was sampled from
+    policy_versions int32[C]    which policy version sampled each token
+    mask            bool[C]     trainable tokens; default: all, or none if greedy
+    reward          what the environment gave for this step (0.0 where it only rewards at the end)
+    seconds         spent in the engine call
+
+    Raises DataError, naming the field, where lengths, dtypes or values break this.
+    """
+
+    prompt_ids: Ids
+    completion_ids: Ids
+    logprobs: Floats
+    policy_versions: Ids
+    sampling: SamplingParams
+    stop_reason: StopReason
+    mask: Mask = None  # type: ignore[assignment]  # filled in __post_init__
+    reward: float = 0.0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        fix = object.__setattr__
+        for name in ("prompt_ids", "completion_ids", "policy_versions"):
+            fix(self, name, _array("Step", name, getattr(self, name), np.int32, "iu"))
+        fix(self, "logprobs", _array("Step", "logprobs", self.logprobs, np.float32, "f"))
+        length = len(self.completion_ids)
+        trainable = np.full(length, self.sampling.temperature > 0) if self.mask is None else self.mask
+        fix(self, "mask", _array("Step", "mask", trainable, np.bool_, "b"))
+        if not len(self.prompt_ids):
+            raise DataError("Step.prompt_ids is empty: a completion needs at least one token before it")
+        for name in ("logprobs", "policy_versions", "mask"):
+            if len(getattr(self, name)) != length:
+                raise DataError(f"Step.{name} has {len(getattr(self, name))} entries for {length} completion tokens")
+        if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-5).any():
+            worst = self.logprobs[~(np.isfinite(self.logprobs) & (self.logprobs <= 1e-5))][0]
+            raise DataError(f"Step.logprobs must be finite and <= 0, got {worst}")
+        if self.sampling.temperature == 0 and self.mask.any():
+            raise DataError("Step.mask marks greedy tokens (temperature 0) as trainable")
+        if not np.isfinite(self.reward):
+            raise DataError(f"Step.reward must be finite, got {self.reward}")
+
+    @property
+    def full_ids(self) -> Ids:
+        """Prompt and completion, int32[P + C]."""
+        return np.concatenate([self.prompt_ids, self.completion_ids])
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a trajectory has no reward."""
+
+    cause: Cause
+    message: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One attempt at a task: its steps in call order and its reward.
+
+    `reward is None` says that the attempt could not be judged; it is not 0.0 and enters no baseline.
+    """
+
+    trajectory_id: str
+    task_id: str
+    attempt: int
+    steps: tuple[Step, ...]
+    reward: float | None
+    status: Status
+    failure: Failure | None = None
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.status is Status.FAILED) != (self.failure is not None):
+            raise DataError(f"trajectory {self.trajectory_id}: status {self.status} with failure {self.failure}")
+        if (self.reward is None) != (self.status is Status.FAILED):
+            raise DataError(f"trajectory {self.trajectory_id}: status {self.status} with reward {self.reward}")
+        if self.reward is not None and not np.isfinite(self.reward):
+            raise DataError(f"trajectory {self.trajectory_id}: reward must be finite, got {self.reward}")
+
+    @property
+    def completion_tokens(self) -> int:
+        """Sampled tokens over all steps."""
+        return sum(len(step.completion_ids) for step in self.steps)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version that sampled any of its tokens; None without tokens."""
+        return min((int(step.policy_versions.min()) for step in self.steps if len(step.policy_versions)), default=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The trajectories of one task made for one update, in attempt order.
+
+    index: submission number in the run (the canonical order). epoch, position: where the task came from.
+    """
+
+    group_id: str
+    index: int
+    epoch: int
+    position: int
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+
+
+def group_id(index: int) -> str:
+    """`g000012` for the thirteenth group of a run."""
+    return f"g{index:06d}"
+
+
+def trajectory_id(group: str, attempt: int) -> str:
+    """`g000012.3` for the fourth attempt of that group."""
+    return f"{group}.{attempt}"
+
+
+def as_messages(value: Sequence[Mapping[str, Any]], where: str) -> tuple[Message, ...]:
+    """Check and copy chat messages that came from outside; raises DataError naming `where`."""
+    if isinstance(value, str | Mapping):
+        raise DataError(f"{where} must be a list of messages, got {type(value).__name__}")
+    messages = []
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise DataError(f"{where}: message {number} needs 'role' and 'content', got {message!r}")
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise DataError(f"{where}: message {number} needs string role and content, got {message!r}")
+        messages.append(Message(role=role, content=content))
+    return tuple(messages)

@@ -1,0 +1,51 @@
+"""What an environment is. Subclass `Environment` and write `step`; everything else has a default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from treadle.core.types import Message, Task
+
+
+class EnvStep(NamedTuple):
+    """The environment's answer to one reply of the agent.
+
+    observations: the messages the agent reads next (role `user` or `tool`); empty when done.
+    reward: of this step; a trajectory's reward is their sum. done: the episode is over.
+    info: numbers and strings worth keeping, never shown to the agent.
+
+    >>> EnvStep([{"role": "tool", "content": "page Anna, hobby chess"}])
+    >>> EnvStep(reward=1.0, done=True)
+    """
+
+    observations: Sequence[Message] = ()
+    reward: float = 0.0
+    done: bool = False
+    info: Mapping[str, Any] = {}
+
+
+class Environment(Protocol):
+    """One instance plays one attempt: `reset` once, `step` until done, `close` always.
+
+    Any method may raise or hang: that fails this attempt alone. A single-turn task needs only `step`:
+
+        class Arithmetic(Environment):
+            async def step(self, text: str) -> EnvStep:
+                return EnvStep(reward=float(text.strip() == self.task.ground_truth), done=True)
+    """
+
+    task: Task
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        """Start the attempt; returns the messages the agent starts from (default: the task's prompt)."""
+        self.task = task
+        return task.prompt
+
+    async def step(self, text: str) -> EnvStep:
+        """Act on the agent's reply (the decoded completion, without its end-of-turn token)."""
+        ...
+
+    async def close(self) -> None:
+        """Release what `reset` took. Called once, also after a failure."""
+        return None
