@@ -28,7 +28,9 @@ class Stream(IntEnum):
     BENCH = 4
 
 
-def philox4x32(counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], key: tuple[ArrayLike, ArrayLike]) -> tuple[Words, Words, Words, Words]:
+def philox4x32(
+    counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], key: tuple[ArrayLike, ArrayLike]
+) -> tuple[Words, Words, Words, Words]:
     """Ten rounds of Philox4x32 on broadcastable uint64 arrays that hold 32-bit words.
 
     Returns four uint64 arrays of the broadcast shape, each holding 32-bit words.
@@ -46,12 +48,14 @@ def call_seed(seed: int, stream: Stream, epoch: int, task: int, attempt: int, st
 
     Any engine that takes a seed per request can honour it; it fits a signed 64-bit integer.
     """
-    high, low, _, _ = philox4x32((epoch, task, attempt, step), (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24)))
+    high, low, _, _ = philox4x32(
+        (epoch, task, attempt, step), (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24))
+    )
     return (int(high) << 31 | int(low) >> 1) & 0x7FFFFFFFFFFFFFFF
 
 
 def token_uniforms(seeds: Words, token: int) -> NDArray[np.float64]:
-    """The draw in [0, 1) for token number `token` of each call: seeds uint64[B] -> float64[B], 53 bits each."""
+    """The draw in [0, 1) for token number `token` of each call: uint64[B] -> float64[B], 53 bits each."""
     a, b, _, _ = philox4x32((token, 0, 0, 0), (seeds & _LOW, seeds >> _32))
     return ((a >> np.uint64(5)) * np.uint64(1 << 26) + (b >> np.uint64(6))).astype(np.float64) * _TO_UNIT
 
@@ -59,6 +63,7 @@ def token_uniforms(seeds: Words, token: int) -> NDArray[np.float64]:
 def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The shuffle of `size` items for one epoch: each epoch has its own, derived from the seed."""
     high, low, _, _ = philox4x32(
-        (np.arange(size, dtype=np.uint64), epoch, 0, 0), (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(Stream.SHUFFLE) << 24))
+        (np.arange(size, dtype=np.uint64), epoch, 0, 0),
+        (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(Stream.SHUFFLE) << 24)),
     )
     return np.argsort((high << _32) | low, kind="stable").astype(np.int64)

@@ -2,8 +2,8 @@
 
 Legend of shapes: P prompt tokens, C completion tokens of one step.
 
-Arrays have fixed dtypes, are checked at construction and read-only afterwards: a record that exists is a record
-that can be trained. For example, a step whose stop string was hit after two sampled tokens:
+Arrays have fixed dtypes, are checked at construction and read-only afterwards: a record that exists is a
+record that can be trained. For example, a step whose stop string was hit after two sampled tokens:
 
     Step(prompt_ids=[1, 17, 4], completion_ids=[9, 12], logprobs=[-0.3, -1.2], policy_versions=[4, 4],
          sampling=SamplingParams(temperature=1.0, max_tokens=16, stop=("</a>",)), stop_reason=StopReason.STOP)
@@ -14,7 +14,7 @@ The end-of-turn token that Treadle then writes for the model belongs to the *nex
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypedDict
 
@@ -74,9 +74,10 @@ def _array(owner: str, name: str, value: ArrayLike, dtype: type[np.generic], kin
         raise DataError(f"{owner}.{name} must have one dimension, got shape {array.shape}")
     if array.size and array.dtype.kind not in kinds:
         raise DataError(f"{owner}.{name} must hold {np.dtype(dtype).name} values, got {array.dtype.name}")
-    if array.size and dtype is np.int32 and not (0 <= array.min() and array.max() < 2**31):
+    if array.size and dtype is np.int32 and not (array.min() >= 0 and array.max() < 2**31):
         raise DataError(f"{owner}.{name} must lie in [0, 2**31), got {array.min()} .. {array.max()}")
-    array = np.array(array, dtype=dtype)  # a copy of our own
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as such
+        array = np.array(array, dtype=dtype)  # a copy of our own
     array.flags.writeable = False
     return array
 
@@ -160,7 +161,9 @@ class Step:
             raise DataError("Step.prompt_ids is empty: a completion needs at least one token before it")
         for name in ("logprobs", "policy_versions", "mask"):
             if len(getattr(self, name)) != length:
-                raise DataError(f"Step.{name} has {len(getattr(self, name))} entries for {length} completion tokens")
+                raise DataError(
+                    f"Step.{name} has {len(getattr(self, name))} entries for {length} completion tokens"
+                )
         if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-5).any():
             worst = self.logprobs[~(np.isfinite(self.logprobs) & (self.logprobs <= 1e-5))][0]
             raise DataError(f"Step.logprobs must be finite and <= 0, got {worst}")
@@ -168,6 +171,10 @@ class Step:
             raise DataError("Step.mask marks greedy tokens (temperature 0) as trainable")
         if not np.isfinite(self.reward):
             raise DataError(f"Step.reward must be finite, got {self.reward}")
+
+    def __reduce__(self) -> tuple[type[Step], tuple[Any, ...]]:
+        """Copy and unpickle through the constructor: numpy would hand back writeable arrays."""
+        return Step, tuple(getattr(self, f.name) for f in fields(self))
 
     @property
     def full_ids(self) -> Ids:
@@ -188,6 +195,7 @@ class Trajectory:
     """One attempt at a task: its steps in call order and its reward.
 
     `reward is None` says that the attempt could not be judged; it is not 0.0 and enters no baseline.
+    warning: something that went wrong without touching the reward (an environment that failed to close).
     """
 
     trajectory_id: str
@@ -197,13 +205,18 @@ class Trajectory:
     reward: float | None
     status: Status
     failure: Failure | None = None
+    warning: str = ""
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if (self.status is Status.FAILED) != (self.failure is not None):
-            raise DataError(f"trajectory {self.trajectory_id}: status {self.status} with failure {self.failure}")
+            raise DataError(
+                f"trajectory {self.trajectory_id}: status {self.status} with failure {self.failure}"
+            )
         if (self.reward is None) != (self.status is Status.FAILED):
-            raise DataError(f"trajectory {self.trajectory_id}: status {self.status} with reward {self.reward}")
+            raise DataError(
+                f"trajectory {self.trajectory_id}: status {self.status} with reward {self.reward}"
+            )
         if self.reward is not None and not np.isfinite(self.reward):
             raise DataError(f"trajectory {self.trajectory_id}: reward must be finite, got {self.reward}")
 
@@ -215,7 +228,10 @@ class Trajectory:
     @property
     def oldest_version(self) -> int | None:
         """The oldest policy version that sampled any of its tokens; None without tokens."""
-        return min((int(step.policy_versions.min()) for step in self.steps if len(step.policy_versions)), default=None)
+        return min(
+            (int(step.policy_versions.min()) for step in self.steps if len(step.policy_versions)),
+            default=None,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,64 @@
+# Every target works alone on a fresh machine: it makes .venv, installs what it needs, and is quick afterwards.
+PYTHON ?= python3
+SEED ?= 0
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install --constraint constraints.txt
+TRAIN := $(VENV)/.installed-train
+DEV := $(VENV)/.installed-train-dev
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo demo-seeds test test-all lint format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo "  variables: SEED=$(SEED) ARGS='key.path=value ...' PYTHON=$(PYTHON)"
+
+demo: $(TRAIN) ## train a small agent on the lookup task, on this machine's CPU
+	@$(BIN)/treadle train demo seed=$(SEED) $(ARGS)
+
+demo-seeds: $(TRAIN) ## the demo over several seeds, with a table of the results
+	@$(BIN)/python benchmarks/demo_seeds.py $(ARGS)
+
+test: lint ## lint, types and the quick tests
+	@$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+test-all: lint ## lint, types and every test
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(DEV) ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . >/dev/null || { echo "some files are not formatted; run 'make format'" >&2; exit 1; }
+	@$(BIN)/mypy
+
+format: $(DEV) ## rewrite the sources as ruff wants them
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+clean: ## remove .venv and caches; run directories stay
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+
+# Setting up. A stamp is written only when its phase has ended well.
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "treadle needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -n 1); try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@echo "set-up: creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# Torch first and by itself: pip then takes a CPU build where one is offered, the default build elsewhere.
+$(TRAIN): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "set-up: installing PyTorch (the largest download, once)"
+	@$(PIP) torch
+	@echo "set-up: installing treadle and what training needs"
+	@$(PIP) --editable '.[train]'
+	@touch $@
+
+$(DEV): $(TRAIN)
+	@echo "set-up: installing the development tools"
+	@$(PIP) --editable '.[train,dev]'
+	@touch $@

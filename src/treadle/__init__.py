@@ -1,0 +1,59 @@
+"""Treadle trains multi-turn LLM agents with reinforcement learning, step by step.
+
+Importing it is light: the public names below load their modules when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treadle.core.errors import ConfigError, TreadleError
+    from treadle.core.types import Group, Message, SamplingParams, Step, Task, Trajectory
+    from treadle.envs.base import Environment, EnvStep
+    from treadle.orchestration.api import train
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "ConfigError": "treadle.core.errors",
+    "EnvStep": "treadle.envs.base",
+    "Environment": "treadle.envs.base",
+    "Group": "treadle.core.types",
+    "Message": "treadle.core.types",
+    "SamplingParams": "treadle.core.types",
+    "Step": "treadle.core.types",
+    "Task": "treadle.core.types",
+    "Trajectory": "treadle.core.types",
+    "TreadleError": "treadle.core.errors",
+    "train": "treadle.orchestration.api",
+}
+
+__all__ = [
+    "ConfigError",
+    "EnvStep",
+    "Environment",
+    "Group",
+    "Message",
+    "SamplingParams",
+    "Step",
+    "Task",
+    "Trajectory",
+    "TreadleError",
+    "__version__",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module that defines it (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'treadle' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value  # found directly from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,305 @@
+"""Configuration: typed, frozen, strict, and rejected as a whole with one readable error.
+
+    YAML file --load_yaml--> dict --apply_overrides--> dict --build--> Config --dump_yaml--> YAML text
+
+A `Config` lives next to what it configures, and each field says what it means:
+
+    class OptimizerConfig(Config):
+        learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_args
+
+import pydantic
+import pydantic_core
+import yaml
+from pydantic.fields import FieldInfo
+
+from treadle.core.errors import ConfigError
+
+C = TypeVar("C", bound="Config")
+Location = tuple[int | str, ...]
+
+
+class Config(pydantic.BaseModel):
+    """Base of every configuration: immutable, no unknown keys, no coercion ("yes" is no int, true is no 1).
+
+    Describe fields with `Field(description=...)` or a docstring below the field. Build one from plain data
+    with `build`, which also takes YAML lists for tuples and strings for enums and paths.
+    """
+
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True
+    )
+
+
+class FieldLine(NamedTuple):
+    """One leaf of a configuration: `FieldLine("training.learning_rate", 5e-4, False, "peak ...")`."""
+
+    path: str
+    value: Any
+    is_default: bool
+    help: str
+
+
+# YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's scalars instead of 1.1's: 5e-4 is a float; yes, on, 1:30 and 2024-01-01 are strings."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # PyYAML's own declaration
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever either YAML 1.1 or `_Loader` would read as something other than a string."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Escape Unicode's line breaks, which PyYAML would write bare and read back as newlines."""
+        style = '"' if {"\x85", "\u2028", "\u2029"} & set(text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+_SCALARS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F_]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+|[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+)"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+)
+for _name, _pattern, _first in _SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
+    """A mapping with string keys, each once: PyYAML would let the last of two win in silence."""
+    result: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            problem = f"key {key!r} is not a string; quote it"
+        elif key in result:
+            problem = f"key {key!r} appears twice"
+        else:
+            result[key] = loader.construct_object(value_node, deep=True)
+            continue
+        raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+    return result
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+def _parse(text: str, source: str, advice: str = "") -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{source}:{mark.line + 1}" if mark and not advice else source
+        raise ConfigError(f"{place}: {error.problem or error.context}{advice}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{source}: {error}{advice}") from error
+
+
+def load_yaml(path: Path | str) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ConfigError naming file and line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text ({error})") from error
+    data = _parse(text, str(path))
+    if not isinstance(data, dict):
+        found = "nothing" if data is None else f"a {type(data).__name__}"
+        raise ConfigError(f"{path}: expected a mapping of keys to values, found {found}")
+    return data
+
+
+def dump_yaml(config: Config) -> str:
+    """YAML text, fields in order of declaration; `build(type(config), ...)` of it gives an equal config."""
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+# Overrides
+
+
+def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`data` with each `key.path=value` set in turn; `data` itself is left alone.
+
+    Values are YAML: `training.learning_rate=5e-4`, `name="7"`, `stop=[a, b]`; nothing or `null` is None.
+    Missing or null parents become mappings. Raises ConfigError for a malformed override or a parent that is a
+    plain value.
+    """
+    result = dict(data)
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise ConfigError(f"override {override!r} must look like key.path=value")
+        value = _parse(text, f"override {override!r}", "; quote the value if it is a string")
+        result = _with(result, keys, value, override, depth=0)
+    return result
+
+
+def _with(
+    node: Mapping[str, Any], keys: Sequence[str], value: Any, override: str, depth: int
+) -> dict[str, Any]:
+    key = keys[depth]
+    if depth == len(keys) - 1:
+        return {**node, key: value}
+    child = node.get(key)
+    if not isinstance(child, Mapping | None):
+        parent = ".".join(keys[: depth + 1])
+        raise ConfigError(f"override {override!r}: {parent!r} is {_short(child)}, which has no keys")
+    return {**node, key: _with(child or {}, keys, value, override, depth + 1)}
+
+
+# Validation
+
+
+def build(cls: type[C], data: Mapping[str, Any], source: str = "") -> C:
+    """A validated `cls`. `source` (a file name, say) starts each line of an error.
+
+    Raises ConfigError with one line per problem: the key's full path, its value, what was expected.
+    """
+    prefix = f"{source}: " if source else ""
+    try:
+        plain = pydantic_core.to_json(
+            data
+        )  # strict JSON rules are what YAML needs: lists are tuples, strings enums
+    except ValueError as error:
+        raise ConfigError(f"{prefix}not plain data: {error}") from error
+    try:
+        return cls.model_validate_json(plain)
+    except pydantic.ValidationError as error:
+        lines = _problem_lines(cls, pydantic_core.from_json(plain), error.errors(include_url=False))
+        raise ConfigError("\n".join(prefix + line for line in dict.fromkeys(lines))) from error
+
+
+def _problem_lines(cls: type[Config], data: Any, problems: Sequence[Any]) -> Iterator[str]:
+    """One line per key: the members of a union that all refused a value are joined by "or"."""
+    refused: dict[str, tuple[str, list[str]]] = {}
+    for problem in problems:
+        keys = _keys(cls, data, problem["loc"])
+        path = ".".join(map(str, keys))
+        if problem["type"] == "extra_forbidden":
+            yield _unknown_key(cls, keys)
+        elif problem["type"] == "missing":
+            yield f"missing key {path!r}{_purpose(cls, keys)}"
+        else:
+            refused.setdefault(path, (_found(problem), []))[1].append(_expected(problem))
+    for path, (found, expected) in refused.items():
+        yield f"{path + ': ' if path else ''}{found}{' or '.join(dict.fromkeys(expected))}"
+
+
+def _keys(cls: type[Config], data: Any, location: Location) -> Location:
+    """The location without the names of union members pydantic puts in it: keys of the data, and fields."""
+    keys: list[int | str] = []
+    for part in location:
+        if isinstance(data, dict | list) and (part in data or isinstance(part, int)):
+            data = data[part]  # type: ignore[index]  # dict by key, list by index
+        elif part in _fields_at(cls, keys):  # missing, or a default that cannot work
+            data = None
+        else:
+            continue
+        keys.append(part)
+    return tuple(keys)
+
+
+def _found(problem: Mapping[str, Any]) -> str:
+    """Nothing for a validator's own message: it names the value that matters, or no single one does."""
+    return "" if problem["type"] == "value_error" else f"got {_short(problem['input'])}, expected "
+
+
+def _expected(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    expected = str(problem["msg"]).removeprefix("Input should be ")
+    return expected + (" (quote it)" if problem["type"] == "string_type" else "")
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _purpose(cls: type[Config], keys: Location) -> str:
+    field = _fields_at(cls, keys[:-1]).get(str(keys[-1]))
+    return f": {field.description}" if field is not None and field.description else ""
+
+
+def _unknown_key(cls: type[Config], keys: Location) -> str:
+    """The complaint about one unknown key, with the nearest key beside it and the same key elsewhere."""
+    *parents, leaf = map(str, keys)
+    known = list(_fields_at(cls, keys[:-1]))
+    near = difflib.get_close_matches(leaf, known, n=1)
+    hints = [f"did you mean {'.'.join([*parents, near[0]])!r}?"] if near else []
+    elsewhere = [path for path in _paths(cls) if path.rpartition(".")[2] == leaf]
+    hints += [f"{leaf!r} exists as {' and '.join(map(repr, elsewhere))}"] if elsewhere else []
+    return (
+        f"unknown key {'.'.join([*parents, leaf])!r}; {'; '.join(hints) or 'known here: ' + ', '.join(known)}"
+    )
+
+
+# What a Config is made of
+
+
+def _config_class(annotation: Any) -> type[Config] | None:
+    """The Config in `X`, `X | None`, `tuple[X, ...]` or `dict[str, X]`, if there is one."""
+    if isinstance(annotation, type) and not get_args(annotation):
+        return annotation if issubclass(annotation, Config) else None
+    return next(filter(None, map(_config_class, get_args(annotation))), None)
+
+
+def _fields_at(cls: type[Config] | None, keys: Iterable[int | str]) -> dict[str, FieldInfo]:
+    """The fields below `keys`; list indices and keys of a dict of Configs stand for their elements."""
+    for key in keys:
+        field = cls.model_fields.get(str(key)) if cls else None
+        cls = _config_class(field.annotation) if field else cls
+    return dict(cls.model_fields) if cls else {}
+
+
+def _paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
+    for name, field in cls.model_fields.items():
+        yield prefix + name
+        nested = _config_class(field.annotation)
+        if nested:
+            yield from _paths(nested, f"{prefix}{name}.")
+
+
+def describe(config: Config) -> list[FieldLine]:
+    """Every leaf in order of declaration, nested Configs opened up; an absent optional Config is one leaf."""
+    return list(_leaves(config, None, ""))
+
+
+def _leaves(config: Config, defaults: Config | None, prefix: str) -> Iterator[FieldLine]:
+    """`defaults`: what the parent would have put here, which may differ from the class's own defaults."""
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        standard = (
+            field.get_default(call_default_factory=True) if defaults is None else getattr(defaults, name)
+        )
+        if isinstance(value, Config):
+            same_kind = standard if type(standard) is type(value) else None
+            yield from _leaves(value, same_kind, f"{prefix}{name}.")
+        else:
+            required = defaults is None and field.is_required()
+            yield FieldLine(prefix + name, value, not required and value == standard, field.description or "")

@@ -1,0 +1,85 @@
+"""The one registry: a name is a registered entry point, or `module:attribute`.
+
+Treadle's own environments are registered like anybody else's, in a `pyproject.toml` under
+`[project.entry-points."treadle.environments"]`. Whoever does not want to package
+anything writes `my_module:MyEnvironment` instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import sys
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from treadle.core.errors import ConfigError
+
+
+def resolve(group: str, name: str) -> Any:
+    """The object that `name` stands for in `group` (`environments`, `tasks`, `demonstrations`).
+
+    `resolve("environments", "lookup")` loads the entry point `lookup` of `treadle.environments`;
+    `resolve("environments", "my_module:Outer.Inner")` imports `my_module`, also from the current directory.
+    Raises ConfigError: an unknown name, a module that cannot be imported, a missing attribute.
+    """
+    where = f"{group}: {name!r}"
+    if ":" in name:
+        return _load(name, where)
+    registered = _registered(group)
+    if name not in registered:
+        raise ConfigError(f"{where} is not registered{_hint(name, sorted(registered))}")
+    targets = registered[name]
+    if len(targets) > 1:
+        raise ConfigError(f"{where} is registered as {' and '.join(sorted(targets))}; write the one you mean")
+    return _load(targets.pop(), where)
+
+
+def names(group: str) -> list[str]:
+    """All registered names of `group`, sorted."""
+    return sorted(_registered(group))
+
+
+def _registered(group: str) -> dict[str, set[str]]:
+    """Name -> its targets. One, unless two installed packages took the same name for different things."""
+    targets: dict[str, set[str]] = {}
+    for entry in importlib.metadata.entry_points(group=f"treadle.{group}"):
+        targets.setdefault(entry.name, set()).add(entry.value)
+    return targets
+
+
+def _hint(name: str, registered: list[str]) -> str:
+    near = difflib.get_close_matches(name, registered, n=1)
+    module, _, attribute = name.rpartition(".")
+    meant = (
+        f"did you mean {near[0]!r}? " if near else f"did you mean '{module}:{attribute}'? " if module else ""
+    )
+    known = ", ".join(registered) or "nothing (is treadle installed, for example by `pip install -e .`?)"
+    return f"; {meant}registered: {known}; or write 'module:attribute'"
+
+
+def _load(target: str, where: str) -> Any:
+    module_name, _, attribute = (part.strip() for part in target.partition(":"))
+    if not module_name or not all(attribute.split(".")) or module_name.startswith("."):
+        raise ConfigError(f"{where} must be 'module:attribute', for example 'my_module:MyEnvironment'")
+    _make_current_directory_importable()
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError) as error:
+        # Anything else that importing a module raises is a bug in it, and its traceback helps most.
+        raise ConfigError(f"{where}: cannot import {module_name!r}: {error}") from error
+    try:
+        return reduce(getattr, attribute.split("."), module)
+    except AttributeError as error:
+        place = getattr(module, "__file__", None) or "a namespace package"
+        raise ConfigError(f"{where}: {module_name!r} ({place}) has no {attribute!r}: {error}") from error
+
+
+def _make_current_directory_importable() -> None:
+    """Append it, not prepend it: a user's `random.py` must not take the place of the standard library's."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    importlib.invalidate_caches()  # the module may be younger than Python's listing of its folder

@@ -1,0 +1,139 @@
+"""The KV cache of `TorchEngine` and the attention that reads it.
+
+Shapes: B rows of a call, R rows of the cache, C new tokens a row, T positions, H heads, K key/value heads, D head size.
+
+Any Hugging Face decoder writes and reads this cache through transformers' attention interface: the model is
+called with `attention="treadle_kv"` and the keyword `kv=KVCall(...)`, which reaches every attention layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from treadle.core.errors import EngineError
+
+ATTENTION = "treadle_kv"
+_GROW = 64  # positions
+
+
+@dataclass(slots=True)
+class KVCache:
+    """Keys and values of every layer: layer -> (K, V), each [R, K, T, D]. Layers allocate at their first write."""
+
+    rows: int
+    capacity: int
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's (K, V), allocated with the heads, head size and dtype of `like` [B, K, C, D]."""
+        if index not in self.layers:
+            shape = (self.rows, like.shape[1], self.capacity, like.shape[3])
+            self.layers[index] = (like.new_zeros(shape), like.new_zeros(shape))
+        return self.layers[index]
+
+    def arrange(self, sources: list[int], capacity: int) -> None:
+        """Make row i hold what row sources[i] held, with room for at least `capacity` positions."""
+        capacity = max(self.capacity, -(-capacity // _GROW) * _GROW)
+        if sources == list(range(self.rows)) and capacity == self.capacity:
+            return
+        index = torch.tensor(sources)
+        for number, pair in self.layers.items():
+            keys, values = (
+                F.pad(t.index_select(0, index.to(t.device)), (0, 0, 0, capacity - self.capacity))
+                for t in pair
+            )
+            self.layers[number] = (keys, values)
+        self.rows, self.capacity = len(sources), capacity
+
+    def copy_rows(self, other: KVCache, sources: Tensor, rows: Tensor, length: int) -> None:
+        """Row rows[i] takes the first `length` positions of `other`'s row sources[i]."""
+        for number, pair in other.layers.items():
+            mine = self.layer(number, pair[0])
+            for target, origin in zip(mine, pair, strict=True):
+                target[rows, :, :length] = origin[sources, :, :length]
+
+
+@dataclass(slots=True)
+class KVCall:
+    """One forward pass over some rows of a cache.
+
+    rows: None for all rows in order, a slice, or int64[B]. positions: int64[B, C], where each new token is written.
+    length: how many positions the queries may look at.
+    """
+
+    cache: KVCache
+    rows: slice | Tensor
+    positions: Tensor
+    length: int
+    _mask: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values [B, K, C, D]; returns all [B, K, length, D]."""
+        pair = self.cache.layer(layer, key)
+        if isinstance(self.rows, slice):
+            views = tuple(t[self.rows] for t in pair)
+            index = torch.arange(key.shape[0], device=key.device)[:, None]
+        else:
+            views, index = pair, self.rows[:, None]
+        for view, new in zip(views, (key, value), strict=True):
+            view[index, :, self.positions] = new.transpose(1, 2)
+        keys, values = (view[:, :, : self.length] for view in views)
+        if not isinstance(self.rows, slice):
+            keys, values = keys.index_select(0, self.rows), values.index_select(0, self.rows)
+        return keys, values
+
+    def mask(self, window: int | None) -> Tensor:
+        """bool[B, 1, C, length]: key position <= query position, and within the sliding window if there is one."""
+        if window not in self._mask:
+            key = torch.arange(self.length, device=self.positions.device)
+            query = self.positions[:, None, :, None]
+            allowed = key <= query
+            self._mask[window] = allowed if window is None else allowed & (key > query - window)
+        return self._mask[window]
+
+
+def cached_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    kv: KVCall | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of the new queries [B, H, C, D] over the cache; returns ([B, C, H, D], None)."""
+    if kv is None:
+        raise EngineError(
+            "an attention layer was called without the engine's KV cache: its model drops keyword arguments"
+        )
+    if softcap is not None or s_aux is not None:
+        raise EngineError(
+            f"{type(module).__name__} uses soft-capped or sink attention, which TorchEngine does not implement"
+        )
+    keys, values = kv.append(int(module.layer_idx), key, value)  # type: ignore[arg-type]
+    mask = kv.mask(sliding_window)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if query.shape[2] > 1:
+        gqa = query.shape[1] != keys.shape[1]
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=gqa)
+        return out.transpose(1, 2), None
+    # One token a row: two batched products beat the fused kernel on CPU.
+    batch, heads, _one, size = query.shape
+    grouped = query.reshape(batch, keys.shape[1], heads // keys.shape[1], size)
+    scores = torch.matmul(grouped, keys.transpose(-1, -2)).mul_(scale).masked_fill_(~mask, float("-inf"))
+    probabilities = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+    return torch.matmul(probabilities, values).reshape(batch, 1, heads, size), None
+
+
+AttentionInterface.register(ATTENTION, cached_attention)

@@ -1,0 +1,88 @@
+"""The smallest useful environment: one question, one reply. Everything trains on it in seconds.
+
+    user       What is 3 + 4?
+    assistant  <answer> 7</answer>
+
+Of the 100 sums of two digits, 80 are for training and 20 are held out.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+
+from treadle.core.types import Message, Task
+from treadle.envs.base import Environment, EnvStep
+from treadle.envs.tasks import check_count, check_share, check_split
+
+Pair = tuple[int, int]
+
+_ANSWER = re.compile(r"<answer>([^<]*)</answer>")
+_LARGEST_SUM = 18
+
+
+def _split_pairs() -> dict[str, tuple[Pair, ...]]:
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    random.Random("arithmetic/split").shuffle(pairs)
+    return {"train": tuple(sorted(pairs[:80])), "held_out": tuple(sorted(pairs[80:]))}
+
+
+PAIRS: Mapping[str, tuple[Pair, ...]] = _split_pairs()
+"""Split -> its pairs of digits, disjoint and the same for every seed: 80 for `train`, 20 for `held_out`."""
+
+
+class Arithmetic(Environment):
+    """Reward 1 for `<answer> 7</answer>` where the sum is 7; `info["ended"]` is right, wrong or format."""
+
+    async def step(self, text: str) -> EnvStep:
+        """Grade the one reply; never raises, whatever the text."""
+        answer = _ANSWER.fullmatch(text)
+        if answer is None:
+            return EnvStep(done=True, info={"ended": "format"})
+        right = answer[1].strip() == self.task.ground_truth
+        return EnvStep(reward=float(right), done=True, info={"ended": "right" if right else "wrong"})
+
+
+def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
+    """The first `count` tasks of a split (`train` or `held_out`), pass after pass over its pairs.
+
+    Each pass is shuffled anew, by `seed` for training; held-out tasks ignore `seed`. Task ids stay distinct
+    when the pairs repeat. For example the first of `tasks("train", 1)`:
+
+        Task("arithmetic-train-0-000000", prompt=(<user>,), environment="arithmetic", ground_truth="7",
+             extras={"a": 3, "b": 4})
+
+    Raises DataError for another split, ConfigError for an impossible `count`.
+    """
+    check_split(split)
+    check_count(count)
+    key = split if split == "held_out" else f"{split}/{seed}"
+    size = len(PAIRS[split])
+    pairs: list[Pair] = []
+    for number in range(-(-count // size)):
+        pairs += random.Random(f"arithmetic/pass/{key}/{number}").sample(PAIRS[split], size)
+    return [
+        _task(f"arithmetic-{key.replace('/', '-')}-{i:06d}", *pair) for i, pair in enumerate(pairs[:count])
+    ]
+
+
+def _task(task_id: str, a: int, b: int) -> Task:
+    return Task(task_id, (_question(a, b),), "arithmetic", str(a + b), {"a": a, "b": b})
+
+
+def _question(a: int, b: int) -> Message:
+    return Message(role="user", content=f"What is {a} + {b}?")
+
+
+def demonstration(index: int, seed: int, expert: float = 0.3) -> tuple[Message, ...]:
+    """Conversation number `index` of a supervised warm start, about a pair of the train split only.
+
+    A share `expert` gives the sum, the others any number from 0 to 18 (so one in nineteen of those is right
+    too). All draws come from (seed, index). Raises ConfigError where `expert` lies outside [0, 1].
+    """
+    check_share("expert", expert)
+    draws = random.Random(f"arithmetic/demonstration/{seed}/{index}")
+    a, b = draws.choice(PAIRS["train"])
+    answer = a + b if draws.random() < expert else draws.randint(0, _LARGEST_SUM)
+    return _question(a, b), Message(role="assistant", content=f"<answer> {answer}</answer>")

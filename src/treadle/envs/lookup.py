@@ -1,0 +1,328 @@
+"""A small world to look things up in: multi-turn, multi-hop, and impossible to memorise.
+
+Pages of a typed knowledge base refer to each other,
+
+    person -> company, hobby, friend      company -> city, product, boss      city -> country, food, mayor
+
+and a question needs one, two or three of them. Every question has its own freshly drawn world (Anna may work
+at Acme in this one and at Zeta in the next), so the agent has to search. One episode:
+
+    system     Search, then answer.
+    user       What product does the company of Anna make?
+    assistant  <search> Anna</search>
+    tool       page Anna, hobby chess, company Acme, friend Bob
+    assistant  <search> Acme</search>
+    tool       page Acme, boss Zoe, city Rome, product lamps
+    assistant  <answer> lamps</answer>
+
+The reward is 1 for the exact answer, given at the end only. Nothing here is drawn from a shared stream: pages,
+questions and demonstrations are functions of their keys, so a world needs no storage and any index can be made
+alone.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import floor
+
+from treadle.core.errors import ConfigError, DataError
+from treadle.core.types import Message, Task
+from treadle.envs.base import Environment, EnvStep
+from treadle.envs.tasks import check_count, check_share, check_split
+
+SYSTEM = "Search, then answer."
+MAX_TURNS = 6
+NOTHING = "nothing found"
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+PERSONS = _words(
+    "Anna Bob Carl Dora Emil Fay Gus Hana Ivan Jane Karl Lena Max Nora Otto Pia Quin Rosa Sam Tina "
+    "Umar Vera Wim Xena Yuri Zoe Abel Bea Cora Dan Ella Finn Gina Hugo Iris Jack Kira Leo Maya Nils"
+)
+COMPANIES = _words(
+    "Acme Zeta Nova Orbit Delta Omega Vertex Pixel Quark Fusion Atlas Titan Lumen Radix Sonic Argon"
+)
+CITIES = _words(
+    "Paris Rome Oslo Cairo Lima Tokyo Berlin Quito Delhi Milan Turin Vienna Prague Dublin Madrid Lisbon"
+)
+COUNTRIES = _words("France Italy Norway Egypt Peru Japan Kenya Chile India Spain Ghana Cuba")
+HOBBIES = _words("chess golf yoga tennis music dance judo rugby sewing poker skiing hiking")
+PRODUCTS = _words("shoes cars phones chairs clocks lamps boats bikes pens tents guitars mirrors")
+FOODS = _words("pizza soup rice cheese bread sushi curry noodles tacos salad honey olives")
+
+ENTITIES = PERSONS + COMPANIES + CITIES + COUNTRIES + HOBBIES + PRODUCTS + FOODS
+"""Every name of the world, pages and values alike, once."""
+
+VALUES: Mapping[str, tuple[str, ...]] = {
+    "company": COMPANIES,
+    "hobby": HOBBIES,
+    "friend": PERSONS,
+    "city": CITIES,
+    "product": PRODUCTS,
+    "boss": PERSONS,
+    "country": COUNTRIES,
+    "food": FOODS,
+    "mayor": PERSONS,
+}
+"""Field of a page -> what it may hold."""
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(PERSONS, ("company", "hobby", "friend")),
+    **dict.fromkeys(COMPANIES, ("city", "product", "boss")),
+    **dict.fromkeys(CITIES, ("country", "food", "mayor")),
+}
+"""Name of a page -> its fields."""
+
+HOPS: Mapping[str, int] = {"hobby": 1, "product": 2, "city": 2, "country": 3, "food": 3}
+"""What can be asked -> the searches it takes."""
+
+QUESTIONS: Mapping[str, str] = {
+    "hobby": "What is the hobby of {}?",
+    "product": "What product does the company of {} make?",
+    "city": "In what city is the company of {}?",
+    "country": "In what country does {} work?",
+    "food": "What food is famous in the city where {} works?",
+}
+
+_ACTION = re.compile(r"<(search|answer)>([^<]*)</\1>")
+_LINKS = ("company", "city")  # followed from a person, one a hop
+_QUESTION_FIRST = 0.7  # share of reading drills that ask before they show the page
+
+
+class World:
+    """One drawn knowledge base. The same `seed` is the same world, whatever was looked up before."""
+
+    def __init__(self, seed: str) -> None:
+        self.seed = seed
+        self._pages: dict[str, dict[str, str]] = {}  # only saves drawing a page twice
+
+    def page(self, name: str) -> Mapping[str, str]:
+        """Fields of the page `name` (a person, company or city) in their drawn order; KeyError without a page."""
+        if name not in self._pages:
+            draws = random.Random(f"lookup/page/{self.seed}/{name}")
+            items = [(field, draws.choice(VALUES[field])) for field in FIELDS[name]]
+            draws.shuffle(items)  # a field's place on the page must not tell what it is
+            self._pages[name] = dict(items)
+        return self._pages[name]
+
+    def search(self, name: str) -> str:
+        """What the agent reads: `page Anna, hobby chess, company Acme, friend Bob`, or `nothing found`."""
+        if name not in FIELDS:
+            return NOTHING
+        return f"page {name}, " + ", ".join(f"{field} {value}" for field, value in self.page(name).items())
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked (`attribute`, a key of `QUESTIONS`) about whom (`start`) in which world."""
+
+    world_seed: str
+    start: str
+    attribute: str
+
+    @property
+    def hops(self) -> int:
+        """Searches the answer takes: 1, 2 or 3."""
+        return HOPS[self.attribute]
+
+    def prompt(self) -> tuple[Message, ...]:
+        """The messages an episode starts from."""
+        text = QUESTIONS[self.attribute].format(self.start)
+        return (Message(role="system", content=SYSTEM), Message(role="user", content=text))
+
+    def solve(self, world: World) -> tuple[tuple[str, ...], str]:
+        """The `hops` pages to search, in order, and the answer that the last of them holds."""
+        names = [self.start]
+        for link in _LINKS[: self.hops - 1]:
+            names.append(world.page(names[-1])[link])
+        return tuple(names), world.page(names[-1])[self.attribute]
+
+
+def draw_question(world_seed: str, hops: int, draws: random.Random) -> Question:
+    """A question of `hops` searches (1, 2 or 3): first whom it is about, then what is asked, both uniform."""
+    start = draws.choice(PERSONS)
+    return Question(world_seed, start, draws.choice([kind for kind, count in HOPS.items() if count == hops]))
+
+
+class Lookup(Environment):
+    """Plays one question: `<search> X</search>` shows a page, `<answer> V</answer>` ends the episode.
+
+    Needs a task of `tasks`, or one with `extras` {"world_seed", "start", "attribute"} and its `ground_truth`;
+    the prompt is made from those. At most `MAX_TURNS` replies; any other text ends the episode with reward 0.
+    The last step's `info["ended"]` tells how it ended: `right`, `wrong`, `turns` (still searching at the last
+    turn) or `format`.
+    """
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        """Draw the task's world anew; raises DataError where the task lacks what describes it."""
+        self.task, self.turns = task, 0
+        question = question_of(task)
+        self.world = World(question.world_seed)
+        return question.prompt()
+
+    async def step(self, text: str) -> EnvStep:
+        """Search or answer; never raises, whatever the text."""
+        self.turns += 1
+        action = _ACTION.fullmatch(text)
+        if action is None:
+            return _end("format")
+        argument = action[2].strip()
+        if action[1] == "answer":
+            return _end("right" if argument == self.task.ground_truth else "wrong")
+        if self.turns >= MAX_TURNS:
+            return _end("turns")
+        return EnvStep([Message(role="tool", content=self.world.search(argument))])
+
+
+def _end(how: str) -> EnvStep:
+    return EnvStep(reward=float(how == "right"), done=True, info={"ended": how})
+
+
+def question_of(task: Task) -> Question:
+    """The question a task asks; raises DataError naming the task and what it lacks."""
+    where = f"task {task.task_id} of environment lookup"
+    missing = [
+        key for key in ("world_seed", "start", "attribute") if not isinstance(task.extras.get(key), str)
+    ]
+    if missing:
+        raise DataError(f"{where} needs the strings {', '.join(missing)} in extras, has {dict(task.extras)}")
+    question = Question(task.extras["world_seed"], task.extras["start"], task.extras["attribute"])
+    if question.start not in PERSONS or question.attribute not in QUESTIONS:
+        raise DataError(
+            f"{where} asks for {question.attribute!r} of {question.start!r}; attribute must be one of "
+            f"{', '.join(QUESTIONS)} and start one of lookup.PERSONS"
+        )
+    if not isinstance(task.ground_truth, str):
+        raise DataError(f"{where} needs its answer as a string in ground_truth, got {task.ground_truth!r}")
+    return question
+
+
+def tasks(split: str, count: int, seed: int = 0, hops: Sequence[int] = (1, 2, 3)) -> list[Task]:
+    """The first `count` tasks of a split (`train`, `held_out`); task i takes `hops[i % len(hops)]` searches.
+
+    Held-out tasks ignore `seed`: every training seed is judged on the same ones. The split is part of each
+    world's key, so no held-out world is ever trained on. More tasks are a continuation, never another
+    selection. For example task 1 of `tasks("train", 3)`:
+
+        Task("lookup-train-0-000001", prompt=(<system>, <user>), environment="lookup", ground_truth="lamps",
+             extras={"world_seed": "train/0/1", "hops": 2, "attribute": "product", "start": "Anna"})
+
+    Raises DataError for another split, ConfigError for an impossible `count` or `hops`.
+    """
+    check_split(split)
+    check_count(count)
+    hops = _check_hops(hops)
+    key = split if split == "held_out" else f"{split}/{seed}"
+    name = f"lookup-{key.replace('/', '-')}"
+    return [_task(f"{name}-{i:06d}", f"{key}/{i}", hops[i % len(hops)]) for i in range(count)]
+
+
+def _task(task_id: str, world_seed: str, hops: int) -> Task:
+    question = draw_question(world_seed, hops, random.Random(f"lookup/question/{world_seed}"))
+    _, answer = question.solve(World(world_seed))
+    extras = {
+        "world_seed": world_seed,
+        "hops": hops,
+        "attribute": question.attribute,
+        "start": question.start,
+    }
+    return Task(task_id, question.prompt(), "lookup", answer, extras)
+
+
+def _check_hops(hops: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(hops, Sequence) or not hops or any(count not in (1, 2, 3) for count in hops):
+        raise ConfigError(f"hops must be a list out of 1, 2 and 3, for example [1, 2, 3]; got {hops!r}")
+    return tuple(hops)
+
+
+def demonstration(
+    index: int, seed: int, expert: float = 0.2, drill: float = 0.4, hops: Sequence[int] = (1, 2, 3)
+) -> tuple[Message, ...]:
+    """Conversation number `index` of a supervised warm start; its assistant messages are what to learn.
+
+    A share `drill` are reading drills ("What city?" and a page -> " Paris"), a stand-in for pretraining. The
+    others are search episodes: a share `expert` of them correct, the rest random walks blind to the question.
+    Those show the format and copying from context, but not whom to follow, which value to give or when to stop.
+
+    Drills are placed by index, so that any n consecutive conversations hold n * drill of them, give or take
+    one; everything else is drawn from (seed, index). Answers keep their leading space: with it they are one
+    token.
+
+    Raises ConfigError where a share lies outside [0, 1] or `hops` is impossible.
+    """
+    check_share("expert", expert)
+    check_share("drill", drill)
+    hops = _check_hops(hops)
+    world = World(f"demonstration/{seed}/{index}")
+    draws = random.Random(f"lookup/demonstration/{seed}/{index}")
+    if floor((index + 1) * drill) > floor(index * drill):
+        return (
+            _question_first(world, draws) if draws.random() < _QUESTION_FIRST else _page_first(world, draws)
+        )
+    question = draw_question(world.seed, draws.choice(hops), draws)
+    correct = draws.random() < expert
+    names, answer = question.solve(world) if correct else _random_walk(world, question.start, draws)
+    return _episode(question, world, names, answer)
+
+
+def _random_walk(world: World, start: str, draws: random.Random) -> tuple[tuple[str, ...], str]:
+    """Search `start`, then pages named on the last page, one to three in all; answer any value of the last."""
+    names = [start]
+    for _ in range(draws.randint(0, 2)):
+        names.append(draws.choice([value for value in world.page(names[-1]).values() if value in FIELDS]))
+    return tuple(names), draws.choice([v for v in world.page(names[-1]).values() if v not in PERSONS])
+
+
+def _episode(question: Question, world: World, names: Sequence[str], answer: str) -> tuple[Message, ...]:
+    messages = [*question.prompt()]
+    for name in names:
+        messages.append(Message(role="assistant", content=f"<search> {name}</search>"))
+        messages.append(Message(role="tool", content=world.search(name)))
+    return (*messages, Message(role="assistant", content=f"<answer> {answer}</answer>"))
+
+
+def _question_first(world: World, draws: random.Random) -> tuple[Message, ...]:
+    """Three questions, each followed by its own page: `What city?\\npage Acme, ...` -> ` Paris`."""
+    messages: list[Message] = []
+    for _ in range(3):
+        name = draws.choice(draws.choice((PERSONS, COMPANIES, CITIES)))
+        field, value = draws.choice(list(world.page(name).items()))
+        messages += _exchange(f"What {field}?\n{world.search(name)}", value)
+    return tuple(messages)
+
+
+def _page_first(world: World, draws: random.Random) -> tuple[Message, ...]:
+    """One page, then a question for each of its three fields in random order."""
+    name = draws.choice(list(FIELDS))
+    items = list(world.page(name).items())
+    draws.shuffle(items)
+    messages: list[Message] = []
+    for field, value in items:
+        page = "" if messages else world.search(name) + "\n"
+        messages += _exchange(f"{page}What {field}?", value)
+    return tuple(messages)
+
+
+def _exchange(question: str, answer: str) -> tuple[Message, Message]:
+    return Message(role="user", content=question), Message(role="assistant", content=f" {answer}")
+
+
+def corpus(count: int) -> Iterator[str]:
+    """Contents of the messages of `count` demonstrations, to train a tokenizer on.
+
+    Fixed for ever: the options of `demonstration` are pinned here, because a tokenizer whose training text
+    depended on an option would give most words another id.
+    """
+    for index in range(count):
+        for message in demonstration(index, seed=0, expert=0.2, drill=0.4, hops=(1, 2, 3)):
+            yield message["content"]

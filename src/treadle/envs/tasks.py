@@ -1,0 +1,212 @@
+"""Tasks and environments by name: JSONL files, registered generators, and the checks generators share.
+
+A task generator is a function `(split, **options) -> list[Task]`, registered under `treadle.tasks` or written
+as `module:attribute`; `split` is `train` or `held_out`. A file holds one task a line:
+
+    {"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "ground_truth": "7", "extras": {"a": 3, "b": 4}}
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from treadle.core import registry
+from treadle.core.errors import ConfigError, DataError
+from treadle.core.types import Task, as_messages
+from treadle.envs.base import Environment
+
+SPLITS = ("train", "held_out")
+
+_KEYS = ("task_id", "prompt", "environment", "ground_truth", "extras")
+_METHODS = {"reset": "task", "step": "text", "close": ""}  # name -> what it takes besides self
+
+
+def load_tasks(
+    source: str, split: str, options: Mapping[str, Any], default_environment: str = ""
+) -> list[Task]:
+    """All tasks of `source`, in order: never none, and no `task_id` twice.
+
+    source: the path of a `.jsonl` file (one file a split: `split` selects nothing in it, and it takes no
+    options), or a generator's registered name or `module:attribute`, called as
+    `generator(split=split, **options)`.
+    default_environment: for tasks that name none.
+
+    Raises ConfigError: no such file or generator, or options it does not take. DataError: a row, or what a
+    generator returned, breaks the contract; the message names file and line.
+    """
+    if source.endswith(".jsonl"):
+        if options:
+            raise ConfigError(
+                f"tasks: the file {source} takes no options, got {', '.join(options)}; remove them"
+            )
+        tasks = _read_jsonl(Path(source), default_environment)
+    else:
+        tasks = [
+            task if task.environment else replace(task, environment=default_environment)
+            for task in _generate(source, split, options)
+        ]
+    if not tasks:
+        raise DataError(f"{source} has no tasks (split {split!r}, options {dict(options)})")
+    _check_distinct(source, tasks)
+    return tasks
+
+
+def load_environment(name: str) -> Callable[[], Environment]:
+    """The environment class `name` (registered, or `module:attribute`), checked before anything runs.
+
+    Raises ConfigError: unknown name, not a class, a constructor that needs arguments, or one of `reset`,
+    `step` and `close` missing or not `async def`.
+    """
+    return _environment_class(name)
+
+
+def check_split(split: str) -> None:
+    """Raise DataError unless `split` is `train` or `held_out`."""
+    if split not in SPLITS:
+        raise DataError(f"there is no split {split!r}; write {' or '.join(map(repr, SPLITS))}")
+
+
+def check_count(count: int) -> None:
+    """Raise ConfigError unless `count` is a whole number >= 0."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ConfigError(f"count must be a whole number >= 0, got {count!r}")
+
+
+def check_share(name: str, value: float) -> None:
+    """Raise ConfigError unless `value` lies in [0, 1]."""
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{name} is a share and must lie between 0 and 1, got {value!r}")
+
+
+def _generate(source: str, split: str, options: Mapping[str, Any]) -> Sequence[Task]:
+    generator = registry.resolve("tasks", source)
+    if not callable(generator):
+        raise ConfigError(f"tasks: {source!r} is a {type(generator).__name__}, it must be a function")
+    signature = inspect.signature(generator)
+    try:  # only the call's shape is checked here: a TypeError from inside the generator is a bug of its own
+        signature.bind(**{**options, "split": split})
+    except TypeError as error:
+        takes = ", ".join(name for name in signature.parameters if name != "split") or "none"
+        given = ", ".join(options) or "none"
+        raise ConfigError(f"tasks: {source!r}: {error}; its options are {takes}, given: {given}") from error
+    if "split" in options:
+        raise ConfigError(f"tasks: {source!r}: 'split' is no option, it is always {split!r} here; remove it")
+    tasks = list(generator(split=split, **options))
+    wrong = next((task for task in tasks if not isinstance(task, Task)), None)
+    if wrong is not None:
+        raise DataError(f"tasks: {source!r} must return Task objects, got {wrong!r}")
+    return tasks
+
+
+def _check_distinct(source: str, tasks: Sequence[Task]) -> None:
+    places: dict[str, int] = {}
+    for number, task in enumerate(tasks):
+        first = places.setdefault(task.task_id, number)
+        if first != number:
+            raise DataError(
+                f"{source}: task_id {task.task_id!r} belongs to both task {first} and task {number} "
+                "(counted from 0); give each its own"
+            )
+
+
+def _read_jsonl(path: Path, default_environment: str) -> list[Task]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"tasks: cannot read {path}: {error.strerror}; check the path (it is relative to {Path.cwd()})"
+        ) from error
+    tasks: dict[int, Task] = {}  # by line number
+    # Bytes are split, not text: JSON strings may hold characters that str.splitlines takes for line ends.
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            row = _parse_row(line, f"{path}:{number}")
+            tasks[number] = _task(row, path, number, default_environment)
+    _check_prompts(path, tasks)
+    return list(tasks.values())
+
+
+def _parse_row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except ValueError as error:  # bad UTF-8 or bad JSON
+        raise DataError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
+    for key in row:
+        if key not in _KEYS:
+            raise DataError(
+                f"{where}: unknown key {key!r}; keys are {', '.join(_KEYS)} (put your own into extras)"
+            )
+    return row
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _task(row: Mapping[str, Any], path: Path, line: int, default_environment: str) -> Task:
+    where = f"{path}:{line}"
+    task_id = _typed(row, "task_id", f"{path.stem}-{line:06d}", str, where)
+    environment = _typed(row, "environment", "", str, where) or default_environment
+    prompt = as_messages(_typed(row, "prompt", [], list, where), f"{where}: prompt")
+    extras = _typed(row, "extras", {}, dict, where)
+    if not task_id:
+        raise DataError(f"{where}: task_id must not be empty; leave it out to get one from the line number")
+    return Task(task_id, prompt, environment, row.get("ground_truth"), extras)
+
+
+def _check_prompts(path: Path, tasks: Mapping[int, Task]) -> None:
+    """Raise DataError for a task without a prompt, unless its environment's `reset` makes one."""
+    lines: dict[str, int] = {}  # environment -> the first line that relies on it for the prompt
+    for line, task in tasks.items():
+        if not task.prompt:
+            lines.setdefault(task.environment, line)
+    for environment, line in lines.items():
+        if not environment or _environment_class(environment).reset is Environment.reset:
+            owner = f"environment {environment!r} does not make its own" if environment else "no environment"
+            raise DataError(
+                f"{path}:{line}: no prompt, and {owner}; "
+                'write "prompt": [{"role": "user", "content": "..."}]'
+            )
+
+
+def _typed(row: Mapping[str, Any], key: str, default: Any, kind: type, where: str) -> Any:
+    value = row.get(key, default)
+    if not isinstance(value, kind):
+        raise DataError(f"{where}: {key} must be a JSON {_JSON[kind]}, got {value!r}")
+    return value
+
+
+_JSON: Mapping[type, str] = {str: "string", dict: "object", list: "array"}
+
+
+def _environment_class(name: str) -> type[Environment]:
+    found = registry.resolve("environments", name)
+    if not inspect.isclass(found):
+        raise ConfigError(f"environments: {name!r} is a {type(found).__name__}, it must be a class")
+    for method, argument in _METHODS.items():
+        written = getattr(found, method, None)
+        if written is None or written is Environment.step:
+            state = "is missing"
+        elif not inspect.iscoroutinefunction(written):
+            state = "is not async"
+        else:
+            continue
+        arguments = f"self, {argument}" if argument else "self"
+        raise ConfigError(
+            f"environments: {name!r}: {method} {state}; write 'async def {method}({arguments})'"
+        )
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"environments: {name!r} is made without arguments, one for each attempt, but its constructor "
+            f"says: {error}; give it a default, or read it from the task's extras in 'reset'"
+        ) from error
+    return cast(type[Environment], found)

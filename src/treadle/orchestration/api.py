@@ -1,0 +1,63 @@
+"""`treadle.train`: training from Python, on your own environment and tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from treadle.core.config import apply_overrides, build
+from treadle.core.types import Task
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.inputs import make_inputs
+from treadle.orchestration.progress import PlainProgress, Progress
+from treadle.rollout.attempt import EnvironmentFactory
+
+
+def train(
+    environment: EnvironmentFactory,
+    tasks: Sequence[Task],
+    *,
+    model: str | dict[str, Any],
+    run: str | Path,
+    held_out: Sequence[Task] = (),
+    settings: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Train `model` to do `tasks` in `environment`; returns the run's summary (what summary.json holds).
+
+    environment: called once per attempt, for a fresh `Environment` (the class itself will do).
+    model: directory of a Hugging Face causal LM, or a `model` section (`{"build": {...}, "tokenizer": "demo"}`).
+    run: directory of the new run. held_out: tasks to evaluate on before and after.
+    settings: any configuration by its path, as on the command line: `{"training.group_size": 16}`.
+
+    Raises ConfigError, DataError or RunError before anything is sampled, TrainingStopped later.
+    """
+    section = {"path": model} if isinstance(model, str) else model
+    name = getattr(environment, "__name__", type(environment).__name__)
+    source = {"source": "in memory"}  # tasks made in Python are no file that a config could name
+    data: dict[str, Any] = {
+        "recipe": Path(run).name,
+        "environment": name,
+        "data": {"train": source, "held_out": source if held_out else None},
+        "model": section,
+    }
+    for path, value in (settings or {}).items():
+        data = _with_setting(data, path, value)
+    config = build(RunConfig, data, "treadle.train")
+    inputs = make_inputs(tasks, held_out, {name: environment}, default=name)
+
+    from treadle.orchestration.train import start_run  # torch
+
+    return start_run(config, inputs, Path(run), progress or PlainProgress())
+
+
+def _with_setting(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """`apply_overrides` places a null at the path (making its parents); the value then takes its place."""
+    data = apply_overrides(data, [f"{path}=null"])
+    *parents, leaf = path.split(".")
+    node = data
+    for key in parents:
+        node = node[key]
+    node[leaf] = value
+    return data

@@ -1,0 +1,118 @@
+"""The whole configuration of a run, composed of its layers' sections, and the recipes that ship with Treadle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.core.config import Config, apply_overrides, build, load_yaml
+from treadle.core.errors import ConfigError
+from treadle.rollout.attempt import RolloutConfig
+from treadle.training.config import ModelConfig, TrainingConfig, WarmStartConfig
+
+
+class TaskSetConfig(Config):
+    """Where tasks come from."""
+
+    source: str = Field(description="a .jsonl file, a registered name or module:function")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="options of the tasks' generator (count, seed, ...)"
+    )
+
+
+class DataConfig(Config):
+    """Training and held-out tasks."""
+
+    train: TaskSetConfig = Field(description="tasks to train on")
+    held_out: TaskSetConfig | None = Field(None, description="tasks to evaluate on; never trained")
+    shuffle: bool = Field(True, description="visit the training tasks in another order each epoch")
+    table_by: str | None = Field(
+        None, description="key of a task's extras by which evaluation tables are split"
+    )
+
+
+class EvaluationConfig(Config):
+    """How held-out tasks are played: one attempt each."""
+
+    every: int = Field(50, ge=0, description="updates between evaluations (0: only before and after)")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature of evaluations")
+    greedy_too: bool = Field(True, description="before and after training also evaluate at temperature 0")
+    success_at: float = Field(1.0, description="a reward of at least this counts as success")
+    concurrency: int = Field(256, ge=1, description="attempts played side by side")
+
+
+class OrchestrationConfig(Config):
+    """The loop. Buffer sizes and pacing follow from tasks_per_update, updates_per_batch and max_staleness."""
+
+    updates: int = Field(100, ge=1, description="optimizer updates of the run")
+    max_staleness: int = Field(
+        0, ge=0, le=0, description="policy versions a trained token may lag behind; 0 is synchronous"
+    )
+    checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
+    keep_last: int = Field(2, ge=1, description="checkpoints kept on disk")
+    max_failed_fraction: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="stop, after a checkpoint, if more than this share of a batch's trajectories failed",
+    )
+    engine_batch: int = Field(256, ge=1, description="most sequences the embedded engine decodes together")
+
+
+class RunConfig(Config):
+    """One training run."""
+
+    recipe: str = Field("custom", description="name of the recipe; run directories start with it")
+    about: str = Field("", description="what the recipe does, in a line")
+    seed: int = Field(0, ge=0, lt=2**48, description="keys every random draw of the run")
+    environment: str = Field("", description="environment of tasks that name none")
+    data: DataConfig = Field(description="tasks")
+    model: ModelConfig = Field(description="the trained model")
+    warm_start: WarmStartConfig | None = Field(None, description="supervised learning before RL")
+    rollout: RolloutConfig = Field(RolloutConfig(), description="how an agent plays")
+    algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="from rewards to a loss")
+    training: TrainingConfig = Field(TrainingConfig(), description="the learner")
+    evaluation: EvaluationConfig = Field(EvaluationConfig(), description="held-out evaluation")
+    orchestration: OrchestrationConfig = Field(OrchestrationConfig(), description="the loop")
+
+    @model_validator(mode="after")
+    def _whole_batches(self) -> RunConfig:
+        per_batch, updates = self.training.updates_per_batch, self.orchestration.updates
+        if updates % per_batch:
+            raise ValueError(
+                f"orchestration.updates is {updates}, not a multiple of training.updates_per_batch {per_batch}; "
+                f"try {updates + per_batch - updates % per_batch}"
+            )
+        return self
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Groups trained between two weight publications."""
+        return self.training.tasks_per_update * self.training.updates_per_batch
+
+
+def recipe_names() -> list[str]:
+    """The shipped recipes."""
+    return sorted(Path(str(f)).stem for f in files("treadle.recipes").iterdir() if f.name.endswith(".yaml"))
+
+
+def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """A shipped recipe by name or any by path, with `key.path=value` overrides. Raises ConfigError."""
+    data = load_yaml(_recipe_path(recipe))
+    return build(RunConfig, apply_overrides({"recipe": Path(recipe).stem, **data}, overrides), recipe)
+
+
+def _recipe_path(recipe: str) -> Path:
+    if recipe in recipe_names():
+        return Path(str(files("treadle.recipes") / f"{recipe}.yaml"))
+    path = Path(recipe)
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        raise ConfigError(
+            f"no recipe {recipe!r}; shipped: {', '.join(recipe_names())}; or give the path of a .yaml file"
+        )
+    return path

@@ -1,0 +1,50 @@
+"""The picture of a run: reward in training and success on held-out tasks over updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def smoothed(values: Sequence[float], width: int = 9) -> list[float]:
+    """Centred moving average; shorter windows at the ends."""
+    half = width // 2
+    return [float(np.mean(values[max(0, i - half) : i + half + 1])) for i in range(len(values))]
+
+
+def draw_curve(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Draw the rows of metrics.jsonl to a PNG. Raises OSError."""
+    from matplotlib.figure import Figure  # half a second of import, only needed here
+
+    updates = [row for row in metrics if row["kind"] == "update"]
+    evaluations = [row for row in metrics if row["kind"] == "evaluation"]
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    if updates:
+        x, reward = [row["update"] for row in updates], [row["reward_mean"] for row in updates]
+        axes.plot(x, reward, color="#9db8d9", linewidth=0.8, label="reward in training")
+        axes.plot(
+            x, smoothed(reward), color="#2f6db5", linewidth=1.8, label="... moving average over 9 updates"
+        )
+    for greedy, style in ((False, "o-"), (True, "s--")):
+        points = [row for row in evaluations if (row["temperature"] == 0) == greedy]
+        if points:
+            label = "held-out success, " + (
+                "greedy" if greedy else f"temperature {points[0]['temperature']:g}"
+            )
+            axes.plot(
+                [r["update"] for r in points],
+                [r["success"] for r in points],
+                style,
+                color="#d1603d",
+                label=label,
+                alpha=0.5 if greedy else 1.0,
+                markersize=5,
+            )
+    axes.set(xlabel="update", ylabel="reward, success", title=title)
+    axes.grid(alpha=0.25)
+    axes.legend(loc="best", frameon=False)
+    figure.savefig(path, dpi=140)

@@ -1,0 +1,91 @@
+"""What a run plays with: tasks, environments and the first prompts, checked before anything expensive starts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
+from treadle.core.types import Message, Task, as_messages
+from treadle.envs.base import Environment
+from treadle.envs.tasks import load_environment, load_tasks
+from treadle.orchestration.config import RunConfig, TaskSetConfig
+from treadle.rollout.attempt import EnvironmentFactory, guarded
+from treadle.rollout.chat import ChatRenderer
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Tasks, and the environments they name."""
+
+    train: list[Task]
+    held_out: list[Task]
+    environments: dict[str, EnvironmentFactory]
+
+
+def load_inputs(config: RunConfig) -> Inputs:
+    """Load tasks and environments as configured. Needs no torch. Raises ConfigError or DataError."""
+    train = _tasks(config.data.train, "train", config.environment)
+    held_out = _tasks(config.data.held_out, "held_out", config.environment) if config.data.held_out else []
+    return make_inputs(train, held_out, {})
+
+
+def make_inputs(
+    train: Sequence[Task],
+    held_out: Sequence[Task],
+    environments: dict[str, EnvironmentFactory],
+    default: str = "",
+) -> Inputs:
+    """From tasks in memory; environments not given are looked up in the registry."""
+    train, held_out = (
+        [replace(t, environment=t.environment or default) for t in tasks] for tasks in (train, held_out)
+    )
+    named = {t.environment for t in (*train, *held_out)}
+    if "" in named:
+        raise ConfigError("some tasks name no environment; set 'environment' in the recipe or in each task")
+    return Inputs(train, held_out, {n: environments.get(n) or load_environment(n) for n in sorted(named)})
+
+
+def _tasks(source: TaskSetConfig, split: str, environment: str) -> list[Task]:
+    return load_tasks(source.source, split, source.options, environment)
+
+
+def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, context: int) -> None:
+    """Raise ConfigError now for what would fail every attempt later.
+
+    context: the model's. Checks that prompt and completion fit it, that an environment can be reset (three tasks may
+    try), and that the first prompt is within `rollout.max_input_tokens`.
+    """
+    longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens
+    if longest > context:
+        raise ConfigError(
+            f"rollout.max_input_tokens {config.rollout.max_input_tokens} + max_completion_tokens "
+            f"{config.rollout.max_completion_tokens} = {longest} exceeds the model's context of {context}"
+        )
+    problems = []
+    for task in inputs.train[:3]:
+        try:
+            messages = asyncio.run(_first_messages(inputs.environments[task.environment], task, config))
+        except TrajectoryFailure as failure:
+            problems.append(f"task {task.task_id}: {failure}")
+            continue
+        tokens = len(renderer.first(messages))
+        if tokens > config.rollout.max_input_tokens:
+            raise ConfigError(
+                f"the first prompt of task {task.task_id} has {tokens} tokens, rollout.max_input_tokens is "
+                f"{config.rollout.max_input_tokens}; raise it or shorten the prompt"
+            )
+        return
+    raise ConfigError("no environment could be started; " + "; ".join(problems))
+
+
+async def _first_messages(factory: EnvironmentFactory, task: Task, config: RunConfig) -> tuple[Message, ...]:
+    async def make() -> Environment:
+        return factory()
+
+    limit = config.rollout.environment_timeout
+    environment = await guarded(make(), Cause.ENVIRONMENT, limit, "create")
+    messages = await guarded(environment.reset(task), Cause.ENVIRONMENT, limit, "reset")
+    await guarded(environment.close(), Cause.ENVIRONMENT, limit, "close")
+    return as_messages(messages, "reset")

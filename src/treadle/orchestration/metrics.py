@@ -1,0 +1,88 @@
+"""Metrics of a batch over trajectories and tasks, never over rows. Every name says its unit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from treadle.core.types import Group, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Held-out tasks played once each. success: share of graded attempts; by: the same per value of `table_by`."""
+
+    update: int
+    temperature: float
+    tasks: int
+    failed: int
+    success: float
+    reward_mean: float
+    steps_mean: float
+    by: dict[str, float]
+    by_tasks: dict[str, int]
+
+
+def mean(values: Sequence[float]) -> float:
+    """0.0 for nothing."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def trajectory_metrics(groups: Sequence[Group], success_at: float) -> dict[str, float]:
+    """Means over the graded trajectories of a batch, and counts of how all of them ended.
+
+    prompt_tokens counts every prompt as sent, so a token that three steps share counts three times.
+    """
+    everyone = [t for group in groups for t in group.trajectories]
+    graded = [t for t in everyone if t.reward is not None]
+    return {
+        "reward_mean": mean([t.reward for t in graded if t.reward is not None]),
+        "success": mean([_success(t, success_at) for t in graded]),
+        "pass_at_k": mean(
+            [max((_success(t, success_at) for t in g.trajectories), default=0.0) for g in groups]
+        ),
+        "equal_reward_groups": mean(
+            [float(len({t.reward for t in g.trajectories} - {None}) <= 1) for g in groups]
+        ),
+        "trajectories": len(everyone),
+        "failed": len(everyone) - len(graded),
+        "warnings": sum(bool(t.warning) for t in everyone),
+        "steps_mean": mean([len(t.steps) for t in graded]),
+        "completion_tokens_mean": mean([t.completion_tokens for t in graded]),
+        "prompt_tokens_mean": mean([sum(len(s.prompt_ids) for s in t.steps) for t in graded]),
+        **_shares("ended", [str(t.status) for t in everyone]),
+        **_shares("last_stop", [str(t.steps[-1].stop_reason) for t in graded if t.steps]),
+    }
+
+
+def evaluation_result(
+    groups: Sequence[Group], update: int, temperature: float, success_at: float, table_by: str | None
+) -> EvaluationResult:
+    """Summarise one evaluation."""
+    graded = [(g, t) for g in groups for t in g.trajectories if t.reward is not None]
+    parts: dict[str, list[float]] = {}
+    for group, trajectory in graded:
+        if table_by is not None:
+            parts.setdefault(str(group.task.extras.get(table_by)), []).append(
+                _success(trajectory, success_at)
+            )
+    return EvaluationResult(
+        update=update,
+        temperature=temperature,
+        tasks=len(groups),
+        failed=len(groups) - len(graded),
+        success=mean([_success(t, success_at) for _, t in graded]),
+        reward_mean=mean([t.reward for _, t in graded if t.reward is not None]),
+        steps_mean=mean([len(t.steps) for _, t in graded]),
+        by={key: mean(parts[key]) for key in sorted(parts)},
+        by_tasks={key: len(parts[key]) for key in sorted(parts)},
+    )
+
+
+def _success(trajectory: Trajectory, success_at: float) -> float:
+    return float(trajectory.reward is not None and trajectory.reward >= success_at)
+
+
+def _shares(prefix: str, values: Sequence[str]) -> dict[str, float]:
+    return {f"{prefix}_{value}": count / len(values) for value, count in sorted(Counter(values).items())}

@@ -1,0 +1,113 @@
+"""Token arrays of finished groups, in append-only Parquet shards that pandas reads: one row a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from treadle.core.errors import RunError
+from treadle.core.types import Group, SamplingParams, Step, StopReason
+
+_SCHEMA = pa.schema(
+    [
+        ("group_id", pa.string()),
+        ("trajectory_id", pa.string()),
+        ("step", pa.int32()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("completion_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("mask", pa.list_(pa.bool_())),
+        ("policy_versions", pa.list_(pa.int32())),
+        ("temperature", pa.float64()),
+        ("max_tokens", pa.int32()),
+        ("stop", pa.list_(pa.string())),
+        ("seed", pa.int64()),
+        ("stop_reason", pa.string()),
+        ("reward", pa.float64()),
+        ("seconds", pa.float64()),
+    ]
+)
+
+
+def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> str:
+    """Write the groups' steps durably; returns the file's name. Complete or absent (atomic rename).
+
+    Raises RunError where the disk refuses.
+    """
+    rows = [
+        _row(group.group_id, trajectory.trajectory_id, number, step)
+        for group in groups
+        for trajectory in group.trajectories
+        for number, step in enumerate(trajectory.steps)
+    ]
+    final = directory / f"{name}.parquet"
+    try:
+        write_atomically(final, _parquet(pa.Table.from_pylist(rows, schema=_SCHEMA)))
+    except OSError as error:
+        raise RunError(f"could not write {final}: {error}; free disk space, then --resume") from error
+    return final.name
+
+
+def _parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write, fsync, rename. Raises OSError; then nothing of it is left."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_steps(directory: Path, shard: str, trajectory_id: str) -> list[Step]:
+    """The steps of one trajectory, in call order."""
+    table = pq.read_table(directory / shard, filters=[("trajectory_id", "=", trajectory_id)])
+    return [_step(row) for row in sorted(table.to_pylist(), key=lambda row: row["step"])]
+
+
+def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str, object]:
+    return {
+        "group_id": group_id,
+        "trajectory_id": trajectory_id,
+        "step": number,
+        "prompt_ids": step.prompt_ids,
+        "completion_ids": step.completion_ids,
+        "logprobs": step.logprobs,
+        "mask": step.mask,
+        "policy_versions": step.policy_versions,
+        "temperature": step.sampling.temperature,
+        "max_tokens": step.sampling.max_tokens,
+        "stop": list(step.sampling.stop),
+        "seed": step.sampling.seed,
+        "stop_reason": str(step.stop_reason),
+        "reward": step.reward,
+        "seconds": step.seconds,
+    }
+
+
+def _step(row: dict[str, object]) -> Step:
+    sampling = SamplingParams(row["temperature"], row["max_tokens"], tuple(row["stop"]), row["seed"])  # type: ignore[arg-type]
+    return Step(
+        prompt_ids=np.array(row["prompt_ids"], np.int32),
+        completion_ids=np.array(row["completion_ids"], np.int32),
+        logprobs=np.array(row["logprobs"], np.float32),
+        policy_versions=np.array(row["policy_versions"], np.int32),
+        mask=np.array(row["mask"], np.bool_),
+        sampling=sampling,
+        stop_reason=StopReason(row["stop_reason"]),
+        reward=row["reward"],  # type: ignore[arg-type]
+        seconds=row["seconds"],  # type: ignore[arg-type]
+    )

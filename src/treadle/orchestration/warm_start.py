@@ -1,0 +1,104 @@
+"""The warm start of a run, cached: the same demonstrations, model, seed and software are learned once."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load as load_safetensors
+from transformers import PreTrainedModel
+
+import treadle
+from treadle.core.registry import resolve
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.progress import Progress
+from treadle.rollout.chat import ChatRenderer
+from treadle.training.checkpoint import copy_weights, export_model
+from treadle.training.config import WarmStartConfig
+from treadle.training.model import file_sha256
+from treadle.training.sft import load_demonstrations, warm_start
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartReport:
+    """What the warm start did. seconds of wall clock; 0 steps and a cached flag when it was read from the cache."""
+
+    loss: float
+    steps: int
+    seconds: float
+    cached: bool
+
+
+def run_warm_start(
+    model: PreTrainedModel, renderer: ChatRenderer, tokenizer: Path, config: RunConfig, progress: Progress
+) -> WarmStartReport | None:
+    """Warm-start the model in place, from the cache if it is there; None if the run has no warm start.
+
+    Raises TrainingStopped if it did not learn (nothing is cached then).
+    """
+    if config.warm_start is None:
+        return None
+    started = time.perf_counter()
+    entry = cache_directory() / "warm_start" / _key(config, config.warm_start, tokenizer)
+    report_file = entry / "report.json"
+    if report_file.is_file():
+        copy_weights(model, load_safetensors((entry / "model.safetensors").read_bytes()), str(entry))
+        seconds = time.perf_counter() - started
+        return WarmStartReport(**{**json.loads(report_file.read_bytes()), "cached": True, "seconds": seconds})
+    section = config.warm_start
+    demonstrations = load_demonstrations(section.demonstrations, section.options, config.seed)
+    progress.phase("warm start", section.steps)
+    result = warm_start(
+        model,
+        renderer,
+        demonstrations,
+        section,
+        lambda step, loss: progress.advance(step, f"loss {loss:.3f}"),
+    )
+    report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)
+    if not entry.exists():
+        export_model(entry, model, tokenizer)
+    report_file.write_text(json.dumps(asdict(report)))
+    return report
+
+
+def cache_directory() -> Path:
+    """`$TREADLE_CACHE`, else `~/.cache/treadle`."""
+    return Path(os.environ.get("TREADLE_CACHE") or Path.home() / ".cache" / "treadle")
+
+
+def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
+    """Everything the result depends on, down to what rounds differently."""
+    facts = {
+        "warm_start": section.model_dump(mode="json"),
+        "model": config.model.model_dump(mode="json"),
+        "model_files": _model_files(config.model.path),
+        "seed": config.seed,
+        "tokenizer": [file_sha256(f) for f in sorted(tokenizer.iterdir()) if f.suffix in (".json", ".jinja")],
+        "demonstrations": file_sha256(_source_file(section.demonstrations)),
+        "threads": torch.get_num_threads(),
+        "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
+        "software": [treadle.__version__, torch.__version__, transformers.__version__],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _model_files(path: str | None) -> list[tuple[str, int, int]]:
+    files = sorted(Path(path).glob("*")) if path else []
+    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+
+
+def _source_file(source: str) -> Path:
+    return (
+        Path(source)
+        if source.endswith(".jsonl")
+        else Path(inspect.getfile(resolve("demonstrations", source)))
+    )

@@ -1,0 +1,111 @@
+"""A batch as flat arrays in canonical (group, trajectory, step, token) order.
+
+Shapes: N completion tokens, S steps, J trajectories that have a reward, G groups.
+
+Everything the loss needs is an array over N; packing only decides how the learner's log-probabilities [N] are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.core.types import Group, Ids, Step, Trajectory
+
+Indices = NDArray[np.int64]
+Doubles = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatBatch:
+    """The trained part of some groups: trajectories with a reward, and their steps.
+
+    groups, trajectories, steps: in canonical order; trajectories without a reward are left out.
+    step_start   int64[S + 1]  step s owns tokens [step_start[s], step_start[s + 1])
+    trajectory_of_step, group_of_trajectory: int64[S], int64[J], indices into `trajectories` and `groups`
+    rewards      float64[J]
+    mask         bool[N]       trainable tokens
+    logp_rollout float32[N]    as the engine reported them
+    temperature  float32[N]    at which each token was sampled
+    """
+
+    groups: tuple[Group, ...]
+    trajectories: tuple[Trajectory, ...]
+    steps: tuple[Step, ...]
+    step_start: Indices
+    trajectory_of_step: Indices
+    group_of_trajectory: Indices
+    rewards: Doubles
+    mask: NDArray[np.bool_]
+    logp_rollout: NDArray[np.float32]
+    temperature: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+    @property
+    def step_id(self) -> Indices:
+        """int64[N]: which step each token belongs to."""
+        return np.repeat(np.arange(len(self.steps)), np.diff(self.step_start))
+
+    @property
+    def trajectory_id(self) -> Indices:
+        """int64[N]: which trajectory each token belongs to."""
+        return self.trajectory_of_step[self.step_id]
+
+    @property
+    def group_id(self) -> Indices:
+        """int64[N]: which group each token belongs to."""
+        return self.group_of_trajectory[self.trajectory_id]
+
+
+def flatten(groups: Sequence[Group]) -> FlatBatch:
+    """Lay out the groups' graded trajectories. Ungraded ones (reward None) enter no array, no count, no baseline."""
+    graded = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.reward is not None]
+    steps = [(j, step) for j, (_, trajectory) in enumerate(graded) for step in trajectory.steps]
+    lengths = [len(step.completion_ids) for _, step in steps]
+
+    def joined(parts: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:
+        return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
+
+    return FlatBatch(
+        groups=tuple(groups),
+        trajectories=tuple(trajectory for _, trajectory in graded),
+        steps=tuple(step for _, step in steps),
+        step_start=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+        trajectory_of_step=np.array([j for j, _ in steps], np.int64),
+        group_of_trajectory=np.array([g for g, _ in graded], np.int64),
+        rewards=np.array([trajectory.reward for _, trajectory in graded], np.float64),
+        mask=joined([step.mask for _, step in steps], np.bool_),  # type: ignore[arg-type]
+        logp_rollout=joined([step.logprobs for _, step in steps], np.float32),  # type: ignore[arg-type]
+        temperature=np.repeat(
+            np.array([step.sampling.temperature for _, step in steps], np.float32), lengths
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """What packing needs of one call: its ids, and where its completion's tokens stand in the flat arrays.
+
+    prompt_ids int32[P], completion_ids int32[C], first: flat index of completion_ids[0].
+    owner: calls of different owners never share tokens (a trajectory's index).
+    """
+
+    prompt_ids: Ids
+    completion_ids: Ids
+    first: int
+    owner: int
+
+
+def spans(batch: FlatBatch) -> list[Span]:
+    """The batch's steps as packing sees them."""
+    return [
+        Span(step.prompt_ids, step.completion_ids, int(first), int(owner))
+        for step, first, owner in zip(
+            batch.steps, batch.step_start[:-1], batch.trajectory_of_step, strict=True
+        )
+    ]

@@ -1,0 +1,89 @@
+"""The `model`, `warm_start` and `training` sections of a configuration. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from treadle.core.config import Config
+from treadle.packing.layout import Packing
+
+
+class ModelConfig(Config):
+    """Which Hugging Face causal LM is trained: one at a path, or one built from a small config."""
+
+    path: str | None = Field(None, description="directory of a Hugging Face causal LM")
+    build: dict[str, Any] | None = Field(
+        None,
+        description="instead of path: a transformers config (model_type and its fields) initialised from the seed",
+    )
+    tokenizer: str | None = Field(
+        None, description="directory of a tokenizer, or 'demo'; default: the model's path"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.build is None):
+            raise ValueError("give exactly one of model.path and model.build")
+        if self.build is not None and "model_type" not in self.build:
+            raise ValueError(f"model.build needs model_type (for example qwen3); it has {sorted(self.build)}")
+        if self.build is not None and self.tokenizer is None:
+            raise ValueError("model.build needs model.tokenizer: a directory, or 'demo'")
+        return self
+
+
+class OptimizerConfig(Config):
+    """AdamW, clipping and the learning rate's course: linear warm-up, constant, cosine to `final_lr`."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's betas")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
+    warmup: int = Field(0, ge=0, description="updates of linear warm-up")
+    decay_from: float = Field(
+        1.0, ge=0, le=1, description="share of all updates after which the cosine begins"
+    )
+    final_lr: float = Field(0.0, ge=0, le=1, description="share of the peak left at the end of the cosine")
+
+
+class WarmStartConfig(Config):
+    """Supervised learning on demonstrations before RL (also `treadle sft`)."""
+
+    demonstrations: str = Field(
+        description="a .jsonl of {messages: [...]}, a registered name or module:function"
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="options of the demonstrations' generator"
+    )
+    steps: int = Field(500, ge=1, description="optimizer steps")
+    batch_size: int = Field(64, ge=1, description="conversations a step")
+    max_loss: float | None = Field(
+        None, gt=0, description="stop with an error if the mean loss of the last 10% of steps is above this"
+    )
+    max_tokens_per_microbatch: int = Field(8192, ge=1, description="token budget of one forward pass")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="optimizer of the warm start")
+
+
+class TrainingConfig(Config):
+    """How the learner computes an update."""
+
+    tasks_per_update: int = Field(32, ge=1, description="groups in one optimizer update, exactly")
+    group_size: int = Field(8, ge=1, description="trajectories of one task")
+    updates_per_batch: int = Field(1, ge=1, description="optimizer updates between two weight publications")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="optimizer of RL")
+    packing: Packing = Field(
+        Packing.CHAIN,
+        strict=False,
+        description="how steps share tokens in the forward pass; a matter of cost only",
+    )
+    max_tokens_per_microbatch: int = Field(
+        8192, ge=1, description="token budget of one forward pass; a matter of cost only"
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of forward passes; weights and optimizer stay float32"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass to save memory"
+    )
+    threads: int | None = Field(None, ge=1, description="torch threads; default: the machine's cores")

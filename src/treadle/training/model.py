@@ -1,0 +1,95 @@
+"""Building and loading Hugging Face models and tokenizers."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from treadle.core.errors import ConfigError
+from treadle.engines.weights import require_plain_attention
+from treadle.training.config import ModelConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def tokenizer_directory(config: ModelConfig) -> Path:
+    """Where the configured tokenizer lies. Raises ConfigError if it is not there."""
+    name = config.tokenizer or config.path or ""
+    directory = Path(str(files("treadle.recipes") / "tokenizer")) if name == "demo" else Path(name)
+    if not (directory / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"model.tokenizer: no tokenizer.json in {str(directory)!r} (give a directory, or 'demo')"
+        )
+    return directory
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory; it must have a chat template and an end token."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(directory))
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"the tokenizer in {str(directory)!r} has no chat template; add a chat_template.jinja to it"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer in {str(directory)!r} names no eos_token; add it to tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def make_model(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
+    """The configured model in float32, without dropout; a built one is initialised from the seed.
+
+    Raises ConfigError for a directory that holds no model, unknown config fields, a vocabulary that is too small for
+    the tokenizer's `vocabulary` ids, dropout, or layers that cannot be packed.
+    """
+    model = _load(Path(config.path)) if config.path is not None else _build(config, vocabulary, seed)
+    require_plain_attention(model)
+    text = model.config.get_text_config()
+    if text.vocab_size < vocabulary:
+        raise ConfigError(
+            f"the model's vocabulary of {text.vocab_size} is smaller than the tokenizer's {vocabulary}"
+        )
+    if dropout := {k: v for k, v in text.to_dict().items() if k.endswith(("dropout", "_pdrop")) and v}:
+        raise ConfigError(f"dropout makes log-probabilities random; set {dropout} to 0 in the model's config")
+    return model
+
+
+def _load(path: Path) -> PreTrainedModel:
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path: no config.json in {str(path)!r}; give the directory of a Hugging Face causal LM"
+        )
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+    return model
+
+
+def _build(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
+    fields = {"vocab_size": vocabulary, **(config.build or {})}
+    model_type = fields.pop("model_type")
+    try:
+        model_config = AutoConfig.for_model(model_type, **fields)
+    except ValueError as error:
+        raise ConfigError(f"model.build: {error}") from error
+    known = type(model_config)().to_dict().keys()
+    if unknown := sorted(fields.keys() - known - {"rope_parameters", "rope_theta"}):
+        raise ConfigError(f"model.build: {model_type} knows no {unknown}")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    return model

@@ -1,0 +1,42 @@
+"""AdamW with the learning rate as a pure function of the update number."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from treadle.training.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
+    """Of update `update` (from 0) out of `updates`: linear warm-up, constant, then cosine down to final_lr * peak."""
+    warm = min(1.0, (update + 1) / config.warmup) if config.warmup else 1.0
+    start = config.decay_from * updates
+    share = 1.0
+    if update >= start and updates > start:
+        progress = (update - start) / (updates - start)
+        share = config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * warm * share
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over all parameters."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def step(optimizer: torch.optim.AdamW, model: nn.Module, config: OptimizerConfig, rate: float) -> float:
+    """Clip, step, clear; returns the gradient's norm before clipping."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)

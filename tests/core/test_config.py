@@ -1,0 +1,382 @@
+"""Configuration: strict, rejected with errors that name the key and the fix, and stable through YAML."""
+
+import ast
+import importlib
+import math
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field, ValidationError, model_validator
+
+import treadle
+from treadle.core.config import Config, FieldLine, apply_overrides, build, describe, dump_yaml, load_yaml
+from treadle.core.errors import ConfigError
+
+
+class Packing(StrEnum):
+    STEP = "step"
+    TREE = "tree"
+
+
+class Optimizer(Config):
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW")
+    warmup: int | float | None = Field(None, description="steps, or a fraction of them")
+
+
+class Training(Config):
+    steps: int = Field(description="optimizer steps")
+    optimizer: Optimizer = Field(Optimizer(learning_rate=0.5), description="how weights move")
+    packing: Packing = Packing.STEP
+    """layout of the forward pass"""
+
+
+class Recipe(Config):
+    name: str = Field("demo", description="of the run")
+    seed: int = Field(0, ge=0, description="of every draw")
+    training: Training = Field(description="the learner")
+    evaluation: Optimizer | None = Field(None, description="absent: none")
+    datasets: tuple[Optimizer, ...] = Field((), description="several")
+    output: Path | None = Field(None, description="run directory")
+    stop: tuple[str, ...] = Field((), description="stop strings")
+    resume: bool = Field(False, description="go on")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Recipe":
+        if self.resume and self.output is None:
+            raise ConfigError("resume = true needs output; set output=runs/NAME")
+        return self
+
+
+MINIMAL: dict[str, Any] = {"training": {"steps": 3}}
+
+
+def problems(data: dict[str, Any], source: str = "") -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        build(Recipe, data, source)
+    return str(caught.value).splitlines()
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# build
+
+
+def test_plain_data_becomes_typed() -> None:
+    recipe = build(
+        Recipe,
+        {"training": {"steps": 3, "packing": "tree"}, "stop": ["a"], "output": "runs/x", "evaluation": {}},
+    )
+    assert recipe.training.packing is Packing.TREE
+    assert (recipe.stop, recipe.output, recipe.evaluation) == (("a",), Path("runs/x"), Optimizer())
+
+
+def test_an_int_is_a_fine_float() -> None:
+    assert build(Optimizer, {"learning_rate": 1}).learning_rate == 1.0
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"seed": "yes"}, "seed: got 'yes', expected a valid integer"),
+        ({"seed": True}, "seed: got True, expected a valid integer"),
+        ({"seed": "7"}, "seed: got '7', expected a valid integer"),
+        ({"seed": 1.5}, "seed: got 1.5, expected a valid integer"),
+        ({"seed": -1}, "seed: got -1, expected greater than or equal to 0"),
+        ({"name": 7}, "name: got 7, expected a valid string (quote it)"),
+        ({"resume": "yes"}, "resume: got 'yes', expected a valid boolean"),
+        ({"stop": "</a>"}, "stop: got '</a>', expected a valid array"),
+        ({"training": 3}, "training: got 3, expected an object"),
+        ({"training": {"steps": None}}, "training.steps: got None, expected a valid integer"),
+        (
+            {"training": {"steps": 3, "packing": "row"}},
+            "training.packing: got 'row', expected 'step' or 'tree'",
+        ),
+        (
+            {**MINIMAL, "datasets": [{}, {"learning_rate": 0}]},
+            "datasets.1.learning_rate: got 0, expected greater than 0",
+        ),
+        (
+            {**MINIMAL, "evaluation": {"warmup": "few"}},
+            "evaluation.warmup: got 'few', expected a valid integer or a valid number",
+        ),
+        ({"training": {}}, "missing key 'training.steps': optimizer steps"),
+        ({}, "missing key 'training': the learner"),
+        ({**MINIMAL, "resume": True}, "resume = true needs output; set output=runs/NAME"),
+    ],
+)
+def test_a_problem_is_one_line_with_path_value_and_expectation(data: dict[str, Any], line: str) -> None:
+    assert problems({**MINIMAL, **data} if data else {}) == [line]
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"sed": 1}, "unknown key 'sed'; did you mean 'seed'?"),
+        (
+            {"training": {"steps": 3, "stepz": 4}},
+            "unknown key 'training.stepz'; did you mean 'training.steps'?",
+        ),
+        ({"steps": 4}, "unknown key 'steps'; did you mean 'stop'?; 'steps' exists as 'training.steps'"),
+        (
+            {"warmup": 4},
+            "unknown key 'warmup'; 'warmup' exists as 'training.optimizer.warmup' and 'evaluation.warmup' "
+            "and 'datasets.warmup'",
+        ),
+        (
+            {"datasets": [{"beta": 1}]},
+            "unknown key 'datasets.0.beta'; did you mean 'datasets.0.betas'?",
+        ),
+        (
+            {"evaluation": {"zzz": 1}},
+            "unknown key 'evaluation.zzz'; known here: learning_rate, betas, warmup",
+        ),
+    ],
+)
+def test_an_unknown_key_comes_with_the_nearest_known_one(data: dict[str, Any], line: str) -> None:
+    assert problems({**MINIMAL, **data}) == [line]
+
+
+def test_all_problems_come_at_once_each_with_its_source() -> None:
+    lines = problems({"seed": "x", "nmae": "y", "training": {}}, "runs/a.yaml")
+    assert len(lines) == 3
+    assert all(line.startswith("runs/a.yaml: ") for line in lines)
+
+
+def test_a_long_value_is_shortened() -> None:
+    (line,) = problems({**MINIMAL, "seed": "x" * 1000})
+    assert len(line) < 150
+
+
+def test_what_is_not_data_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not plain data"):
+        build(Recipe, {**MINIMAL, "name": object()})
+
+
+def test_a_config_is_frozen_and_strict_in_python_too() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Optimizer().learning_rate = 1.0  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="valid number"):
+        Optimizer(learning_rate="1")  # type: ignore[arg-type]
+
+
+def test_a_default_that_cannot_work_is_found_when_it_is_used() -> None:
+    class Wrong(Config):
+        steps: int = Field("many", description="wrong on purpose")  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match="steps: got 'many', expected a valid integer"):
+        build(Wrong, {})
+
+
+# overrides
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5e-4", 5e-4),
+        ("1e-3", 1e-3),
+        ("1E5", 1e5),
+        ("-.5", -0.5),
+        ("1.", 1.0),
+        (".inf", math.inf),
+        ("7", 7),
+        ("-7", -7),
+        ("10_000", 10_000),
+        ("0x10", 16),
+        ("010", "010"),
+        ("1:30", "1:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("true", True),
+        ("yes", "yes"),
+        ("off", "off"),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("[1, 5e-4, a]", [1, 5e-4, "a"]),
+        ("{a: 1}", {"a": 1}),
+        ("'7'", "7"),
+        ("a=b", "a=b"),
+        ("1e", "1e"),
+        ("e5", "e5"),
+        (".", "."),
+    ],
+)
+def test_override_values_are_yaml(text: str, value: Any) -> None:
+    found = apply_overrides({}, [f"key={text}"])["key"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_nan_is_a_float() -> None:
+    assert math.isnan(apply_overrides({}, ["a=.nan"])["a"])
+
+
+def test_overrides_reach_into_nested_mappings_and_leave_the_input_alone() -> None:
+    data = {"training": {"steps": 3, "optimizer": {"betas": [1, 2]}}, "evaluation": None}
+    frozen = repr(data)
+    changed = apply_overrides(
+        data,
+        [
+            "training.optimizer.learning_rate=5e-4",
+            "training.steps=4",
+            "training.steps=5",
+            "evaluation.warmup=1",
+        ],
+    )
+    assert changed == {
+        "training": {"steps": 5, "optimizer": {"betas": [1, 2], "learning_rate": 5e-4}},
+        "evaluation": {"warmup": 1},
+    }
+    assert repr(data) == frozen
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", "'seed' must look like key.path=value"),
+        ("=3", "'=3' must look like key.path=value"),
+        ("training..steps=3", "must look like key.path=value"),
+        ("training.=3", "must look like key.path=value"),
+        ("training.steps.deep=3", "'training.steps' is 3, which has no keys"),
+        ("stop.0=a", r"'stop' is \['x'\], which has no keys"),
+        ("name=[a", "quote the value"),
+        ("name=@home", "quote the value"),
+        ("name={a: 1, a: 2}", "'a' appears twice"),
+        ("name=a: b: c", "quote the value"),
+    ],
+)
+def test_an_override_that_makes_no_sense_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        apply_overrides({"training": {"steps": 3}, "stop": ["x"]}, [override])
+
+
+# files
+
+
+def test_a_file_is_read_as_a_mapping(tmp_path: Path) -> None:
+    path = write(tmp_path, "# a comment\ntraining:\n  steps: 3\n  lr: 5e-4\nname: añb\n")
+    assert load_yaml(path) == {"training": {"steps": 3, "lr": 5e-4}, "name": "añb"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a mapping of keys to values, found nothing"),
+        ("- a\n", "found a list"),
+        ("just text\n", "found a str"),
+        ("a: 1\nb: [1\nc: 2\n", r"recipe\.yaml:3: "),
+        ("a: 1\nb:\n  c: 1\n  c: 2\n", r"recipe\.yaml:4: key 'c' appears twice"),
+        ("a: 1\ntrue: 2\n", r"recipe\.yaml:2: key True is not a string"),
+        ("a: 1\n? [1]\n: 2\n", r"recipe\.yaml:2: key \[1\] is not a string"),
+        ("a: !!python/object:os.system 1\n", r"recipe\.yaml:1: could not determine a constructor"),
+        ("a: &x [*x]\n", r"recipe\.yaml:1: "),
+        ("a: 1\n---\nb: 2\n", r"recipe\.yaml:2: "),
+        ("a: \x07\n", r"recipe\.yaml: unacceptable character"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_yaml(write(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.yaml: No such file"):
+        load_yaml(tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_yaml(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes("name: ä".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin\.yaml: not UTF-8"):
+        load_yaml(tmp_path / "latin.yaml")
+
+
+OPTIMIZERS = st.builds(
+    Optimizer,
+    learning_rate=st.floats(0, exclude_min=True, allow_nan=False),
+    betas=st.tuples(st.floats(allow_nan=False), st.floats(allow_nan=False)),
+    warmup=st.none() | st.integers() | st.floats(allow_nan=False),
+)
+TEXT = st.text() | st.sampled_from(
+    ["yes", "5e-4", "1_0", "0x1", "null", "", "2024-01-01", "1:30", "=", "<<", "~"]
+)
+RECIPES = st.builds(
+    Recipe,
+    name=TEXT,
+    seed=st.integers(0),
+    training=st.builds(Training, steps=st.integers(), optimizer=OPTIMIZERS, packing=st.sampled_from(Packing)),
+    evaluation=st.none() | OPTIMIZERS,
+    datasets=st.lists(OPTIMIZERS, max_size=2).map(tuple),
+    output=st.just(Path("runs/x")),
+    stop=st.lists(TEXT, max_size=3).map(tuple),
+    resume=st.booleans(),
+)
+
+
+@given(RECIPES)
+def test_every_config_survives_yaml(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
+    path = write(tmp_path_factory.getbasetemp(), dump_yaml(recipe))
+    assert build(Recipe, load_yaml(path)) == recipe
+
+
+# describe
+
+
+def test_describe_lists_every_leaf_with_its_help() -> None:
+    lines = describe(
+        build(Recipe, {"training": {"steps": 3, "optimizer": {"learning_rate": 0.1}}, "seed": 1})
+    )
+    assert lines == [
+        FieldLine("name", "demo", True, "of the run"),
+        FieldLine("seed", 1, False, "of every draw"),
+        FieldLine("training.steps", 3, False, "optimizer steps"),
+        FieldLine("training.optimizer.learning_rate", 0.1, False, "peak learning rate"),
+        FieldLine("training.optimizer.betas", (0.9, 0.95), True, "of AdamW"),
+        FieldLine("training.optimizer.warmup", None, True, "steps, or a fraction of them"),
+        FieldLine("training.packing", Packing.STEP, True, "layout of the forward pass"),
+        FieldLine("evaluation", None, True, "absent: none"),
+        FieldLine("datasets", (), True, "several"),
+        FieldLine("output", None, True, "run directory"),
+        FieldLine("stop", (), True, "stop strings"),
+        FieldLine("resume", False, True, "go on"),
+    ]
+
+
+def test_describe_opens_optional_configs_and_knows_the_parents_defaults() -> None:
+    recipe = build(Recipe, {**MINIMAL, "evaluation": {"warmup": 2}})
+    lines = {line.path: line for line in describe(recipe)}
+    assert lines["evaluation.warmup"] == FieldLine(
+        "evaluation.warmup", 2, False, "steps, or a fraction of them"
+    )
+    assert lines["training.optimizer.learning_rate"].value == 0.5
+    assert lines["training.optimizer.learning_rate"].is_default
+    assert not lines["training.steps"].is_default
+
+
+# the library's own configs
+
+
+def config_modules() -> list[str]:
+    """Modules of the library that define a subclass of Config."""
+    root = Path(treadle.__file__).parent
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        classes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)]
+        if any(isinstance(base, ast.Name) and base.id == "Config" for c in classes for base in c.bases):
+            found.append(".".join(["treadle", *path.relative_to(root).with_suffix("").parts]))
+    return found
+
+
+@pytest.mark.parametrize("name", config_modules())
+def test_every_field_of_the_library_says_what_it_means(name: str) -> None:
+    members = vars(importlib.import_module(name)).values()
+    for config in {m for m in members if isinstance(m, type) and issubclass(m, Config)}:
+        silent = [field for field, info in config.model_fields.items() if not info.description]
+        assert not silent, f"{name}.{config.__name__}: fields without a description"

@@ -1,0 +1,227 @@
+"""Records are checked at construction and cannot change afterwards."""
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.core.errors import Cause, DataError
+from treadle.core.types import (
+    Failure,
+    SamplingParams,
+    Status,
+    Step,
+    StopReason,
+    Task,
+    Trajectory,
+    as_messages,
+    group_id,
+    trajectory_id,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "policy_versions", "mask")
+
+
+def make_step(**changes: Any) -> Step:
+    fields: dict[str, Any] = {
+        "prompt_ids": [1, 17, 4],
+        "completion_ids": [9, 12],
+        "logprobs": [-0.3, -1.2],
+        "policy_versions": [4, 5],
+        "sampling": SamplingParams(),
+        "stop_reason": StopReason.STOP,
+    }
+    return Step(**{**fields, **changes})
+
+
+def make_trajectory(**changes: Any) -> Trajectory:
+    fields: dict[str, Any] = {
+        "trajectory_id": "g000000.0",
+        "task_id": "t",
+        "attempt": 0,
+        "steps": (make_step(),),
+        "reward": 0.0,
+        "status": Status.DONE,
+    }
+    return Trajectory(**{**fields, **changes})
+
+
+def test_step_holds_fixed_dtypes() -> None:
+    step = make_step(prompt_ids=np.array([1, 2], np.uint64), logprobs=np.array([-0.5, -2.0], np.float64))
+    assert [getattr(step, name).dtype for name in ARRAYS] == ["int32", "int32", "float32", "int32", "bool"]
+    assert step.full_ids.tolist() == [1, 2, 9, 12]
+    assert step.mask.tolist() == [True, True]
+
+
+def test_an_empty_completion_is_a_step() -> None:
+    step = make_step(completion_ids=[], logprobs=[], policy_versions=[])
+    assert [getattr(step, name).dtype for name in ARRAYS] == ["int32", "int32", "float32", "int32", "bool"]
+    assert step.full_ids.tolist() == [1, 17, 4]
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_are_read_only_copies(name: str) -> None:
+    given_array = np.array(getattr(make_step(), name))
+    step = make_step(**{name: given_array})
+    before = getattr(step, name).copy()
+    given_array[0] = not given_array[0] if name == "mask" else given_array[0] - 1
+    assert np.array_equal(getattr(step, name), before)
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(step, name)[0] = 0
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, copy.copy, lambda step: pickle.loads(pickle.dumps(step))])
+def test_copies_and_pickles_are_equal_and_read_only(clone: Any) -> None:
+    step = make_step(mask=[True, False], reward=0.5, seconds=1.5)
+    twin = clone(step)
+    for name in ARRAYS:
+        assert np.array_equal(getattr(twin, name), getattr(step, name))
+        assert not getattr(twin, name).flags.writeable
+    assert (twin.reward, twin.seconds, twin.sampling) == (0.5, 1.5, step.sampling)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_ids": []}, "prompt_ids is empty"),
+        ({"prompt_ids": [1.0, 2.0]}, "prompt_ids must hold int32"),
+        ({"completion_ids": [9.0, 12.0]}, "completion_ids must hold int32"),
+        ({"completion_ids": [True, False]}, "completion_ids must hold int32"),
+        ({"completion_ids": [9, -1]}, r"completion_ids must lie in \[0, 2\*\*31\), got -1"),
+        ({"completion_ids": [9, 2**31]}, r"completion_ids must lie in .*2147483648"),
+        ({"completion_ids": [9, 2**63]}, "completion_ids must"),
+        ({"completion_ids": [[9, 12]]}, r"one dimension, got shape \(1, 2\)"),
+        ({"completion_ids": [9, 12, 3]}, "logprobs has 2 entries for 3 completion tokens"),
+        ({"logprobs": [-0.3]}, "logprobs has 1 entries for 2"),
+        ({"logprobs": [-1, -2]}, "logprobs must hold float32"),
+        ({"logprobs": [None, -0.1]}, "logprobs must hold float32"),
+        ({"logprobs": [-0.3, float("nan")]}, "finite and <= 0, got nan"),
+        ({"logprobs": [-0.3, float("-inf")]}, "finite and <= 0, got -inf"),
+        ({"logprobs": [-0.3, -1e300]}, "finite and <= 0, got -inf"),
+        ({"logprobs": [0.25, -0.3]}, "finite and <= 0, got 0.25"),
+        ({"policy_versions": [4]}, "policy_versions has 1 entries"),
+        ({"policy_versions": [4, -1]}, "policy_versions must lie in"),
+        ({"mask": [True]}, "mask has 1 entries"),
+        ({"mask": [1, 0]}, "mask must hold bool"),
+        ({"mask": [True, False], "sampling": GREEDY}, "greedy"),
+        ({"reward": float("nan")}, "reward must be finite, got nan"),
+    ],
+)
+def test_a_step_that_breaks_the_contract_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make_step(**changes)
+
+
+def test_greedy_tokens_are_never_trainable() -> None:
+    assert not make_step(sampling=GREEDY).mask.any()
+    assert not make_step(sampling=GREEDY, mask=[False, False]).mask.any()
+
+
+def test_rounding_above_zero_is_tolerated() -> None:
+    assert make_step(logprobs=[0.0, 1e-6]).logprobs[1] > 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**31 - 1), st.floats(-1e30, 0.0), st.integers(0, 2**31 - 1), st.booleans())
+    )
+)
+def test_whatever_was_sampled_is_recorded_unchanged(tokens: list[tuple[int, float, int, bool]]) -> None:
+    ids, logprobs, versions, mask = ([token[i] for token in tokens] for i in range(4))
+    step = make_step(
+        completion_ids=ids, logprobs=logprobs, policy_versions=versions, mask=np.array(mask, np.bool_)
+    )
+    assert step.completion_ids.tolist() == ids
+    assert step.policy_versions.tolist() == versions
+    assert step.mask.tolist() == mask
+    assert np.array_equal(step.logprobs, np.array(logprobs, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens must be >= 1, got 0"),
+        ({"stop": ("</a>", "")}, "stop string"),
+    ],
+)
+def test_impossible_sampling_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        SamplingParams(**changes)
+
+
+FAILURE = Failure(Cause.ENVIRONMENT, "broke")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": None}, "status done with reward None"),
+        ({"reward": None, "status": Status.MAX_STEPS}, "with reward None"),
+        ({"reward": None, "status": Status.FAILED}, "status failed with failure None"),
+        ({"reward": 0.0, "status": Status.FAILED, "failure": FAILURE}, "status failed with reward 0.0"),
+        ({"failure": FAILURE}, "status done with failure"),
+        ({"reward": float("inf")}, "reward must be finite, got inf"),
+    ],
+)
+def test_a_missing_reward_and_a_failure_come_together(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make_trajectory(**changes)
+
+
+def test_failed_and_zero_reward_trajectories_are_told_apart() -> None:
+    assert make_trajectory(reward=0.0).reward == 0.0
+    assert make_trajectory(reward=None, status=Status.FAILED, failure=FAILURE).reward is None
+
+
+def test_trajectory_counts_tokens_and_finds_its_oldest_version() -> None:
+    empty = make_step(completion_ids=[], logprobs=[], policy_versions=[])
+    trajectory = make_trajectory(steps=(make_step(), empty, make_step(policy_versions=[7, 3])))
+    assert trajectory.completion_tokens == 4
+    assert trajectory.oldest_version == 3
+    assert make_trajectory(steps=(empty,)).oldest_version is None
+    assert make_trajectory(steps=()).completion_tokens == 0
+
+
+def test_ids_sort_in_order_of_submission() -> None:
+    assert group_id(12) == "g000012"
+    assert trajectory_id(group_id(12), 3) == "g000012.3"
+    assert group_id(9) < group_id(10) < group_id(100)
+
+
+def test_a_task_needs_an_id() -> None:
+    with pytest.raises(DataError, match="task_id"):
+        Task(task_id="")
+
+
+def test_tasks_do_not_share_their_extras() -> None:
+    assert Task("a").extras is not Task("b").extras
+
+
+def test_messages_from_outside_are_copied() -> None:
+    source = [{"role": "user", "content": "hi", "name": "Anna"}]
+    messages = as_messages(source, "row 3")
+    source[0]["content"] = "changed"
+    assert messages == ({"role": "user", "content": "hi"},)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "hi",
+        {"role": "user", "content": "hi"},
+        ["hi"],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+    ],
+)
+def test_malformed_messages_are_refused_with_their_place(value: Any) -> None:
+    with pytest.raises(DataError, match="row 3"):
+        as_messages(value, "row 3")

@@ -1,0 +1,123 @@
+"""Imports point downwards only, and the lower layers stay light."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import treadle
+
+ROOT = Path(treadle.__file__).parent
+TOP_DOWN = (
+    "recipes",  # data, and scripts that built it: nobody imports them
+    "cli",
+    "orchestration",
+    "integrations",
+    "training",
+    "algorithms",
+    "packing",
+    "engines",
+    "rollout",
+    "envs",
+    "core",
+)
+LIGHT = ("core", "envs", "rollout")
+HEAVY = ("torch", "transformers", "ray", "vllm", "pyarrow", "matplotlib")
+
+
+def module_name(path: Path) -> str:
+    parts = ["treadle", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(source: str, module: str, is_package: bool = False) -> Iterator[str]:
+    """Every module that `source` imports anywhere, absolute; `from a import b` is `a.b`."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names if alias.name != "treadle")
+            case ast.Attribute(value=ast.Name(id="treadle"), attr=attribute):
+                yield f"treadle.{attribute}"
+            case ast.ImportFrom(module=base, names=names, level=level):
+                parents = module.split(".") if is_package else module.split(".")[:-1]
+                package = parents[: len(parents) - level + 1] if level else []
+                prefix = ".".join([*package, *([base] if base else [])])
+                yield from (f"{prefix}.{alias.name}" for alias in names)
+
+
+def wrong_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What `module` may not import: layers above its own, and the root's names, which hide their layer."""
+    own = TOP_DOWN.index(module.split(".")[1])
+    wrong = []
+    for name in imported(source, module, is_package):
+        parts = name.split(".")
+        if parts[0] != "treadle" or parts[1:] == ["__version__"]:
+            continue
+        if len(parts) < 2 or parts[1] not in TOP_DOWN or TOP_DOWN.index(parts[1]) < own:
+            wrong.append(name)
+    return wrong
+
+
+def sources() -> list[Path]:
+    return [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]
+
+
+def test_every_package_has_a_layer() -> None:
+    packages = {path.parent.name for path in ROOT.glob("*/*.py")}
+    assert packages <= set(TOP_DOWN)
+    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
+
+
+@pytest.mark.parametrize("path", sources(), ids=module_name)
+def test_imports_point_downwards(path: Path) -> None:
+    assert wrong_imports(path.read_text(), module_name(path), path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("import numpy as np", []),
+        ("from treadle.core.types import Step", []),
+        ("from treadle.rollout import agent", []),
+        ("from . import fake", []),
+        ("from ..core import types", []),
+        ("from treadle import __version__", []),
+        ("import treadle\nprint(treadle.__version__)", []),
+        ("import treadle\nprint(treadle.Step)", ["treadle.Step"]),
+        ("from treadle import Step", ["treadle.Step"]),
+        ("from treadle import training", ["treadle.training"]),
+        ("import treadle.packing.flat", ["treadle.packing.flat"]),
+        ("from ..algorithms import losses", ["treadle.algorithms.losses"]),
+        ("def f():\n    from treadle.cli.main import main", ["treadle.cli.main.main"]),
+        ("if TYPE_CHECKING:\n    from treadle.training.model import M", ["treadle.training.model.M"]),
+    ],
+)
+def test_the_check_itself_finds_what_is_wrong(line: str, wrong: list[str]) -> None:
+    assert wrong_imports(line, "treadle.engines.fake") == wrong
+
+
+def test_the_check_itself_understands_relative_imports_of_a_package() -> None:
+    assert list(imported("from . import a\nfrom ..core import b", "treadle.envs", is_package=True)) == [
+        "treadle.envs.a",
+        "treadle.core.b",
+    ]
+
+
+def test_the_light_layers_load_nothing_heavy() -> None:
+    """In a fresh process: the public names and every module from core to rollout."""
+    modules = [module_name(path) for path in sources() if module_name(path).split(".")[1] in LIGHT]
+    assert "treadle.core.types" in modules
+    code = f"""
+import importlib, sys
+import treadle
+assert not any(name.startswith("treadle.") for name in sys.modules), "import treadle loads its modules"
+assert "numpy" not in sys.modules, "import treadle loads numpy"
+for name in {[*modules, "treadle"]!r}:
+    importlib.import_module(name)
+print(*sorted(set({HEAVY!r}) & set(sys.modules)))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr, result.stdout.split()) == (0, "", [])
