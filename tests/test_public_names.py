@@ -62,8 +62,6 @@ def test_the_version_has_one_source() -> None:
 
 
 def test_a_star_import_works_in_a_fresh_process() -> None:
-    code = (
-        "from treadle import *; assert Task('a').task_id == 'a' and Step.__module__ == 'treadle.core.types'"
-    )
+    code = "from treadle import *; assert Task('a').task_id == 'a' and Step.__module__ == 'treadle.core.types'"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")

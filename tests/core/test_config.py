@@ -304,9 +304,7 @@ OPTIMIZERS = st.builds(
     betas=st.tuples(st.floats(allow_nan=False), st.floats(allow_nan=False)),
     warmup=st.none() | st.integers() | st.floats(allow_nan=False),
 )
-TEXT = st.text() | st.sampled_from(
-    ["yes", "5e-4", "1_0", "0x1", "null", "", "2024-01-01", "1:30", "=", "<<", "~"]
-)
+TEXT = st.text() | st.sampled_from(["yes", "5e-4", "1_0", "0x1", "null", "", "2024-01-01", "1:30", "=", "<<", "~"])
 RECIPES = st.builds(
     Recipe,
     name=TEXT,
@@ -330,9 +328,7 @@ def test_every_config_survives_yaml(tmp_path_factory: pytest.TempPathFactory, re
 
 
 def test_describe_lists_every_leaf_with_its_help() -> None:
-    lines = describe(
-        build(Recipe, {"training": {"steps": 3, "optimizer": {"learning_rate": 0.1}}, "seed": 1})
-    )
+    lines = describe(build(Recipe, {"training": {"steps": 3, "optimizer": {"learning_rate": 0.1}}, "seed": 1}))
     assert lines == [
         FieldLine("name", "demo", True, "of the run"),
         FieldLine("seed", 1, False, "of every draw"),
@@ -352,9 +348,7 @@ def test_describe_lists_every_leaf_with_its_help() -> None:
 def test_describe_opens_optional_configs_and_knows_the_parents_defaults() -> None:
     recipe = build(Recipe, {**MINIMAL, "evaluation": {"warmup": 2}})
     lines = {line.path: line for line in describe(recipe)}
-    assert lines["evaluation.warmup"] == FieldLine(
-        "evaluation.warmup", 2, False, "steps, or a fraction of them"
-    )
+    assert lines["evaluation.warmup"] == FieldLine("evaluation.warmup", 2, False, "steps, or a fraction of them")
     assert lines["training.optimizer.learning_rate"].value == 0.5
     assert lines["training.optimizer.learning_rate"].is_default
     assert not lines["training.steps"].is_default

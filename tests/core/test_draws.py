@@ -68,9 +68,7 @@ def test_uniforms_carry_53_bits() -> None:
 
 
 @given(st.lists(SEEDS, min_size=1, max_size=20), st.integers(0, 2**20), st.data())
-def test_a_draw_does_not_depend_on_what_else_is_in_the_batch(
-    seeds: list[int], token: int, data: st.DataObject
-) -> None:
+def test_a_draw_does_not_depend_on_what_else_is_in_the_batch(seeds: list[int], token: int, data: st.DataObject) -> None:
     whole = token_uniforms(np.array(seeds, np.uint64), token)
     chosen = data.draw(st.permutations(range(len(seeds))))[: data.draw(st.integers(1, len(seeds)))]
     part = token_uniforms(np.array([seeds[i] for i in chosen], np.uint64), token)

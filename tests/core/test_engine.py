@@ -22,9 +22,7 @@ def make_completion(length: int, *spans: tuple[int, int, int]) -> Completion:
 
 
 @given(st.lists(st.integers(0, 5), max_size=30), st.data())
-def test_spans_that_cover_the_completion_give_each_token_its_version(
-    versions: list[int], data: st.DataObject
-) -> None:
+def test_spans_that_cover_the_completion_give_each_token_its_version(versions: list[int], data: st.DataObject) -> None:
     changes = {i for i in range(1, len(versions)) if versions[i] != versions[i - 1]}
     needless = data.draw(st.sets(st.integers(0, len(versions))))  # splits and empty spans are fine
     cuts = sorted(changes | needless | {0, len(versions)})

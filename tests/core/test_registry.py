@@ -142,9 +142,7 @@ def test_a_bug_in_a_user_module_keeps_its_traceback(user_folder: Path) -> None:
 
 @pytest.mark.parametrize("group", ["environments", "tasks", "demonstrations"])
 def test_what_treadle_registers_exists(group: str) -> None:
-    shipped = [
-        entry.name for entry in entry_points(group=f"treadle.{group}") if entry.value.startswith("treadle.")
-    ]
+    shipped = [entry.name for entry in entry_points(group=f"treadle.{group}") if entry.value.startswith("treadle.")]
     assert {"lookup", "arithmetic"} <= set(shipped)
     for name in shipped:
         assert callable(registry.resolve(group, name))

@@ -126,16 +126,10 @@ def test_rounding_above_zero_is_tolerated() -> None:
     assert make_step(logprobs=[0.0, 1e-6]).logprobs[1] > 0
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 2**31 - 1), st.floats(-1e30, 0.0), st.integers(0, 2**31 - 1), st.booleans())
-    )
-)
+@given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-1e30, 0.0), st.integers(0, 2**31 - 1), st.booleans())))
 def test_whatever_was_sampled_is_recorded_unchanged(tokens: list[tuple[int, float, int, bool]]) -> None:
     ids, logprobs, versions, mask = ([token[i] for token in tokens] for i in range(4))
-    step = make_step(
-        completion_ids=ids, logprobs=logprobs, policy_versions=versions, mask=np.array(mask, np.bool_)
-    )
+    step = make_step(completion_ids=ids, logprobs=logprobs, policy_versions=versions, mask=np.array(mask, np.bool_))
     assert step.completion_ids.tolist() == ids
     assert step.policy_versions.tolist() == versions
     assert step.mask.tolist() == mask

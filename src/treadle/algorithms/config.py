@@ -23,12 +23,8 @@ class AlgorithmConfig(Config):
     reduction: Literal["token_mean", "seq_mean_token_sum_norm"] = Field(
         "token_mean", description="how the losses of tokens add up"
     )
-    scope: Literal["trajectory", "step"] = Field(
-        "trajectory", description="unit of sequence-level reductions"
-    )
-    length_norm: float | None = Field(
-        None, gt=0, description="constant of seq_mean_token_sum_norm, in tokens"
-    )
+    scope: Literal["trajectory", "step"] = Field("trajectory", description="unit of sequence-level reductions")
+    length_norm: float | None = Field(None, gt=0, description="constant of seq_mean_token_sum_norm, in tokens")
     entropy_coef: float = Field(0.0, ge=0, description="entropy bonus at the first update")
     entropy_coef_end: float = Field(0.0, ge=0, description="entropy bonus at the last update, linear between")
 

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 
-def ppo_clip(
-    logp_new: Tensor, logp_old: Tensor, advantage: Tensor, eps_low: float, eps_high: float
-) -> Tensor:
+def ppo_clip(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, eps_low: float, eps_high: float) -> Tensor:
     """Clipped surrogate: -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) with r = exp(logp_new - logp_old).
 
     All tensors [N]; returns [N]. Source: Schulman et al. 2017, "PPO", eq. 7; asymmetric bounds: Yu et al. 2025, "DAPO".

@@ -28,9 +28,7 @@ def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None
         highlight=False,
         soft_wrap=True,
     )
-    console.print(
-        f"time       {summary['wall_seconds']:.0f} s, {summary['cpu_seconds']:.0f} CPU s", highlight=False
-    )
+    console.print(f"time       {summary['wall_seconds']:.0f} s, {summary['cpu_seconds']:.0f} CPU s", highlight=False)
     console.print(f"weights    sha256 {summary['weights_sha256']}", highlight=False, soft_wrap=True)
 
 
@@ -51,9 +49,7 @@ def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Tabl
     return table
 
 
-def _print_transcripts(
-    console: Console, path: Path, results: list[dict[str, Any]], config: RunConfig
-) -> None:
+def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any]], config: RunConfig) -> None:
     """The first held-out task that training turned from failure to success, played before and after."""
     first, last = f"e{results[0]['update']:06d}-%", f"e{results[-1]['update']:06d}-%"
     ledger = Ledger(path / "ledger.sqlite", read_only=True)

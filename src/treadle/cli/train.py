@@ -23,16 +23,10 @@ _EXAMPLES = """examples:
 def add_parser(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "train", run, "train a recipe, or resume a run", _EXAMPLES)
-    parser.add_argument(
-        "recipe", metavar="RECIPE", help="a shipped recipe (see `treadle recipes`) or a .yaml file"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="configuration values to change"
-    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe (see `treadle recipes`) or a .yaml file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="configuration values to change")
     parser.add_argument("--name", help="of the run directory (default: recipe, seed and time)")
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs"), help="where run directories go (default: runs)"
-    )
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories go (default: runs)")
     parser.add_argument("--resume", action="store_true", help="go on from a run's latest checkpoint")
 
 

@@ -25,9 +25,7 @@ def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list
     some = ledger.query("SELECT trajectory_id FROM trajectories ORDER BY rowid DESC LIMIT 3")
     ledger.close()
     if not rows:
-        raise RunError(
-            f"no trajectory {trajectory_id!r} in {run}; for example {[r['trajectory_id'] for r in some]}"
-        )
+        raise RunError(f"no trajectory {trajectory_id!r} in {run}; for example {[r['trajectory_id'] for r in some]}")
     return rows[0], read_steps(run / "rollouts", rows[0]["shard"], trajectory_id)
 
 
@@ -47,9 +45,7 @@ def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
     text = Text()
     for step in steps:
         text.append(tokenizer.decode(step.prompt_ids[seen:].tolist(), skip_special_tokens=False), style="dim")
-        text.append(
-            tokenizer.decode(step.completion_ids.tolist(), skip_special_tokens=False), style="bold cyan"
-        )
+        text.append(tokenizer.decode(step.completion_ids.tolist(), skip_special_tokens=False), style="bold cyan")
         seen = len(step.full_ids)
     console.print(text, highlight=False, soft_wrap=True)
     how = row["failure_message"] or row["status"]

@@ -159,9 +159,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     return result
 
 
-def _with(
-    node: Mapping[str, Any], keys: Sequence[str], value: Any, override: str, depth: int
-) -> dict[str, Any]:
+def _with(node: Mapping[str, Any], keys: Sequence[str], value: Any, override: str, depth: int) -> dict[str, Any]:
     key = keys[depth]
     if depth == len(keys) - 1:
         return {**node, key: value}
@@ -182,9 +180,7 @@ def build(cls: type[C], data: Mapping[str, Any], source: str = "") -> C:
     """
     prefix = f"{source}: " if source else ""
     try:
-        plain = pydantic_core.to_json(
-            data
-        )  # strict JSON rules are what YAML needs: lists are tuples, strings enums
+        plain = pydantic_core.to_json(data)  # strict JSON rules are what YAML needs: lists are tuples, strings enums
     except ValueError as error:
         raise ConfigError(f"{prefix}not plain data: {error}") from error
     try:
@@ -254,9 +250,7 @@ def _unknown_key(cls: type[Config], keys: Location) -> str:
     hints = [f"did you mean {'.'.join([*parents, near[0]])!r}?"] if near else []
     elsewhere = [path for path in _paths(cls) if path.rpartition(".")[2] == leaf]
     hints += [f"{leaf!r} exists as {' and '.join(map(repr, elsewhere))}"] if elsewhere else []
-    return (
-        f"unknown key {'.'.join([*parents, leaf])!r}; {'; '.join(hints) or 'known here: ' + ', '.join(known)}"
-    )
+    return f"unknown key {'.'.join([*parents, leaf])!r}; {'; '.join(hints) or 'known here: ' + ', '.join(known)}"
 
 
 # What a Config is made of
@@ -294,9 +288,7 @@ def _leaves(config: Config, defaults: Config | None, prefix: str) -> Iterator[Fi
     """`defaults`: what the parent would have put here, which may differ from the class's own defaults."""
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
-        standard = (
-            field.get_default(call_default_factory=True) if defaults is None else getattr(defaults, name)
-        )
+        standard = field.get_default(call_default_factory=True) if defaults is None else getattr(defaults, name)
         if isinstance(value, Config):
             same_kind = standard if type(standard) is type(value) else None
             yield from _leaves(value, same_kind, f"{prefix}{name}.")

@@ -48,9 +48,7 @@ def call_seed(seed: int, stream: Stream, epoch: int, task: int, attempt: int, st
 
     Any engine that takes a seed per request can honour it; it fits a signed 64-bit integer.
     """
-    high, low, _, _ = philox4x32(
-        (epoch, task, attempt, step), (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24))
-    )
+    high, low, _, _ = philox4x32((epoch, task, attempt, step), (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24)))
     return (int(high) << 31 | int(low) >> 1) & 0x7FFFFFFFFFFFFFFF
 
 

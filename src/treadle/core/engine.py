@@ -39,15 +39,11 @@ class Completion:
         position, parts = 0, [np.empty(0, np.int32)]
         for span in self.policy_versions:
             if span.start != position or span.end < span.start:
-                raise EngineError(
-                    f"version spans {self.policy_versions} leave a gap or overlap at token {position}"
-                )
+                raise EngineError(f"version spans {self.policy_versions} leave a gap or overlap at token {position}")
             parts.append(np.full(span.end - span.start, span.version, np.int32))
             position = span.end
         if position != len(self.token_ids):
-            raise EngineError(
-                f"version spans end at {position}, the completion has {len(self.token_ids)} tokens"
-            )
+            raise EngineError(f"version spans end at {position}, the completion has {len(self.token_ids)} tokens")
         return np.concatenate(parts)
 
 

@@ -53,9 +53,7 @@ def _registered(group: str) -> dict[str, set[str]]:
 def _hint(name: str, registered: list[str]) -> str:
     near = difflib.get_close_matches(name, registered, n=1)
     module, _, attribute = name.rpartition(".")
-    meant = (
-        f"did you mean {near[0]!r}? " if near else f"did you mean '{module}:{attribute}'? " if module else ""
-    )
+    meant = f"did you mean {near[0]!r}? " if near else f"did you mean '{module}:{attribute}'? " if module else ""
     known = ", ".join(registered) or "nothing (is treadle installed, for example by `pip install -e .`?)"
     return f"; {meant}registered: {known}; or write 'module:attribute'"
 

@@ -161,9 +161,7 @@ class Step:
             raise DataError("Step.prompt_ids is empty: a completion needs at least one token before it")
         for name in ("logprobs", "policy_versions", "mask"):
             if len(getattr(self, name)) != length:
-                raise DataError(
-                    f"Step.{name} has {len(getattr(self, name))} entries for {length} completion tokens"
-                )
+                raise DataError(f"Step.{name} has {len(getattr(self, name))} entries for {length} completion tokens")
         if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-5).any():
             worst = self.logprobs[~(np.isfinite(self.logprobs) & (self.logprobs <= 1e-5))][0]
             raise DataError(f"Step.logprobs must be finite and <= 0, got {worst}")
@@ -210,13 +208,9 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         if (self.status is Status.FAILED) != (self.failure is not None):
-            raise DataError(
-                f"trajectory {self.trajectory_id}: status {self.status} with failure {self.failure}"
-            )
+            raise DataError(f"trajectory {self.trajectory_id}: status {self.status} with failure {self.failure}")
         if (self.reward is None) != (self.status is Status.FAILED):
-            raise DataError(
-                f"trajectory {self.trajectory_id}: status {self.status} with reward {self.reward}"
-            )
+            raise DataError(f"trajectory {self.trajectory_id}: status {self.status} with reward {self.reward}")
         if self.reward is not None and not np.isfinite(self.reward):
             raise DataError(f"trajectory {self.trajectory_id}: reward must be finite, got {self.reward}")
 

@@ -19,9 +19,7 @@ class FakeEngine:
     `calls` keeps every prompt it was sent.
     """
 
-    def __init__(
-        self, reply: Callable[[Ids, SamplingParams], Sequence[int]], *, logprob: float = -0.5
-    ) -> None:
+    def __init__(self, reply: Callable[[Ids, SamplingParams], Sequence[int]], *, logprob: float = -0.5) -> None:
         self.reply, self.logprob = reply, logprob
         self.version = 0
         self.calls: list[Ids] = []

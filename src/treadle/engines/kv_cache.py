@@ -45,8 +45,7 @@ class KVCache:
         index = torch.tensor(sources)
         for number, pair in self.layers.items():
             keys, values = (
-                F.pad(t.index_select(0, index.to(t.device)), (0, 0, 0, capacity - self.capacity))
-                for t in pair
+                F.pad(t.index_select(0, index.to(t.device)), (0, 0, 0, capacity - self.capacity)) for t in pair
             )
             self.layers[number] = (keys, values)
         self.rows, self.capacity = len(sources), capacity

@@ -10,9 +10,7 @@ from torch import Tensor
 from treadle.core.draws import token_uniforms
 
 
-def sample(
-    logits: Tensor, temperature: Tensor, seeds: NDArray[np.uint64], token: int
-) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, temperature: Tensor, seeds: NDArray[np.uint64], token: int) -> tuple[Tensor, Tensor]:
     """One token a row.
 
     logits float32[B, V], temperature float32[B] (0: greedy), seeds uint64[B], token: its number in the completion.
@@ -24,9 +22,7 @@ def sample(
     # float64: a float32 CDF moves the boundaries between tokens by up to 7e-5
     cdf = logprobs.double().exp_().cumsum(-1)
     draws = torch.from_numpy(token_uniforms(seeds, token)).to(cdf.device)
-    ids = torch.searchsorted(cdf, draws[:, None] * cdf[:, -1:], right=True)[:, 0].clamp_(
-        max=logits.shape[-1] - 1
-    )
+    ids = torch.searchsorted(cdf, draws[:, None] * cdf[:, -1:], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
     ids = torch.where(greedy, logits.argmax(-1), ids)
     chosen = logprobs.gather(1, ids[:, None])[:, 0]
     return ids, torch.where(greedy, 0.0, chosen)

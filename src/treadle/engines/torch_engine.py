@@ -133,9 +133,7 @@ class TorchEngine:
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
         """Log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1]."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._score, np.asarray(ids), temperature
-        )
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, np.asarray(ids), temperature)
 
     async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy `weights` (as `unique_weights` names them) in, between waves; drops every cached prefix."""
@@ -152,13 +150,9 @@ class TorchEngine:
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
         if session in self._waiting:
-            raise EngineError(
-                f"session {session!r} has a call in flight; one session makes one call at a time"
-            )
+            raise EngineError(f"session {session!r} has a call in flight; one session makes one call at a time")
         if not len(prompt) or prompt.min() < 0 or prompt.max() >= self._vocabulary:
-            raise EngineError(
-                f"prompt ids of session {session!r} must be non-empty and in [0, {self._vocabulary})"
-            )
+            raise EngineError(f"prompt ids of session {session!r} must be non-empty and in [0, {self._vocabulary})")
         if len(prompt) + sampling.max_tokens > self._context:
             raise EngineError(
                 f"prompt of {len(prompt)} + max_tokens {sampling.max_tokens} exceeds the model's context of {self._context}"
@@ -215,9 +209,7 @@ class TorchEngine:
             0 if s.row is None else min(common_prefix(s.ids, r.prompt), len(r.prompt) - 1)
             for r, s in zip(requests, sessions, strict=True)
         ]
-        need = (
-            max(len(r.prompt) + r.sampling.max_tokens for r in requests) + 1
-        )  # one spare position for padding
+        need = max(len(r.prompt) + r.sampling.max_tokens for r in requests) + 1  # one spare position for padding
         self._cache.arrange([s.row or 0 for s in sessions] if self._cache.rows else [], need)
         if not self._cache.layers:
             self._cache = KVCache(len(requests), self._cache.capacity)
@@ -232,9 +224,7 @@ class TorchEngine:
         for rows in self._parts(continued, lambda row: len(requests[row].prompt) - reuse[row]):
             chunks = [requests[row].prompt[reuse[row] :] for row in rows]
             index = torch.tensor(rows, device=self._device)
-            logits[index] = self._extend(
-                self._cache, _as_slice(rows, index), chunks, [reuse[row] for row in rows]
-            )
+            logits[index] = self._extend(self._cache, _as_slice(rows, index), chunks, [reuse[row] for row in rows])
         self.counters.reused += sum(reuse)
         self.counters.prefilled += sum(len(r.prompt) - k for r, k in zip(requests, reuse, strict=True) if k)
         return logits
@@ -266,9 +256,7 @@ class TorchEngine:
         length = max(start + len(chunk) for chunk, start in zip(chunks, starts, strict=True))
         return self._forward(cache, rows, torch.from_numpy(ids), torch.from_numpy(positions), length)
 
-    def _forward(
-        self, cache: KVCache, rows: slice | Tensor, ids: Tensor, positions: Tensor, length: int
-    ) -> Tensor:
+    def _forward(self, cache: KVCache, rows: slice | Tensor, ids: Tensor, positions: Tensor, length: int) -> Tensor:
         """ids, positions int64[B, C] -> logits after the last column, float32[B, V]."""
         positions = positions.to(self._device)
         call = KVCall(cache, rows, positions, length)
@@ -296,11 +284,7 @@ class TorchEngine:
         tokens = torch.from_numpy(ids.astype(np.int64))[None].to(self._device)
         positions = torch.arange(len(ids), device=self._device)[None]
         call = KVCall(KVCache(1, len(ids)), slice(0, 1), positions, len(ids))
-        logits = (
-            self._model(input_ids=tokens, position_ids=positions, use_cache=False, kv=call)
-            .logits[0, :-1]
-            .float()
-        )
+        logits = self._model(input_ids=tokens, position_ids=positions, use_cache=False, kv=call).logits[0, :-1].float()
         logprobs = (logits / temperature).log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         return np.asarray(logprobs.cpu().numpy(), np.float32)
 
@@ -308,9 +292,7 @@ class TorchEngine:
     def _publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         mine = unique_weights(self._model)
         if missing := sorted(mine.keys() - weights.keys()):
-            raise EngineError(
-                f"publication of version {version} lacks {missing[:3]} ({len(missing)} weights)"
-            )
+            raise EngineError(f"publication of version {version} lacks {missing[:3]} ({len(missing)} weights)")
         for name, tensor in mine.items():
             tensor.copy_(weights[name])
         self._version = version
@@ -344,9 +326,7 @@ class _Decoding:
             self.ids[live, token] = drawn.cpu().numpy()[keep]
             self.logprobs[live, token] = logprobs.cpu().numpy()[keep]
             self.length[live] += 1
-            self.stopped[live] = np.isin(self.ids[live, token], self.engine._stop) | self._hit_stop_string(
-                live
-            )
+            self.stopped[live] = np.isin(self.ids[live, token], self.engine._stop) | self._hit_stop_string(live)
             live = live[~self.stopped[live] & (self.length[live] < self.limit[live])]
             if not len(live):
                 break

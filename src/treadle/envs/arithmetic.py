@@ -62,9 +62,7 @@ def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
     pairs: list[Pair] = []
     for number in range(-(-count // size)):
         pairs += random.Random(f"arithmetic/pass/{key}/{number}").sample(PAIRS[split], size)
-    return [
-        _task(f"arithmetic-{key.replace('/', '-')}-{i:06d}", *pair) for i, pair in enumerate(pairs[:count])
-    ]
+    return [_task(f"arithmetic-{key.replace('/', '-')}-{i:06d}", *pair) for i, pair in enumerate(pairs[:count])]
 
 
 def _task(task_id: str, a: int, b: int) -> Task:

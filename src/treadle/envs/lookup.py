@@ -15,9 +15,9 @@ at Acme in this one and at Zeta in the next), so the agent has to search. One ep
     tool       page Acme, boss Zoe, city Rome, product lamps
     assistant  <answer> lamps</answer>
 
-The reward is 1 for the exact answer, given at the end only. Nothing here is drawn from a shared stream: pages,
-questions and demonstrations are functions of their keys, so a world needs no storage and any index can be made
-alone.
+The reward is 1 for the exact answer, given at the end only. Nothing here is drawn from a shared stream:
+pages, questions and demonstrations are functions of their keys, so a world needs no storage and any index can be
+made alone.
 """
 
 from __future__ import annotations
@@ -46,12 +46,8 @@ PERSONS = _words(
     "Anna Bob Carl Dora Emil Fay Gus Hana Ivan Jane Karl Lena Max Nora Otto Pia Quin Rosa Sam Tina "
     "Umar Vera Wim Xena Yuri Zoe Abel Bea Cora Dan Ella Finn Gina Hugo Iris Jack Kira Leo Maya Nils"
 )
-COMPANIES = _words(
-    "Acme Zeta Nova Orbit Delta Omega Vertex Pixel Quark Fusion Atlas Titan Lumen Radix Sonic Argon"
-)
-CITIES = _words(
-    "Paris Rome Oslo Cairo Lima Tokyo Berlin Quito Delhi Milan Turin Vienna Prague Dublin Madrid Lisbon"
-)
+COMPANIES = _words("Acme Zeta Nova Orbit Delta Omega Vertex Pixel Quark Fusion Atlas Titan Lumen Radix Sonic Argon")
+CITIES = _words("Paris Rome Oslo Cairo Lima Tokyo Berlin Quito Delhi Milan Turin Vienna Prague Dublin Madrid Lisbon")
 COUNTRIES = _words("France Italy Norway Egypt Peru Japan Kenya Chile India Spain Ghana Cuba")
 HOBBIES = _words("chess golf yoga tennis music dance judo rugby sewing poker skiing hiking")
 PRODUCTS = _words("shoes cars phones chairs clocks lamps boats bikes pens tents guitars mirrors")
@@ -104,7 +100,7 @@ class World:
         self._pages: dict[str, dict[str, str]] = {}  # only saves drawing a page twice
 
     def page(self, name: str) -> Mapping[str, str]:
-        """Fields of the page `name` (a person, company or city) in their drawn order; KeyError without a page."""
+        """Fields of the page `name` (a person, company or city) in drawn order; KeyError where there is none."""
         if name not in self._pages:
             draws = random.Random(f"lookup/page/{self.seed}/{name}")
             items = [(field, draws.choice(VALUES[field])) for field in FIELDS[name]]
@@ -191,9 +187,7 @@ def _end(how: str) -> EnvStep:
 def question_of(task: Task) -> Question:
     """The question a task asks; raises DataError naming the task and what it lacks."""
     where = f"task {task.task_id} of environment lookup"
-    missing = [
-        key for key in ("world_seed", "start", "attribute") if not isinstance(task.extras.get(key), str)
-    ]
+    missing = [key for key in ("world_seed", "start", "attribute") if not isinstance(task.extras.get(key), str)]
     if missing:
         raise DataError(f"{where} needs the strings {', '.join(missing)} in extras, has {dict(task.extras)}")
     question = Question(task.extras["world_seed"], task.extras["start"], task.extras["attribute"])
@@ -252,7 +246,7 @@ def demonstration(
 
     A share `drill` are reading drills ("What city?" and a page -> " Paris"), a stand-in for pretraining. The
     others are search episodes: a share `expert` of them correct, the rest random walks blind to the question.
-    Those show the format and copying from context, but not whom to follow, which value to give or when to stop.
+    Those show the format and copying from context, not whom to follow, which value to give or when to stop.
 
     Drills are placed by index, so that any n consecutive conversations hold n * drill of them, give or take
     one; everything else is drawn from (seed, index). Answers keep their leading space: with it they are one
@@ -266,9 +260,7 @@ def demonstration(
     world = World(f"demonstration/{seed}/{index}")
     draws = random.Random(f"lookup/demonstration/{seed}/{index}")
     if floor((index + 1) * drill) > floor(index * drill):
-        return (
-            _question_first(world, draws) if draws.random() < _QUESTION_FIRST else _page_first(world, draws)
-        )
+        return _question_first(world, draws) if draws.random() < _QUESTION_FIRST else _page_first(world, draws)
     question = draw_question(world.seed, draws.choice(hops), draws)
     correct = draws.random() < expert
     names, answer = question.solve(world) if correct else _random_walk(world, question.start, draws)
@@ -276,7 +268,7 @@ def demonstration(
 
 
 def _random_walk(world: World, start: str, draws: random.Random) -> tuple[tuple[str, ...], str]:
-    """Search `start`, then pages named on the last page, one to three in all; answer any value of the last."""
+    """Search `start`, then pages named on the last page, one to three in all; answer a value of the last."""
     names = [start]
     for _ in range(draws.randint(0, 2)):
         names.append(draws.choice([value for value in world.page(names[-1]).values() if value in FIELDS]))

@@ -3,7 +3,7 @@
 A task generator is a function `(split, **options) -> list[Task]`, registered under `treadle.tasks` or written
 as `module:attribute`; `split` is `train` or `held_out`. A file holds one task a line:
 
-    {"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "ground_truth": "7", "extras": {"a": 3, "b": 4}}
+    {"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "ground_truth": "7", "extras": {"a": 3}}
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ _KEYS = ("task_id", "prompt", "environment", "ground_truth", "extras")
 _METHODS = {"reset": "task", "step": "text", "close": ""}  # name -> what it takes besides self
 
 
-def load_tasks(
-    source: str, split: str, options: Mapping[str, Any], default_environment: str = ""
-) -> list[Task]:
+def load_tasks(source: str, split: str, options: Mapping[str, Any], default_environment: str = "") -> list[Task]:
     """All tasks of `source`, in order: never none, and no `task_id` twice.
 
     source: the path of a `.jsonl` file (one file a split: `split` selects nothing in it, and it takes no
@@ -41,9 +39,7 @@ def load_tasks(
     """
     if source.endswith(".jsonl"):
         if options:
-            raise ConfigError(
-                f"tasks: the file {source} takes no options, got {', '.join(options)}; remove them"
-            )
+            raise ConfigError(f"tasks: the file {source} takes no options, got {', '.join(options)}; remove them")
         tasks = _read_jsonl(Path(source), default_environment)
     else:
         tasks = [
@@ -140,9 +136,7 @@ def _parse_row(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
     for key in row:
         if key not in _KEYS:
-            raise DataError(
-                f"{where}: unknown key {key!r}; keys are {', '.join(_KEYS)} (put your own into extras)"
-            )
+            raise DataError(f"{where}: unknown key {key!r}; keys are {', '.join(_KEYS)} (put your own into extras)")
     return row
 
 
@@ -171,8 +165,7 @@ def _check_prompts(path: Path, tasks: Mapping[int, Task]) -> None:
         if not environment or _environment_class(environment).reset is Environment.reset:
             owner = f"environment {environment!r} does not make its own" if environment else "no environment"
             raise DataError(
-                f"{path}:{line}: no prompt, and {owner}; "
-                'write "prompt": [{"role": "user", "content": "..."}]'
+                f'{path}:{line}: no prompt, and {owner}; write "prompt": [{{"role": "user", "content": "..."}}]'
             )
 
 
@@ -199,9 +192,7 @@ def _environment_class(name: str) -> type[Environment]:
         else:
             continue
         arguments = f"self, {argument}" if argument else "self"
-        raise ConfigError(
-            f"environments: {name!r}: {method} {state}; write 'async def {method}({arguments})'"
-        )
+        raise ConfigError(f"environments: {name!r}: {method} {state}; write 'async def {method}({arguments})'")
     try:
         inspect.signature(found).bind()
     except TypeError as error:

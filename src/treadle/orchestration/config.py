@@ -31,9 +31,7 @@ class DataConfig(Config):
     train: TaskSetConfig = Field(description="tasks to train on")
     held_out: TaskSetConfig | None = Field(None, description="tasks to evaluate on; never trained")
     shuffle: bool = Field(True, description="visit the training tasks in another order each epoch")
-    table_by: str | None = Field(
-        None, description="key of a task's extras by which evaluation tables are split"
-    )
+    table_by: str | None = Field(None, description="key of a task's extras by which evaluation tables are split")
 
 
 class EvaluationConfig(Config):

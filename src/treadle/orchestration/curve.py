@@ -26,15 +26,11 @@ def draw_curve(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> 
     if updates:
         x, reward = [row["update"] for row in updates], [row["reward_mean"] for row in updates]
         axes.plot(x, reward, color="#9db8d9", linewidth=0.8, label="reward in training")
-        axes.plot(
-            x, smoothed(reward), color="#2f6db5", linewidth=1.8, label="... moving average over 9 updates"
-        )
+        axes.plot(x, smoothed(reward), color="#2f6db5", linewidth=1.8, label="... moving average over 9 updates")
     for greedy, style in ((False, "o-"), (True, "s--")):
         points = [row for row in evaluations if (row["temperature"] == 0) == greedy]
         if points:
-            label = "held-out success, " + (
-                "greedy" if greedy else f"temperature {points[0]['temperature']:g}"
-            )
+            label = "held-out success, " + ("greedy" if greedy else f"temperature {points[0]['temperature']:g}")
             axes.plot(
                 [r["update"] for r in points],
                 [r["success"] for r in points],

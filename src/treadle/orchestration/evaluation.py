@@ -31,9 +31,7 @@ async def play_held_out(
         running = []
         for position, task in enumerate(tasks[start : start + concurrency], start):
             group = f"{name}-{position:04d}"
-            [attempt] = rollouts.start(
-                group, task, [Address(seed, Stream.EVALUATE, epoch, position, 0)], temperature
-            )
+            [attempt] = rollouts.start(group, task, [Address(seed, Stream.EVALUATE, epoch, position, 0)], temperature)
             future = asyncio.ensure_future(attempt)
             future.add_done_callback(lambda _: on_trajectory())
             running.append(gather_group(group, position, epoch, position, task, [future]))

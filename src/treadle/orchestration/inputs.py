@@ -38,9 +38,7 @@ def make_inputs(
     default: str = "",
 ) -> Inputs:
     """From tasks in memory; environments not given are looked up in the registry."""
-    train, held_out = (
-        [replace(t, environment=t.environment or default) for t in tasks] for tasks in (train, held_out)
-    )
+    train, held_out = ([replace(t, environment=t.environment or default) for t in tasks] for tasks in (train, held_out))
     named = {t.environment for t in (*train, *held_out)}
     if "" in named:
         raise ConfigError("some tasks name no environment; set 'environment' in the recipe or in each task")

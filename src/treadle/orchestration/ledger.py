@@ -71,9 +71,7 @@ class Ledger:
             with self._db:
                 yield self._db
         except sqlite3.OperationalError as error:
-            raise RunError(
-                f"the ledger could not be written: {error}; free disk space, then --resume"
-            ) from error
+            raise RunError(f"the ledger could not be written: {error}; free disk space, then --resume") from error
 
     # --- writing -------------------------------------------------------------------------------------------------
 
@@ -129,9 +127,7 @@ class Ledger:
         with self._transaction() as db:
             return self._move_steps(db, StepState.DROPPED, DropReason.RESAMPLED, "g.idx >= ?", state.cursor)
 
-    def _move_steps(
-        self, db: sqlite3.Connection, state: StepState, reason: str | None, which: str, value: int
-    ) -> int:
+    def _move_steps(self, db: sqlite3.Connection, state: StepState, reason: str | None, which: str, value: int) -> int:
         moved = db.execute(
             "UPDATE steps SET state = ?, reason = ? WHERE state = ? AND trajectory_id IN (SELECT t.trajectory_id FROM "
             f"trajectories t JOIN groups g USING (group_id) WHERE g.split = 'train' AND {which})",
@@ -143,9 +139,7 @@ class Ledger:
 
     def latest_checkpoint(self) -> tuple[str, LoopState] | None:
         """(directory name, state), or None before the first checkpoint."""
-        row = self._db.execute(
-            "SELECT directory, state FROM checkpoints ORDER BY number DESC LIMIT 1"
-        ).fetchone()
+        row = self._db.execute("SELECT directory, state FROM checkpoints ORDER BY number DESC LIMIT 1").fetchone()
         if row is None:
             return None
         state = json.loads(row["state"])

@@ -85,9 +85,7 @@ class Loop:
         self.engine, self.rollouts, self.held_out, self.tokenizer = engine, rollouts, held_out, tokenizer
         self.state, self.clock, self.progress, self.stop = state, clock, progress, stop
         self._cursor = TaskCursor(train, config.seed, config.data.shuffle)
-        self._saved = (
-            state.update if ledger.latest_checkpoint() else None
-        )  # update of the newest checkpoint on disk
+        self._saved = state.update if ledger.latest_checkpoint() else None  # update of the newest checkpoint on disk
         self._warned: set[str] = set()
         self._finished_trajectories = 0
 
@@ -151,9 +149,7 @@ class Loop:
                 "kind": "update",
                 "update": self.state.update + number + 1,
                 "version": self.state.version,
-                **trajectory_metrics(
-                    groups[number * size : (number + 1) * size], self.config.evaluation.success_at
-                ),
+                **trajectory_metrics(groups[number * size : (number + 1) * size], self.config.evaluation.success_at),
                 **result.metrics,
                 **{f"seconds_{phase}": value / len(results) for phase, value in seconds.items()},
                 "wall_seconds": wall,
@@ -195,9 +191,7 @@ class Loop:
         for temperature in temperatures:
             name = f"e{self.state.update:06d}" + ("g" if temperature == 0 else "")
             again = len(
-                self.ledger.query(
-                    "SELECT 1 FROM groups WHERE group_id GLOB ? AND position = 0", f"{name}*-0000"
-                )
+                self.ledger.query("SELECT 1 FROM groups WHERE group_id GLOB ? AND position = 0", f"{name}*-0000")
             )
             if again:
                 name += f"r{again}"
@@ -234,9 +228,7 @@ class Loop:
             save_checkpoint(self.run_directory.checkpoints / name, self.learner, self.tokenizer)
         self.ledger.commit_checkpoint(name, self.state)
         self._saved = self.state.update
-        newest = sorted(
-            d.name for d in self.run_directory.checkpoints.iterdir() if d.name.startswith("step-")
-        )
+        newest = sorted(d.name for d in self.run_directory.checkpoints.iterdir() if d.name.startswith("step-"))
         remove_others(self.run_directory.checkpoints, newest[-self.config.orchestration.keep_last :])
 
     @property

@@ -39,12 +39,8 @@ def trajectory_metrics(groups: Sequence[Group], success_at: float) -> dict[str, 
     return {
         "reward_mean": mean([t.reward for t in graded if t.reward is not None]),
         "success": mean([_success(t, success_at) for t in graded]),
-        "pass_at_k": mean(
-            [max((_success(t, success_at) for t in g.trajectories), default=0.0) for g in groups]
-        ),
-        "equal_reward_groups": mean(
-            [float(len({t.reward for t in g.trajectories} - {None}) <= 1) for g in groups]
-        ),
+        "pass_at_k": mean([max((_success(t, success_at) for t in g.trajectories), default=0.0) for g in groups]),
+        "equal_reward_groups": mean([float(len({t.reward for t in g.trajectories} - {None}) <= 1) for g in groups]),
         "trajectories": len(everyone),
         "failed": len(everyone) - len(graded),
         "warnings": sum(bool(t.warning) for t in everyone),
@@ -64,9 +60,7 @@ def evaluation_result(
     parts: dict[str, list[float]] = {}
     for group, trajectory in graded:
         if table_by is not None:
-            parts.setdefault(str(group.task.extras.get(table_by)), []).append(
-                _success(trajectory, success_at)
-            )
+            parts.setdefault(str(group.task.extras.get(table_by)), []).append(_success(trajectory, success_at))
     return EvaluationResult(
         update=update,
         temperature=temperature,

@@ -72,9 +72,7 @@ class RunDirectory:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.close()
-            raise RunError(
-                f"another process is training in {str(self.path)!r}; wait for it or stop it"
-            ) from error
+            raise RunError(f"another process is training in {str(self.path)!r}; wait for it or stop it") from error
         self._lock = file
 
     def unlock(self) -> None:
@@ -98,17 +96,13 @@ class RunDirectory:
             with self.metrics_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
-            raise RunError(
-                f"could not write {self.metrics_file}: {error}; free disk space, then --resume"
-            ) from error
+            raise RunError(f"could not write {self.metrics_file}: {error}; free disk space, then --resume") from error
 
     def metrics(self) -> list[dict[str, Any]]:
         """All complete lines of metrics.jsonl."""
         if not self.metrics_file.is_file():
             return []
-        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")[
-            :-1
-        ]  # an unfinished last line is dropped
+        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")[:-1]  # an unfinished last line is dropped
         return [json.loads(line) for line in lines]
 
     def roll_back_metrics(self, update: int) -> None:

@@ -56,9 +56,7 @@ class Policy:
 
     def engine(self, max_batch: int) -> TorchEngine:
         """An embedded engine with its own copy of the weights."""
-        return TorchEngine(
-            self.model, stop_token_ids=self.stop_token_ids, decode=self.decode, max_batch=max_batch
-        )
+        return TorchEngine(self.model, stop_token_ids=self.stop_token_ids, decode=self.decode, max_batch=max_batch)
 
 
 def load_policy(config: ModelConfig, seed: int) -> Policy:
@@ -112,9 +110,7 @@ def resume_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress
     run.lock()
     try:
         if run.summary_file.is_file():
-            raise RunError(
-                f"run {str(path)!r} is finished ({config.orchestration.updates} updates); nothing to resume"
-            )
+            raise RunError(f"run {str(path)!r} is finished ({config.orchestration.updates} updates); nothing to resume")
         ledger = Ledger(run.ledger_file)
         latest = ledger.latest_checkpoint()
         ledger.close()
@@ -148,9 +144,7 @@ def _train(
             dropped = ledger.roll_back(state)
             run.roll_back_metrics(state.update)
             progress.say(f"{dropped} steps recorded after that checkpoint are dropped as resampled")
-        state, stopped = asyncio.run(
-            _run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress)
-        )
+        state, stopped = asyncio.run(_run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress))
     finally:
         ledger.close()
     summary = _summary(config, run, learner, state, stopped)
@@ -206,9 +200,7 @@ async def check_engine(engine: TorchEngine, learner: Learner, policy: Policy) ->
     await engine.publish(learner.weights(), 0)
     prompt = policy.renderer.first([{"role": "user", "content": "ok"}])
     engine.open_session("probe")
-    answer = await engine.generate(
-        prompt, SamplingParams(temperature=1.0, max_tokens=8, seed=1), session="probe"
-    )
+    answer = await engine.generate(prompt, SamplingParams(temperature=1.0, max_tokens=8, seed=1), session="probe")
     engine.close_session("probe")
     [part] = micro_batches(pack([Span(prompt, answer.token_ids, 0, 0)], Packing.STEP), max_tokens=1)
     with torch.no_grad():
@@ -217,9 +209,7 @@ async def check_engine(engine: TorchEngine, learner: Learner, policy: Policy) ->
     for name, other in (("its own scoring pass", scored), ("the learner", logp.cpu().numpy())):
         gap = float(np.abs(answer.logprobs - other).max())
         if not gap < 1e-3:
-            raise EngineError(
-                f"the engine's log-probabilities differ from those of {name} by up to {gap:.2e}"
-            )
+            raise EngineError(f"the engine's log-probabilities differ from those of {name} by up to {gap:.2e}")
 
 
 @contextmanager
@@ -255,9 +245,7 @@ def _warm_start_line(report: WarmStartReport) -> str:
     return f"warm start: loss {report.loss:.3f} after {report.steps} steps ({how})"
 
 
-def _summary(
-    config: RunConfig, run: RunDirectory, learner: Learner, state: LoopState, stopped: bool
-) -> dict[str, Any]:
+def _summary(config: RunConfig, run: RunDirectory, learner: Learner, state: LoopState, stopped: bool) -> dict[str, Any]:
     """What summary.json holds. Held-out figures are at `evaluation.temperature`, the greedy ones beside them."""
     sampled = [e for e in state.evaluations if e["temperature"] == config.evaluation.temperature]
     greedy = [e for e in state.evaluations if e["temperature"] == 0]

@@ -97,8 +97,4 @@ def _model_files(path: str | None) -> list[tuple[str, int, int]]:
 
 
 def _source_file(source: str) -> Path:
-    return (
-        Path(source)
-        if source.endswith(".jsonl")
-        else Path(inspect.getfile(resolve("demonstrations", source)))
-    )
+    return Path(source) if source.endswith(".jsonl") else Path(inspect.getfile(resolve("demonstrations", source)))

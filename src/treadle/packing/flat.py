@@ -81,9 +81,7 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         rewards=np.array([trajectory.reward for _, trajectory in graded], np.float64),
         mask=joined([step.mask for _, step in steps], np.bool_),  # type: ignore[arg-type]
         logp_rollout=joined([step.logprobs for _, step in steps], np.float32),  # type: ignore[arg-type]
-        temperature=np.repeat(
-            np.array([step.sampling.temperature for _, step in steps], np.float32), lengths
-        ),
+        temperature=np.repeat(np.array([step.sampling.temperature for _, step in steps], np.float32), lengths),
     )
 
 
@@ -105,7 +103,5 @@ def spans(batch: FlatBatch) -> list[Span]:
     """The batch's steps as packing sees them."""
     return [
         Span(step.prompt_ids, step.completion_ids, int(first), int(owner))
-        for step, first, owner in zip(
-            batch.steps, batch.step_start[:-1], batch.trajectory_of_step, strict=True
-        )
+        for step, first, owner in zip(batch.steps, batch.step_start[:-1], batch.trajectory_of_step, strict=True)
     ]

@@ -69,9 +69,7 @@ def pack(calls: Sequence[Span], packing: Packing) -> list[PackedSequence]:
             continue
         chains = open_chains.setdefault(call.owner, [])
         extended = (
-            next((c for c in reversed(chains) if _extends(c[-1], call)), None)
-            if packing is Packing.CHAIN
-            else None
+            next((c for c in reversed(chains) if _extends(c[-1], call)), None) if packing is Packing.CHAIN else None
         )
         if extended is None:
             chains.append([call])

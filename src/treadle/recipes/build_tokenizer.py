@@ -3,11 +3,11 @@
     python -m treadle.recipes.build_tokenizer DIR
 
 writes the three files that `transformers.AutoTokenizer.from_pretrained(DIR)` reads. The copy in
-`recipes/tokenizer` is frozen, because its ids are what a checkpoint means; this script is how it came about, and
-a test builds it anew.
+`recipes/tokenizer` is frozen, because its ids are what a checkpoint means; this script is how it came about,
+and a test builds it anew.
 
-A word with its leading space is the unit of byte-level BPE, and `VOCABULARY` leaves room to merge every word of
-the training text into one token: training ends by itself, somewhat below it.
+A word with its leading space is the unit of byte-level BPE, and `VOCABULARY` leaves room to merge every word
+of the training text into one token: training ends by itself, somewhat below it.
 """
 
 from __future__ import annotations

@@ -44,9 +44,7 @@ class RolloutConfig(Config):
     max_completion_tokens: int = Field(256, ge=1, description="most tokens sampled per call")
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
     stop: tuple[str, ...] = Field((), description="strings that end a completion")
-    environment_timeout: float = Field(
-        60.0, gt=0, description="limit on each call of an environment, seconds"
-    )
+    environment_timeout: float = Field(60.0, gt=0, description="limit on each call of an environment, seconds")
 
 
 class Rollouts:
@@ -84,17 +82,13 @@ class Rollouts:
             )
             for a in addresses
         ]
-        return [
-            self._attempt(task, session, a.attempt) for session, a in zip(sessions, addresses, strict=True)
-        ]
+        return [self._attempt(task, session, a.attempt) for session, a in zip(sessions, addresses, strict=True)]
 
     async def _attempt(self, task: Task, session: Session, attempt: int) -> Trajectory:
         started = time.perf_counter()
         status, failure, warning = Status.FAILED, None, ""
         try:
-            environment = await guarded(
-                self._make(task), Cause.ENVIRONMENT, self.config.environment_timeout, "create"
-            )
+            environment = await guarded(self._make(task), Cause.ENVIRONMENT, self.config.environment_timeout, "create")
             try:
                 status = await self._play(environment, task, session)
             finally:
@@ -175,9 +169,7 @@ def _checked_messages(value: object, where: str) -> tuple[Message, ...]:
     except (DataError, TypeError) as error:
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} must give messages: {error}") from error
     if not messages:
-        raise TrajectoryFailure(
-            Cause.ENVIRONMENT, f"{where} gave no messages for the agent to read, and is not done"
-        )
+        raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} gave no messages for the agent to read, and is not done")
     return messages
 
 
@@ -189,9 +181,7 @@ def _checked_step(value: object) -> EnvStep:
         )
     step = EnvStep(*value)
     if not isinstance(step.reward, Real) or not math.isfinite(step.reward):
-        raise TrajectoryFailure(
-            Cause.ENVIRONMENT, f"step gave the reward {step.reward!r}; it must be a finite number"
-        )
+        raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave the reward {step.reward!r}; it must be a finite number")
     return step._replace(reward=float(step.reward))
 
 

@@ -18,9 +18,7 @@ import numpy as np
 from treadle.core.errors import ConfigError
 from treadle.core.types import Ids, Message
 
-_MARK = (
-    "\ue000reply\ue001"  # stands for the assistant's reply while the template renders; private-use characters
-)
+_MARK = "\ue000reply\ue001"  # stands for the assistant's reply while the template renders; private-use characters
 
 
 class Tokenizer(Protocol):
@@ -47,9 +45,7 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._stop_text = {
-            int(i): str(tokenizer.decode([int(i)], skip_special_tokens=False)) for i in stop_token_ids
-        }
+        self._stop_text = {int(i): str(tokenizer.decode([int(i)], skip_special_tokens=False)) for i in stop_token_ids}
         self._encode = lru_cache(maxsize=65536)(self._encode_text)
 
     def first(self, messages: Sequence[Message]) -> Ids:
@@ -101,9 +97,7 @@ class ChatRenderer:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = True) -> str:
         return str(
-            self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation_prompt
-            )
+            self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
         )
 
     def _encode_text(self, text: str) -> Ids:

@@ -89,7 +89,5 @@ class Session:
             return self._renderer.first(messages)
         known = len(self._history)
         if list(messages[:known]) != self._history:
-            raise TrajectoryFailure(
-                Cause.AGENT, f"session {self.name}: the conversation was edited, not continued"
-            )
+            raise TrajectoryFailure(Cause.AGENT, f"session {self.name}: the conversation was edited, not continued")
         return self._renderer.next(self.steps[-1].full_ids, self._history[:-1], messages[known:])

@@ -78,9 +78,7 @@ def load_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
         )
     copy_weights(learner.model, weights, str(directory))
     if weights_sha256(learner.weights()) != facts["weights_sha256"]:
-        raise CheckpointError(
-            f"checkpoint {directory} is damaged: its weights do not have the recorded SHA-256"
-        )
+        raise CheckpointError(f"checkpoint {directory} is damaged: its weights do not have the recorded SHA-256")
     _restore_moments(learner, moments, directory)
     learner.updates_done = facts["updates_done"]
 
@@ -150,9 +148,7 @@ class _complete_or_absent:  # reads as a statement where it is used
             return
         shutil.rmtree(self.path, ignore_errors=True)
         if isinstance(error, OSError):
-            raise CheckpointError(
-                f"could not write {self.final}: {error}; free disk space, then --resume"
-            ) from error
+            raise CheckpointError(f"could not write {self.final}: {error}; free disk space, then --resume") from error
 
 
 def _write(path: Path, content: bytes) -> None:

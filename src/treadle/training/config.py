@@ -18,9 +18,7 @@ class ModelConfig(Config):
         None,
         description="instead of path: a transformers config (model_type and its fields) initialised from the seed",
     )
-    tokenizer: str | None = Field(
-        None, description="directory of a tokenizer, or 'demo'; default: the model's path"
-    )
+    tokenizer: str | None = Field(None, description="directory of a tokenizer, or 'demo'; default: the model's path")
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -41,21 +39,15 @@ class OptimizerConfig(Config):
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
     warmup: int = Field(0, ge=0, description="updates of linear warm-up")
-    decay_from: float = Field(
-        1.0, ge=0, le=1, description="share of all updates after which the cosine begins"
-    )
+    decay_from: float = Field(1.0, ge=0, le=1, description="share of all updates after which the cosine begins")
     final_lr: float = Field(0.0, ge=0, le=1, description="share of the peak left at the end of the cosine")
 
 
 class WarmStartConfig(Config):
     """Supervised learning on demonstrations before RL (also `treadle sft`)."""
 
-    demonstrations: str = Field(
-        description="a .jsonl of {messages: [...]}, a registered name or module:function"
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="options of the demonstrations' generator"
-    )
+    demonstrations: str = Field(description="a .jsonl of {messages: [...]}, a registered name or module:function")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the demonstrations' generator")
     steps: int = Field(500, ge=1, description="optimizer steps")
     batch_size: int = Field(64, ge=1, description="conversations a step")
     max_loss: float | None = Field(
@@ -83,7 +75,5 @@ class TrainingConfig(Config):
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="of forward passes; weights and optimizer stay float32"
     )
-    gradient_checkpointing: bool = Field(
-        False, description="recompute activations in the backward pass to save memory"
-    )
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     threads: int | None = Field(None, ge=1, description="torch threads; default: the machine's cores")

@@ -82,9 +82,7 @@ class Learner:
         self.updates_done += 1
         return UpdateResult(
             metrics={"learning_rate": rate, "gradient_norm": norm, **totals},
-            advantage={
-                t.trajectory_id: float(a) for t, a in zip(batch.trajectories, per_trajectory, strict=True)
-            },
+            advantage={t.trajectory_id: float(a) for t, a in zip(batch.trajectories, per_trajectory, strict=True)},
         )
 
     def accumulate(

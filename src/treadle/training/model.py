@@ -27,9 +27,7 @@ def tokenizer_directory(config: ModelConfig) -> Path:
     name = config.tokenizer or config.path or ""
     directory = Path(str(files("treadle.recipes") / "tokenizer")) if name == "demo" else Path(name)
     if not (directory / "tokenizer.json").is_file():
-        raise ConfigError(
-            f"model.tokenizer: no tokenizer.json in {str(directory)!r} (give a directory, or 'demo')"
-        )
+        raise ConfigError(f"model.tokenizer: no tokenizer.json in {str(directory)!r} (give a directory, or 'demo')")
     return directory
 
 
@@ -37,13 +35,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory; it must have a chat template and an end token."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(directory))
     if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"the tokenizer in {str(directory)!r} has no chat template; add a chat_template.jinja to it"
-        )
+        raise ConfigError(f"the tokenizer in {str(directory)!r} has no chat template; add a chat_template.jinja to it")
     if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"the tokenizer in {str(directory)!r} names no eos_token; add it to tokenizer_config.json"
-        )
+        raise ConfigError(f"the tokenizer in {str(directory)!r} names no eos_token; add it to tokenizer_config.json")
     return tokenizer
 
 
@@ -62,9 +56,7 @@ def make_model(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedMod
     require_plain_attention(model)
     text = model.config.get_text_config()
     if text.vocab_size < vocabulary:
-        raise ConfigError(
-            f"the model's vocabulary of {text.vocab_size} is smaller than the tokenizer's {vocabulary}"
-        )
+        raise ConfigError(f"the model's vocabulary of {text.vocab_size} is smaller than the tokenizer's {vocabulary}")
     if dropout := {k: v for k, v in text.to_dict().items() if k.endswith(("dropout", "_pdrop")) and v}:
         raise ConfigError(f"dropout makes log-probabilities random; set {dropout} to 0 in the model's config")
     return model

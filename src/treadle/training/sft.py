@@ -124,9 +124,7 @@ def warm_start(
     return WarmStartResult(final, config.steps)
 
 
-def _batch(
-    rows: Sequence[Sequence[Message]], renderer: ChatRenderer, config: WarmStartConfig
-) -> list[MicroBatch]:
+def _batch(rows: Sequence[Sequence[Message]], renderer: ChatRenderer, config: WarmStartConfig) -> list[MicroBatch]:
     calls: list[Span] = []
     first = 0
     for owner, messages in enumerate(rows):

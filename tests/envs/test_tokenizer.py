@@ -1,0 +1,142 @@
+import json
+import os
+import subprocess
+import sys
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("tokenizers")
+
+from tokenizers import Tokenizer
+
+from treadle.core.types import Message
+from treadle.envs import arithmetic, lookup
+from treadle.recipes import build_tokenizer
+
+with as_file(files("treadle.recipes") / "tokenizer") as _folder:
+    FOLDER = Path(_folder)
+TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
+def encode(text: str) -> list[int]:
+    ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def decode(ids: list[int]) -> str:
+    text: str = TOKENIZER.decode(ids, skip_special_tokens=False)
+    return text
+
+
+def chatml(messages: tuple[Message, ...]) -> str:
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_building_anew_gives_the_shipped_files_byte_for_byte(tmp_path: Path, seed: str) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "treadle.recipes.build_tokenizer", str(tmp_path / "new" / "folder")],
+        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+    )
+    names = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
+    assert names == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    for name in names:
+        assert (tmp_path / "new" / "folder" / name).read_bytes() == (FOLDER / name).read_bytes(), name
+
+
+def test_ids_are_frozen() -> None:
+    """A checkpoint is meaningless under other ids."""
+    assert TOKENIZER.get_vocab_size() == 726 < build_tokenizer.VOCABULARY
+    known = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<search>", "</search>", "<answer>", "</answer>")
+    assert [TOKENIZER.token_to_id(token) for token in known] == [0, 1, 2, 722, 723, 724, 725]
+    assert encode("<search> Anna</search><|im_end|>") == [722, 538, 723, 2]
+
+
+@pytest.mark.parametrize("name", [*lookup.ENTITIES, *map(str, range(19))])
+def test_a_name_with_its_leading_space_is_one_token(name: str) -> None:
+    assert len(encode(f" {name}")) == 1
+
+
+def test_no_two_names_share_a_token() -> None:
+    assert len({encode(f" {name}")[0] for name in lookup.ENTITIES}) == len(lookup.ENTITIES)
+
+
+def test_every_field_and_question_word_is_one_token() -> None:
+    for task in lookup.tasks("train", 60):
+        question = task.prompt[1]["content"]
+        assert len(encode(question)) == len(question.split()) + 1  # the question mark
+    assert all(len(encode(f" {field}")) == 1 for field in lookup.VALUES)
+
+
+@given(index=st.integers(0, 10**6), seed=st.integers(0, 100))
+def test_demonstrations_survive_the_round_trip(index: int, seed: int) -> None:
+    for messages in (lookup.demonstration(index, seed), arithmetic.demonstration(index, seed)):
+        text = chatml(messages)
+        assert decode(encode(text)) == text
+        for message in messages:
+            assert decode(encode(message["content"])) == message["content"]
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_any_text_survives_the_round_trip(text: str) -> None:
+    assert decode(encode(text)) == text
+
+
+@given(index=st.integers(0, 10**6))
+def test_a_conversation_encodes_as_its_messages_do_alone(index: int) -> None:
+    """Warm-start targets equal what the model is to sample: nothing merges across a reply's borders."""
+    messages = lookup.demonstration(index, 0)
+    pieces = [encode(f"<|im_start|>{m['role']}\n") + encode(m["content"]) + encode("<|im_end|>\n") for m in messages]
+    assert encode(chatml(messages)) == sum(pieces, [])
+
+
+def test_replies_fit_into_twelve_tokens_a_turn() -> None:
+    replies = [m for i in range(200) for m in lookup.demonstration(i, 0) if m["role"] == "assistant"]
+    assert {len(encode(m["content"])) for m in replies} == {1, 3}
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_the_template_is_chatml_under_any_trimming(trim: bool) -> None:
+    jinja2 = pytest.importorskip("jinja2")
+    source = (FOLDER / "chat_template.jinja").read_text()
+    template = jinja2.Environment(trim_blocks=trim, lstrip_blocks=trim).from_string(source)
+    messages: tuple[Message, ...] = (
+        {"role": "system", "content": " a\n"},
+        {"role": "tool", "content": ""},
+        {"role": "assistant", "content": " Paris"},
+    )
+    assert template.render(messages=messages) == chatml(messages)
+    asked = template.render(messages=messages, add_generation_prompt=True)
+    assert asked == chatml(messages) + "<|im_start|>assistant\n"
+
+
+def test_transformers_loads_the_same_tokenizer() -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(FOLDER))
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer)) == (2, 0, 726)
+    messages = lookup.demonstration(0, 0)
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    assert text == chatml(messages)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=True).count("<search>") == text.count("<search>") > 0
+
+
+def test_the_configuration_names_only_what_transformers_needs() -> None:
+    config = json.loads((FOLDER / "tokenizer_config.json").read_text())
+    assert config["clean_up_tokenization_spaces"] is False
+    assert not any("http" in path.read_text() for path in FOLDER.iterdir())
+
+
+def test_the_command_line_wants_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_tokenizer.main([])
+    assert "DIR" in capsys.readouterr().err
