@@ -25,7 +25,8 @@ def play(task: Task, policy: Policy) -> tuple[list[Message], list[EnvStep]]:
 
     async def episode() -> tuple[list[Message], list[EnvStep]]:
         environment = Lookup()
-        messages, steps = [*await environment.reset(task)], []
+        messages = [*await environment.reset(task)]
+        steps: list[EnvStep] = []
         while not steps or not steps[-1].done:
             reply = policy(messages)
             steps.append(await environment.step(reply))

@@ -174,9 +174,9 @@ def test_a_generator_that_repeats_itself_is_refused(mine: ModuleType) -> None:
 def test_a_generator_must_be_a_function_that_returns_tasks(mine: ModuleType) -> None:
     mine.generate = lambda split: [{"task_id": "t"}]  # type: ignore[attr-defined]
     mine.number = 3  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match="must return Task objects, got {'task_id': 't'}"):
+    with pytest.raises(DataError, match=r"must return Task objects, got \{'task_id': 't'\}"):
         load_tasks(f"{mine.__name__}:generate", "train", {})
-    with pytest.raises(ConfigError, match="is a int, it must be a function"):
+    with pytest.raises(ConfigError, match="is of type int, it must be a function"):
         load_tasks(f"{mine.__name__}:number", "train", {})
 
 
@@ -246,7 +246,7 @@ def test_an_environment_that_cannot_run_is_refused_at_once(
 
 def test_an_environment_must_be_a_class(mine: ModuleType) -> None:
     mine.make = lambda: Arithmetic()  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="is a function, it must be a class"):
+    with pytest.raises(ConfigError, match="is of type function, it must be a class"):
         load_environment(f"{mine.__name__}:make")
 
 

@@ -92,8 +92,8 @@ def test_any_text_survives_the_round_trip(text: str) -> None:
 def test_a_conversation_encodes_as_its_messages_do_alone(index: int) -> None:
     """Warm-start targets equal what the model is to sample: nothing merges across a reply's borders."""
     messages = lookup.demonstration(index, 0)
-    pieces = [encode(f"<|im_start|>{m['role']}\n") + encode(m["content"]) + encode("<|im_end|>\n") for m in messages]
-    assert encode(chatml(messages)) == sum(pieces, [])
+    pieces = [piece for m in messages for piece in (f"<|im_start|>{m['role']}\n", m["content"], "<|im_end|>\n")]
+    assert encode(chatml(messages)) == [token for piece in pieces for token in encode(piece)]
 
 
 def test_replies_fit_into_twelve_tokens_a_turn() -> None:

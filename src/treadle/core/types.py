@@ -114,7 +114,7 @@ class Task:
     """
 
     task_id: str
-    prompt: tuple[Message, ...] = ()
+    prompt: Sequence[Message] = ()
     environment: str = ""
     ground_truth: Any = None
     extras: Mapping[str, Any] = field(default_factory=dict)
@@ -122,6 +122,7 @@ class Task:
     def __post_init__(self) -> None:
         if not self.task_id:
             raise DataError("a task needs a task_id")
+        object.__setattr__(self, "prompt", as_messages(self.prompt, f"task {self.task_id}: prompt"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

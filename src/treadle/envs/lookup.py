@@ -16,8 +16,8 @@ at Acme in this one and at Zeta in the next), so the agent has to search. One ep
     assistant  <answer> lamps</answer>
 
 The reward is 1 for the exact answer, given at the end only. Nothing here is drawn from a shared stream:
-pages, questions and demonstrations are functions of their keys, so a world needs no storage and any index can be
-made alone.
+pages, questions and demonstrations are functions of their keys, so a world needs no storage and any index can
+be made alone.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class World:
         self._pages: dict[str, dict[str, str]] = {}  # only saves drawing a page twice
 
     def page(self, name: str) -> Mapping[str, str]:
-        """Fields of the page `name` (a person, company or city) in drawn order; KeyError where there is none."""
+        """Fields of the page `name` (a person, company or city) in drawn order; KeyError if it has none."""
         if name not in self._pages:
             draws = random.Random(f"lookup/page/{self.seed}/{name}")
             items = [(field, draws.choice(VALUES[field])) for field in FIELDS[name]]

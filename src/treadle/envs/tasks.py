@@ -82,16 +82,16 @@ def check_share(name: str, value: float) -> None:
 def _generate(source: str, split: str, options: Mapping[str, Any]) -> Sequence[Task]:
     generator = registry.resolve("tasks", source)
     if not callable(generator):
-        raise ConfigError(f"tasks: {source!r} is a {type(generator).__name__}, it must be a function")
+        raise ConfigError(f"tasks: {source!r} is of type {type(generator).__name__}, it must be a function")
+    if "split" in options:
+        raise ConfigError(f"tasks: {source!r}: 'split' is no option, it is always {split!r} here; remove it")
     signature = inspect.signature(generator)
     try:  # only the call's shape is checked here: a TypeError from inside the generator is a bug of its own
-        signature.bind(**{**options, "split": split})
+        signature.bind(split=split, **options)
     except TypeError as error:
         takes = ", ".join(name for name in signature.parameters if name != "split") or "none"
         given = ", ".join(options) or "none"
         raise ConfigError(f"tasks: {source!r}: {error}; its options are {takes}, given: {given}") from error
-    if "split" in options:
-        raise ConfigError(f"tasks: {source!r}: 'split' is no option, it is always {split!r} here; remove it")
     tasks = list(generator(split=split, **options))
     wrong = next((task for task in tasks if not isinstance(task, Task)), None)
     if wrong is not None:
@@ -182,7 +182,7 @@ _JSON: Mapping[type, str] = {str: "string", dict: "object", list: "array"}
 def _environment_class(name: str) -> type[Environment]:
     found = registry.resolve("environments", name)
     if not inspect.isclass(found):
-        raise ConfigError(f"environments: {name!r} is a {type(found).__name__}, it must be a class")
+        raise ConfigError(f"environments: {name!r} is of type {type(found).__name__}, it must be a class")
     for method, argument in _METHODS.items():
         written = getattr(found, method, None)
         if written is None or written is Environment.step:

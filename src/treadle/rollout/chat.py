@@ -10,7 +10,7 @@ Append-only conversations are thereby exact by construction: `prompt[n + 1]` beg
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -69,10 +69,15 @@ class ChatRenderer:
 
     def reply(self, text: str) -> Ids:
         """A reply as a model would ideally sample it: its tokens and the template's end token (for demonstrations)."""
+        return np.concatenate([self._encode(text), self._end_of_turn])
+
+    @cached_property
+    def _end_of_turn(self) -> Ids:
+        """The template's own end token, int32[1]."""
         _before, after = self._around_reply([Message(role="user", content="-")], [])
         for ident, end in self._stop_text.items():
             if after.startswith(end):
-                return np.concatenate([self._encode(text), np.array([ident], np.int32)])
+                return np.array([ident], np.int32)
         raise ConfigError(
             f"the chat template ends a turn with {after[:20]!r}, none of the stop tokens {self._stop_text}"
         )
