@@ -219,3 +219,11 @@ def test_messages_from_outside_are_copied() -> None:
 def test_malformed_messages_are_refused_with_their_place(value: Any) -> None:
     with pytest.raises(DataError, match="row 3"):
         as_messages(value, "row 3")
+
+
+def test_a_task_is_plain_json_data_with_checked_messages() -> None:
+    with pytest.raises(DataError, match="task t: ground_truth and extras must be plain JSON data"):
+        Task("t", ground_truth=object())
+    with pytest.raises(DataError, match="task t: prompt: message 0 needs 'role' and 'content'"):
+        Task("t", prompt=[{"role": "user"}])  # type: ignore[typeddict-item]
+    assert Task("t", prompt=[{"role": "user", "content": "x"}]).prompt == ({"role": "user", "content": "x"},)

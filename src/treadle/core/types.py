@@ -13,6 +13,7 @@ The end-of-turn token that Treadle then writes for the model belongs to the *nex
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -123,6 +124,10 @@ class Task:
         if not self.task_id:
             raise DataError("a task needs a task_id")
         object.__setattr__(self, "prompt", as_messages(self.prompt, f"task {self.task_id}: prompt"))
+        try:
+            json.dumps([self.ground_truth, dict(self.extras)])
+        except (TypeError, ValueError) as error:
+            raise DataError(f"task {self.task_id}: ground_truth and extras must be plain JSON data: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config, apply_overrides, build, load_yaml
@@ -48,9 +48,7 @@ class OrchestrationConfig(Config):
     """The loop. Buffer sizes and pacing follow from tasks_per_update, updates_per_batch and max_staleness."""
 
     updates: int = Field(100, ge=1, description="optimizer updates of the run")
-    max_staleness: int = Field(
-        0, ge=0, le=0, description="policy versions a trained token may lag behind; 0 is synchronous"
-    )
+    max_staleness: int = Field(0, ge=0, description="policy versions a trained token may lag behind; 0 is synchronous")
     checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
     keep_last: int = Field(2, ge=1, description="checkpoints kept on disk")
     max_failed_fraction: float = Field(
@@ -60,6 +58,13 @@ class OrchestrationConfig(Config):
         description="stop, after a checkpoint, if more than this share of a batch's trajectories failed",
     )
     engine_batch: int = Field(256, ge=1, description="most sequences the embedded engine decodes together")
+
+    @field_validator("max_staleness")
+    @classmethod
+    def _synchronous(cls, value: int) -> int:
+        if value:
+            raise ValueError(f"max_staleness is {value}; only 0 (synchronous training) is supported so far")
+        return value
 
 
 class RunConfig(Config):

@@ -1,0 +1,227 @@
+"""Prompts are recorded ids plus newly tokenized text; what was sampled is never tokenized again."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.worlds import END, PlainTokenizer, chatml, plain_ids, tool, user
+from treadle.core.draws import Stream
+from treadle.core.errors import ConfigError
+from treadle.core.types import Message, SamplingParams, Step, StopReason
+from treadle.engines.fake import FakeEngine
+from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.session import Address, Session
+
+ADDRESS = Address(seed=1, stream=Stream.TRAIN, epoch=0, position=0, attempt=0)
+LONGEST = 5  # tokens of a completion
+STOP_STRING = "</s>"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer, the ids a model may draw from, those of them that are plain ASCII, and its end-of-turn token."""
+
+    tokenizer: Any
+    ids: tuple[int, ...]
+    ascii: tuple[int, ...]
+    end: int
+
+
+def vocabulary(tokenizer: Any, candidates: range) -> Vocabulary:
+    [end] = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    ids = tuple(i for i in candidates if i != end)
+    texts = {i: tokenizer.decode([i], skip_special_tokens=False) for i in ids}
+    plain = tuple(i for i, text in texts.items() if text.isascii() and text.isprintable() and "<|" not in text)
+    return Vocabulary(tokenizer, ids, plain, int(end))
+
+
+@cache
+def load(name: str) -> Vocabulary:
+    if name == "plain":
+        return vocabulary(PlainTokenizer(), range(140))
+    from transformers import AutoTokenizer
+
+    if name == "shipped":
+        import treadle
+
+        tokenizer = AutoTokenizer.from_pretrained(Path(treadle.__file__).parent / "recipes" / "tokenizer")
+        return vocabulary(tokenizer, range(len(tokenizer)))
+    root = os.environ.get("TREADLE_TEST_DATA")
+    if root is None:
+        pytest.skip("TREADLE_TEST_DATA, which holds tokenizers/qwen, is not set")
+    tokenizer = AutoTokenizer.from_pretrained(Path(root) / "tokenizers" / "qwen")
+    tokenizer.chat_template = load("shipped").tokenizer.chat_template
+    return vocabulary(tokenizer, range(0, len(tokenizer), 97))
+
+
+each_tokenizer = pytest.mark.parametrize("name", ["plain", "shipped", "qwen"])
+
+
+def converse(
+    words: Vocabulary, turns: list[tuple[list[int], list[Message]]], stop: tuple[str, ...] = ()
+) -> tuple[list[Step], list[list[Message]]]:
+    """Play `turns` of (what the model samples, what it reads next); also the conversation before each call."""
+    answers = [completion for completion, _ in turns]
+    engine = FakeEngine(lambda prompt, sampling: answers.pop(0))
+    sampling = SamplingParams(max_tokens=LONGEST, stop=stop)
+
+    async def talk() -> tuple[list[Step], list[list[Message]]]:
+        session = Session("s", engine, ChatRenderer(words.tokenizer, [words.end]), sampling, 10**6, ADDRESS)
+        conversation, seen = [user("begin")], []
+        for _, observations in turns:
+            seen.append(list(conversation))
+            reply = await session.chat(conversation)
+            conversation += [Message(role="assistant", content=reply), *observations]
+        session.close()
+        return session.steps, seen
+
+    steps, seen = asyncio.run(talk())
+    for step, sent in zip(steps, engine.calls, strict=True):
+        assert np.array_equal(step.prompt_ids, sent)
+    return steps, seen
+
+
+messages = st.lists(
+    st.builds(Message, role=st.sampled_from(["user", "tool", "system"]), content=st.text(max_size=8)),
+    min_size=1,
+    max_size=3,
+)
+
+
+def completions(words: Vocabulary) -> st.SearchStrategy[list[int]]:
+    """Ids that need not re-tokenize to themselves, ended in every way there is."""
+    ids = st.lists(st.sampled_from(words.ids), max_size=LONGEST - 1)
+    stop_string = words.tokenizer.encode(STOP_STRING, add_special_tokens=False)
+    return st.one_of(
+        ids.map(lambda body: [*body, words.end]),
+        ids.map(lambda body: [*body, *stop_string][-LONGEST:]),
+        st.lists(st.sampled_from(words.ids), min_size=LONGEST + 1, max_size=LONGEST + 3),  # cut by length
+        ids,  # given up by the engine, perhaps before the first token
+    )
+
+
+@each_tokenizer
+@settings(max_examples=60)
+@given(data=st.data())
+def test_the_next_prompt_begins_with_the_last_call_id_for_id(name: str, data: st.DataObject) -> None:
+    words = load(name)
+    turns = data.draw(st.lists(st.tuples(completions(words), messages), min_size=2, max_size=4))
+    steps, _ = converse(words, turns, stop=(STOP_STRING,))
+    for (sampled, observations), step, following in zip(turns, steps, steps[1:], strict=False):
+        completion = sampled[:LONGEST]
+        assert step.completion_ids.tolist() == completion  # what was sampled, and nothing else
+        between = "\n" + chatml(observations)
+        if completion[-1:] != [words.end]:
+            between = "<|im_end|>" + between
+        rest = words.tokenizer.encode(between, add_special_tokens=False)
+        assert following.prompt_ids.tolist() == [*step.prompt_ids.tolist(), *completion, *rest]
+        assert len(step.mask) == len(completion)  # nothing that was appended can be trained
+
+
+@each_tokenizer
+@settings(max_examples=40)
+@given(data=st.data())
+def test_prompts_read_as_the_chat_template_renders_the_conversation(name: str, data: st.DataObject) -> None:
+    words = load(name)
+    plain = st.lists(st.sampled_from(words.ascii), min_size=1, max_size=LONGEST - 1)
+    ended = st.booleans().flatmap(lambda end: plain.map(lambda body: [*body, words.end] if end else body))
+    text = st.text(alphabet="ab c\n.", max_size=6).map(user)
+    steps, seen = converse(
+        words, data.draw(st.lists(st.tuples(ended, st.lists(text, min_size=1, max_size=2)), min_size=1, max_size=4))
+    )
+    for step, conversation in zip(steps, seen, strict=True):
+        rendered = words.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        assert words.tokenizer.decode(step.prompt_ids.tolist(), skip_special_tokens=False) == rendered
+
+
+def test_the_completions_above_really_do_not_retokenize_to_themselves() -> None:
+    """What makes the properties above worth having: encoding the text anew gives other ids."""
+    assert plain_ids(PlainTokenizer().decode(plain_ids("a") + plain_ids("bc"), skip_special_tokens=False)) == [4]
+    words = load("shipped")
+    ids = [words.tokenizer.encode(c, add_special_tokens=False)[0] for c in "page"]
+    assert words.tokenizer.encode("page", add_special_tokens=False) != ids
+    steps, _ = converse(words, [([*ids, words.end], [tool("x")]), ([words.end], [tool("y")])])
+    assert steps[1].prompt_ids.tolist()[len(steps[0].prompt_ids) :][: len(ids) + 1] == [*ids, words.end]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "stop_reason"), [(plain_ids("abacus!"), "length"), (plain_ids("a</s>"), "stop")], ids=str
+)
+def test_an_end_of_turn_the_model_did_not_write_stands_in_the_next_prompt_only(
+    sampled: list[int], stop_reason: str
+) -> None:
+    steps, seen = converse(load("plain"), [(sampled, [tool("x")]), ([END], [tool("y")])], stop=(STOP_STRING,))
+    cut = sampled[:LONGEST]
+    assert steps[0].completion_ids.tolist() == cut
+    assert steps[0].stop_reason is StopReason(stop_reason)
+    assert END not in steps[0].completion_ids
+    behind = len(steps[0].prompt_ids) + len(cut)
+    assert steps[1].prompt_ids[behind] == END
+    assert steps[1].prompt_ids.tolist().count(END) == 3  # of the first message, of the reply, of the observation
+    assert seen[1][1] == {"role": "assistant", "content": "a" if stop_reason == "stop" else "abacus"}
+
+
+@pytest.mark.parametrize(
+    ("ids", "stop", "text"),
+    [
+        ([*plain_ids("hi"), END], (), "hi"),
+        (plain_ids("hi"), (), "hi"),
+        ([END], (), ""),
+        ([], (), ""),
+        (plain_ids("a;b,c"), (",", ";"), "a"),
+        ([*plain_ids("a;"), END], (";",), "a"),
+        ([*plain_ids(" a \n"), END], (), " a \n"),
+        ([END, END], (), "<|im_end|>"),
+    ],
+)
+def test_the_environment_reads_the_reply_without_its_ending(ids: list[int], stop: tuple[str, ...], text: str) -> None:
+    assert ChatRenderer(PlainTokenizer(), [END]).text(np.array(ids, np.int32), stop) == text
+
+
+def test_a_demonstrated_reply_ends_as_the_template_ends_a_turn() -> None:
+    assert ChatRenderer(PlainTokenizer(), [END]).reply("abc.").tolist() == [*plain_ids("abc."), END]
+    with pytest.raises(ConfigError, match=r"ends a turn with '<\|im_end\|>"):
+        ChatRenderer(PlainTokenizer(), [0]).reply("hi")
+
+
+def twice(conversation: Any, generation_prompt: bool) -> str:
+    return chatml(conversation, generation_prompt) * 2
+
+
+def dropping(conversation: Any, generation_prompt: bool) -> str:
+    return chatml([m for m in conversation if m["role"] != "assistant"], generation_prompt)
+
+
+@pytest.mark.parametrize(("template", "times"), [(twice, 2), (dropping, 0)])
+def test_a_template_that_cannot_be_extended_is_named(template: Callable[[Any, bool], str], times: int) -> None:
+    renderer = ChatRenderer(PlainTokenizer(template), [END])
+    with pytest.raises(ConfigError, match=f"writes an assistant message {times} times"):
+        renderer.next(np.array([5], np.int32), [user("?")], [tool("!")])
+
+
+@given(st.text("\ue000\ue001reply", max_size=12), st.text("\ue000\ue001reply", max_size=12))
+@example("\ue000reply\ue001", "")
+@example("", "\ue000reply\ue001")
+@example("\ue000reply", "\ue001\ue000reply\ue001\ue001")
+def test_no_text_in_a_conversation_can_confuse_the_renderer(before: str, after: str) -> None:
+    """The renderer marks a place in the rendered text; whoever writes that mark must not end a run."""
+    renderer = ChatRenderer(PlainTokenizer(), [END])
+    history = [user(before), Message(role="assistant", content=before), user("?")]
+    prompt = renderer.next(np.array([5, END], np.int32), history, [tool(after)])
+    assert prompt.tolist() == [5, END, *plain_ids("\n" + chatml([tool(after)]))]
+
+
+def test_prompts_cannot_be_changed_by_whoever_reads_them() -> None:
+    """First prompts are memoised."""
+    first = ChatRenderer(PlainTokenizer(), [END]).first([user("hello")])
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 7

@@ -1,0 +1,267 @@
+"""Small environments, a small tokenizer and a tiny recipe, shared by the tests of rollouts and of the loop."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from treadle.core.config import apply_overrides, build
+from treadle.core.draws import Stream
+from treadle.core.types import Group, Message, SamplingParams, Step, StopReason, Task, Trajectory
+from treadle.engines.fake import FakeEngine
+from treadle.envs.base import Environment, EnvStep
+from treadle.orchestration.config import RunConfig
+from treadle.rollout.attempt import EnvironmentFactory, RolloutConfig, Rollouts
+from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.session import Address
+
+ROOT = Path(__file__).parents[1]  # where `tests.worlds` can be imported
+END = 2  # the end-of-turn token of PlainTokenizer and of the shipped tokenizer
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def tool(text: str) -> Message:
+    return Message(role="tool", content=text)
+
+
+def chatml(messages: Sequence[Message], generation_prompt: bool = True) -> str:
+    turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    return turns + ("<|im_start|>assistant\n" if generation_prompt else "")
+
+
+class PlainTokenizer:
+    """ChatML; one id a character, but "ab" and "abc" have ids of their own: "a", "b" does not re-tokenize to itself.
+
+    ids: 0, 1, 2 special tokens, 3 "ab", 4 "abc", 5 + code point.
+    """
+
+    words = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "ab", "abc")
+
+    def __init__(self, template: Callable[[Sequence[Message], bool], str] = chatml) -> None:
+        self.template = template
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize
+        return self.template(conversation, add_generation_prompt)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        ids: list[int] = []
+        at = 0
+        while at < len(text):
+            word = next((w for w in sorted(self.words, key=len, reverse=True) if text.startswith(w, at)), "")
+            ids.append(self.words.index(word) if word else 5 + ord(text[at]))
+            at += len(word) or 1
+        return ids
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return "".join(self.words[i] if i < 5 else chr(i - 5) for i in map(int, token_ids))
+
+
+def plain_ids(text: str) -> list[int]:
+    return PlainTokenizer().encode(text, add_special_tokens=False)
+
+
+def saying(text: str, end: bool = True) -> FakeEngine:
+    """An engine that always answers `text`."""
+    return FakeEngine(lambda prompt, sampling: plain_ids(text) + [END] * end)
+
+
+# Environments
+
+
+class Told(Environment):
+    """Answers what it was told to, in order; an exception or a coroutine function among the answers plays itself.
+
+    calls: what was called, in order.
+    """
+
+    def __init__(self, *answers: Any, opening: Any = (user("hello"),), closing: Any = None) -> None:
+        self.answers, self.opening, self.closing = list(answers), opening, closing
+        self.calls: list[str] = []
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self.calls.append("reset")
+        return await _act(self.opening)  # type: ignore[no-any-return]
+
+    async def step(self, text: str) -> EnvStep:
+        self.calls.append("step")
+        return await _act(self.answers.pop(0))  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        self.calls.append("close")
+        await _act(self.closing)
+
+
+async def _act(answer: Any) -> Any:
+    if isinstance(answer, BaseException):
+        raise answer
+    return await answer() if callable(answer) else answer
+
+
+async def hang() -> None:
+    await asyncio.Event().wait()
+
+
+class Ragged(Environment):
+    """Takes `turns` replies and gives `rewards[n]` for reply n, whatever they say. Attempts of a task may differ.
+
+    extras: turns, rewards, observations (texts), all optional; seconds: how long a step takes.
+    """
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self.task, self.done = task, 0
+        return task.prompt
+
+    async def step(self, text: str) -> EnvStep:
+        extras, number = self.task.extras, self.done
+        self.done += 1
+        await asyncio.sleep(extras.get("seconds", 0))
+        reward = [*extras.get("rewards", []), *[0.0] * self.done][number]
+        if self.done == extras.get("turns", 1):
+            return EnvStep(reward=reward, done=True)
+        observations = extras.get("observations") or ["go on"]
+        return EnvStep([tool(observations[number % len(observations)])], reward)
+
+
+class Vowels(Environment):
+    """A dense reward for two replies: the share of vowels among the letters of each. Nothing to understand."""
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self.task, self.replies = task, 0
+        return task.prompt
+
+    async def step(self, text: str) -> EnvStep:
+        self.replies += 1
+        await asyncio.sleep(self.task.extras.get("seconds", 0))
+        letters = [c for c in text.lower() if c.isalpha()]
+        reward = sum(c in "aeiou" for c in letters) / max(len(letters), 1) / 2
+        return EnvStep(() if self.replies == 2 else [tool("more")], reward, self.replies == 2)
+
+
+class Flaky(Vowels):
+    """As `Vowels`, but tasks whose extras say so fail: `raises` in every attempt."""
+
+    async def step(self, text: str) -> EnvStep:
+        if self.task.extras.get("raises"):
+            raise LookupError("the page is gone")
+        return await super().step(text)
+
+
+def vowel_tasks(split: str, count: int, seconds: float = 0.0) -> list[Task]:
+    """Tasks for `Vowels`, as a recipe finds them: `tests.worlds:vowel_tasks`."""
+    return [Task(f"{split}-{i}", (user(f"say {i}"),), extras={"seconds": seconds}) for i in range(count)]
+
+
+# Playing without a model
+
+
+def play(
+    factories: EnvironmentFactory | Sequence[EnvironmentFactory],
+    engine: FakeEngine,
+    task: Task | None = None,
+    **settings: Any,
+) -> list[Trajectory]:
+    """One attempt for each factory, side by side, with PlainTokenizer; every session must be closed afterwards."""
+    queue = list(factories) if isinstance(factories, Sequence) else [factories]
+    count = len(queue)
+
+    def make() -> Environment:
+        return queue.pop(0)()
+
+    async def attempts() -> list[Trajectory]:
+        rollouts = plain_rollouts(engine, make, **settings)
+        addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(count)]
+        running = rollouts.start("g000000", task or Task("t", environment="world"), addresses)
+        return list(await asyncio.gather(*running))
+
+    trajectories = asyncio.run(attempts())
+    assert not engine.open
+    return trajectories
+
+
+def plain_rollouts(engine: FakeEngine, make: EnvironmentFactory, **settings: Any) -> Rollouts:
+    settings = {"max_completion_tokens": 16, "environment_timeout": 5.0, **settings}
+    renderer = ChatRenderer(PlainTokenizer(), [END])
+    return Rollouts(engine, renderer, {"world": make}, RolloutConfig(**settings))
+
+
+# Records without playing
+
+
+def make_step(prompt: Sequence[int] = (1, 2), completion: Sequence[int] = (3, 4), reward: float = 0.0) -> Step:
+    return Step(
+        prompt_ids=list(prompt),
+        completion_ids=list(completion),
+        logprobs=[-0.5] * len(completion),
+        policy_versions=[0] * len(completion),
+        sampling=SamplingParams(seed=7),
+        stop_reason=StopReason.STOP,
+        reward=reward,
+    )
+
+
+def make_group(index: int, *trajectories: Trajectory, name: str = "") -> Group:
+    return Group(name or f"g{index:06d}", index, 0, index, Task(f"t{index}", (user("?"),)), trajectories)
+
+
+# A tiny recipe
+
+_TINY: dict[str, Any] = {
+    "recipe": "tiny",
+    "environment": "tests.worlds:Vowels",
+    "data": {
+        "train": {"source": "tests.worlds:vowel_tasks", "options": {"count": 6}},
+        "held_out": {"source": "tests.worlds:vowel_tasks", "options": {"count": 3}},
+    },
+    "model": {
+        "tokenizer": "demo",
+        "build": {
+            "model_type": "qwen3",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+        },
+    },
+    "rollout": {"max_steps": 3, "max_input_tokens": 64, "max_completion_tokens": 5},
+    "training": {
+        "tasks_per_update": 2,
+        "group_size": 3,
+        "threads": 1,
+        "optimizer": {"learning_rate": 3e-3},
+    },
+    "evaluation": {"every": 0, "greedy_too": False},
+    "orchestration": {"updates": 4, "checkpoint_every": 2},
+}
+
+
+def tiny(*overrides: str) -> RunConfig:
+    """A run of about a second: one layer, two tasks of three attempts an update, two replies an attempt."""
+    return build(RunConfig, apply_overrides(_TINY, overrides))
+
+
+class Quiet:
+    """Progress that keeps the lines and the rows it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def phase(self, name: str, total: int) -> None: ...
+
+    def advance(self, done: int, note: str = "") -> None: ...
+
+    def updated(self, row: Any, updates: int) -> None: ...
+
+    def evaluated(self, result: Any) -> None: ...
