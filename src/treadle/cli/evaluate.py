@@ -1,2 +1,74 @@
-def add_parser(commands):
-    pass
+"""`treadle eval`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treadle.cli.console import make_console, make_table
+from treadle.cli.options import Commands, add_command, add_json, add_overrides
+from treadle.orchestration.evaluate_model import Evaluation, Subject, find_subject, held_out_inputs
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_EXAMPLES = """examples:
+  treadle eval runs/demo                                      its latest checkpoint, as the run evaluates
+  treadle eval runs/demo evaluation.temperature=0             greedy
+  treadle eval runs/demo --checkpoint step-000040 data.held_out.options.count=64
+  treadle eval demo --model models/warm                       any model directory, on a recipe's held-out tasks
+
+Draws are keyed as in the run: evaluating its last checkpoint again gives the recorded figures. Nothing is written.
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "eval", run, "play the held-out tasks with a run's checkpoint or a model", _EXAMPLES)
+    parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run directory; or, with --model, a recipe")
+    add_overrides(parser)
+    parser.add_argument("--checkpoint", metavar="NAME", help="of the run, such as step-000040 (default: the latest)")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a model directory instead of a checkpoint")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Evaluate and print; 0 also where attempts failed."""
+    subject = find_subject(options.subject, options.overrides, options.checkpoint, options.model)
+    inputs = held_out_inputs(subject.config)
+
+    from treadle.cli.live import make_progress
+    from treadle.orchestration.evaluate_model import evaluate_model
+
+    with make_progress(stderr=True) as progress:
+        evaluation = evaluate_model(subject, inputs, progress)
+    if options.json:
+        print(json.dumps({"model": str(subject.model), **asdict(evaluation)}, indent=2))
+    else:
+        _print(evaluation, subject)
+    return 0
+
+
+def _print(evaluation: Evaluation, subject: Subject) -> None:
+    console = make_console()
+    console.print(evaluation_table(evaluation, subject.config.data.table_by))
+    for message, count in evaluation.failures.items():
+        console.print(f"failed {count}x: {message}", style="red", soft_wrap=True)
+    temperature = evaluation.result.temperature
+    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    console.print(f"{how}, success is a reward >= {subject.config.evaluation.success_at:g}", style="dim")
+    console.print(f"model {subject.model}, {evaluation.seconds:.1f} s", soft_wrap=True, style="dim")
+
+
+def evaluation_table(evaluation: Evaluation, table_by: str | None) -> Table:
+    """One row for each value of `table_by`, and one for all."""
+    first = table_by or "tasks of"
+    table = make_table(first, "tasks", "success", "reward", "steps", "failed", text=(first,))
+    for name, r in {**evaluation.parts, "all": evaluation.result}.items():
+        figures = (f"{r.success:.3f}", f"{r.reward_mean:.3f}", f"{r.steps_mean:.2f}")
+        style = "bold" if r is evaluation.result else ""
+        table.add_row(name, str(r.tasks), *(figures if r.failed < r.tasks else "---"), str(r.failed), style=style)
+    return table

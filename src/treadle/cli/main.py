@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,27 +12,55 @@ from treadle.cli import bench, evaluate, recipes, report, sft, show, train
 from treadle.core.errors import ConfigError, DataError, TreadleError
 
 _COMMANDS = (train, sft, evaluate, recipes, report, show, bench)
+_EXTRAS = {name: "train" for name in ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "matplotlib")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    options = _parse(arguments)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except TreadleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | DataError) else 1
+    except BrokenPipeError:  # `treadle report RUN | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        command = f"pip install 'treadle[{_EXTRAS[error.name]}]'"
+        print(f"error: treadle {options.command} needs {error.name}; install it with: {command}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return status
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand anywhere on the line, also behind an option, where argparse itself would refuse them."""
     parser = argparse.ArgumentParser(
-        prog="treadle", description="Step-wise reinforcement learning of multi-turn LLM agents."
+        prog="treadle",
+        description="Step-wise reinforcement learning of multi-turn LLM agents.",
+        epilog="`treadle COMMAND --help` has examples. A first run, minutes on a CPU: treadle train demo",
     )
     parser.add_argument("--version", action="version", version=f"treadle {treadle.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in _COMMANDS:
         module.add_parser(commands)
-    options = parser.parse_args(arguments)
-    try:
-        status: int = options.run(options)
-    except TreadleError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | DataError) else 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return status
+    options, rest = parser.parse_known_args(arguments)
+    if late := [argument for argument in rest if "=" in argument and not argument.startswith("-")]:
+        if "overrides" in options:
+            options.overrides = [*options.overrides, *late]
+            rest = [argument for argument in rest if argument not in late]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)} (see treadle {options.command} --help)")
+    return options
 
 
 if __name__ == "__main__":

@@ -25,3 +25,19 @@ def add_command(
     )
     parser.set_defaults(run=run)
     return parser
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """RECIPE [key.path=value ...]."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe (see `treadle recipes`) or a .yaml file")
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """[key.path=value ...]."""
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="configuration values to change")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")

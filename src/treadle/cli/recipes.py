@@ -1,2 +1,82 @@
-def add_parser(commands):
-    pass
+"""`treadle recipes`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from treadle.cli.console import make_console
+from treadle.cli.options import Commands, add_command, add_recipe
+from treadle.core.config import FieldLine, describe, dump_yaml
+from treadle.orchestration.config import load_recipe, recipe_names
+
+_EXAMPLES = """examples:
+  treadle recipes                                        the shipped recipes
+  treadle recipes show demo                              every value of one, with what it means
+  treadle recipes show demo training.group_size=16       ... as `treadle train` would resolve it
+  treadle recipes show demo --yaml > mine.yaml           a recipe of your own to start from
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "recipes", run, "list the shipped recipes, or show what one resolves to", _EXAMPLES)
+    below = parser.add_subparsers(metavar="show")
+    show = add_command(below, "show", run_show, "show every resolved value of a recipe", _EXAMPLES)
+    add_recipe(show)
+    show.add_argument("--yaml", action="store_true", help="print YAML that is itself a recipe")
+
+
+def run(options: argparse.Namespace) -> int:
+    """List the shipped recipes."""
+    table = Table.grid(padding=(0, 2))
+    for name in recipe_names():
+        table.add_row(Text(name, style="bold"), load_recipe(name).about)
+    console = make_console()
+    console.print(table)
+    if console.is_terminal:
+        console.print("\ntreadle recipes show NAME   every value of one\ntreadle train NAME          train it", style="dim")
+    return 0
+
+
+def run_show(options: argparse.Namespace) -> int:
+    """Print one recipe."""
+    config = load_recipe(options.recipe, options.overrides)
+    if options.yaml:
+        print(dump_yaml(config), end="")
+        return 0
+    _print_listing(make_console(), describe(config))
+    return 0
+
+
+def _print_listing(console: Console, lines: list[FieldLine]) -> None:
+    """One value a line: mark, path, value, help. Nested plain data (model.build) is opened up below its key."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold", max_width=40)
+    table.add_column(style="dim", ratio=1)
+    for line in lines:
+        style = "" if line.is_default else "bold"
+        mark = "" if line.is_default else "*"
+        nested = isinstance(line.value, dict) and line.value
+        table.add_row(mark, Text(line.path, style=style), Text("" if nested else _plain(line.value), style), line.help)
+        for key, value in line.value.items() if nested else ():
+            table.add_row("", Text(f"  .{key}", style=style), Text(_plain(value), style), "")
+    console.print(table)
+    console.print("\n* differs from the default", style="dim")
+
+
+def _plain(value: Any) -> str:
+    """The value as one would write it in an override."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(_plain, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_plain(item)}" for key, item in value.items()) + "}"
+    return str(value) or '""'

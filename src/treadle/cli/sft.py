@@ -1,2 +1,74 @@
-def add_parser(commands):
-    pass
+"""`treadle sft`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from treadle.cli.options import Commands, add_command, add_recipe
+from treadle.core.errors import ConfigError
+from treadle.core.registry import resolve
+from treadle.orchestration.config import RunConfig, load_recipe
+
+_EXAMPLES = """examples:
+  treadle sft demo --out models/warm
+  treadle sft demo --out models/short warm_start.steps=200 seed=3
+  treadle sft my_recipe.yaml --out models/mine model.path=/models/my-model
+
+The result is a Hugging Face directory: for transformers, for `model.path`, for `treadle eval RECIPE --model DIR`.
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Declare the command."""
+    summary = "supervised learning on demonstrations: a recipe's warm start, on its own"
+    parser = add_command(commands, "sft", run, summary, _EXAMPLES)
+    add_recipe(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="model directory to write; must be new")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train and write the model; 0 if it is written."""
+    config = load_recipe(options.recipe, options.overrides)
+    _check(config, options.recipe, options.out)
+
+    from treadle.cli.live import make_progress
+    from treadle.orchestration.train import load_policy, use_threads
+    from treadle.orchestration.warm_start import run_warm_start
+    from treadle.training.checkpoint import export_model
+
+    use_threads(config.training.threads)
+    policy = load_policy(config.model, config.seed)
+    with make_progress() as progress:
+        report = run_warm_start(policy.model, policy.renderer, policy.tokenizer_path, config, progress)
+    assert report is not None  # the recipe has a warm start, _check said so
+    export_model(options.out, policy.model, policy.tokenizer_path)
+    how = "read from the cache" if report.cached else f"{report.steps} steps in {report.seconds:.0f} s"
+    print(f"loss {report.loss:.3f} nats a token ({how})")
+    print(f"model directory: {options.out}")
+    print(f"evaluate it: {_command('eval', options.recipe, '--model', str(options.out))}")
+    print(f"train from it: {_command('train', options.recipe, *next_overrides(config, options.out))}")
+    return 0
+
+
+def next_overrides(config: RunConfig, directory: Path) -> list[str]:
+    """What makes a run of this configuration start from the written model."""
+    build = ["model.build=null"] if config.model.build is not None else []
+    return [*build, f"model.path={directory}", "warm_start=null"]
+
+
+def _check(config: RunConfig, recipe: str, out: Path) -> None:
+    """Raise ConfigError for what would only come up after the training."""
+    if config.warm_start is None:
+        raise ConfigError(f"recipe {recipe!r} has no warm_start section, so there is nothing to learn; add one")
+    if out.exists():
+        raise ConfigError(f"--out {str(out)!r} exists already; choose another directory")
+    if not config.warm_start.demonstrations.endswith(".jsonl"):
+        resolve("demonstrations", config.warm_start.demonstrations)
+    elif not Path(config.warm_start.demonstrations).is_file():
+        raise ConfigError(f"warm_start.demonstrations: no file {config.warm_start.demonstrations!r}")
+
+
+def _command(*words: str) -> str:
+    return "treadle " + shlex.join(words)

@@ -91,8 +91,11 @@ class ChatRenderer:
         return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
 
     def _around_reply(self, history: Sequence[Message], new: Sequence[Message]) -> tuple[str, str]:
-        conversation = [*history, Message(role="assistant", content=_MARK), *new]
-        parts = self._render(conversation, generation_prompt=bool(new)).split(_MARK)
+        mark = _MARK
+        while any(mark in message["content"] for message in (*history, *new)):
+            mark += _MARK[-1]
+        conversation = [*history, Message(role="assistant", content=mark), *new]
+        parts = self._render(conversation, generation_prompt=bool(new)).split(mark)
         if len(parts) != 2:
             raise ConfigError(
                 f"the chat template writes an assistant message {len(parts) - 1} times instead of once; "

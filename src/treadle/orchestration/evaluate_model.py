@@ -1,0 +1,164 @@
+"""Evaluating a checkpoint or a model directory on its own, with the draws a run would use. Writes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treadle.core.config import apply_overrides, build, load_yaml
+from treadle.core.errors import ConfigError, RunError
+from treadle.core.types import Group
+from treadle.envs.tasks import load_tasks
+from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
+from treadle.orchestration.evaluation import play_held_out
+from treadle.orchestration.inputs import Inputs, check_first_prompts, make_inputs
+from treadle.orchestration.metrics import EvaluationResult, evaluation_result
+from treadle.orchestration.progress import Progress
+from treadle.rollout.attempt import Rollouts
+from treadle.training.config import ModelConfig
+
+if TYPE_CHECKING:
+    from treadle.orchestration.train import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is evaluated: `Subject(config, Path("runs/demo/checkpoints/step-000040"), 40)`.
+
+    update: keys the draws, as in the run's own evaluation after that many updates; 0 for a bare model.
+    """
+
+    config: RunConfig
+    model: Path
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An evaluation as a whole and for each value of `data.table_by`.
+
+    failures: message -> count, most frequent first. seconds: of playing, without loading.
+    """
+
+    result: EvaluationResult
+    parts: dict[str, EvaluationResult]
+    failures: dict[str, int]
+    seconds: float
+
+
+def find_subject(
+    run_or_recipe: str, overrides: Sequence[str] = (), checkpoint: str | None = None, model: Path | None = None
+) -> Subject:
+    """A run's checkpoint (the latest unless named), or the directory `model` under a run's or recipe's configuration.
+
+    Needs no torch. Raises ConfigError or RunError for what is not there.
+    """
+    if touched := [o for o in overrides if o.startswith("model.")]:
+        raise ConfigError(f"{' '.join(touched)}: the evaluated model is chosen with --checkpoint or --model")
+    if model is not None and checkpoint is not None:
+        raise ConfigError("give --checkpoint or --model, not both")
+    run = Path(run_or_recipe)
+    is_run = (run / "config.yaml").is_file()
+    if is_run:
+        file = run / "config.yaml"
+        config = build(RunConfig, apply_overrides(load_yaml(file), overrides), str(file))
+    elif model is not None:
+        config = load_recipe(run_or_recipe, overrides)
+    elif run_or_recipe in recipe_names() or run.suffix in (".yaml", ".yml"):
+        raise ConfigError(f"{run_or_recipe!r} is a recipe: add --model DIR, or give the directory of a run of it")
+    else:
+        raise RunError(f"{run_or_recipe!r} is no run directory: it has no config.yaml")
+    if model is None:
+        return Subject(config, *_find_checkpoint(run, checkpoint))
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"--model: no config.json in {str(model)!r}; give the directory of a Hugging Face causal LM")
+    return Subject(config, model, 0)
+
+
+def _find_checkpoint(run: Path, name: str | None) -> tuple[Path, int]:
+    """Checkpoints are complete or absent, so that the newest one will do even while the run goes on."""
+    found = {path.name: path for path in sorted(run.glob("checkpoints/step-*"))}
+    if not found:
+        raise RunError(f"run {str(run)!r} has no checkpoint yet")
+    if name is not None and name not in found:
+        raise RunError(f"run {str(run)!r} has no checkpoint {name!r}; it has {', '.join(found)}")
+    path = found[name] if name is not None else list(found.values())[-1]
+    return path, int(path.name.removeprefix("step-"))
+
+
+def held_out_inputs(config: RunConfig) -> Inputs:
+    """The held-out tasks and their environments; no training tasks. Needs no torch. Raises ConfigError or DataError."""
+    section = config.data.held_out
+    if section is None:
+        raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
+    if section.source == "in memory":
+        raise ConfigError(
+            "the run's tasks were made in Python and are on no file; "
+            "give data.held_out.source=FILE.jsonl and environment=module:Class"
+        )
+    return make_inputs([], load_tasks(section.source, "held_out", section.options, config.environment), {})
+
+
+def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress) -> Evaluation:
+    """Play the held-out tasks once each. Raises ConfigError for what cannot work."""
+    from treadle.orchestration.train import load_policy, use_threads  # torch
+
+    config = subject.config
+    use_threads(config.training.threads)
+    own = (subject.model / "tokenizer.json").is_file()
+    tokenizer = None if own else config.model.tokenizer or config.model.path
+    policy = load_policy(ModelConfig(path=str(subject.model), tokenizer=tokenizer), config.seed)
+    first = Inputs(inputs.held_out, [], inputs.environments)  # the check looks at training tasks
+    check_first_prompts(first, policy.renderer, config, policy.context)
+    started = time.perf_counter()
+    groups = asyncio.run(_play(subject, inputs, policy, progress))
+    return _evaluation(subject, groups, time.perf_counter() - started)
+
+
+async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Progress) -> list[Group]:
+    config, finished = subject.config, 0
+
+    def on_trajectory() -> None:
+        nonlocal finished
+        finished += 1
+        progress.advance(finished)
+
+    progress.phase("evaluation", len(inputs.held_out))
+    engine = policy.engine(config.orchestration.engine_batch)
+    try:
+        return await play_held_out(
+            Rollouts(engine, policy.renderer, inputs.environments, config.rollout),
+            inputs.held_out,
+            name="evaluation",
+            seed=config.seed,
+            epoch=subject.update,
+            temperature=config.evaluation.temperature,
+            concurrency=config.evaluation.concurrency,
+            on_trajectory=on_trajectory,
+        )
+    finally:
+        await engine.close()
+
+
+def _evaluation(subject: Subject, groups: list[Group], seconds: float) -> Evaluation:
+    section, table_by = subject.config.evaluation, subject.config.data.table_by
+
+    def result(of: list[Group]) -> EvaluationResult:
+        return evaluation_result(of, subject.update, section.temperature, section.success_at, table_by)
+
+    keyed: dict[str, list[Group]] = {}
+    for group in groups:
+        if table_by is not None:
+            keyed.setdefault(str(group.task.extras.get(table_by)), []).append(group)
+    failures = Counter(f"{t.failure.cause}: {t.failure.message}" for g in groups for t in g.trajectories if t.failure)
+    return Evaluation(
+        result=result(groups),
+        parts={key: result(keyed[key]) for key in sorted(keyed)},
+        failures=dict(failures.most_common(5)),
+        seconds=seconds,
+    )

@@ -1,0 +1,414 @@
+"""One attempt, and several side by side: every failure is attributed, and touches nobody else."""
+
+import asyncio
+import math
+from collections.abc import Awaitable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.worlds import END, PlainTokenizer, Ragged, Told, chatml, hang, plain_ids, plain_rollouts, play, saying, tool, user
+from treadle.core.draws import Stream
+from treadle.core.errors import Cause, EngineError, TrajectoryFailure
+from treadle.core.types import Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
+from treadle.engines.fake import FakeEngine
+from treadle.envs.base import Environment, EnvStep
+from treadle.rollout.attempt import RolloutConfig, gather_group, guarded
+from treadle.rollout.session import Address
+
+DONE = EnvStep(reward=1.0, done=True)
+MORE = EnvStep([tool("more")], reward=0.25)
+
+
+def one(environment: Environment, engine: FakeEngine | None = None, **settings: Any) -> Trajectory:
+    [trajectory] = play(lambda: environment, engine or saying("a"), **settings)
+    return trajectory
+
+
+# Attempts that go well
+
+
+def test_an_attempt_is_its_steps_their_rewards_and_how_it_ended() -> None:
+    world = Told(MORE, EnvStep([tool("x"), user("y")], 0.5), DONE)
+    trajectory = one(world)
+    assert world.calls == ["reset", "step", "step", "step", "close"]
+    assert (trajectory.trajectory_id, trajectory.task_id, trajectory.attempt) == ("g000000.0", "t", 0)
+    assert trajectory.status is Status.DONE
+    assert trajectory.failure is None
+    assert trajectory.warning == ""
+    assert trajectory.reward == 1.75
+    assert [s.reward for s in trajectory.steps] == [0.25, 0.5, 1.0]
+    conversation = [user("hello"), *_turn(tool("more")), *_turn(tool("x"), user("y"))]
+    assert trajectory.steps[2].prompt_ids.tolist() == plain_ids(chatml(conversation))
+    assert trajectory.seconds > 0
+
+
+def _turn(*observations: Message) -> list[Message]:
+    return [Message(role="assistant", content="a"), *observations]
+
+
+def test_the_agent_loop_ends_after_max_steps_with_the_reward_so_far() -> None:
+    trajectory = one(Told(*[MORE] * 9), max_steps=3)
+    assert trajectory.status is Status.MAX_STEPS
+    assert trajectory.reward == 0.75
+    assert len(trajectory.steps) == 3
+
+
+class Echo(Environment):
+    """Single-turn: writes nothing but `step`."""
+
+    async def step(self, text: str) -> EnvStep:
+        return EnvStep(reward=float(text == self.task.ground_truth), done=True)
+
+
+def test_a_single_turn_environment_writes_only_step() -> None:
+    task = Task("t", (user("say a"),), "world", ground_truth="a")
+    assert [t.reward for t in play([Echo, Echo], saying("a"), task)] == [1.0, 1.0]
+    assert [t.reward for t in play(Echo, saying("b"), task)] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "value"),
+    [
+        (True, 1.0),
+        (np.True_, 1.0),
+        (2, 2.0),
+        (np.float32(0.5), 0.5),
+        (np.int64(-3), -3.0),
+        (Fraction(1, 4), 0.25),
+    ],
+)
+def test_any_finite_number_is_a_reward(reward: Any, value: float) -> None:
+    trajectory = one(Told(EnvStep(reward=reward, done=True)))
+    assert trajectory.reward == value
+    assert type(trajectory.reward) is float
+
+
+@pytest.mark.parametrize("answer", [((), 1.0, True, {}), DONE._replace(done=np.True_), DONE._replace(info=None)])
+def test_a_plain_tuple_and_a_numpy_bool_will_do(answer: Any) -> None:
+    trajectory = one(Told(answer))
+    assert (trajectory.status, trajectory.reward) == (Status.DONE, 1.0)
+
+
+def test_attempts_differ_by_their_seeds_and_versions_are_per_token() -> None:
+    engine = saying("ab")
+    asyncio.run(engine.publish({}, 6))
+    trajectories = play([lambda: Told(MORE, DONE)] * 3, engine)
+    seeds = {s.sampling.seed for t in trajectories for s in t.steps}
+    assert len(seeds) == 6
+    assert {t.oldest_version for t in trajectories} == {6}
+
+
+def test_a_temperature_for_this_call_replaces_the_configured_one() -> None:
+    async def attempt(temperature: float | None) -> Trajectory:
+        rollouts = plain_rollouts(saying("a"), lambda: Told(DONE), temperature=0.5)
+        address = Address(0, Stream.EVALUATE, 0, 0, 0)
+        return await rollouts.start("e", Task("t", environment="world"), [address], temperature)[0]
+
+    assert asyncio.run(attempt(None)).steps[0].sampling.temperature == 0.5
+    assert asyncio.run(attempt(0.0)).steps[0].sampling.temperature == 0.0
+
+
+# Limits
+
+
+observed = st.lists(st.text("xyz ", max_size=30), min_size=1, max_size=4)
+
+
+@given(observed, st.integers(1, 200), st.integers(1, 6), st.lists(st.integers(0, 8), min_size=1, max_size=4))
+def test_no_call_outgrows_the_limits(observations: list[str], longest: int, most: int, sampled: list[int]) -> None:
+    """The status, the reward and every prompt's length follow from the lengths of what was said."""
+    task = Task("t", (user("go"),), "world", extras={"turns": 5, "rewards": [1.0] * 5, "observations": observations})
+    lengths = [min(sampled[n % len(sampled)], most) for n in range(5)]
+    engine = FakeEngine(lambda prompt, sampling: plain_ids("x") * sampled[(len(engine.calls) - 1) % len(sampled)])
+    [trajectory] = play(
+        Ragged, engine, task, max_steps=8, max_input_tokens=longest, max_completion_tokens=most
+    )
+    prompts = [len(plain_ids(chatml([user("go")])))]
+    for number in range(4):
+        text = "<|im_end|>\n" + chatml([tool(observations[number % len(observations)])])
+        prompts.append(prompts[-1] + lengths[number] + len(plain_ids(text)))
+    fitting = next((n for n, length in enumerate(prompts) if length > longest), 5)
+    assert [len(s.prompt_ids) for s in trajectory.steps] == prompts[:fitting]
+    for step in trajectory.steps:
+        assert len(step.prompt_ids) <= longest
+        assert len(step.prompt_ids) + len(step.completion_ids) <= longest + most
+    if fitting == 0:
+        assert trajectory.status is Status.FAILED
+        assert trajectory.failure is not None
+        assert trajectory.failure.cause is Cause.CONTEXT
+        assert f"{prompts[0]} tokens, max_input_tokens is {longest}" in trajectory.failure.message
+        assert (trajectory.steps, trajectory.reward) == ((), None)
+    else:
+        assert trajectory.status is (Status.DONE if fitting == 5 else Status.CONTEXT)
+        assert trajectory.reward == fitting
+
+
+# Attempts that fail
+
+
+class Boom(Exception):
+    pass
+
+
+def not_async(answer: Any) -> Any:
+    """A method somebody forgot to write `async` before."""
+    if isinstance(answer, Exception):
+
+        def method(self: Any, *_: Any) -> Any:
+            raise answer
+    else:
+
+        def method(self: Any, *_: Any) -> Any:
+            return answer
+
+    return method
+
+
+class SyncReset(Told):
+    reset = not_async([user("hello")])
+
+
+class SyncStep(Told):
+    step = not_async(DONE)
+
+
+class SyncRaisingStep(Told):
+    step = not_async(Boom("bang"))
+
+
+SHORT = 0.03  # seconds
+
+FAILURES: list[tuple[Any, Cause, str, int]] = [
+    # environment, cause, message, recorded steps
+    (Told(opening=Boom("bang")), Cause.ENVIRONMENT, "reset raised Boom: bang", 0),
+    (Told(opening=hang), Cause.TIMEOUT, "reset took longer than 0.03 s", 0),
+    (Told(opening=None), Cause.ENVIRONMENT, "reset must give messages", 0),
+    (Told(opening=[]), Cause.ENVIRONMENT, "reset gave no messages", 0),
+    (Told(opening="hello"), Cause.ENVIRONMENT, "must be a list of messages, got str", 0),
+    (Told(opening=user("hello")), Cause.ENVIRONMENT, "must be a list of messages, got dict", 0),
+    (Told(opening=[{"role": "user"}]), Cause.ENVIRONMENT, "message 0 needs 'role' and 'content'", 0),
+    (Told(opening=[user("lone \ud800 surrogate")]), Cause.ENVIRONMENT, "reset must give messages", 0),
+    (SyncReset(), Cause.ENVIRONMENT, "reset raised TypeError", 0),
+    (Told(Boom("bang")), Cause.ENVIRONMENT, "step raised Boom: bang", 1),
+    (Told(MORE, Boom("bang")), Cause.ENVIRONMENT, "step raised Boom: bang", 2),
+    (Told(StopIteration("over")), Cause.ENVIRONMENT, "step raised", 1),
+    (Told(asyncio.CancelledError()), Cause.ENVIRONMENT, "step raised CancelledError", 1),
+    (Told(TrajectoryFailure(Cause.VERIFIER, "no judge")), Cause.VERIFIER, "no judge", 1),
+    (Told(hang), Cause.TIMEOUT, "step took longer than 0.03 s", 1),
+    (Told(MORE, hang), Cause.TIMEOUT, "step took longer than 0.03 s", 2),
+    (SyncStep(), Cause.ENVIRONMENT, "step raised TypeError", 1),
+    (SyncRaisingStep(), Cause.ENVIRONMENT, "step raised Boom: bang", 1),
+    (Told(None), Cause.ENVIRONMENT, "step must return EnvStep(observations, reward, done, info), got None", 1),
+    (Told(1.0), Cause.ENVIRONMENT, "got 1.0", 1),
+    (Told(([], 1.0)), Cause.ENVIRONMENT, "got ([], 1.0)", 1),
+    (Told(EnvStep(reward=math.nan, done=True)), Cause.ENVIRONMENT, "the reward nan; it must be a finite number", 1),
+    (Told(EnvStep(reward=-math.inf, done=True)), Cause.ENVIRONMENT, "the reward -inf", 1),
+    (Told(EnvStep(reward=10**400, done=True)), Cause.ENVIRONMENT, "it must be a finite number", 1),
+    (Told(EnvStep(reward="1", done=True)), Cause.ENVIRONMENT, "the reward '1'", 1),  # type: ignore[arg-type]
+    (Told(EnvStep(reward=None, done=True)), Cause.ENVIRONMENT, "the reward None", 1),  # type: ignore[arg-type]
+    (Told(EnvStep(reward=1.0, done="yes")), Cause.ENVIRONMENT, "done='yes'; it must be true or false", 1),  # type: ignore[arg-type]
+    (Told(EnvStep(done=np.array([True, True]))), Cause.ENVIRONMENT, "it must be true or false", 1),  # type: ignore[arg-type]
+    (Told(EnvStep()), Cause.ENVIRONMENT, "step gave no messages for the agent to read, and is not done", 1),
+    (Told(EnvStep("go on")), Cause.ENVIRONMENT, "step must give messages", 1),  # type: ignore[arg-type]
+    (Told(EnvStep([tool("\udfff")])), Cause.ENVIRONMENT, "step must give messages", 1),
+]
+
+
+@pytest.mark.parametrize(("world", "cause", "message", "steps"), FAILURES, ids=[f[2][:40] for f in FAILURES])
+def test_a_failure_is_attributed_and_leaves_its_siblings_alone(
+    world: Told, cause: Cause, message: str, steps: int
+) -> None:
+    world = Told(*world.answers, opening=world.opening) if type(world) is Told else type(world)()
+    before, failed, after = play(
+        [lambda: Told(MORE, DONE), lambda: world, lambda: Told(MORE, DONE)], saying("a"), environment_timeout=SHORT
+    )
+    assert failed.status is Status.FAILED
+    assert failed.reward is None
+    assert failed.failure is not None
+    assert failed.failure.cause is cause
+    assert message in failed.failure.message
+    assert len(failed.steps) == steps
+    assert world.calls.count("close") == 1
+    assert world.calls[-1] == "close"
+    for healthy in (before, after):
+        assert (healthy.status, healthy.reward, len(healthy.steps)) == (Status.DONE, 1.25, 2)
+
+
+def raising() -> Environment:
+    raise Boom("no room")
+
+
+def test_an_environment_that_cannot_be_made_fails_its_attempt_alone() -> None:
+    failed, healthy = play([raising, lambda: Told(DONE)], saying("a"))
+    assert failed.failure == Failure(Cause.ENVIRONMENT, "create raised Boom: no room")
+    assert failed.steps == ()
+    assert healthy.reward == 1.0
+
+
+@pytest.mark.parametrize("closing", [Boom("stuck"), hang])
+def test_a_failing_close_takes_no_reward_away(closing: Any) -> None:
+    world = Told(DONE, closing=closing)
+    trajectory = one(world, environment_timeout=SHORT)
+    assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.DONE, 1.0, None)
+    assert trajectory.warning == ("close took longer than 0.03 s" if closing is hang else "close raised Boom: stuck")
+    assert world.calls.count("close") == 1
+
+
+def test_a_failing_close_does_not_hide_why_the_attempt_failed() -> None:
+    trajectory = one(Told(Boom("first"), closing=Boom("second")))
+    assert trajectory.failure == Failure(Cause.ENVIRONMENT, "step raised Boom: first")
+    assert trajectory.warning == "close raised Boom: second"
+
+
+def test_an_engine_error_fails_its_attempt_alone() -> None:
+    def reply(prompt: Ids, sampling: SamplingParams) -> list[int]:
+        if len(engine.calls) == 3:  # the second call of the first attempt
+            raise EngineError("out of memory")
+        return [*plain_ids("a"), END]
+
+    engine = FakeEngine(reply)
+    worlds = [Told(MORE, DONE), Told(MORE, DONE)]
+    failed, healthy = play([lambda: worlds[0], lambda: worlds[1]], engine)
+    assert failed.failure == Failure(Cause.ENGINE, "out of memory")
+    assert len(failed.steps) == 1
+    assert healthy.reward == 1.25
+    assert [w.calls.count("close") for w in worlds] == [1, 1]
+
+
+def test_an_unexpected_exception_of_the_engine_is_no_trajectory_but_still_cleans_up() -> None:
+    def reply(prompt: Ids, sampling: SamplingParams) -> list[int]:
+        raise ZeroDivisionError
+
+    engine, world = FakeEngine(reply), Told(DONE)
+    with pytest.raises(ZeroDivisionError):
+        one(world, engine)
+    assert engine.open == []
+    assert world.calls == ["reset", "close"]
+
+
+# Cancellation
+
+
+@pytest.mark.parametrize("ticks", range(8))
+def test_cancelled_attempts_close_their_sessions_and_environments(ticks: int) -> None:
+    """Whenever it comes: before the first tick, in `reset`, in the engine, in `step`."""
+    made: list[Told] = []
+
+    def make() -> Told:
+        made.append(Told(hang) if len(made) % 2 else Told(opening=hang))
+        return made[-1]
+
+    async def cancel() -> FakeEngine:
+        engine = saying("a")
+        rollouts = plain_rollouts(engine, make)
+        addresses = [Address(0, Stream.TRAIN, 0, 0, a) for a in range(4)]
+        task = Task("t", environment="world")
+        group = asyncio.ensure_future(gather_group("g", 0, 0, 0, task, rollouts.start("g", task, addresses)))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        await _settled()
+        return engine
+
+    engine = asyncio.run(cancel())
+    assert engine.open == []
+    assert [w.calls.count("close") for w in made] == [1] * len(made)
+    assert len(made) == (4 if ticks > 2 else len(made))
+
+
+async def _settled() -> None:
+    """Whatever was cancelled has ended."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+
+
+def test_all_sessions_are_open_before_the_first_attempt_runs() -> None:
+    """A lock-step engine waits for all of them; it must know them all at the first call."""
+
+    async def start() -> list[str]:
+        engine = saying("a")
+        addresses = [Address(0, Stream.TRAIN, 0, 0, a) for a in range(3)]
+        rollouts = plain_rollouts(engine, lambda: Told(DONE))
+        running = rollouts.start("g", Task("t", environment="world"), addresses)
+        opened = list(engine.open)
+        await asyncio.gather(*running)
+        return opened
+
+    assert asyncio.run(start()) == ["g.0", "g.1", "g.2"]
+
+
+# The boundary itself
+
+
+def test_guarded_returns_or_attributes() -> None:
+    async def seven() -> int:
+        return 7
+
+    async def bad() -> int:
+        raise Boom("x") from KeyError("root")
+
+    assert asyncio.run(guarded(seven, Cause.AGENT, 1.0, "it")) == 7
+    with pytest.raises(TrajectoryFailure, match="agent: it raised Boom: x") as caught:
+        asyncio.run(guarded(bad, Cause.AGENT, 1.0, "it"))
+    assert isinstance(caught.value.__cause__, Boom)
+
+
+def test_a_timed_out_call_is_cancelled_before_anything_else_happens() -> None:
+    order: list[str] = []
+
+    async def slow() -> None:
+        try:
+            await hang()
+        finally:
+            order.append("cancelled")
+
+    async def go() -> None:
+        with pytest.raises(TrajectoryFailure, match=r"timeout: it took longer than 0.01 s"):
+            await guarded(slow, Cause.AGENT, 0.01, "it")
+        order.append("told")
+
+    asyncio.run(go())
+    assert order == ["cancelled", "told"]
+
+
+def test_a_call_that_resists_its_cancellation_is_not_waited_for() -> None:
+    release = asyncio.Event()
+
+    async def stubborn() -> None:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+
+    async def go() -> None:
+        with pytest.raises(TrajectoryFailure, match="timeout"):
+            await guarded(stubborn, Cause.AGENT, 0.01, "it")
+        release.set()
+
+    asyncio.run(asyncio.wait_for(go(), 5))
+
+
+def test_groups_keep_the_order_of_attempts_whatever_finishes_first() -> None:
+    async def attempt(number: int) -> Trajectory:
+        await asyncio.sleep(0.01 * (3 - number))
+        return Trajectory(f"g.{number}", "t", number, (), 0.0, Status.DONE)
+
+    async def go() -> list[int]:
+        running: list[Awaitable[Trajectory]] = [attempt(n) for n in range(3)]
+        group = await gather_group("g", 0, 0, 0, Task("t"), running)
+        return [t.attempt for t in group.trajectories]
+
+    assert asyncio.run(go()) == [0, 1, 2]
+
+
+def test_the_plain_tokenizer_is_what_these_tests_take_it_for() -> None:
+    assert PlainTokenizer().decode(plain_ids("abacab<|im_end|>"), skip_special_tokens=False) == "abacab<|im_end|>"
+    assert RolloutConfig().max_steps >= 1

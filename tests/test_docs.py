@@ -1,0 +1,67 @@
+"""What the documentation tells a user to do is done here, and its figures are the measured ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from treadle.core.config import build
+from treadle.orchestration.config import RunConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def run(command: list[str], directory: Path) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "TREADLE_CACHE": str(directory / "cache")}
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_quickstart_runs_as_it_stands_and_learns(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "quickstart.md"
+    first, look = blocks(page, "bash")
+    example = blocks(page, "python")[0]
+    code = [line for line in example.splitlines() if line.strip() and not line.strip().startswith('"""')]
+    assert len(code) < 20  # "in under 20 lines"
+    run(["bash", "-ec", first], tmp_path)
+    before, after = run([sys.executable, "-c", example], tmp_path).splitlines()[-1].split(" -> ")
+    assert float(after) > float(before) + 0.3
+    assert "trained" in run(["bash", "-ec", look], tmp_path)
+
+
+def test_the_quickstart_recipe_is_valid() -> None:
+    [text] = blocks(ROOT / "docs" / "quickstart.md", "yaml")
+    config = build(RunConfig, yaml.safe_load(text.replace("1e-3", "0.001")))
+    assert config.training.group_size == 16
+    [row] = blocks(ROOT / "docs" / "quickstart.md", "json")
+    assert set(json.loads(row)) == {"task_id", "prompt", "ground_truth"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists() or "://" in target, f"{page.name} links to {target}"
+
+
+def test_the_readmes_first_command_comes_early_and_its_table_is_the_measured_one() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert next(i for i, line in enumerate(lines, 1) if line.startswith("make demo")) <= 25
+    result = json.loads((ROOT / "benchmarks" / "results" / "demo_seeds.json").read_text())
+    text = "\n".join(lines)
+    for row in result["seeds"]:
+        assert f"| {row['seed']} | {row['before']:.3f} | {row['after']:.3f} |" in text
+    assert f"**{result['mean_after']:.3f}**" in text
