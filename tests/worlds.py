@@ -164,6 +164,7 @@ def play(
     factories: EnvironmentFactory | Sequence[EnvironmentFactory],
     engine: FakeEngine,
     task: Task | None = None,
+    tokenizer: PlainTokenizer | None = None,
     **settings: Any,
 ) -> list[Trajectory]:
     """One attempt for each factory, side by side, with PlainTokenizer; every session must be closed afterwards."""
@@ -174,7 +175,7 @@ def play(
         return queue.pop(0)()
 
     async def attempts() -> list[Trajectory]:
-        rollouts = plain_rollouts(engine, make, **settings)
+        rollouts = plain_rollouts(engine, make, tokenizer, **settings)
         addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(count)]
         running = rollouts.start("g000000", task or Task("t", environment="world"), addresses)
         return list(await asyncio.gather(*running))
@@ -184,9 +185,11 @@ def play(
     return trajectories
 
 
-def plain_rollouts(engine: FakeEngine, make: EnvironmentFactory, **settings: Any) -> Rollouts:
+def plain_rollouts(
+    engine: FakeEngine, make: EnvironmentFactory, tokenizer: PlainTokenizer | None = None, **settings: Any
+) -> Rollouts:
     settings = {"max_completion_tokens": 16, "environment_timeout": 5.0, **settings}
-    renderer = ChatRenderer(PlainTokenizer(), [END])
+    renderer = ChatRenderer(tokenizer or PlainTokenizer(), [END])
     return Rollouts(engine, renderer, {"world": make}, RolloutConfig(**settings))
 
 

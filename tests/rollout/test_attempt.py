@@ -198,7 +198,7 @@ FAILURES: list[tuple[Any, Cause, str, int]] = [
     (Told(MORE, Boom("bang")), Cause.ENVIRONMENT, "step raised Boom: bang", 2),
     (Told(StopIteration("over")), Cause.ENVIRONMENT, "step raised", 1),
     (Told(asyncio.CancelledError()), Cause.ENVIRONMENT, "step raised CancelledError", 1),
-    (Told(TrajectoryFailure(Cause.VERIFIER, "no judge")), Cause.VERIFIER, "no judge", 1),
+    (Told(Boom("bang \ud800")), Cause.ENVIRONMENT, "step raised Boom: bang \\ud800", 1),
     (Told(hang), Cause.TIMEOUT, "step took longer than 0.03 s", 1),
     (Told(MORE, hang), Cause.TIMEOUT, "step took longer than 0.03 s", 2),
     (SyncStep(), Cause.ENVIRONMENT, "step raised TypeError", 1),
@@ -291,6 +291,20 @@ def test_an_unexpected_exception_of_the_engine_is_no_trajectory_but_still_cleans
     assert world.calls == ["reset", "close"]
 
 
+def test_a_conversation_the_chat_template_refuses_fails_its_attempt_alone() -> None:
+    def strict(conversation: Any, generation_prompt: bool) -> str:
+        if any(message["role"] == "tool" for message in conversation):
+            raise LookupError("roles must alternate")
+        return chatml(conversation, generation_prompt)
+
+    worlds = [Told(MORE, DONE), Told(EnvStep([user("more")]), DONE)]
+    failed, healthy = play([lambda: worlds[0], lambda: worlds[1]], saying("a"), tokenizer=PlainTokenizer(strict))
+    assert failed.failure is not None
+    assert failed.failure.cause is Cause.ENVIRONMENT
+    assert "the chat template refuses a conversation of user, assistant, tool: roles must" in failed.failure.message
+    assert healthy.reward == 1.0
+
+
 # Cancellation
 
 
@@ -360,22 +374,16 @@ def test_guarded_returns_or_attributes() -> None:
     assert isinstance(caught.value.__cause__, Boom)
 
 
-def test_a_timed_out_call_is_cancelled_before_anything_else_happens() -> None:
-    order: list[str] = []
-
+def test_a_timed_out_call_is_cancelled_before_the_environment_is_closed() -> None:
     async def slow() -> None:
         try:
             await hang()
         finally:
-            order.append("cancelled")
+            world.calls.append("cancelled")
 
-    async def go() -> None:
-        with pytest.raises(TrajectoryFailure, match=r"timeout: it took longer than 0.01 s"):
-            await guarded(slow, Cause.AGENT, 0.01, "it")
-        order.append("told")
-
-    asyncio.run(go())
-    assert order == ["cancelled", "told"]
+    world = Told(slow)
+    one(world, environment_timeout=SHORT)
+    assert world.calls == ["reset", "step", "cancelled", "close"]
 
 
 def test_a_call_that_resists_its_cancellation_is_not_waited_for() -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.cli.console import make_console, make_table
+from treadle.cli.console import make_console, make_table, print_table
 from treadle.cli.options import Commands, add_command, add_json, add_overrides
 from treadle.orchestration.evaluate_model import Evaluation, Subject, find_subject, held_out_inputs
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _print(evaluation: Evaluation, subject: Subject) -> None:
     console = make_console()
-    console.print(evaluation_table(evaluation, subject.config.data.table_by))
+    print_table(console, evaluation_table(evaluation, subject.config.data.table_by))
     for message, count in evaluation.failures.items():
         console.print(f"failed {count}x: {message}", style="red", soft_wrap=True)
     temperature = evaluation.result.temperature
@@ -70,5 +70,7 @@ def evaluation_table(evaluation: Evaluation, table_by: str | None) -> Table:
     for name, r in {**evaluation.parts, "all": evaluation.result}.items():
         figures = (f"{r.success:.3f}", f"{r.reward_mean:.3f}", f"{r.steps_mean:.2f}")
         style = "bold" if r is evaluation.result else ""
-        table.add_row(name, str(r.tasks), *(figures if r.failed < r.tasks else "---"), str(r.failed), style=style)
+        table.add_row(
+            name, str(r.tasks), *(figures if r.failed < r.tasks else ("-", "-", "-")), str(r.failed), style=style
+        )
     return table

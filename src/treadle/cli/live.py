@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -17,26 +19,40 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
+from treadle.cli.console import make_console
 from treadle.orchestration.metrics import EvaluationResult
 from treadle.orchestration.progress import PlainProgress, Progress, evaluation_line, update_line
 
+_WIDE = 110  # columns from which both times and a longer bar fit beside the figures
+
 
 @contextmanager
-def make_progress(updates: int) -> Iterator[Progress]:
-    """The progress that fits where standard output goes."""
-    console = Console()
-    if not console.is_terminal:
+def make_progress(updates: int = 0, stderr: bool = False) -> Iterator[Progress]:
+    """The progress that fits where it goes: standard output, or standard error for commands that print a result."""
+    console = make_console(stderr)
+    if console.is_terminal:
+        with make_bars(console) as bars:
+            yield LiveProgress(bars, updates)
+    elif stderr:
+        with redirect_stdout(sys.stderr):  # PlainProgress prints
+            yield PlainProgress()
+    else:
         yield PlainProgress()
-        return
-    columns = (
+
+
+def make_bars(console: Console) -> Bars:
+    """Bars that vanish when they are done."""
+    wide = console.width >= _WIDE
+    columns: list[ProgressColumn] = [
         SpinnerColumn(),
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=24 if wide else 10),
         MofNCompleteColumn(),
-    )
-    times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-    with Bars(*columns, *times, console=console, transient=True, refresh_per_second=5) as bars:
-        yield LiveProgress(bars, updates)
+        *([TimeElapsedColumn()] if wide else []),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[note]}"),
+    ]
+    return Bars(*columns, console=console, transient=True, refresh_per_second=5)
 
 
 class LiveProgress:
@@ -49,7 +65,7 @@ class LiveProgress:
 
     def say(self, line: str) -> None:
         """Print above the bars."""
-        self._bars.console.print(line, markup=False, highlight=False)
+        self._bars.console.print(line, soft_wrap=True)
 
     def phase(self, name: str, total: int) -> None:
         """Start the phase's bar anew."""
@@ -64,8 +80,9 @@ class LiveProgress:
         note = f"reward {row['reward_mean']:.3f}  success {row['success']:.3f}"
         self._bars.update(self._run, completed=row["update"], total=updates, note=note, visible=True)
         if row["update"] % 10 == 0 or row["update"] in (1, updates) or row["failed"]:
-            self.say(update_line(row, updates))
+            # the figures that matter come first: what does not fit is cut, not wrapped
+            self._bars.console.print(update_line(row, updates), no_wrap=True, overflow="ellipsis")
 
     def evaluated(self, result: EvaluationResult) -> None:
         """Print the result."""
-        self._bars.console.print(evaluation_line(result), markup=False, highlight=False, style="bold")
+        self._bars.console.print(evaluation_line(result), style="bold")

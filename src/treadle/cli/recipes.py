@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from treadle.cli.console import make_console
+from treadle.cli.console import make_console, print_table
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.config import FieldLine, describe, dump_yaml
 from treadle.orchestration.config import load_recipe, recipe_names
@@ -37,9 +37,11 @@ def run(options: argparse.Namespace) -> int:
     for name in recipe_names():
         table.add_row(Text(name, style="bold"), load_recipe(name).about)
     console = make_console()
-    console.print(table)
+    print_table(console, table)
     if console.is_terminal:
-        console.print("\ntreadle recipes show NAME   every value of one\ntreadle train NAME          train it", style="dim")
+        console.print(
+            "\ntreadle recipes show NAME   every value of one\ntreadle train NAME          train it", style="dim"
+        )
     return 0
 
 
@@ -58,8 +60,8 @@ def _print_listing(console: Console, lines: list[FieldLine]) -> None:
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold", max_width=40)
-    table.add_column(style="dim", ratio=1)
+    table.add_column(overflow="fold", max_width=40 if console.is_terminal else None)
+    table.add_column(style="dim")
     for line in lines:
         style = "" if line.is_default else "bold"
         mark = "" if line.is_default else "*"
@@ -67,7 +69,7 @@ def _print_listing(console: Console, lines: list[FieldLine]) -> None:
         table.add_row(mark, Text(line.path, style=style), Text("" if nested else _plain(line.value), style), line.help)
         for key, value in line.value.items() if nested else ():
             table.add_row("", Text(f"  .{key}", style=style), Text(_plain(value), style), "")
-    console.print(table)
+    print_table(console, table)
     console.print("\n* differs from the default", style="dim")
 
 

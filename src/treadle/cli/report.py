@@ -1,2 +1,154 @@
-def add_parser(commands):
-    pass
+"""`treadle report`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from treadle.cli.console import make_console, make_table, print_table
+from treadle.cli.options import Commands, add_command, add_json
+from treadle.cli.show import require_record
+
+_EXAMPLES = """examples:
+  treadle report runs/demo
+  treadle report runs/demo --json | jq .packing
+
+The run may be finished, in progress or killed. Every recorded step is in exactly one state:
+  trained, evaluated, dropped (with a reason), or recorded: durable, but in no checkpoint yet.
+"""
+Facts = dict[str, Any]
+
+
+def add_parser(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "report", run, "account for every step, failure and token of a run", _EXAMPLES)
+    parser.add_argument("run_directory", type=Path, metavar="RUN", help="a run directory, finished or not")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report."""
+    require_record(options.run_directory)
+    from treadle.cli.facts import run_facts
+    from treadle.orchestration.run_directory import RunDirectory
+
+    with _shard_progress() as on_shard:
+        facts = run_facts(RunDirectory(options.run_directory), on_shard)
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _print(make_console(), facts)
+    return 0
+
+
+@contextmanager
+def _shard_progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error while shards are read; without a terminal, nothing."""
+    console = make_console(stderr=True)
+    if not console.is_terminal or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from treadle.cli.live import make_bars
+
+    with make_bars(console) as bars:
+        task = bars.add_task("reading rollouts", total=None, note="")
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _print(console: Console, facts: Facts) -> None:
+    console.print(
+        f"{facts['run']}: {facts['recipe']}, seed {facts['seed']}, {facts['state']}, "
+        f"{facts['update']} of {facts['updates']} updates",
+        style="bold",
+        soft_wrap=True,
+    )
+    if facts["state"] == "stopped":
+        _print_way_on(console, facts)
+    console.print()
+    _print_counts(console, facts)
+    _print_breakdown(console, facts)
+    _print_trouble(console, facts)
+    _print_packing(console, facts["packing"])
+    _print_evaluations(console, facts["evaluations"])
+    checkpoints = ", ".join(n + (" (latest)" if n == facts["latest_checkpoint"] else "") for n in facts["checkpoints"])
+    console.print(f"checkpoints: {checkpoints or 'none yet'}", soft_wrap=True)
+
+
+def _print_way_on(console: Console, facts: Facts) -> None:
+    if facts["latest_checkpoint"] is None:
+        console.print("it has no checkpoint: nothing to resume")
+        return
+    path = Path(facts["run"])
+    command = shlex.join(["treadle", "train", facts["recipe"], "--resume", "--name", path.name])
+    runs = "" if str(path.parent) == "runs" else f" --runs {shlex.quote(str(path.parent))}"
+    console.print(f"go on from {facts['latest_checkpoint']} with: {command}{runs}", soft_wrap=True)
+
+
+def _print_counts(console: Console, facts: Facts) -> None:
+    table = make_table("split", "groups", "trajectories", "steps", "prompt tokens", "sampled", text=("split",))
+    for row in facts["splits"]:
+        names = ("groups", "trajectories", "steps", "prompt_tokens", "completion_tokens")
+        table.add_row(row["split"], *(f"{row[name]:,}" for name in names))
+    print_table(console, table)
+    console.print()
+
+
+def _print_breakdown(console: Console, facts: Facts) -> None:
+    """One line each for step states, statuses and stop reasons of each split."""
+    for row in facts["steps"]:
+        row["what"] = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
+    for split in [row["split"] for row in facts["splits"]]:
+        for title, rows, key in (
+            ("steps", facts["steps"], "what"),
+            ("statuses", facts["statuses"], "status"),
+            ("stop reasons", facts["stop_reasons"], "stop_reason"),
+        ):
+            parts = [f"{row[key]} {row['count']:,}" for row in rows if row["split"] == split]
+            console.print(f"{split:<9} {title:<13} {', '.join(parts)}", soft_wrap=True)
+    console.print()
+
+
+def _print_trouble(console: Console, facts: Facts) -> None:
+    for row in facts["failures"]:
+        line = f"failed {row['count']:,}x {row['cause']}, as {row['trajectory_id']}: {row['message']}"
+        console.print(line, style="red", soft_wrap=True)
+    for row in facts["warnings"]:
+        line = f"warning {row['count']:,}x, as {row['trajectory_id']}: {row['message']}"
+        console.print(line, style="yellow", soft_wrap=True)
+    if facts["failures"] or facts["warnings"]:
+        console.print()
+
+
+def _print_packing(console: Console, packing: Facts) -> None:
+    if packing["chain"]:
+        console.print(
+            f"tokens to compute in training, {packing['trajectories']:,} trajectories: "
+            f"packing step {packing['step']:,}, chain {packing['chain']:,} (ratio {packing['ratio']:.2f})",
+            soft_wrap=True,
+        )
+    if packing["missing_shards"]:
+        console.print(f"missing, not counted: {', '.join(packing['missing_shards'])}", style="red", soft_wrap=True)
+
+
+def _print_evaluations(console: Console, evaluations: list[Facts]) -> None:
+    if not evaluations:
+        return
+    keys = list(dict.fromkeys(key for row in evaluations for key in row["by"]))
+    columns = ("update", "temperature", "tasks", "success", *keys, "reward", "steps", "failed")
+    console.print()
+    table = make_table(*columns, title="held-out tasks")
+    for row in evaluations:
+        temperature = "greedy" if row["temperature"] == 0 else f"{row['temperature']:g}"
+        by = (f"{row['by'][key]:.3f}" if key in row["by"] else "-" for key in keys)
+        rest = (f"{row['reward_mean']:.3f}", f"{row['steps_mean']:.2f}", str(row["failed"]))
+        table.add_row(str(row["update"]), temperature, str(row["tasks"]), f"{row['success']:.3f}", *by, *rest)
+    print_table(console, table)
+    console.print()

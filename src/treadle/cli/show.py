@@ -1,2 +1,189 @@
-def add_parser(commands):
-    pass
+"""`treadle show`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from treadle.cli.console import make_console, make_table, print_table
+from treadle.cli.options import Commands, add_command, add_json
+from treadle.core.errors import RunError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from treadle.core.types import Step
+
+_EXAMPLES = """examples:
+  treadle show runs/demo                   the newest trajectories
+  treadle show runs/demo g000012.3         attempt 3 of training group 12, token by token
+  treadle show runs/demo e000200-0007.0    held-out task 7 after 200 updates
+"""
+_NEWEST = 20
+
+
+def add_parser(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "show", run, "print one recorded trajectory token by token", _EXAMPLES)
+    parser.add_argument("run_directory", type=Path, metavar="RUN", help="a run directory, finished or not")
+    parser.add_argument("trajectory", nargs="?", metavar="TRAJECTORY", help="its id (default: list the newest ones)")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """List trajectories, or print one."""
+    require_record(options.run_directory)
+    console = make_console()
+    if options.trajectory is None:
+        rows = newest(options.run_directory)
+        print(json.dumps(rows, indent=2)) if options.json else _print_list(console, rows)
+        return 0
+    from treadle.cli.transcript import load_run_tokenizer, load_trajectory
+
+    row, steps = load_trajectory(options.run_directory, options.trajectory)
+    found = as_json(row, steps, load_run_tokenizer(options.run_directory))
+    if options.json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        _print_trajectory(console, found)
+    return 0
+
+
+def require_record(run: Path) -> None:
+    """Raise RunError, saying why, where there is no ledger to read."""
+    if not (run / "config.yaml").is_file():
+        raise RunError(f"{str(run)!r} is no run directory: it has no config.yaml")
+    if not (run / "ledger.sqlite").is_file():
+        raise RunError(f"run {str(run)!r} has recorded nothing yet: it is, or was stopped, in its warm start")
+
+
+def newest(run: Path) -> list[dict[str, Any]]:
+    """The last trajectories on record, newest first."""
+    from treadle.orchestration.ledger import Ledger
+
+    ledger = Ledger(run / "ledger.sqlite", read_only=True)
+    rows = ledger.query(
+        "SELECT t.trajectory_id, g.split, json_extract(g.task, '$.task_id') AS task_id, t.status, t.reward, "
+        "t.advantage, t.steps, t.completion_tokens, t.failure_cause, t.failure_message "
+        "FROM trajectories t JOIN groups g USING (group_id) ORDER BY t.rowid DESC LIMIT ?",
+        _NEWEST,
+    )
+    ledger.close()
+    return rows
+
+
+def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        console.print("no trajectories yet")
+        return
+    left = ("trajectory", "task", "status")
+    table = make_table("trajectory", "task", "status", "reward", "advantage", "steps", "tokens", text=left)
+    for row in rows:
+        figures = (_figure(row["reward"], "g"), _figure(row["advantage"], ".3f"))
+        counts = (str(row["steps"]), str(row["completion_tokens"]))
+        style = "red" if row["failure_cause"] else ""
+        table.add_row(row["trajectory_id"], row["task_id"], row["status"], *figures, *counts, style=style)
+    print_table(console, table)
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+# --- one trajectory ---------------------------------------------------------------------------------------------------
+
+
+def as_json(row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Everything on record about a trajectory as plain data; the printed form shows the same."""
+    head = {key: value for key, value in row.items() if key not in ("task", "shard", "oldest_version", "steps")}
+    head["task"] = json.loads(row["task"])
+    return {**head, "steps": [_step(steps, number, row["advantage"], tokenizer) for number in range(len(steps))]}
+
+
+def _step(steps: list[Step], number: int, advantage: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    from treadle.cli.transcript import known_tokens
+
+    step = steps[number]
+    known, continues = known_tokens(steps, number)
+    columns = (step.completion_ids, step.mask, step.logprobs, step.policy_versions)
+    return {
+        "step": number,
+        "prompt_tokens": len(step.prompt_ids),
+        "new_prompt_tokens": len(step.prompt_ids) - known,
+        "continues": continues,
+        "appends": continues is not None and known == len(steps[continues].full_ids),
+        "new_prompt_text": tokenizer.decode(step.prompt_ids[known:].tolist(), skip_special_tokens=False),
+        "stop_reason": str(step.stop_reason),
+        "temperature": step.sampling.temperature,
+        "reward": step.reward,
+        "seconds": step.seconds,
+        "tokens": [
+            {
+                "id": int(ident),
+                "text": _token_text(tokenizer, int(ident)),
+                "mask": bool(mask),
+                "logprob": round(float(logprob), 6),
+                "advantage": advantage if mask else None,
+                "policy_version": int(version),
+            }
+            for ident, mask, logprob, version in zip(*columns, strict=True)
+        ],
+    }
+
+
+def _token_text(tokenizer: Tokenizer, ident: int) -> str:
+    """Decoded; a piece of a character, which has no text of its own, as the vocabulary writes it."""
+    text: str = tokenizer.decode([ident], skip_special_tokens=False)
+    return text if text and "\ufffd" not in text else str(tokenizer.id_to_token(ident))
+
+
+def _print_trajectory(console: Console, found: dict[str, Any]) -> None:
+    from treadle.cli.transcript import ending
+
+    task = found["task"]
+    console.print(
+        Text.assemble((found["trajectory_id"], "bold"), f"   {found['split']}, {ending(found)}"), soft_wrap=True
+    )
+    console.print(f"task {task['task_id']}, environment {task['environment']}", soft_wrap=True)
+    if task["ground_truth"] is not None:
+        console.print(f"ground truth {task['ground_truth']!r}", soft_wrap=True)
+    advantage = "" if found["advantage"] is None else f", advantage {found['advantage']:.4f}"
+    console.print(f"{found['completion_tokens']} sampled tokens in {len(found['steps'])} steps{advantage}")
+    if found["warning"]:
+        console.print(f"warning: {found['warning']}", style="yellow", soft_wrap=True)
+    for step in found["steps"]:
+        _print_step(console, step)
+
+
+def _print_step(console: Console, step: dict[str, Any]) -> None:
+    versions = sorted({token["policy_version"] for token in step["tokens"]})
+    version = "-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))) if versions else "none"
+    fork = "" if step["step"] == 0 or step["appends"] else f", BREAK: does not append to step {step['step'] - 1}"
+    line = (
+        f"prompt {step['prompt_tokens']} tokens ({step['new_prompt_tokens']} new{fork}), "
+        f"stop {step['stop_reason']}, temperature {step['temperature']:g}, "
+        f"reward {step['reward']:g}, version {version}"
+    )
+    console.print(Text.assemble((f"\nstep {step['step']}", "bold"), f"  {line}"), soft_wrap=True)
+    text = "".join(f"  {line}\n" for line in step["new_prompt_text"].strip("\n").split("\n"))
+    console.print(text, style="dim", soft_wrap=True)
+    print_table(console, _token_table(step["tokens"]))
+
+
+def _token_table(tokens: list[dict[str, Any]]) -> Table:
+    table = make_table("#", "id", "token", "mask", "logprob", "advantage", "version", text=("token",))
+    for number, token in enumerate(tokens):
+        row = (str(number), str(token["id"]), Text(repr(token["text"]), style="bold cyan" if token["mask"] else ""))
+        figures = (
+            f"{round(token['logprob'], 4) + 0.0:.4f}",
+            _figure(token["advantage"], ".4f"),
+            str(token["policy_version"]),
+        )
+        table.add_row(*row, "1" if token["mask"] else "0", *figures)
+    return table

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from treadle.cli.options import Commands, add_command
-from treadle.core.errors import ConfigError
-from treadle.orchestration.config import load_recipe
+from treadle.cli.options import Commands, add_command, add_recipe
+from treadle.core.errors import ConfigError, RunError
+from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.inputs import load_inputs
+
+if TYPE_CHECKING:
+    from treadle.orchestration.run_directory import RunDirectory
 
 _EXAMPLES = """examples:
   treadle train demo
@@ -17,14 +25,15 @@ _EXAMPLES = """examples:
   treadle train my_recipe.yaml model.path=/models/my-model
   treadle train demo --resume                 the newest run of that recipe
   treadle train demo --resume --name short    a certain run
+
+Ctrl-C finishes the update and saves a checkpoint; a second one stops at once. Either way --resume goes on.
 """
 
 
 def add_parser(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "train", run, "train a recipe, or resume a run", _EXAMPLES)
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe (see `treadle recipes`) or a .yaml file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="configuration values to change")
+    add_recipe(parser)
     parser.add_argument("--name", help="of the run directory (default: recipe, seed and time)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories go (default: runs)")
     parser.add_argument("--resume", action="store_true", help="go on from a run's latest checkpoint")
@@ -32,29 +41,77 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train; 0 if the run is finished, 130 if it was asked to stop (and can be resumed)."""
-    from treadle.orchestration.run_directory import RunDirectory, default_name, find_run
-
-    config = load_recipe(options.recipe, options.overrides)
-    if options.resume:
-        if options.overrides:
-            raise ConfigError(
-                f"--resume goes on with the run's own configuration; leave out {' '.join(options.overrides)}"
-            )
-        path = options.runs / options.name if options.name else find_run(options.runs, config.recipe)
-        config = RunDirectory.open(path).config()
-    else:
-        path = options.runs / (options.name or default_name(config))
+    config, path = _to_resume(options) if options.resume else _to_start(options)
     inputs = load_inputs(config)
 
     from treadle.cli.finish import print_result
     from treadle.cli.live import make_progress
     from treadle.orchestration.train import resume_run, start_run
 
-    with make_progress(config.orchestration.updates) as progress:
-        summary = (resume_run if options.resume else start_run)(config, inputs, path, progress)
+    go_on = _go_on_command(options, path)
+    try:
+        with make_progress(config.orchestration.updates) as progress:
+            if options.resume:
+                summary = resume_run(config, inputs, path, progress)
+            else:
+                with _leaving_no_stub(path):
+                    summary = start_run(config, inputs, path, progress)
+    except KeyboardInterrupt:
+        resumable = any(path.glob("checkpoints/step-*"))
+        advice = f"go on from the latest checkpoint with: {go_on}" if resumable else "nothing was trained yet"
+        print(f"interrupted; {advice}", file=sys.stderr)
+        return 130
     if summary["stopped_early"]:
-        again = f"treadle train {options.recipe} --resume --name {path.name}"
-        print(f"stopped after {summary['updates']} updates; go on with: {again}", file=sys.stderr)
+        print(f"stopped after {summary['updates']} updates; go on with: {go_on}", file=sys.stderr)
         return 130
     print_result(summary, path, config)
     return 0
+
+
+def _to_start(options: argparse.Namespace) -> tuple[RunConfig, Path]:
+    config = load_recipe(options.recipe, options.overrides)
+    from treadle.orchestration.run_directory import default_name
+
+    path: Path = options.runs / (options.name or default_name(config))
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):  # as start_run says, but before torch is loaded
+        raise RunError(
+            f"run directory {str(path)!r} is already in use; continue it with --resume or choose another --name"
+        )
+    return config, path
+
+
+def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
+    if options.overrides:
+        given = " ".join(options.overrides)
+        raise ConfigError(f"--resume goes on with the run's own configuration; leave out {given}")
+    recipe = None if options.name else load_recipe(options.recipe).recipe
+    from treadle.orchestration.run_directory import RunDirectory, find_run
+
+    path: Path = options.runs / options.name if recipe is None else find_run(options.runs, recipe)
+    run = RunDirectory.open(path)
+    if run.summary_file.is_file():
+        raise RunError(f"run {str(path)!r} is finished; nothing to resume (see treadle report {path})")
+    return run.config(), path
+
+
+def _go_on_command(options: argparse.Namespace, path: Path) -> str:
+    runs = [] if options.runs == Path("runs") else ["--runs", str(options.runs)]
+    return "treadle " + shlex.join(["train", options.recipe, "--resume", "--name", path.name, *runs])
+
+
+@contextmanager
+def _leaving_no_stub(path: Path) -> Iterator[None]:
+    """Remove the new run directory again where a run ends before it recorded anything: nothing could resume it."""
+    new = not path.exists() or not any(path.iterdir())
+    try:
+        yield
+    except BaseException:
+        from treadle.orchestration.run_directory import RunDirectory
+
+        if new and path.is_dir() and not _has_recorded(RunDirectory(path)):
+            shutil.rmtree(path)
+        raise
+
+
+def _has_recorded(run: RunDirectory) -> bool:
+    return any(run.rollouts.glob("*.parquet")) or any(run.checkpoints.glob("step-*"))

@@ -32,8 +32,7 @@ async def play_held_out(
         for position, task in enumerate(tasks[start : start + concurrency], start):
             group = f"{name}-{position:04d}"
             [attempt] = rollouts.start(group, task, [Address(seed, Stream.EVALUATE, epoch, position, 0)], temperature)
-            future = asyncio.ensure_future(attempt)
-            future.add_done_callback(lambda _: on_trajectory())
-            running.append(gather_group(group, position, epoch, position, task, [future]))
+            attempt.add_done_callback(lambda _: on_trajectory())
+            running.append(gather_group(group, position, epoch, position, task, [attempt]))
         groups += await asyncio.gather(*running)
     return groups

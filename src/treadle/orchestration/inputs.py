@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
+from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
+from treadle.core.registry import resolve
 from treadle.core.types import Message, Task, as_messages
 from treadle.envs.base import Environment
 from treadle.envs.tasks import load_environment, load_tasks
@@ -26,8 +28,8 @@ class Inputs:
 
 def load_inputs(config: RunConfig) -> Inputs:
     """Load tasks and environments as configured. Needs no torch. Raises ConfigError or DataError."""
-    train = _tasks(config.data.train, "train", config.environment)
-    held_out = _tasks(config.data.held_out, "held_out", config.environment) if config.data.held_out else []
+    train = _tasks(config.data.train, "train", config)
+    held_out = _tasks(config.data.held_out, "held_out", config) if config.data.held_out else []
     return make_inputs(train, held_out, {})
 
 
@@ -37,7 +39,16 @@ def make_inputs(
     environments: dict[str, EnvironmentFactory],
     default: str = "",
 ) -> Inputs:
-    """From tasks in memory; environments not given are looked up in the registry."""
+    """From tasks in memory; environments not given are looked up in the registry.
+
+    Raises DataError for no training tasks or a held-out task that is trained on, ConfigError for an environment.
+    """
+    if not train:
+        raise DataError("there are no training tasks")
+    if shared := sorted({t.task_id for t in train} & {t.task_id for t in held_out}):
+        raise DataError(
+            f"{len(shared)} held-out tasks are training tasks too, for example {shared[0]!r}; keep them apart"
+        )
     train, held_out = ([replace(t, environment=t.environment or default) for t in tasks] for tasks in (train, held_out))
     named = {t.environment for t in (*train, *held_out)}
     if "" in named:
@@ -45,8 +56,13 @@ def make_inputs(
     return Inputs(train, held_out, {n: environments.get(n) or load_environment(n) for n in sorted(named)})
 
 
-def _tasks(source: TaskSetConfig, split: str, environment: str) -> list[Task]:
-    return load_tasks(source.source, split, source.options, environment)
+def _tasks(section: TaskSetConfig, split: str, config: RunConfig) -> list[Task]:
+    """The run's seed is the generator's too, if it takes one and the recipe sets none."""
+    options = dict(section.options)
+    if not section.source.endswith(".jsonl"):
+        parameters = inspect.signature(resolve("tasks", section.source)).parameters
+        options = {"seed": config.seed, **options} if "seed" in parameters else options
+    return load_tasks(section.source, split, options, config.environment)
 
 
 def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, context: int) -> None:

@@ -191,7 +191,9 @@ class Loop:
         for temperature in temperatures:
             name = f"e{self.state.update:06d}" + ("g" if temperature == 0 else "")
             again = len(
-                self.ledger.query("SELECT 1 FROM groups WHERE group_id GLOB ? AND position = 0", f"{name}*-0000")
+                self.ledger.query(
+                    "SELECT 1 FROM groups WHERE group_id = ? OR group_id GLOB ?", f"{name}-0000", f"{name}r*-0000"
+                )
             )
             if again:
                 name += f"r{again}"

@@ -97,7 +97,7 @@ class Producer:
         addresses = [Address(self._seed, Stream.TRAIN, epoch, position, a) for a in range(self._group_size)]
         again = self._times_sampled.get(index, 0)
         name = group_id(index) + (f"r{again}" if again else "")
-        attempts = [asyncio.ensure_future(a) for a in self._rollouts.start(name, task, addresses)]
+        attempts = self._rollouts.start(name, task, addresses)
         for attempt in attempts:
             attempt.add_done_callback(lambda _: self._on_trajectory())
         self._tasks.create_task(self._finish(gather_group(name, index, epoch, position, task, attempts)))

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from numbers import Real
 from typing import TypeVar
 
+import numpy as np
 from pydantic import Field
 
 from treadle.core.config import Config
@@ -61,8 +62,8 @@ class Rollouts:
 
     def start(
         self, group_id: str, task: Task, addresses: list[Address], temperature: float | None = None
-    ) -> list[Awaitable[Trajectory]]:
-        """Open one session per address, now and in order; returns the attempts, to be awaited.
+    ) -> list[asyncio.Future[Trajectory]]:
+        """Open one session per address, now and in order, and start the attempts.
 
         Opening is immediate so that a lock-step engine knows of every attempt before the first one calls it.
         """
@@ -82,22 +83,25 @@ class Rollouts:
             )
             for a in addresses
         ]
-        return [self._attempt(task, session, a.attempt) for session, a in zip(sessions, addresses, strict=True)]
+        attempts: list[asyncio.Future[Trajectory]] = []
+        for session, a in zip(sessions, addresses, strict=True):
+            attempt = asyncio.ensure_future(self._attempt(task, session, a.attempt))
+            attempt.add_done_callback(lambda _, session=session: session.close())  # also if cancelled before it began
+            attempts.append(attempt)
+        return attempts
 
     async def _attempt(self, task: Task, session: Session, attempt: int) -> Trajectory:
         started = time.perf_counter()
         status, failure, warning = Status.FAILED, None, ""
         try:
-            environment = await guarded(self._make(task), Cause.ENVIRONMENT, self.config.environment_timeout, "create")
+            environment = make_environment(self.environments[task.environment])
             try:
                 status = await self._play(environment, task, session)
             finally:
-                session.close()
+                session.close()  # first: the engine waits for it, and the environment may take its time
                 warning = await self._close(environment)
         except TrajectoryFailure as error:
             failure = Failure(error.cause, error.message)
-        finally:
-            session.close()
         return Trajectory(
             trajectory_id=session.name,
             task_id=task.task_id,
@@ -110,13 +114,10 @@ class Rollouts:
             seconds=time.perf_counter() - started,
         )
 
-    async def _make(self, task: Task) -> Environment:
-        return self.environments[task.environment]()
-
     async def _play(self, environment: Environment, task: Task, session: Session) -> Status:
         limit = self.config.environment_timeout
-        opening = await guarded(environment.reset(task), Cause.ENVIRONMENT, limit, "reset")
-        conversation: list[Message] = list(_checked_messages(opening, "reset"))
+        opening = await guarded(lambda: environment.reset(task), Cause.ENVIRONMENT, limit, "reset")
+        conversation: list[Message] = list(checked_messages(opening, "reset"))
         for _ in range(self.config.max_steps):
             try:
                 reply = await session.chat(conversation)
@@ -126,31 +127,49 @@ class Rollouts:
                 return Status.CONTEXT
             except EngineError as error:
                 raise TrajectoryFailure(Cause.ENGINE, str(error)) from error
-            answer = _checked_step(await guarded(environment.step(reply), Cause.ENVIRONMENT, limit, "step"))
+            except DataError as error:
+                raise TrajectoryFailure(Cause.ENVIRONMENT, str(error)) from error
+            answer = await self._step(environment, reply)
             session.reward_last(answer.reward)
             if answer.done:
                 return Status.DONE
             conversation += [
                 Message(role="assistant", content=reply),
-                *_checked_messages(answer.observations, "step"),
+                *checked_messages(answer.observations, "step"),
             ]
         return Status.MAX_STEPS
+
+    async def _step(self, environment: Environment, reply: str) -> EnvStep:
+        limit = self.config.environment_timeout
+        return _checked_step(await guarded(lambda: environment.step(reply), Cause.ENVIRONMENT, limit, "step"))
 
     async def _close(self, environment: Environment) -> str:
         """A failing `close` is reported but takes no reward away: the attempt was over."""
         try:
-            await guarded(environment.close(), Cause.ENVIRONMENT, self.config.environment_timeout, "close")
+            await guarded(environment.close, Cause.ENVIRONMENT, self.config.environment_timeout, "close")
         except TrajectoryFailure as error:
             return error.message
         return ""
 
 
-async def guarded(call: Awaitable[T], cause: Cause, timeout: float, what: str) -> T:
-    """Await foreign code for at most `timeout` seconds.
+def make_environment(factory: EnvironmentFactory) -> Environment:
+    """A fresh environment. Raises TrajectoryFailure (environment) for whatever the factory raises."""
+    try:
+        return factory()
+    except Exception as error:
+        raise TrajectoryFailure(Cause.ENVIRONMENT, _raised("create", error)) from error
+
+
+async def guarded(call: Callable[[], Awaitable[T]], cause: Cause, timeout: float, what: str) -> T:
+    """Call foreign code and await it for at most `timeout` seconds.
 
     Whatever it raises becomes a TrajectoryFailure of this cause, once, here; what it raised is chained.
     """
-    work = asyncio.ensure_future(call)
+
+    async def called() -> T:  # also what is raised before there is anything to await
+        return await call()
+
+    work = asyncio.ensure_future(called())
     try:
         done, _pending = await asyncio.wait({work}, timeout=timeout)
     finally:
@@ -159,14 +178,22 @@ async def guarded(call: Awaitable[T], cause: Cause, timeout: float, what: str) -
         raise TrajectoryFailure(Cause.TIMEOUT, f"{what} took longer than {timeout:g} s")
     error = work.exception() if not work.cancelled() else asyncio.CancelledError("cancelled itself")
     if error is not None:
-        raise TrajectoryFailure(cause, f"{what} raised {type(error).__name__}: {error}") from error
+        raise TrajectoryFailure(cause, _raised(what, error)) from error
     return work.result()
 
 
-def _checked_messages(value: object, where: str) -> tuple[Message, ...]:
+def _raised(what: str, error: BaseException) -> str:
+    """Text that any file, terminal and database takes: foreign messages may hold lone surrogates."""
+    return f"{what} raised {type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+
+
+def checked_messages(value: object, where: str) -> tuple[Message, ...]:
+    """What an environment gives the agent to read. Raises TrajectoryFailure (environment)."""
     try:
         messages = as_messages(value, where)  # type: ignore[arg-type]
-    except (DataError, TypeError) as error:
+        for message in messages:
+            message["content"].encode()  # a lone surrogate cannot be tokenized
+    except (ValueError, TypeError) as error:
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} must give messages: {error}") from error
     if not messages:
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} gave no messages for the agent to read, and is not done")
@@ -180,9 +207,20 @@ def _checked_step(value: object) -> EnvStep:
             f"step must return EnvStep(observations, reward, done, info), got {value!r:.100}",
         )
     step = EnvStep(*value)
-    if not isinstance(step.reward, Real) or not math.isfinite(step.reward):
-        raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave the reward {step.reward!r}; it must be a finite number")
-    return step._replace(reward=float(step.reward))
+    if not _is_finite(step.reward):
+        raise TrajectoryFailure(
+            Cause.ENVIRONMENT, f"step gave the reward {step.reward!r:.100}; it must be a finite number"
+        )
+    if not isinstance(step.done, bool | np.bool_):
+        raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave done={step.done!r:.100}; it must be true or false")
+    return step._replace(reward=float(step.reward), done=bool(step.done))
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, Real | np.bool_) and math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False
 
 
 async def gather_group(

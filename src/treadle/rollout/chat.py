@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from treadle.core.errors import ConfigError
+from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids, Message
 
 _MARK = "\ue000reply\ue001"  # stands for the assistant's reply while the template renders; private-use characters
@@ -59,7 +59,8 @@ class ChatRenderer:
         new: the messages that follow the reply. Returns int32[P], which begins with `previous`. If the reply did not
         end with a stop token (cut by length, or by a stop string), the template's end of turn is appended for it.
 
-        Raises ConfigError for a chat template that does not write an assistant message out exactly once.
+        Raises ConfigError for a chat template that does not write an assistant message out exactly once, DataError
+        for one that refuses the conversation.
         """
         _before, between = self._around_reply(history, new)
         ended_by = self._stop_text.get(int(previous[-1]))
@@ -104,9 +105,14 @@ class ChatRenderer:
         return parts[0], parts[1]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = True) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
-        )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=generation_prompt
+            )
+        except Exception as error:  # a template is foreign code: many refuse roles that do not take turns
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(f"the chat template refuses a conversation of {roles}: {error}") from error
+        return str(text)
 
     def _encode_text(self, text: str) -> Ids:
         ids = np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Engine
-from treadle.core.errors import Cause, ContextExceeded, TrajectoryFailure
+from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, TrajectoryFailure
 from treadle.core.types import Ids, Message, SamplingParams, Step
 from treadle.rollout.chat import ChatRenderer
 
@@ -51,7 +51,8 @@ class Session:
         """Sample the assistant's next reply to the whole conversation so far and record the call.
 
         Raises ContextExceeded if the prompt that would be sent is longer than `max_input_tokens`, TrajectoryFailure
-        (agent) if the conversation does not continue the recorded one, EngineError from the engine.
+        (agent) if the conversation does not continue the recorded one, DataError if the chat template refuses it,
+        EngineError from the engine or for an answer that cannot be recorded.
         """
         prompt = self._prompt(messages)
         if len(prompt) > self._max_input_tokens:
@@ -61,15 +62,18 @@ class Session:
         sampling = replace(self._sampling, seed=seed)
         started = time.perf_counter()
         completion = await self._engine.generate(prompt, sampling, session=self.name)
-        step = Step(
-            prompt_ids=prompt,
-            completion_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            policy_versions=completion.versions_per_token(),
-            sampling=sampling,
-            stop_reason=completion.stop_reason,
-            seconds=time.perf_counter() - started,
-        )
+        try:
+            step = Step(
+                prompt_ids=prompt,
+                completion_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                policy_versions=completion.versions_per_token(),
+                sampling=sampling,
+                stop_reason=completion.stop_reason,
+                seconds=time.perf_counter() - started,
+            )
+        except DataError as error:
+            raise EngineError(f"the engine's answer cannot be recorded: {error}") from error
         self.steps.append(step)
         reply = self._renderer.text(step.completion_ids, sampling.stop)
         self._history = [*messages, Message(role="assistant", content=reply)]
@@ -88,6 +92,6 @@ class Session:
         if not self.steps:
             return self._renderer.first(messages)
         known = len(self._history)
-        if list(messages[:known]) != self._history:
+        if list(messages[:known]) != self._history or len(messages) == known:
             raise TrajectoryFailure(Cause.AGENT, f"session {self.name}: the conversation was edited, not continued")
         return self._renderer.next(self.steps[-1].full_ids, self._history[:-1], messages[known:])
