@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from treadle.core.config import apply_overrides, build
 from treadle.core.draws import Stream
 from treadle.core.types import Group, Message, SamplingParams, Step, StopReason, Task, Trajectory
@@ -74,13 +76,16 @@ def saying(text: str, end: bool = True) -> FakeEngine:
 # Environments
 
 
+HELLO = (user("hello"),)
+
+
 class Told(Environment):
     """Answers what it was told to, in order; an exception or a coroutine function among the answers plays itself.
 
     calls: what was called, in order.
     """
 
-    def __init__(self, *answers: Any, opening: Any = (user("hello"),), closing: Any = None) -> None:
+    def __init__(self, *answers: Any, opening: Any = HELLO, closing: Any = None) -> None:
         self.answers, self.opening, self.closing = list(answers), opening, closing
         self.calls: list[str] = []
 
@@ -143,18 +148,14 @@ class Vowels(Environment):
         return EnvStep(() if self.replies == 2 else [tool("more")], reward, self.replies == 2)
 
 
-class Flaky(Vowels):
-    """As `Vowels`, but tasks whose extras say so fail: `raises` in every attempt."""
-
-    async def step(self, text: str) -> EnvStep:
-        if self.task.extras.get("raises"):
-            raise LookupError("the page is gone")
-        return await super().step(text)
-
-
 def vowel_tasks(split: str, count: int, seconds: float = 0.0) -> list[Task]:
     """Tasks for `Vowels`, as a recipe finds them: `tests.worlds:vowel_tasks`."""
     return [Task(f"{split}-{i}", (user(f"say {i}"),), extras={"seconds": seconds}) for i in range(count)]
+
+
+def vowel_demonstration(index: int, seed: int) -> tuple[Message, ...]:
+    """For warm starts: `tests.worlds:vowel_demonstration`."""
+    return (user(f"say {index % 6}"), Message(role="assistant", content="ae"[(index + seed) % 2] * 2))
 
 
 # Playing without a model
@@ -198,10 +199,10 @@ def plain_rollouts(
 
 def make_step(prompt: Sequence[int] = (1, 2), completion: Sequence[int] = (3, 4), reward: float = 0.0) -> Step:
     return Step(
-        prompt_ids=list(prompt),
-        completion_ids=list(completion),
-        logprobs=[-0.5] * len(completion),
-        policy_versions=[0] * len(completion),
+        prompt_ids=np.array(prompt, np.int32),
+        completion_ids=np.array(completion, np.int32),
+        logprobs=np.full(len(completion), -0.5, np.float32),
+        policy_versions=np.zeros(len(completion), np.int32),
         sampling=SamplingParams(seed=7),
         stop_reason=StopReason.STOP,
         reward=reward,
@@ -257,6 +258,7 @@ class Quiet:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.rows: list[Any] = []
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -265,6 +267,7 @@ class Quiet:
 
     def advance(self, done: int, note: str = "") -> None: ...
 
-    def updated(self, row: Any, updates: int) -> None: ...
+    def updated(self, row: Any, updates: int) -> None:
+        self.rows.append(row)
 
     def evaluated(self, result: Any) -> None: ...

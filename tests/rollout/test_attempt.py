@@ -11,7 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import END, PlainTokenizer, Ragged, Told, chatml, hang, plain_ids, plain_rollouts, play, saying, tool, user
+from tests.worlds import (
+    END,
+    PlainTokenizer,
+    Ragged,
+    Told,
+    chatml,
+    hang,
+    plain_ids,
+    plain_rollouts,
+    play,
+    saying,
+    tool,
+    user,
+)
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, EngineError, TrajectoryFailure
 from treadle.core.types import Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
@@ -88,7 +101,7 @@ def test_any_finite_number_is_a_reward(reward: Any, value: float) -> None:
     assert type(trajectory.reward) is float
 
 
-@pytest.mark.parametrize("answer", [((), 1.0, True, {}), DONE._replace(done=np.True_), DONE._replace(info=None)])
+@pytest.mark.parametrize("answer", [((), 1.0, True, {}), ((), 1, np.True_, None)])
 def test_a_plain_tuple_and_a_numpy_bool_will_do(answer: Any) -> None:
     trajectory = one(Told(answer))
     assert (trajectory.status, trajectory.reward) == (Status.DONE, 1.0)
@@ -125,9 +138,7 @@ def test_no_call_outgrows_the_limits(observations: list[str], longest: int, most
     task = Task("t", (user("go"),), "world", extras={"turns": 5, "rewards": [1.0] * 5, "observations": observations})
     lengths = [min(sampled[n % len(sampled)], most) for n in range(5)]
     engine = FakeEngine(lambda prompt, sampling: plain_ids("x") * sampled[(len(engine.calls) - 1) % len(sampled)])
-    [trajectory] = play(
-        Ragged, engine, task, max_steps=8, max_input_tokens=longest, max_completion_tokens=most
-    )
+    [trajectory] = play(Ragged, engine, task, max_steps=8, max_input_tokens=longest, max_completion_tokens=most)
     prompts = [len(plain_ids(chatml([user("go")])))]
     for number in range(4):
         text = "<|im_end|>\n" + chatml([tool(observations[number % len(observations)])])
@@ -322,7 +333,7 @@ def test_cancelled_attempts_close_their_sessions_and_environments(ticks: int) ->
         rollouts = plain_rollouts(engine, make)
         addresses = [Address(0, Stream.TRAIN, 0, 0, a) for a in range(4)]
         task = Task("t", environment="world")
-        group = asyncio.ensure_future(gather_group("g", 0, 0, 0, task, rollouts.start("g", task, addresses)))
+        group = asyncio.gather(*rollouts.start("g", task, addresses))
         for _ in range(ticks):
             await asyncio.sleep(0)
         group.cancel()
@@ -334,7 +345,7 @@ def test_cancelled_attempts_close_their_sessions_and_environments(ticks: int) ->
     engine = asyncio.run(cancel())
     assert engine.open == []
     assert [w.calls.count("close") for w in made] == [1] * len(made)
-    assert len(made) == (4 if ticks > 2 else len(made))
+    assert len(made) == (4 if ticks else 0)
 
 
 async def _settled() -> None:

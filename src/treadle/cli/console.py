@@ -20,7 +20,7 @@ def make_console(stderr: bool = False) -> Console:
 def make_table(*columns: str, title: str | None = None, text: tuple[str, ...] = ()) -> Table:
     """A table in the house style. Columns are figures, aligned right, but for those named in `text`."""
     table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
-    table.show_edge = table.pad_edge = False
+    table.show_edge, table.padding = False, (0, 1, 0, 0)
     for name in columns:
         left = name in text
         table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=not left)

@@ -31,7 +31,7 @@ def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None
         ("summary", str(path / "summary.json")),
         ("time", f"{summary['wall_seconds']:.0f} s, {summary['cpu_seconds']:.0f} CPU s"),
         ("weights", f"sha256 {summary['weights_sha256']}"),
-        ("more", f"treadle report {quoted}; treadle show {quoted}; treadle eval {quoted}"),
+        ("more", f"treadle report {quoted}   (and: show, eval)"),
     )
     console.print()
     for name, value in lines:
@@ -67,7 +67,8 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
     success = config.evaluation.success_at
     ledger = Ledger(path / "ledger.sqlite", read_only=True)
     pairs = ledger.query(
-        "SELECT b.trajectory_id AS before, a.trajectory_id AS after FROM trajectories b JOIN groups gb USING (group_id) "
+        "SELECT b.trajectory_id AS before, a.trajectory_id AS after "
+        "FROM trajectories b JOIN groups gb USING (group_id) "
         "JOIN groups ga ON ga.position = gb.position JOIN trajectories a ON a.group_id = ga.group_id "
         "WHERE gb.group_id GLOB ? AND ga.group_id GLOB ? "
         "ORDER BY coalesce(a.reward >= ?, 0) DESC, coalesce(b.reward < ?, 0) DESC, gb.position LIMIT 1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sqlite3
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ _EXTRAS = {name: "train" for name in ("torch", "transformers", "tokenizers", "sa
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
     options = _parse(arguments)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the commands show their own progress
     try:
         status: int = options.run(options)
         sys.stdout.flush()
@@ -29,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except sqlite3.Error as error:
+        print(f"error: the run's ledger.sqlite cannot be read: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:
@@ -54,12 +59,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for module in _COMMANDS:
         module.add_parser(commands)
     options, rest = parser.parse_known_args(arguments)
-    if late := [argument for argument in rest if "=" in argument and not argument.startswith("-")]:
-        if "overrides" in options:
-            options.overrides = [*options.overrides, *late]
-            rest = [argument for argument in rest if argument not in late]
-    if rest:
+    unknown = [argument for argument in rest if argument.startswith("-") or "overrides" not in options]
+    if unknown:
         parser.error(f"unrecognized arguments: {' '.join(rest)} (see treadle {options.command} --help)")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
     return options
 
 

@@ -20,6 +20,7 @@ _EXAMPLES = """examples:
   treadle recipes show demo training.group_size=16       ... as `treadle train` would resolve it
   treadle recipes show demo --yaml > mine.yaml           a recipe of your own to start from
 """
+_WIDE = 110  # columns that full paths leave enough room beside them for the help
 
 
 def add_parser(commands: Commands) -> None:
@@ -56,19 +57,29 @@ def run_show(options: argparse.Namespace) -> int:
 
 
 def _print_listing(console: Console, lines: list[FieldLine]) -> None:
-    """One value a line: mark, path, value, help. Nested plain data (model.build) is opened up below its key."""
+    """One value a line: mark, path, value, help. Nested plain data (model.build) is opened up below its key.
+
+    A narrow terminal has paths split into a heading for each section and names below it.
+    """
+    narrow, section = console.width < _WIDE, ""
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold", max_width=40 if console.is_terminal else None)
+    table.add_column(overflow="fold", max_width=(24 if narrow else 40) if console.is_terminal else None)
     table.add_column(style="dim")
     for line in lines:
+        parent, _, name = line.path.rpartition(".")
+        if narrow and parent != section:
+            section = parent
+            table.add_row("", Text(f"{section}.", style="bold"))
         style = "" if line.is_default else "bold"
-        mark = "" if line.is_default else "*"
-        nested = isinstance(line.value, dict) and line.value
-        table.add_row(mark, Text(line.path, style=style), Text("" if nested else _plain(line.value), style), line.help)
-        for key, value in line.value.items() if nested else ():
-            table.add_row("", Text(f"  .{key}", style=style), Text(_plain(value), style), "")
+        shown = Text(("  " if section else "") + name if narrow else line.path, style)
+        nested = line.value.items() if isinstance(line.value, dict) else ()
+        table.add_row(
+            "" if line.is_default else "*", shown, Text("" if nested else _plain(line.value), style), line.help
+        )
+        for key, value in nested:
+            table.add_row("", Text(f"    .{key}" if narrow else f"  .{key}", style), Text(_plain(value), style))
     print_table(console, table)
     console.print("\n* differs from the default", style="dim")
 

@@ -131,8 +131,7 @@ def _print_packing(console: Console, packing: Facts) -> None:
     if packing["chain"]:
         console.print(
             f"tokens to compute in training, {packing['trajectories']:,} trajectories: "
-            f"packing step {packing['step']:,}, chain {packing['chain']:,} (ratio {packing['ratio']:.2f})",
-            soft_wrap=True,
+            f"packing step {packing['step']:,}, chain {packing['chain']:,} (ratio {packing['ratio']:.2f})"
         )
     if packing["missing_shards"]:
         console.print(f"missing, not counted: {', '.join(packing['missing_shards'])}", style="red", soft_wrap=True)
@@ -142,7 +141,7 @@ def _print_evaluations(console: Console, evaluations: list[Facts]) -> None:
     if not evaluations:
         return
     keys = list(dict.fromkeys(key for row in evaluations for key in row["by"]))
-    columns = ("update", "temperature", "tasks", "success", *keys, "reward", "steps", "failed")
+    columns = ("update", "T", "tasks", "success", *keys, "reward", "steps", "failed")
     console.print()
     table = make_table(*columns, title="held-out tasks")
     for row in evaluations:

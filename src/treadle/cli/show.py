@@ -83,7 +83,7 @@ def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
         console.print("no trajectories yet")
         return
     left = ("trajectory", "task", "status")
-    table = make_table("trajectory", "task", "status", "reward", "advantage", "steps", "tokens", text=left)
+    table = make_table(*left, "reward", "adv.", "steps", "tokens", text=left)
     for row in rows:
         figures = (_figure(row["reward"], "g"), _figure(row["advantage"], ".3f"))
         counts = (str(row["steps"]), str(row["completion_tokens"]))

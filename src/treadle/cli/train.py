@@ -108,10 +108,18 @@ def _leaving_no_stub(path: Path) -> Iterator[None]:
     except BaseException:
         from treadle.orchestration.run_directory import RunDirectory
 
-        if new and path.is_dir() and not _has_recorded(RunDirectory(path)):
+        if new and _is_stub(RunDirectory(path)):
             shutil.rmtree(path)
         raise
 
 
-def _has_recorded(run: RunDirectory) -> bool:
-    return any(run.rollouts.glob("*.parquet")) or any(run.checkpoints.glob("step-*"))
+def _is_stub(run: RunDirectory) -> bool:
+    """Whether nothing is recorded in it, and no other process, which took the same name just now, is training there."""
+    if not run.config_file.is_file() or any(run.rollouts.glob("*.parquet")) or any(run.checkpoints.glob("step-*")):
+        return False
+    try:
+        run.lock()
+    except RunError:
+        return False
+    run.unlock()
+    return True

@@ -35,10 +35,15 @@ _SHARED = 0.75  # share of live rows from which computing all rows is cheaper th
 
 @dataclass(slots=True)
 class _Session:
-    """order: of opening. row, ids: the cache row that holds keys and values of these tokens."""
+    """order: of opening. busy: a call is in flight.
+
+    row, ids: the cache row that holds keys and values of these tokens, as long as the cache is of that generation.
+    """
 
     order: int
-    row: int | None = None
+    busy: bool = False
+    generation: int = -1
+    row: int = 0
     ids: Ids = field(default_factory=lambda: np.empty(0, np.int32))
 
 
@@ -81,7 +86,7 @@ class TorchEngine:
         prefill_tokens: int = 16384,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._model = copy.deepcopy(model).to(dtype or model.dtype).requires_grad_(False).eval()
+        self._model = _copy_in(dtype or model.dtype, model).requires_grad_(False).eval()
         self._model.set_attn_implementation(ATTENTION)
         require_plain_attention(self._model)
         self._stop = np.array(sorted(stop_token_ids), np.int64)
@@ -92,6 +97,8 @@ class TorchEngine:
         self._context = int(self._model.config.get_text_config().max_position_embeddings)
         self._version = 0
         self._cache = KVCache(rows=0, capacity=0)
+        self._generation = 0  # of the cache: another one from the start of each wave and with each publication
+        self._closed = False
         self._sessions: dict[str, _Session] = {}
         self._opened = 0
         self._waiting: dict[str, _Request] = {}
@@ -109,75 +116,111 @@ class TorchEngine:
         self._opened += 1
 
     def close_session(self, session: str) -> None:
-        """Forget a session and its cache; the others may be waiting for this."""
+        """Forget a session and its cache; the others may be waiting for this. A call that still waits fails."""
         self._sessions.pop(session, None)
+        self._fail_waiting([session], f"session {session!r} was closed while its call waited")
         self._start_wave()
 
     async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str) -> Completion:
         """Sample one completion; returns when its wave is done.
 
-        Raises EngineError: unknown session, a second call of the same session at once, ids outside the vocabulary, or
-        a prompt that leaves no room for `max_tokens` in the model's context.
+        Raises EngineError: unknown session, a second call of the same session at once, ids outside the vocabulary, a
+        prompt that leaves no room for `max_tokens` in the model's context, or whatever its wave failed of.
         """
         self._check(prompt_ids, sampling, session)
         request = _Request(
             session, np.asarray(prompt_ids, np.int32), sampling, asyncio.get_running_loop().create_future()
         )
+        caller = self._sessions[session]
+        caller.busy = True
         self._waiting[session] = request
         self._start_wave()
         try:
             return await request.future
         finally:
+            caller.busy = False
             if self._waiting.get(session) is request:  # cancelled before its wave began
                 del self._waiting[session]
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        """Log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1]."""
+        """Log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1].
+
+        Raises EngineError: ids outside the vocabulary, more than the model's context, or temperature 0.
+        """
+        self._check_open()
+        self._check_ids(ids, "ids to score")
+        if len(ids) > self._context:
+            raise EngineError(f"{len(ids)} tokens exceed the model's context of {self._context}")
+        if not temperature > 0:
+            raise EngineError(f"scoring needs a temperature above 0, got {temperature}")
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, np.asarray(ids), temperature)
 
     async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy `weights` (as `unique_weights` names them) in, between waves; drops every cached prefix."""
+        """Copy `weights` (as `unique_weights` names them) in, between waves; drops every cached prefix.
+
+        Raises EngineError, and changes nothing, where weights are missing or of another shape.
+        """
+        self._check_open()
         await asyncio.get_running_loop().run_in_executor(self._thread, self._publish, weights, version)
 
     async def close(self) -> None:
-        """Stop the worker thread and free the cache."""
+        """Stop the worker thread and free the cache; calls that wait fail."""
+        self._closed = True
+        self._fail_waiting(list(self._waiting), "the engine was closed")
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._cache = KVCache(rows=0, capacity=0)
 
     # --- scheduling (event loop) ---------------------------------------------------------------------------------
 
     def _check(self, prompt: Ids, sampling: SamplingParams, session: str) -> None:
+        self._check_open()
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
-        if session in self._waiting:
+        if self._sessions[session].busy:
             raise EngineError(f"session {session!r} has a call in flight; one session makes one call at a time")
-        if not len(prompt) or prompt.min() < 0 or prompt.max() >= self._vocabulary:
-            raise EngineError(f"prompt ids of session {session!r} must be non-empty and in [0, {self._vocabulary})")
+        self._check_ids(prompt, f"prompt ids of session {session!r}")
         if len(prompt) + sampling.max_tokens > self._context:
             raise EngineError(
-                f"prompt of {len(prompt)} + max_tokens {sampling.max_tokens} exceeds the model's context of {self._context}"
+                f"prompt of {len(prompt)} + max_tokens {sampling.max_tokens} exceeds the model's context "
+                f"of {self._context}"
             )
         if sampling.stop and self._decode is None:
             raise EngineError(f"stop strings {sampling.stop} need an engine that was given `decode`")
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine was closed")
+
+    def _check_ids(self, ids: Ids, what: str) -> None:
+        if not len(ids) or ids.min() < 0 or ids.max() >= self._vocabulary:
+            raise EngineError(f"{what} must be non-empty and in [0, {self._vocabulary})")
+
+    def _fail_waiting(self, sessions: Sequence[str], reason: str) -> None:
+        for session in sessions:
+            request = self._waiting.pop(session, None)
+            if request is not None and not request.future.done():
+                request.future.set_exception(EngineError(reason))
+
     def _start_wave(self) -> None:
-        if self._wave is None and self._waiting and self._waiting.keys() >= self._sessions.keys():
+        if self._wave is None and self._everybody_waits():
             self._wave = asyncio.get_running_loop().create_task(self._run_wave())
+
+    def _everybody_waits(self) -> bool:
+        return bool(self._waiting) and self._waiting.keys() == self._sessions.keys()
 
     async def _run_wave(self) -> None:
         await asyncio.sleep(0)  # a session closed in this same tick may have changed who waits
-        if not (self._waiting and self._waiting.keys() >= self._sessions.keys()):
+        if not self._everybody_waits():
             self._wave = None
             return
-        requests = [r for r in self._waiting.values() if r.session in self._sessions]
-        requests.sort(key=lambda r: self._sessions[r.session].order)
+        requests = sorted(self._waiting.values(), key=lambda r: self._sessions[r.session].order)
         self._waiting.clear()
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(
             self._thread, self._compute, requests, [self._sessions[r.session] for r in requests]
         )
         await asyncio.wait([work])
-        error = work.exception()
+        error = _failure(work)
         for number, request in enumerate(requests):
             if request.future.done():  # cancelled meanwhile
                 continue
@@ -198,21 +241,21 @@ class TorchEngine:
             rows = slice(start, min(start + self._max_batch, len(requests)))
             answers += _Decoding(self, requests[rows], logits[rows], start).run()
         for row, (request, session, answer) in enumerate(zip(requests, sessions, answers, strict=True)):
-            # the last sampled token has no keys yet
-            session.row, session.ids = row, np.concatenate([request.prompt, answer.token_ids])[:-1]
+            session.generation, session.row = self._generation, row
+            session.ids = np.concatenate([request.prompt, answer.token_ids])[:-1]  # the last one has no keys yet
         self.counters.sampled += sum(len(a.token_ids) for a in answers)
         return answers
 
     def _prefill(self, requests: list[_Request], sessions: list[_Session]) -> Tensor:
         """Bring every prompt into the cache, row i for request i; returns the next-token logits float32[B, V]."""
+        held = [s.generation == self._generation for s in sessions]
         reuse = [
-            0 if s.row is None else min(common_prefix(s.ids, r.prompt), len(r.prompt) - 1)
-            for r, s in zip(requests, sessions, strict=True)
+            min(common_prefix(s.ids, r.prompt), len(r.prompt) - 1) if mine else 0
+            for r, s, mine in zip(requests, sessions, held, strict=True)
         ]
+        self._generation += 1  # rows change hands now: if this wave fails, nobody reads what it leaves behind
         need = max(len(r.prompt) + r.sampling.max_tokens for r in requests) + 1  # one spare position for padding
-        self._cache.arrange([s.row or 0 for s in sessions] if self._cache.rows else [], need)
-        if not self._cache.layers:
-            self._cache = KVCache(len(requests), self._cache.capacity)
+        self._cache.arrange([s.row if mine else 0 for s, mine in zip(sessions, held, strict=True)], need)
         logits = torch.empty(len(requests), self._vocabulary, device=self._device)
         fresh: dict[bytes, list[int]] = {}
         for row, request in enumerate(requests):
@@ -291,14 +334,16 @@ class TorchEngine:
     @torch.no_grad()
     def _publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         mine = unique_weights(self._model)
-        if missing := sorted(mine.keys() - weights.keys()):
-            raise EngineError(f"publication of version {version} lacks {missing[:3]} ({len(missing)} weights)")
+        unfit = sorted(name for name, t in mine.items() if name not in weights or weights[name].shape != t.shape)
+        if unfit:
+            raise EngineError(
+                f"publication of version {version} lacks {unfit[:3]} in the engine's shapes ({len(unfit)} weights)"
+            )
         for name, tensor in mine.items():
             tensor.copy_(weights[name])
         self._version = version
         self._cache = KVCache(rows=0, capacity=0)
-        for session in self._sessions.values():
-            session.row, session.ids = None, np.empty(0, np.int32)
+        self._generation += 1
 
 
 class _Decoding:
@@ -363,6 +408,26 @@ class _Decoding:
             stop_reason=StopReason.STOP if self.stopped[row] else StopReason.LENGTH,
             policy_versions=(VersionSpan(self.engine._version, 0, length),),
         )
+
+
+def _copy_in(dtype: torch.dtype, model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose weights are of that type. Buffers stay: rounded rotary frequencies would misplace late tokens."""
+    own = copy.deepcopy(model)
+    for parameter in own.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return own
+
+
+def _failure(work: asyncio.Future[list[Completion]]) -> BaseException | None:
+    """What a wave failed of, as an EngineError."""
+    if work.cancelled():
+        return EngineError("the engine was closed")
+    error = work.exception()
+    if isinstance(error, Exception) and not isinstance(error, EngineError):
+        failure = EngineError(f"the engine failed with {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
+    return error
 
 
 def common_prefix(a: Ids, b: Ids) -> int:

@@ -6,17 +6,16 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.core.config import apply_overrides, build, load_yaml
-from treadle.core.errors import ConfigError, RunError
+from treadle.core.errors import CheckpointError, ConfigError, RunError
 from treadle.core.types import Group
-from treadle.envs.tasks import load_tasks
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.evaluation import play_held_out
-from treadle.orchestration.inputs import Inputs, check_first_prompts, make_inputs
+from treadle.orchestration.inputs import Inputs, check_first_prompts, load_inputs
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result
 from treadle.orchestration.progress import Progress
 from treadle.rollout.attempt import Rollouts
@@ -92,7 +91,7 @@ def _find_checkpoint(run: Path, name: str | None) -> tuple[Path, int]:
 
 
 def held_out_inputs(config: RunConfig) -> Inputs:
-    """The held-out tasks and their environments; no training tasks. Needs no torch. Raises ConfigError or DataError."""
+    """Tasks and environments, as a run would load them. Needs no torch. Raises ConfigError or DataError."""
     section = config.data.held_out
     if section is None:
         raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
@@ -101,20 +100,28 @@ def held_out_inputs(config: RunConfig) -> Inputs:
             "the run's tasks were made in Python and are on no file; "
             "give data.held_out.source=FILE.jsonl and environment=module:Class"
         )
-    return make_inputs([], load_tasks(section.source, "held_out", section.options, config.environment), {})
+    return load_inputs(config)
 
 
 def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress) -> Evaluation:
-    """Play the held-out tasks once each. Raises ConfigError for what cannot work."""
-    from treadle.orchestration.train import load_policy, use_threads  # torch
+    """Play the held-out tasks once each.
+
+    Raises ConfigError for what cannot work, CheckpointError for a damaged model.
+    """
+    from safetensors import SafetensorError  # with torch
+
+    from treadle.orchestration.train import load_policy, use_threads
 
     config = subject.config
     use_threads(config.training.threads)
     own = (subject.model / "tokenizer.json").is_file()
     tokenizer = None if own else config.model.tokenizer or config.model.path
-    policy = load_policy(ModelConfig(path=str(subject.model), tokenizer=tokenizer), config.seed)
-    first = Inputs(inputs.held_out, [], inputs.environments)  # the check looks at training tasks
-    check_first_prompts(first, policy.renderer, config, policy.context)
+    try:
+        policy = load_policy(ModelConfig(path=str(subject.model), tokenizer=tokenizer), config.seed)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"model {subject.model} cannot be read: {error}") from error
+    played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
+    check_first_prompts(played, policy.renderer, config, policy.context)
     started = time.perf_counter()
     groups = asyncio.run(_play(subject, inputs, policy, progress))
     return _evaluation(subject, groups, time.perf_counter() - started)

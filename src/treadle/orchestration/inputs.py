@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.registry import resolve
-from treadle.core.types import Message, Task, as_messages
-from treadle.envs.base import Environment
+from treadle.core.types import Message, Task
 from treadle.envs.tasks import load_environment, load_tasks
 from treadle.orchestration.config import RunConfig, TaskSetConfig
-from treadle.rollout.attempt import EnvironmentFactory, guarded
+from treadle.rollout.attempt import EnvironmentFactory, checked_messages, guarded, make_environment
 from treadle.rollout.chat import ChatRenderer
 
 
@@ -95,11 +95,11 @@ def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfi
 
 
 async def _first_messages(factory: EnvironmentFactory, task: Task, config: RunConfig) -> tuple[Message, ...]:
-    async def make() -> Environment:
-        return factory()
-
     limit = config.rollout.environment_timeout
-    environment = await guarded(make(), Cause.ENVIRONMENT, limit, "create")
-    messages = await guarded(environment.reset(task), Cause.ENVIRONMENT, limit, "reset")
-    await guarded(environment.close(), Cause.ENVIRONMENT, limit, "close")
-    return as_messages(messages, "reset")
+    environment = make_environment(factory)
+    try:
+        opening = await guarded(lambda: environment.reset(task), Cause.ENVIRONMENT, limit, "reset")
+    finally:
+        with suppress(TrajectoryFailure):  # as in an attempt, where it is only a warning
+            await guarded(environment.close, Cause.ENVIRONMENT, limit, "close")
+    return checked_messages(opening, "reset")

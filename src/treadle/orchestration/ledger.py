@@ -30,7 +30,8 @@ CREATE TABLE IF NOT EXISTS steps (
   prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, stop_reason TEXT NOT NULL, reward REAL NOT NULL,
   PRIMARY KEY (trajectory_id, step)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS checkpoints (
-  number INTEGER PRIMARY KEY AUTOINCREMENT, update_number INTEGER NOT NULL, directory TEXT NOT NULL, state TEXT NOT NULL);
+  number INTEGER PRIMARY KEY AUTOINCREMENT, update_number INTEGER NOT NULL, directory TEXT NOT NULL,
+  state TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS groups_idx ON groups (split, idx);
 CREATE INDEX IF NOT EXISTS trajectories_group ON trajectories (group_id);
 """
@@ -57,12 +58,15 @@ class Ledger:
     def __init__(self, path: Path, read_only: bool = False) -> None:
         if read_only and not path.is_file():
             raise RunError(f"no ledger at {path}; is {path.parent} a run directory?")
-        self._db = sqlite3.connect(f"file:{path}?mode=ro" if read_only else path, uri=read_only)
-        self._db.row_factory = sqlite3.Row
-        if not read_only:
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_SCHEMA)
+        try:
+            self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro" if read_only else path, uri=read_only)
+            self._db.row_factory = sqlite3.Row
+            if not read_only:
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=FULL")
+                self._db.executescript(_SCHEMA)
+        except sqlite3.DatabaseError as error:
+            raise RunError(f"cannot open the ledger {path}: {error}") from error
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

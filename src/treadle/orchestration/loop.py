@@ -102,7 +102,7 @@ class Loop:
             if len(several.exceptions) == 1:
                 raise several.exceptions[0] from None
             raise
-        if self._is_last:
+        if self._is_last and self._saved != self.state.update:  # a last checkpoint contains the last evaluation
             await self._evaluate(final=True)
         self._checkpoint()
         return self.state
@@ -174,8 +174,9 @@ class Loop:
         self._checkpoint()
         raise TrainingStopped(
             f"{len(failures)} of {len(everyone)} trajectories of update {self.state.update + 1} failed "
-            f"(orchestration.max_failed_fraction is {self.config.orchestration.max_failed_fraction}); most often ({count}x) "
-            f"{cause}: {message}. A checkpoint of update {self.state.update} is saved: fix the cause, then --resume"
+            f"(orchestration.max_failed_fraction is {self.config.orchestration.max_failed_fraction}); "
+            f"most often ({count}x) {cause}: {message}. "
+            f"A checkpoint of update {self.state.update} is saved: fix the cause, then --resume"
         )
 
     # --- evaluation and checkpoints ------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 from treadle.core.draws import Stream, permutation
 from treadle.core.errors import DataError
@@ -100,7 +101,7 @@ class Producer:
         attempts = self._rollouts.start(name, task, addresses)
         for attempt in attempts:
             attempt.add_done_callback(lambda _: self._on_trajectory())
-        self._tasks.create_task(self._finish(gather_group(name, index, epoch, position, task, attempts)))
+        self._tasks.create_task(self._finish(partial(gather_group, name, index, epoch, position, task, attempts)))
 
-    async def _finish(self, group: Awaitable[Group]) -> None:
-        self._buffer.put(await group)
+    async def _finish(self, group: Callable[[], Awaitable[Group]]) -> None:
+        self._buffer.put(await group())

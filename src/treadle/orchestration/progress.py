@@ -36,7 +36,8 @@ class Progress(Protocol):
 def update_line(row: Mapping[str, Any], updates: int) -> str:
     """`update 37/200  reward 0.61 ...`: the figures a person watches."""
     return (
-        f"update {row['update']:>{len(str(updates))}}/{updates}  reward {row['reward_mean']:.3f}  success {row['success']:.3f}  "
+        f"update {row['update']:>{len(str(updates))}}/{updates}  "
+        f"reward {row['reward_mean']:.3f}  success {row['success']:.3f}  "
         f"steps {row['steps_mean']:.2f}  tokens {row['completion_tokens_mean']:.1f}  entropy {row['entropy']:.3f}  "
         f"gap {row['logprob_gap_max']:.0e}  rollout {row['seconds_rollout']:.2f}s  update {row['seconds_update']:.2f}s"
         + (f"  FAILED {row['failed']}/{row['trajectories']}" if row["failed"] else "")
@@ -48,7 +49,8 @@ def evaluation_line(result: EvaluationResult) -> str:
     by = "  ".join(f"{key}: {value:.3f}" for key, value in result.by.items())
     how = "greedy" if result.temperature == 0 else f"temperature {result.temperature:g}"
     failed = f", {result.failed} failed" if result.failed else ""
-    return f"held-out success {result.success:.3f} ({result.tasks} tasks{failed}, {how}, after {result.update} updates)  {by}"
+    played = f"{result.tasks} tasks{failed}, {how}, after {result.update} updates"
+    return f"held-out success {result.success:.3f} ({played})  {by}"
 
 
 class PlainProgress:

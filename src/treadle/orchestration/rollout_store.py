@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -56,7 +57,7 @@ def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> str:
 def _parquet(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
-    return sink.getvalue().to_pybytes()
+    return bytes(sink.getvalue())
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -78,7 +79,7 @@ def read_steps(directory: Path, shard: str, trajectory_id: str) -> list[Step]:
     return [_step(row) for row in sorted(table.to_pylist(), key=lambda row: row["step"])]
 
 
-def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str, object]:
+def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str, Any]:
     return {
         "group_id": group_id,
         "trajectory_id": trajectory_id,
@@ -98,8 +99,8 @@ def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str
     }
 
 
-def _step(row: dict[str, object]) -> Step:
-    sampling = SamplingParams(row["temperature"], row["max_tokens"], tuple(row["stop"]), row["seed"])  # type: ignore[arg-type]
+def _step(row: dict[str, Any]) -> Step:
+    sampling = SamplingParams(row["temperature"], row["max_tokens"], tuple(row["stop"]), row["seed"])
     return Step(
         prompt_ids=np.array(row["prompt_ids"], np.int32),
         completion_ids=np.array(row["completion_ids"], np.int32),
@@ -108,6 +109,6 @@ def _step(row: dict[str, object]) -> Step:
         mask=np.array(row["mask"], np.bool_),
         sampling=sampling,
         stop_reason=StopReason(row["stop_reason"]),
-        reward=row["reward"],  # type: ignore[arg-type]
-        seconds=row["seconds"],  # type: ignore[arg-type]
+        reward=row["reward"],
+        seconds=row["seconds"],
     )

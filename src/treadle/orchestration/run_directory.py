@@ -39,12 +39,12 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDirectory:
         """A new run, locked. Raises RunError if the directory holds anything already."""
-        if path.exists() and any(path.iterdir()):
-            raise RunError(
-                f"run directory {str(path)!r} is already in use; continue it with --resume or choose another --name"
-            )
         run = cls(path)
         try:
+            if path.exists() and any(path.iterdir()):
+                raise RunError(
+                    f"run directory {str(path)!r} is already in use; continue it with --resume or choose another --name"
+                )
             run.rollouts.mkdir(parents=True)
             run.checkpoints.mkdir()
             run.lock()
@@ -86,8 +86,8 @@ class RunDirectory:
         free = shutil.disk_usage(self.path).free
         if free < 3 * checkpoint_bytes:
             raise RunError(
-                f"{free / 1e6:.0f} MB free at {str(self.path)!r}, three checkpoints need {3 * checkpoint_bytes / 1e6:.0f} MB; "
-                "free some space or choose another --runs directory"
+                f"{free / 1e6:.0f} MB free at {str(self.path)!r}, three checkpoints need "
+                f"{3 * checkpoint_bytes / 1e6:.0f} MB; free some space or choose another --runs directory"
             )
 
     def log(self, row: Mapping[str, Any]) -> None:

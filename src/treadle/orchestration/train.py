@@ -31,7 +31,7 @@ from treadle.orchestration.loop import Clock, Loop, StopRequest
 from treadle.orchestration.progress import Progress
 from treadle.orchestration.rollout_store import write_atomically
 from treadle.orchestration.run_directory import RunDirectory
-from treadle.orchestration.warm_start import WarmStartReport, run_warm_start
+from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
 from treadle.packing.flat import Span
 from treadle.packing.layout import Packing, micro_batches, pack
 from treadle.rollout.attempt import Rollouts
@@ -85,6 +85,7 @@ def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress)
     use_threads(config.training.threads)
     policy = load_policy(config.model, config.seed)
     check_first_prompts(inputs, policy.renderer, config, policy.context)
+    check_demonstrations(config, policy.renderer)
     run = RunDirectory.create(path, config)
     try:
         progress.say(f"run directory: {path}")

@@ -20,21 +20,30 @@ import treadle
 from treadle.core.registry import resolve
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.progress import Progress
+from treadle.orchestration.rollout_store import write_atomically
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.checkpoint import copy_weights, export_model
 from treadle.training.config import WarmStartConfig
 from treadle.training.model import file_sha256
-from treadle.training.sft import load_demonstrations, warm_start
+from treadle.training.sft import demonstrated_calls, load_demonstrations, warm_start
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStartReport:
-    """What the warm start did. seconds of wall clock; 0 steps and a cached flag when it was read from the cache."""
+    """What the warm start did, when it was learned. seconds: of wall clock, for reading if it was cached."""
 
     loss: float
     steps: int
     seconds: float
     cached: bool
+
+
+def check_demonstrations(config: RunConfig, renderer: ChatRenderer) -> None:
+    """Raise ConfigError or DataError now if there are no demonstrations to learn from. Renders the first one."""
+    if config.warm_start is not None:
+        section = config.warm_start
+        first = load_demonstrations(section.demonstrations, section.options, config.seed)(0)
+        demonstrated_calls(first, renderer)
 
 
 def run_warm_start(
@@ -66,7 +75,7 @@ def run_warm_start(
     report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)
     if not entry.exists():
         export_model(entry, model, tokenizer)
-    report_file.write_text(json.dumps(asdict(report)))
+    write_atomically(report_file, json.dumps(asdict(report)).encode())
     return report
 
 

@@ -9,6 +9,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from numbers import Real
 from typing import TypeVar
 
@@ -86,7 +87,7 @@ class Rollouts:
         attempts: list[asyncio.Future[Trajectory]] = []
         for session, a in zip(sessions, addresses, strict=True):
             attempt = asyncio.ensure_future(self._attempt(task, session, a.attempt))
-            attempt.add_done_callback(lambda _, session=session: session.close())  # also if cancelled before it began
+            attempt.add_done_callback(partial(_close_session, session))  # also if it was cancelled before it began
             attempts.append(attempt)
         return attempts
 
@@ -221,6 +222,10 @@ def _is_finite(value: object) -> bool:
         return isinstance(value, Real | np.bool_) and math.isfinite(value)
     except OverflowError:  # an integer beyond any float
         return False
+
+
+def _close_session(session: Session, _: object) -> None:
+    session.close()
 
 
 async def gather_group(

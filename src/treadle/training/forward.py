@@ -96,7 +96,9 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
     model.set_attn_implementation(ATTENTION)
     model.train()
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # renamed in the course of transformers 5; where both exist, the old name warns
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
 
 def token_logprobs(

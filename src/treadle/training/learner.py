@@ -109,7 +109,7 @@ class Learner:
             loss.backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 mask = self._tensor(batch.mask[part.flat]).bool()
-                gap = (logp - self._tensor(batch.logp_rollout[part.flat])).abs()[mask]
+                gap = (anchor - self._tensor(batch.logp_rollout[part.flat])).abs()[mask]
                 cut = clipped(logp, anchor, a, algorithm.eps_low, algorithm.eps_high)[mask]
                 sums.add(loss, entropy[mask], gap, cut)
             tokens, sequences = tokens + len(part.token_ids), sequences + len(part.lengths)

@@ -16,7 +16,7 @@ def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
     start = config.decay_from * updates
     share = 1.0
     if update >= start and updates > start:
-        progress = (update - start) / (updates - start)
+        progress = min(1.0, (update - start) / (updates - start))
         share = config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
     return config.learning_rate * warm * share
 

@@ -1,0 +1,82 @@
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cli.worlds import TINY, Done, PressesCtrlC, playing, treadle
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with a tiny recipe, and runs made with it."""
+
+    path: Path
+    cache: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "tiny.yaml"
+
+    @property
+    def runs(self) -> Path:
+        return self.path / "runs"
+
+    def train(self, *words: object, name: str = "new") -> Done:
+        return treadle("train", self.recipe, "--runs", self.runs, "--name", name, *words)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that ended, and what its command printed."""
+
+    path: Path
+    done: Done
+    place: Place
+
+
+def make_place(path: Path, cache: Path) -> Place:
+    (path / "tiny.yaml").write_text(TINY)
+    return Place(path, cache)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Warm starts are made once."""
+    path = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TREADLE_CACHE", str(path))
+        yield path
+
+
+@pytest.fixture
+def place(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setenv("TREADLE_CACHE", str(cache))
+    return make_place(tmp_path, cache)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Trained:
+    """A run of four updates. Tests only look at it."""
+    place = make_place(tmp_path_factory.mktemp("finished"), cache)
+    done = place.train(name="run")
+    assert done.status == 0, done.err
+    return Trained(place.runs / "run", done, place)
+
+
+@pytest.fixture(scope="session")
+def stopped(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Trained:
+    """A run stopped with Ctrl-C in its third batch. Tests copy it before they change anything."""
+    place = make_place(tmp_path_factory.mktemp("stopped"), cache)
+    PressesCtrlC.played = 0
+    done = place.train(*playing("PressesCtrlC"), "orchestration.updates=6", name="run")
+    return Trained(place.runs / "run", done, place)
+
+
+@pytest.fixture(scope="session")
+def troubled(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Trained:
+    """A run in which some attempts failed."""
+    place = make_place(tmp_path_factory.mktemp("troubled"), cache)
+    done = place.train(*playing("FailsNowAndThen", held_out=True), "orchestration.max_failed_fraction=1.0", name="run")
+    assert done.status == 0, done.err
+    return Trained(place.runs / "run", done, place)

@@ -1,0 +1,100 @@
+"""`treadle eval`: the run's own figures again, and what it says where something is wrong."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from tests.cli.conftest import Place, Trained
+from tests.cli.worlds import files, treadle
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("checkpoint", [None, "step-000002"])
+def test_it_gives_exactly_what_the_run_recorded(temperature: float, checkpoint: str | None, finished: Trained) -> None:
+    update = int(checkpoint[5:]) if checkpoint else 4
+    rows = [json.loads(line) for line in (finished.path / "metrics.jsonl").read_text().splitlines()]
+    recorded = [
+        row
+        for row in rows
+        if row.pop("kind") == "evaluation" and (row["update"], row["temperature"]) == (update, temperature)
+    ]
+    if temperature == 0 and checkpoint:
+        assert recorded == []  # greedily only before and after
+        return
+    before = files(finished.path)
+    words = ["--checkpoint", checkpoint] if checkpoint else []
+    done = treadle("eval", finished.path, f"evaluation.temperature={temperature}", "--json", *words)
+    assert done.status == 0, done.err
+    found = json.loads(done.out)
+    assert [found["result"]] == recorded
+    assert found["model"] == str(finished.path / "checkpoints" / f"step-{update:06d}")
+    assert files(finished.path) == before
+
+
+def test_the_table(finished: Trained) -> None:
+    done = treadle("eval", finished.path, "data.held_out.options.count=5")
+    assert done.status == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0].split() == ["a", "tasks", "success", "reward", "steps", "failed"]
+    rows = [line.split() for line in lines[2:] if line[:1].isdigit()]
+    assert sum(int(row[1]) for row in rows) == 5
+    [whole] = [line.split() for line in lines if line.startswith("all")]
+    assert whole[1] == "5" and whole[4:] == ["1.00", "0"]
+    assert "temperature 1, success is a reward >= 1" in lines
+    assert "\x1b" not in done.out
+
+
+def test_a_model_on_a_recipes_tasks(finished: Trained) -> None:
+    model = finished.path / "checkpoints" / "step-000004"
+    for subject in (finished.place.recipe, finished.path):
+        done = treadle("eval", subject, "--model", model, "--json")
+        assert done.status == 0, done.err
+        assert json.loads(done.out)["result"]["tasks"] == 12
+
+
+def test_failed_attempts_are_counted_and_explained(troubled: Trained) -> None:
+    done = treadle("eval", troubled.path)
+    assert done.status == 0, done.err
+    assert re.search(r"^failed \dx: environment: step raised ZeroDivisionError: \d+ leaves one over$", done.out, re.M)
+    [whole] = [line.split() for line in done.out.splitlines() if line.startswith("all")]
+    assert int(whole[-1]) > 0
+
+
+WRONG = {
+    "no run": (["/nowhere"], 1, "'/nowhere' is no run directory"),
+    "a recipe alone": (["demo"], 2, "'demo' is a recipe: add --model DIR"),
+    "no such model": (["demo", "--model", "/nowhere"], 2, "no config.json in '/nowhere'"),
+    "no such recipe": (["nope", "--model", "/nowhere"], 2, "no recipe 'nope'"),
+    "no such checkpoint": (["RUN", "--checkpoint", "step-000009"], 1, "it has step-000002, step-000004"),
+    "both": (["RUN", "--checkpoint", "step-000004", "--model", "x"], 2, "give --checkpoint or --model, not both"),
+    "another model": (["RUN", "model.path=x"], 2, "chosen with --checkpoint or --model"),
+    "unknown key": (["RUN", "evaluation.temprature=0"], 2, "did you mean 'evaluation.temperature'?"),
+    "no held-out tasks": (["RUN", "data.held_out=null"], 2, "no held-out tasks; add data.held_out.source="),
+    "tasks of Python": (["RUN", "data.held_out.source=in memory"], 2, "give data.held_out.source=FILE.jsonl"),
+    "long prompts": (["RUN", "rollout.max_input_tokens=4"], 2, "rollout.max_input_tokens is 4; raise it"),
+}
+
+
+@pytest.mark.parametrize(("words", "status", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_input(words: list[str], status: int, message: str, finished: Trained) -> None:
+    done = treadle("eval", *(str(finished.path) if word == "RUN" else word for word in words))
+    assert (done.status, done.out) == (status, "")
+    assert done.error.startswith("error: ") and message in done.error
+
+
+def test_a_run_without_a_checkpoint(finished: Trained, place: Place) -> None:
+    run = place.runs / "run"
+    run.mkdir(parents=True)
+    shutil.copy(finished.path / "config.yaml", run)
+    done = treadle("eval", run)
+    assert done.status == 1 and "has no checkpoint yet" in done.error
+
+
+def test_a_damaged_checkpoint(finished: Trained, place: Place) -> None:
+    shutil.copytree(finished.path, place.runs / "run")
+    weights = place.runs / "run" / "checkpoints" / "step-000004" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    done = treadle("eval", place.runs / "run")
+    assert done.status == 1 and "step-000004 cannot be read: " in done.error

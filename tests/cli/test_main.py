@@ -1,0 +1,90 @@
+"""`treadle` itself: light to start, its errors single lines."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+import treadle as package
+from tests.cli.conftest import Trained
+from tests.cli.worlds import finish, start_treadle, treadle
+from treadle.cli import recipes
+
+COMMANDS = ("train", "sft", "eval", "recipes", "report", "show", "bench")
+
+
+def test_help_lists_the_commands() -> None:
+    done = treadle("--help")
+    assert done.status == 0
+    assert all(f"\n    {command} " in done.out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_examples(command: str) -> None:
+    done = treadle(command, "--help")
+    assert done.status == 0 and f"\n  treadle {command}" in done.out.split("examples:")[1]
+
+
+def test_version() -> None:
+    assert treadle("--version").out == f"treadle {package.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["recipes"], ["train", "demo", "seed=x"], ["eval", "nowhere"]])
+def test_nothing_heavy_is_loaded_before_the_inputs_are_checked(words: list[str]) -> None:
+    code = """
+import sys
+from treadle.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    heavy = ("torch", "transformers", "pyarrow", "matplotlib", "tokenizers")
+    print("loaded:", *(name for name in heavy if name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "loaded:", done.stderr
+
+
+def test_help_is_quick() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert finish(start_treadle("--help")).status == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0  # CPU seconds; 0.35 measured
+
+
+def test_an_unknown_command() -> None:
+    done = treadle("trian", "demo")
+    assert done.status == 2 and "invalid choice: 'trian'" in done.err
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "recipe_names", lambda: (_ for _ in ()).throw(_missing("torch")))
+    done = treadle("recipes")
+    assert done.status == 1
+    assert done.error == "error: treadle recipes needs torch; install it with: pip install 'treadle[train]'"
+
+
+def _missing(name: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_a_missing_module_that_is_no_extra_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "recipe_names", lambda: (_ for _ in ()).throw(_missing("treadle.typo")))
+    with pytest.raises(ModuleNotFoundError):
+        treadle("recipes")
+
+
+def test_an_error_of_the_system_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = PermissionError(13, "Permission denied", "/locked/config.yaml")
+    monkeypatch.setattr(recipes, "recipe_names", lambda: (_ for _ in ()).throw(error))
+    done = treadle("recipes")
+    assert (done.status, done.error) == (1, "error: [Errno 13] Permission denied: '/locked/config.yaml'")
+
+
+def test_a_reader_that_leaves_is_no_error(finished: Trained) -> None:
+    process = start_treadle("show", finished.path, "--json")
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    done = finish(process)
+    assert (done.status, done.err) == (1, "")

@@ -1,0 +1,62 @@
+"""`treadle recipes`."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.conftest import Place
+from tests.cli.worlds import treadle
+from treadle.core.config import describe
+from treadle.orchestration.config import load_recipe, recipe_names
+
+
+def test_the_list_has_every_recipe_and_what_it_does() -> None:
+    done = treadle("recipes")
+    assert done.status == 0
+    lines = dict(line.split(None, 1) for line in done.out.splitlines())
+    assert lines == {name: load_recipe(name).about for name in recipe_names()}
+
+
+def test_show_has_every_value_with_its_meaning_and_marks_what_differs() -> None:
+    done = treadle("recipes", "show", "demo", "seed=7", "training.packing=step")
+    assert done.status == 0
+    lines = done.out.splitlines()
+    config = load_recipe("demo", ["seed=7", "training.packing=step"])
+    for leaf in describe(config):
+        [line] = [line for line in lines if line[2:].split(" ")[0] == leaf.path]
+        assert line.startswith("  " if leaf.is_default else "* ")
+        assert line.endswith(leaf.help)
+    assert any(line.split()[:3] == ["*", "seed", "7"] for line in lines)
+    assert any(line.split()[:2] == [".hidden_size", "96"] for line in lines)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_yaml_is_itself_the_same_recipe(name: str, tmp_path: Path) -> None:
+    done = treadle("recipes", "show", name, "seed=7", "--yaml")
+    (tmp_path / "mine.yaml").write_text(done.out)
+    assert load_recipe(str(tmp_path / "mine.yaml")) == load_recipe(name, ["seed=7"])
+    assert yaml.safe_load(done.out)["seed"] == 7
+
+
+def test_a_recipe_file_can_be_shown(place: Place) -> None:
+    assert "sums of two digits by a model of one layer" in treadle("recipes", "show", place.recipe).out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nope"], "no recipe 'nope'; shipped: "),
+        (["demo", "seed=x"], "demo: seed: got 'x', expected a valid integer"),
+        (["demo", "training.pakcing=step"], "did you mean 'training.packing'?"),
+    ],
+)
+def test_wrong_input(words: list[str], message: str) -> None:
+    done = treadle("recipes", "show", *words)
+    assert (done.status, done.out) == (2, "") and message in done.error
+
+
+def test_a_file_that_is_no_recipe(tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    done = treadle("recipes", "show", tmp_path / "list.yaml")
+    assert done.status == 2 and "expected a mapping of keys to values, found a list" in done.error

@@ -1,0 +1,230 @@
+"""`treadle train`: what it prints, and what it says where something is wrong. Nothing is ever lost."""
+
+import json
+import re
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Place, Trained
+from tests.cli.worlds import TakesTheRunDirectory, files, finish, playing, start_treadle, treadle
+from treadle.cli.finish import print_result
+from treadle.orchestration.run_directory import RunDirectory
+
+# --- a run that goes well ---------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_ends_with_its_results_and_where_they_are(finished: Trained) -> None:
+    out, summary = finished.done.out, json.loads((finished.path / "summary.json").read_text())
+    assert "held-out success, 12 tasks" in out
+    assert all(column in out for column in ("before, T=1", "after, T=1", "before, greedy", "after, greedy"))
+    [row] = re.findall(r"^all +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
+    names = ("before", "after")
+    figures = [summary[f"held_out_{kind}_{name}"] for kind in ("success", "greedy") for name in names]
+    assert list(row) == [f"{figure:.3f}" for figure in figures]
+    for when, identifier in (("before", "e000000-"), ("after", "e000004-")):
+        assert re.search(rf"{when} training   treadle show \S+/run {identifier}\d+\.0\n<\|im_start\|>user\n", out)
+    assert len(re.findall(r"^-> reward [01], done, 1 step$", out, re.MULTILINE)) == 2
+    for line in (str(finished.path), f"{finished.path}/curve.png", f"{finished.path}/summary.json"):
+        assert re.search(rf"^\w+ +{re.escape(line)}$", out, re.MULTILINE)
+    assert f"sha256 {summary['weights_sha256']}" in out
+
+
+def test_the_two_trajectories_are_a_task_that_was_learned(
+    finished: Trained, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the first task of all, nor one without a reward, which SQL would sort first."""
+    run = place.runs / "run"
+    shutil.copytree(finished.path, run)
+    database = sqlite3.connect(run / "ledger.sqlite")
+    with database:
+        database.execute("UPDATE trajectories SET reward = NULL WHERE trajectory_id LIKE 'e%'")
+        database.execute("UPDATE trajectories SET reward = 0 WHERE trajectory_id GLOB 'e000000-000[123].0'")
+        database.execute("UPDATE trajectories SET reward = 0 WHERE trajectory_id = 'e000004-0001.0'")
+        database.execute("UPDATE trajectories SET reward = 1 WHERE trajectory_id = 'e000004-0003.0'")
+        database.execute("UPDATE trajectories SET reward = 1 WHERE trajectory_id GLOB 'e00000[04]-0002.0'")
+    database.close()
+    print_result(json.loads((run / "summary.json").read_text()), run, RunDirectory.open(run).config())
+    assert re.findall(r"treadle show \S+ (e\S+)", capsys.readouterr().out) == ["e000000-0003.0", "e000004-0003.0"]
+
+
+def test_without_a_terminal_there_are_plain_lines(finished: Trained) -> None:
+    assert "\x1b" not in finished.done.out and "\r" not in finished.done.out
+    assert finished.done.err == ""
+    assert [line for line in finished.done.out.splitlines() if line != line.rstrip()] == []
+    assert "update 4/4  reward" in finished.done.out
+
+
+def test_overrides_may_stand_behind_an_option(place: Place) -> None:
+    done = treadle("train", place.recipe, "--runs", place.runs, "--name", "x", "seed=-1")
+    assert (done.status, done.error) == (2, f"error: {place.recipe}: seed: got -1, expected greater than or equal to 0")
+
+
+# --- wrong input: one line, status 2, no run directory ----------------------------------------------------------------
+
+WRONG = {
+    "unknown key": (
+        ["training.group_sise=4"],
+        "unknown key 'training.group_sise'; did you mean 'training.group_size'?",
+    ),
+    "wrong type": (["training.group_size=four"], "training.group_size: got 'four', expected a valid integer"),
+    "no override": (["training.group_size"], "override 'training.group_size' must look like key.path=value"),
+    "not whole batches": (["training.updates_per_batch=3"], "try 6"),
+    "unknown tasks": (["data.train.source=arithmetics"], "did you mean 'arithmetic'?"),
+    "unknown environment": (playing("Nowhere"), "has no 'Nowhere'"),
+    "unknown demonstrations": (["warm_start.demonstrations=sums"], "demonstrations: 'sums' is not registered"),
+    "no tokenizer": (["model.tokenizer=/nowhere"], "no tokenizer.json in '/nowhere'"),
+    "no model": (["model.build=null", "model.path=/nowhere", "model.tokenizer=demo"], "no config.json in '/nowhere'"),
+    "unknown model field": (["model.build.hidden_sise=3"], "qwen3 knows no ['hidden_sise']"),
+    "prompt too long": (["rollout.max_input_tokens=4"], "tokens, rollout.max_input_tokens is 4; raise it"),
+    "context too short": (["model.build.max_position_embeddings=32"], "exceeds the model's context of 32"),
+    "reset raises": (playing("FailsInReset"), "environment: reset raised ConnectionError: no backend on port 1"),
+    "step not async": (playing("Blocking"), "step is not async; write 'async def step(self, text)'"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_one_line_and_leaves_nothing(overrides: list[str], message: str, place: Place) -> None:
+    done = place.train(*overrides)
+    assert done.status == 2
+    assert done.error.startswith("error: ") and message in done.error
+    assert not (place.runs / "new").exists()
+
+
+def test_a_missing_recipe(place: Place) -> None:
+    done = treadle("train", "demmo", "--runs", place.runs)
+    assert done.status == 2
+    assert done.error.startswith("error: no recipe 'demmo'; shipped: arithmetic, demo")
+
+
+def test_an_empty_dataset(place: Place) -> None:
+    empty = place.path / "empty.jsonl"
+    empty.write_text("")
+    done = place.train(f"data.train.source={empty}", "data.train.options={}")
+    assert (done.status, done.out) == (2, "")
+    assert done.error.startswith(f"error: {empty} has no tasks")
+
+
+def test_an_unknown_option_is_refused(place: Place) -> None:
+    done = place.train("--nmae", "x")
+    assert done.status == 2 and "unrecognized arguments: --nmae x (see treadle train --help)" in done.err
+
+
+# --- environments that fail while the run goes on ---------------------------------------------------------------------
+
+
+def test_an_environment_that_raises_in_step_stops_the_run_and_is_named(place: Place) -> None:
+    done = place.train(*playing("FailsInStep"))
+    assert done.status == 1
+    assert "16 of 16 trajectories of update 1 failed" in done.error
+    assert "environment: step raised ZeroDivisionError: a bug in step" in done.error
+    report = json.loads(treadle("report", place.runs / "new", "--json").out)
+    assert [(row["state"], row["reason"], row["count"]) for row in report["steps"]] == [("dropped", "failed", 16)]
+    assert report["latest_checkpoint"] == "step-000000" and report["state"] == "stopped"
+
+
+def test_an_environment_that_raises_in_close_is_a_warning(place: Place) -> None:
+    done = place.train(*playing("FailsInClose"), "orchestration.updates=1")
+    assert (done.status, done.err) == (0, "")
+    warnings = [line for line in done.out.splitlines() if "close raised OSError: the socket was gone" in line]
+    assert len(warnings) == 1 and warnings[0].startswith("trajectory g000000.0: ")
+    assert "warning 16x, as g000000.0: close raised OSError" in treadle("report", place.runs / "new").out
+
+
+# --- run directories and resuming -------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_in_use_is_left_alone(finished: Trained) -> None:
+    before = files(finished.path)
+    done = finished.place.train(name="run")
+    assert done.status == 1
+    assert "already in use; continue it with --resume or choose another --name" in done.error
+    assert files(finished.path) == before
+
+
+def test_a_run_directory_taken_in_the_meantime_is_left_alone(place: Place) -> None:
+    TakesTheRunDirectory.path = place.runs / "new"
+    done = place.train(*playing("TakesTheRunDirectory"))
+    TakesTheRunDirectory.lock.close()
+    assert done.status == 1 and "already in use" in done.error
+    assert sorted(files(place.runs / "new")) == ["config.yaml", "lock"]
+
+
+def test_resume_of_nothing(place: Place) -> None:
+    done = treadle("train", place.recipe, "--runs", place.runs, "--resume")
+    assert done.status == 1 and "no run of 'tiny' under" in done.error
+    done = place.train("--resume", name="other")
+    assert done.status == 1 and "is no run directory: it has no config.yaml" in done.error
+    assert not place.runs.exists()
+
+
+def test_resume_of_a_finished_run(finished: Trained) -> None:
+    before = files(finished.path)
+    done = finished.place.train("--resume", name="run")
+    assert done.status == 1 and "is finished; nothing to resume" in done.error
+    assert files(finished.path) == before
+
+
+def test_resume_takes_no_overrides(stopped: Trained) -> None:
+    done = stopped.place.train("--resume", "seed=3", name="run")
+    assert done.status == 2 and "leave out seed=3" in done.error
+
+
+def test_ctrl_c_saves_a_checkpoint_and_resume_goes_on(stopped: Trained, tmp_path: Path) -> None:
+    assert stopped.done.status == 130
+    assert "stopping: finishing this update" in stopped.done.out
+    command = f"treadle train {stopped.place.recipe} --resume --name run --runs {stopped.place.runs}"
+    assert stopped.done.err == f"stopped after 3 updates; go on with: {command}\n"
+    shutil.copytree(stopped.path, tmp_path / "runs" / "run")
+    done = treadle("train", stopped.place.recipe, "--resume", "--name", "run", "--runs", tmp_path / "runs")
+    assert done.status == 0, done.err
+    assert "after 3 of 6 updates" in done.out
+    assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["updates"] == 6
+
+
+@pytest.mark.parametrize("damage", ["another model", "cut short"])
+def test_resume_from_a_checkpoint_that_does_not_fit(damage: str, stopped: Trained, place: Place) -> None:
+    run = place.runs / "new"
+    shutil.copytree(stopped.path, run)
+    weights = run / "checkpoints" / "step-000003" / "model.safetensors"
+    if damage == "another model":
+        config = (run / "config.yaml").read_text().replace("hidden_size: 32", "hidden_size: 48")
+        (run / "config.yaml").write_text(config)
+    else:
+        weights.write_bytes(weights.read_bytes()[:-10])
+    before = files(run)
+    done = place.train("--resume")
+    assert done.status == 1
+    assert ("holds another model: " if damage == "another model" else "cannot be read: ") in done.error
+    assert "step-000003" in done.error
+    assert files(run) == before
+
+
+# --- interruptions ----------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_during_the_warm_start_leaves_nothing(place: Place) -> None:
+    override = "warm_start.demonstrations=tests.cli.worlds:interrupted_demonstration"
+    done = place.train(override, "warm_start.options={}")
+    assert (done.status, done.error) == (130, "interrupted; nothing was trained yet")
+    assert not (place.runs / "new").exists()
+
+
+def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_goes_on(place: Place) -> None:
+    """RLIMIT_FSIZE takes the weights of update 0, but not the larger optimizer of update 1."""
+    words = ["train", place.recipe, "--runs", place.runs, "--name", "new", "data.held_out=null", "data.table_by=null"]
+    words += ["model.build.hidden_size=128", "warm_start=null", "orchestration.checkpoint_every=1"]
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (800_000,) * 2)"
+    done = finish(start_treadle(*words, before=limit))
+    assert done.status == 1, done.out
+    assert re.search(r"could not write \S*step-000001.*File too large", done.error)
+    assert "free disk space" in done.error and "--resume" in done.error
+    checkpoints = place.runs / "new" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000000"]
+    resumed = place.train("--resume")
+    assert resumed.status == 0, resumed.err
+    report = json.loads(treadle("report", place.runs / "new", "--json").out)
+    states = {(row["state"], row["reason"]): row["count"] for row in report["steps"]}
+    assert states == {("trained", None): 64, ("dropped", "resampled"): 16}

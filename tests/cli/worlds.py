@@ -1,0 +1,184 @@
+"""Environments that misbehave, and commands run in this process and in one of their own."""
+
+import contextlib
+import fcntl
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, ClassVar
+
+from treadle.cli.main import main
+from treadle.core.types import Message, Task
+from treadle.envs import arithmetic
+from treadle.envs.arithmetic import Arithmetic
+from treadle.envs.base import EnvStep
+
+ROOT = Path(__file__).parents[2]  # where `tests.cli.worlds` can be imported
+
+TINY = """
+about: sums of two digits by a model of one layer, for tests
+environment: arithmetic
+data:
+  train: {source: arithmetic, options: {count: 16}}
+  held_out: {source: arithmetic, options: {count: 12}}
+  table_by: a
+model:
+  tokenizer: demo
+  build:
+    model_type: qwen3
+    hidden_size: 32
+    intermediate_size: 64
+    num_hidden_layers: 1
+    num_attention_heads: 2
+    num_key_value_heads: 2
+    head_dim: 16
+    max_position_embeddings: 128
+    tie_word_embeddings: true
+    initializer_range: 0.1
+warm_start:
+  demonstrations: arithmetic
+  options: {expert: 0.5}
+  steps: 60
+  batch_size: 16
+  optimizer: {learning_rate: 1e-2}
+rollout: {max_steps: 1, max_input_tokens: 64, max_completion_tokens: 8}
+training: {tasks_per_update: 4, group_size: 4, threads: 1, optimizer: {learning_rate: 1e-3}}
+evaluation: {every: 2}
+orchestration: {updates: 4, checkpoint_every: 2}
+"""
+
+
+@dataclass
+class Done:
+    """status, and what a command printed."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The one line a failed command prints on standard error."""
+        lines = [line for line in self.err.splitlines() if not line.startswith("evaluation ")]
+        assert len(lines) == 1, self.err
+        return lines[0]
+
+
+def treadle(*words: object) -> Done:
+    """Run a command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as leaving:
+            status = int(leaving.code or 0)
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+def start_treadle(*words: object, before: str = "") -> subprocess.Popen[str]:
+    """Start a command in a process of its own; `before` is code run first."""
+    code = f"import sys; {before}\nfrom treadle.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> Done:
+    out, err = process.communicate(timeout=120)
+    return Done(process.returncode, out, err)
+
+
+def files(directory: Path) -> dict[str, int]:
+    """Path -> modification time of everything below, without what SQLite makes for its readers."""
+    found = (p for p in sorted(directory.rglob("*")) if p.is_file() and "ledger.sqlite-" not in p.name)
+    return {str(p.relative_to(directory)): p.stat().st_mtime_ns for p in found}
+
+
+# Tasks and demonstrations
+
+
+def tasks(split: str, count: int, environment: str = "") -> list[Task]:
+    """Sums, played in one of the environments below (of this module, by class name)."""
+    name = f"tests.cli.worlds:{environment}" if environment else ""
+    return [replace(task, environment=name) for task in arithmetic.tasks(split, count)]
+
+
+def playing(environment: str, held_out: bool = False) -> list[str]:
+    """Overrides that put the tiny recipe's tasks into an environment of this module."""
+    overrides = []
+    for split in ("train", "held_out") if held_out else ("train",):
+        overrides += [f"data.{split}.source=tests.cli.worlds:tasks", f"data.{split}.options.environment={environment}"]
+    return overrides if held_out else [*overrides, "data.held_out=null", "data.table_by=null"]
+
+
+def interrupted_demonstration(index: int, seed: int) -> Sequence[Message]:
+    """Somebody presses Ctrl-C in the third step of a warm start."""
+    if index == 40:
+        os.kill(os.getpid(), signal.SIGINT)
+    return arithmetic.demonstration(index, seed)
+
+
+# Environments
+
+
+class FailsInReset(Arithmetic):
+    async def reset(self, task: Task) -> Sequence[Message]:
+        raise ConnectionError("no backend on port 1")
+
+
+class TakesTheRunDirectory(Arithmetic):
+    """Another process starts a run of the same name, between this one's first check and its own start."""
+
+    path: ClassVar[Path]
+    lock: ClassVar[IO[str]]
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self.path.mkdir(parents=True)
+        for name in ("config.yaml", "lock"):
+            (self.path / name).touch()
+        TakesTheRunDirectory.lock = (self.path / "lock").open("a+")
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        return await super().reset(task)
+
+
+class FailsInStep(Arithmetic):
+    async def step(self, text: str) -> EnvStep:
+        raise ZeroDivisionError("a bug in step")
+
+
+class FailsInClose(Arithmetic):
+    async def close(self) -> None:
+        raise OSError("the socket was gone")
+
+
+class FailsNowAndThen(Arithmetic):
+    async def step(self, text: str) -> EnvStep:
+        if int(self.task.ground_truth) % 4 == 1:
+            raise ZeroDivisionError(f"{self.task.ground_truth} leaves one over")
+        return await super().step(text)
+
+
+class Blocking(Arithmetic):
+    def step(self, text: str) -> EnvStep:  # type: ignore[override]
+        return EnvStep(done=True)
+
+
+class PressesCtrlC(Arithmetic):
+    """Somebody presses Ctrl-C once, in the middle of the third batch (16 attempts each)."""
+
+    played = 0
+
+    async def step(self, text: str) -> EnvStep:
+        PressesCtrlC.played += 1
+        if PressesCtrlC.played == 40:
+            os.kill(os.getpid(), signal.SIGINT)
+        return await super().step(text)

@@ -1,0 +1,58 @@
+"""The scripted engine keeps the Engine protocol's promises."""
+
+import numpy as np
+import pytest
+
+from treadle.core.engine import Engine
+from treadle.core.errors import EngineError
+from treadle.core.types import Ids, SamplingParams, StopReason
+from treadle.engines.fake import FakeEngine
+
+PROMPT = np.array([1, 2], np.int32)
+
+
+async def test_it_replies_as_scripted_cut_to_max_tokens() -> None:
+    engine = FakeEngine(lambda prompt, sampling: [*prompt, 9], logprob=-0.25)
+    typed: Engine = engine
+    typed.open_session("a")
+    whole = await typed.generate(PROMPT, SamplingParams(max_tokens=3), session="a")
+    assert whole.token_ids.tolist() == [1, 2, 9] and whole.stop_reason is StopReason.STOP
+    cut = await typed.generate(PROMPT, SamplingParams(max_tokens=2), session="a")
+    assert cut.token_ids.tolist() == [1, 2] and cut.stop_reason is StopReason.LENGTH
+    assert cut.logprobs.tolist() == [-0.25, -0.25]
+    assert (cut.token_ids.dtype, cut.logprobs.dtype) == (np.int32, np.float32)
+    assert [call.tolist() for call in engine.calls] == [[1, 2], [1, 2]]
+    assert (await typed.score(np.array([1, 2, 3], np.int32))).tolist() == [-0.25, -0.25]
+
+
+async def test_it_reports_the_published_version() -> None:
+    engine = FakeEngine(lambda prompt, sampling: [5, 6])
+    engine.open_session("a")
+    await engine.publish({}, 4)
+    completion = await engine.generate(PROMPT, SamplingParams(), session="a")
+    assert completion.versions_per_token().tolist() == [4, 4]
+    await engine.close()
+
+
+async def test_sessions_are_opened_once_and_must_be_open() -> None:
+    engine = FakeEngine(lambda prompt, sampling: [5])
+    with pytest.raises(EngineError, match="'a' is not open"):
+        await engine.generate(PROMPT, SamplingParams(), session="a")
+    engine.open_session("a")
+    with pytest.raises(EngineError, match="'a' is open already"):
+        engine.open_session("a")
+    engine.close_session("a")
+    engine.close_session("a")
+    with pytest.raises(EngineError, match="'a' is not open"):
+        await engine.generate(PROMPT, SamplingParams(), session="a")
+    assert engine.calls == [] and engine.open == []
+
+
+async def test_a_reply_may_fail() -> None:
+    def reply(prompt: Ids, sampling: SamplingParams) -> list[int]:
+        raise EngineError("played to fail")
+
+    engine = FakeEngine(reply)
+    engine.open_session("a")
+    with pytest.raises(EngineError, match="played to fail"):
+        await engine.generate(PROMPT, SamplingParams(), session="a")

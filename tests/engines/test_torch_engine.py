@@ -1,0 +1,729 @@
+"""The embedded engine: what it reports is what the learner computes, it computes only what is new, and its answers
+depend on nothing but the call."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from tests.models import FAMILIES, SLIDING, VOCABULARY, full, make_group, step_logprobs, tiny
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.core.engine import Completion, Engine
+from treadle.core.errors import EngineError
+from treadle.core.types import Group, Ids, SamplingParams, Step, StopReason
+from treadle.engines.torch_engine import TorchEngine
+from treadle.engines.weights import unique_weights
+from treadle.packing.flat import flatten
+from treadle.training.config import TrainingConfig
+from treadle.training.forward import prepare
+from treadle.training.learner import Learner
+
+PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
+END = 0  # the stop token
+
+
+@asynccontextmanager
+async def serving(model: PreTrainedModel | None = None, **options: Any) -> AsyncIterator[TorchEngine]:
+    engine = TorchEngine(model or tiny(), **{"stop_token_ids": [END], **options})
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def ids(*values: int) -> Ids:
+    return np.array(values, np.int32)
+
+
+def sampling(seed: int = 0, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 6, "seed": seed, **fields})
+
+
+@dataclass
+class Script:
+    """What a session does: its first prompt, its sampling, and what it makes of each reply (None: the end)."""
+
+    prompt: Ids
+    temperature: float = 1.0
+    seed: int = 0
+    observations: list[Ids] = field(default_factory=list)  # appended after each reply; then one more call
+    cuts: dict[int, int] = field(default_factory=dict)  # before call n, go back to the first so many tokens
+    max_tokens: int = 6
+    stop: tuple[str, ...] = ()
+
+
+async def play(engine: Engine, name: str, script: Script) -> list[Step]:
+    prompt, steps = script.prompt, list[Step]()
+    try:
+        for number in range(len(script.observations) + 1):
+            params = SamplingParams(script.temperature, script.max_tokens, script.stop, script.seed * 100 + number)
+            answer = await engine.generate(prompt, params, session=name)
+            assert (answer.token_ids.dtype, answer.logprobs.dtype) == (np.int32, np.float32)
+            steps.append(
+                Step(prompt, answer.token_ids, answer.logprobs, answer.versions_per_token(), params, answer.stop_reason)
+            )
+            if number < len(script.observations):
+                prompt = np.concatenate([prompt, answer.token_ids])[: script.cuts.get(number + 1)]
+                prompt = np.concatenate([prompt, script.observations[number]])
+    finally:
+        engine.close_session(name)
+    return steps
+
+
+async def play_all(engine: Engine, scripts: Sequence[Script]) -> list[list[Step]]:
+    names = [f"s{number}" for number in range(len(scripts))]
+    for name in names:
+        engine.open_session(name)
+    return list(await asyncio.gather(*[play(engine, n, s) for n, s in zip(names, scripts, strict=True)]))
+
+
+def recorded(model: PreTrainedModel, scripts: Sequence[Script], **options: Any) -> tuple[list[list[Step]], TorchEngine]:
+    async def run() -> tuple[list[list[Step]], TorchEngine]:
+        async with serving(model, **options) as engine:
+            return await play_all(engine, scripts), engine
+
+    return asyncio.run(run())
+
+
+def as_groups(played: Sequence[Sequence[Step]]) -> list[Group]:
+    return [make_group([(steps, 1.0) for steps in played])]
+
+
+def random_ids(random: np.random.Generator, low: int, high: int) -> Ids:
+    return random.integers(0, VOCABULARY, random.integers(low, high + 1)).astype(np.int32)
+
+
+def random_script(random: np.random.Generator, prompt: Ids, turns: int, forks: bool) -> Script:
+    return Script(
+        prompt,
+        temperature=float(random.choice([0.4, 0.8, 1.0, 1.6])),
+        seed=int(random.integers(1 << 40)),
+        observations=[random_ids(random, 1, 5) for _ in range(turns - 1)],
+        cuts={n: int(random.integers(1, 12)) for n in range(1, turns) if forks and random.random() < 0.5},
+        max_tokens=int(random.integers(1, 9)),
+    )
+
+
+def random_scripts(seed: int, sessions: int = 5, turns: int = 4, forks: bool = True) -> list[Script]:
+    """Some share their first prompt, some have their own; they end after different numbers of turns."""
+    random = np.random.default_rng(seed)
+    shared = random_ids(random, 3, 9)
+    return [
+        random_script(random, shared if n % 2 else random_ids(random, 1, 14), int(random.integers(1, turns + 1)), forks)
+        for n in range(sessions)
+    ]
+
+
+def texts(played: Sequence[Sequence[Step]]) -> list[list[list[int]]]:
+    return [[step.completion_ids.tolist() for step in steps] for steps in played]
+
+
+def logprobs(played: Sequence[Sequence[Step]]) -> Ids:
+    return np.concatenate([step.logprobs for steps in played for step in steps])
+
+
+# What is reported is what the learner computes
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@settings(max_examples=8, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking would take minutes
+@given(st.integers(0, 2**32), st.sampled_from([1, 3, 256]), st.sampled_from([1, 20, 16384]))
+def test_recorded_logprobs_are_the_learners(family: str, seed: int, max_batch: int, prefill_tokens: int) -> None:
+    """Random multi-turn sessions, several at once, some of which go back to an earlier prefix."""
+    model = tiny(family)
+    played, _ = recorded(model, random_scripts(seed), max_batch=max_batch, prefill_tokens=prefill_tokens)
+    learner = Learner(model, TrainingConfig(), AlgorithmConfig(), 1)
+    batch = flatten(as_groups(played))
+    assert len(batch) > 0
+    np.testing.assert_allclose(batch.logp_rollout, learner.logprobs(batch), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_recorded_logprobs_are_those_of_a_plain_forward_pass(family: str) -> None:
+    """Against stock attention, long past the sliding windows, with every wave of another shape."""
+    model = tiny(family)
+    played, _ = recorded(model, random_scripts(5, sessions=7, turns=6, forks=False))
+    with torch.no_grad():
+        for step in (step for steps in played for step in steps):
+            wanted = full(step_logprobs(model, step)[0])
+            np.testing.assert_allclose(step.logprobs, wanted, atol=1e-4, rtol=0)
+    assert max(len(step.full_ids) for steps in played for step in steps) > 20
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_padding_leaves_nothing_behind_that_a_grown_cache_could_show(family: str) -> None:
+    """One session's long turn makes the cache grow over positions that held the others' padding."""
+    model = tiny(family)
+    scripts = [
+        Script(PROMPT, seed=1, observations=[ids(1), random_ids(np.random.default_rng(0), 80, 80), ids(2)]),
+        Script(PROMPT[:2], seed=2, observations=[ids(*range(9)), ids(3), ids(*range(20))]),
+        Script(ids(7), seed=3, observations=[ids(4, 4), ids(*range(12)), ids(5)]),
+    ]
+    played, _ = recorded(model, scripts)
+    with torch.no_grad():
+        for step in (step for steps in played for step in steps):
+            np.testing.assert_allclose(step.logprobs, full(step_logprobs(model, step)[0]), atol=1e-4, rtol=0)
+
+
+async def test_score_is_what_generate_reported() -> None:
+    async with serving() as engine:
+        for temperature in (0.5, 1.0, 1.7):
+            engine.open_session("a")
+            answer = await engine.generate(PROMPT, sampling(temperature=temperature), session="a")
+            engine.close_session("a")
+            scores = await engine.score(np.concatenate([PROMPT, answer.token_ids]), temperature=temperature)
+            assert scores.dtype == np.float32 and len(scores) == len(PROMPT) + len(answer.token_ids) - 1
+            np.testing.assert_allclose(scores[len(PROMPT) - 1 :], answer.logprobs, atol=1e-5)
+        assert len(await engine.score(PROMPT[:1])) == 0
+
+
+async def test_scoring_leaves_the_sessions_caches_alone() -> None:
+    async with serving() as engine:
+        engine.open_session("a")
+        first = await engine.generate(PROMPT, sampling(), session="a")
+        await engine.score(ids(9, 8, 7, 6))
+        prompt = np.concatenate([PROMPT, first.token_ids, ids(2, 2)])
+        again = await engine.generate(prompt, sampling(1), session="a")
+        scores = await engine.score(np.concatenate([prompt, again.token_ids]))
+        np.testing.assert_allclose(scores[len(prompt) - 1 :], again.logprobs, atol=1e-5)
+
+
+def test_a_bfloat16_engine_stays_near_and_keeps_its_positions_exact() -> None:
+    """Rotary frequencies rounded to bfloat16 would turn late positions by whole radians."""
+    model = tiny()
+    played, engine = recorded(model, [Script(PROMPT, max_tokens=20)], dtype=torch.bfloat16)
+    assert {p.dtype for p in engine._model.parameters()} == {torch.bfloat16}
+    for name, buffer in engine._model.named_buffers():
+        assert torch.equal(buffer, model.get_buffer(name)), name
+    with torch.no_grad():
+        wanted = full(step_logprobs(model, played[0][0])[0])
+    gap = np.abs(played[0][0].logprobs - wanted)
+    assert 0 < gap.max() < 0.25
+
+
+# It computes only what is new
+
+
+async def test_a_turn_prefills_only_what_is_new() -> None:
+    async with serving() as engine:
+        engine.open_session("a")
+        prompt, known = PROMPT, 0
+        for turn in range(4):
+            before = engine.counters.prefilled, engine.counters.reused
+            answer = await engine.generate(prompt, sampling(turn), session="a")
+            assert engine.counters.prefilled - before[0] == len(prompt) - known
+            assert engine.counters.reused - before[1] == known
+            known = len(prompt) + len(answer.token_ids) - 1  # the last sampled token was never fed
+            prompt = np.concatenate([prompt, answer.token_ids, ids(7, 7)])
+        assert engine.counters.shared == 0
+
+
+async def test_a_groups_prompt_is_prefilled_once() -> None:
+    other = ids(9, 9)
+    async with serving() as engine:
+        await play_all(engine, [Script(p, seed=n) for n, p in enumerate([PROMPT, other, PROMPT, PROMPT])])
+        counters = engine.counters
+        assert (counters.prefilled, counters.shared, counters.reused) == (len(PROMPT) + len(other), 2 * len(PROMPT), 0)
+
+
+async def test_what_was_sampled_is_counted() -> None:
+    async with serving() as engine:
+        played = await play_all(engine, random_scripts(3))
+        assert engine.counters.sampled == len(logprobs(played))
+
+
+async def test_a_fork_reuses_the_common_prefix_only() -> None:
+    async with serving() as engine:
+        engine.open_session("a")
+        answer = await engine.generate(PROMPT, sampling(), session="a")
+        fork = np.concatenate([PROMPT[:3], ids(8, 8)])
+        await engine.generate(fork, sampling(1), session="a")
+        assert engine.counters.reused == 3 and engine.counters.prefilled == len(PROMPT) + 2
+        prompt = np.concatenate([PROMPT, answer.token_ids])  # back to the first branch, which the fork overwrote
+        await engine.generate(prompt, sampling(2), session="a")
+        assert engine.counters.reused == 3 + 3
+
+
+async def test_the_same_prompt_again_still_has_a_token_to_compute() -> None:
+    async with serving() as engine:
+        engine.open_session("a")
+        one = await engine.generate(PROMPT, sampling(), session="a")
+        two = await engine.generate(PROMPT, sampling(), session="a")
+        assert one.token_ids.tolist() == two.token_ids.tolist()
+        assert engine.counters.reused == len(PROMPT) - 1
+
+
+# Answers depend on nothing but the call
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral-sliding"])
+def test_results_do_not_depend_on_the_batch_or_on_limits(family: str) -> None:
+    model, scripts = tiny(family), random_scripts(11, sessions=7)
+    reference, _ = recorded(model, scripts)
+    alone = [recorded(model, [script])[0][0] for script in scripts]
+    others = [
+        recorded(model, scripts, max_batch=batch, prefill_tokens=tokens)[0]
+        for batch, tokens in ((1, 16384), (3, 16384), (256, 1), (2, 25))
+    ]
+    for played in (alone, *others):
+        assert texts(played) == texts(reference)
+        np.testing.assert_allclose(logprobs(played), logprobs(reference), atol=1e-5, rtol=0)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_one_other_tokens() -> None:
+    model = tiny()
+    one, two, other = (recorded(model, random_scripts(seed))[0] for seed in (1, 1, 2))
+    assert texts(one) == texts(two) != texts(other)
+    assert logprobs(one).tobytes() == logprobs(two).tobytes()
+    fixed = [recorded(model, [Script(PROMPT, seed=seed, max_tokens=20)])[0] for seed in range(4)]
+    assert len({str(texts(played)) for played in fixed}) == 4
+
+
+async def test_tokens_follow_the_models_distribution() -> None:
+    """Chi-square of the first token over 4000 seeds, 10^-5."""
+    model = tiny()
+    async with serving(model, stop_token_ids=[]) as engine:
+        played = await play_all(engine, [Script(PROMPT, 0.8, seed, max_tokens=1) for seed in range(4000)])
+    with torch.no_grad():
+        logits = model(torch.from_numpy(PROMPT.astype(np.int64))[None]).logits[0, -1].double()
+    expected = full((logits / 0.8).softmax(-1)) * len(played)
+    observed = np.bincount([steps[0].completion_ids[0] for steps in played], minlength=VOCABULARY)
+    often = expected > 10
+    observed, expected = (np.append(a[often], a[~often].sum()) for a in (observed, expected))
+    freedom = len(expected) - 1
+    assert freedom >= 5
+    assert ((observed - expected) ** 2 / expected).sum() < freedom + 4.5 * (2 * freedom) ** 0.5 + 12
+
+
+def test_the_order_of_arrival_does_not_change_bits() -> None:
+    """Sessions of unequal speed: the rows of a wave stand in the order of opening."""
+    model = tiny()
+    scripts = random_scripts(4, sessions=6)
+
+    async def run(delays: Sequence[int]) -> list[list[Step]]:
+        async def late(name: str, script: Script, delay: int) -> list[Step]:
+            for _ in range(delay):
+                await asyncio.sleep(0)
+            return await play(engine, name, script)
+
+        async with serving(model) as engine:
+            for number in range(len(scripts)):
+                engine.open_session(f"s{number}")
+            return list(await asyncio.gather(*[late(f"s{n}", scripts[n], delay) for n, delay in enumerate(delays)]))
+
+    one, two, three = (asyncio.run(run(delays)) for delays in ([0] * 6, [5, 4, 3, 2, 1, 0], [0, 7, 0, 9, 2, 2]))
+    assert texts(one) == texts(two) == texts(three)
+    assert logprobs(one).tobytes() == logprobs(two).tobytes() == logprobs(three).tobytes()
+
+
+# How a completion ends
+
+
+async def test_greedy_is_the_argmax_and_certain() -> None:
+    model = tiny()
+    async with serving(model, stop_token_ids=[]) as engine:
+        engine.open_session("a")
+        one = await engine.generate(PROMPT, sampling(1, temperature=0.0, max_tokens=8), session="a")
+        two = await engine.generate(PROMPT, sampling(2, temperature=0.0, max_tokens=8), session="a")
+    whole = np.concatenate([PROMPT, one.token_ids]).astype(np.int64)
+    with torch.no_grad():
+        best = model(torch.from_numpy(whole)[None]).logits[0].argmax(-1).numpy()
+    assert one.token_ids.tolist() == best[len(PROMPT) - 1 : -1].tolist() == two.token_ids.tolist()
+    assert one.logprobs.tolist() == [0.0] * 8
+
+
+def test_a_stop_token_ends_the_completion_and_is_part_of_it() -> None:
+    played, _ = recorded(tiny(), [Script(PROMPT, seed=n, max_tokens=30) for n in range(40)], stop_token_ids=[END, 3])
+    ended = 0
+    for (step,) in played:
+        found = step.completion_ids.tolist()
+        assert not {END, 3} & set(found[:-1])
+        if step.stop_reason is StopReason.STOP:
+            ended += 1
+            assert found[-1] in (END, 3)
+        else:
+            assert step.stop_reason is StopReason.LENGTH and len(found) == 30 and found[-1] not in (END, 3)
+    assert ended > 0
+
+
+def test_sessions_that_stop_early_change_nothing_for_the_others() -> None:
+    """Unequal limits and stops: first all rows are computed, later only those still sampling."""
+    model = tiny()
+    scripts = [Script(PROMPT, seed=n, max_tokens=1 + 3 * n, observations=[ids(5), ids(6)]) for n in range(9)]
+    together, _ = recorded(model, scripts)
+    alone = [recorded(model, [script])[0][0] for script in scripts]
+    assert texts(together) == texts(alone)
+    assert len({len(steps[0].completion_ids) for steps in together}) > 4
+    np.testing.assert_allclose(logprobs(together), logprobs(alone), atol=1e-5)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 9])
+def test_max_tokens_ends_a_completion(limit: int) -> None:
+    played, _ = recorded(tiny(), [Script(PROMPT, max_tokens=limit)], stop_token_ids=[])
+    assert [len(step.completion_ids) for (step,) in played] == [limit]
+    assert played[0][0].stop_reason is StopReason.LENGTH
+
+
+def test_a_stop_string_ends_the_completion_at_the_token_that_completes_it() -> None:
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(f"<{t}>" for t in tokens)
+
+    free, _ = recorded(tiny(), [Script(PROMPT, seed=3, max_tokens=20)], stop_token_ids=[], decode=decode)
+    whole = free[0][0].completion_ids
+    stop = f"{whole[4]}><{whole[5]}"  # spans two tokens
+    (((step,)), _) = (
+        recorded(
+            tiny(),
+            [Script(PROMPT, seed=3, max_tokens=20, stop=("never", stop))],
+            stop_token_ids=[],
+            decode=decode,
+        )[0],
+        None,
+    )
+    cut = decode(whole.tolist()).index(stop)
+    wanted = next(n for n in range(20) if len(decode(whole[:n].tolist())) >= cut + len(stop))
+    assert step[0].completion_ids.tolist() == whole[:wanted].tolist()
+    assert step[0].stop_reason is StopReason.STOP and len(step[0].logprobs) == wanted
+
+
+# Waves
+
+
+async def settle(engine: TorchEngine) -> None:
+    """Time enough for a wave to start, if one would."""
+    for _ in range(10):
+        await asyncio.sleep(0.001)
+
+
+async def test_a_wave_waits_for_every_open_session() -> None:
+    async with serving() as engine:
+        for name in "abc":
+            engine.open_session(name)
+        first = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
+        second = asyncio.create_task(engine.generate(PROMPT, sampling(), session="c"))
+        await settle(engine)
+        assert not first.done() and engine.counters.prefilled == 0
+        third = asyncio.create_task(engine.generate(PROMPT, sampling(), session="b"))
+        await asyncio.gather(first, second, third)
+        assert engine.counters.prefilled == len(PROMPT)  # one wave
+
+
+async def test_a_session_that_closes_releases_the_others() -> None:
+    async with serving() as engine:
+        engine.open_session("a")
+        engine.open_session("b")
+        call = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
+        await settle(engine)
+        engine.close_session("b")
+        await asyncio.wait_for(call, 20)
+        engine.close_session("unknown")
+
+
+async def test_a_session_that_is_cancelled_and_closed_releases_the_others() -> None:
+    async with serving() as engine:
+        for name in "abc":
+            engine.open_session(name)
+        calls = {n: asyncio.create_task(engine.generate(PROMPT, sampling(), session=n)) for n in "ab"}
+        await settle(engine)
+        calls["b"].cancel()
+        await settle(engine)
+        engine.close_session("b")
+        third = asyncio.create_task(engine.generate(PROMPT, sampling(), session="c"))
+        assert len((await asyncio.wait_for(calls["a"], 20)).token_ids)
+        await third
+        assert calls["b"].cancelled()
+
+
+async def test_a_session_opened_late_joins_and_one_opened_in_the_same_tick_is_waited_for() -> None:
+    async with serving() as engine:
+        engine.open_session("a")
+        call = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
+        await asyncio.sleep(0)  # the wave is scheduled, not started
+        engine.open_session("b")
+        await settle(engine)
+        assert not call.done()
+        other = await engine.generate(PROMPT, sampling(), session="b")
+        assert (await call).token_ids.tolist() == other.token_ids.tolist()
+
+
+async def test_a_call_whose_session_is_closed_by_somebody_else_fails() -> None:
+    async with serving() as engine:
+        engine.open_session("a")
+        engine.open_session("b")
+        call = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
+        await settle(engine)
+        engine.close_session("a")
+        with pytest.raises(EngineError, match="'a' was closed"):
+            await asyncio.wait_for(call, 20)
+        assert len((await engine.generate(PROMPT, sampling(), session="b")).token_ids)
+
+
+class Gate:
+    """A decoder that holds the wave's thread until it is opened, and may fail."""
+
+    def __init__(self) -> None:
+        import threading
+
+        self.entered, self.leave, self.error = threading.Event(), threading.Event(), ""
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        self.entered.set()
+        self.leave.wait(20)
+        if self.error:
+            raise ValueError(self.error)
+        return ""
+
+    async def reached(self) -> None:
+        await asyncio.to_thread(self.entered.wait, 20)
+
+
+STOPPING = SamplingParams(max_tokens=3, stop=("stop",))  # makes the engine decode
+
+
+async def test_a_cancelled_call_of_a_running_wave_harms_nobody_and_its_session_may_go_on() -> None:
+    gate = Gate()
+    async with serving(decode=gate) as engine:
+        engine.open_session("a")
+        engine.open_session("b")
+        a = asyncio.create_task(engine.generate(PROMPT, STOPPING, session="a"))
+        b = asyncio.create_task(engine.generate(PROMPT, STOPPING, session="b"))
+        await gate.reached()
+        a.cancel()
+        await settle(engine)
+        again = asyncio.create_task(engine.generate(PROMPT, sampling(7), session="a"))
+        gate.leave.set()
+        answer = await b
+        engine.close_session("b")
+        alone = await play_again(sampling(7))
+        assert (await again).token_ids.tolist() == alone.token_ids.tolist()
+        assert len(answer.token_ids) and a.cancelled()
+
+
+async def play_again(params: SamplingParams, prompt: Ids = PROMPT) -> Completion:
+    """The call alone, on a fresh engine."""
+    async with serving() as engine:
+        engine.open_session("a")
+        return await engine.generate(prompt, params, session="a")
+
+
+async def test_a_wave_that_fails_fails_its_calls_and_the_engine_goes_on() -> None:
+    """Whatever the failed wave left in the cache is not read again."""
+    gate = Gate()
+    gate.leave.set()
+    async with serving(decode=gate) as engine:
+        prompts = {"a": PROMPT, "b": ids(6, 2), "c": ids(9, 9, 9, 1)}
+        for name in prompts:
+            engine.open_session(name)
+        first = await asyncio.gather(*[engine.generate(p, sampling(), session=n) for n, p in prompts.items()])
+        engine.close_session("a")  # the rows of the others move
+        gate.error = "broken decoder"
+        forks = {n: np.concatenate([prompts[n][:1], ids(7, 7, 7, 7, 7, 7, 7)]) for n in "bc"}
+        for result in await asyncio.gather(
+            *[engine.generate(p, STOPPING, session=n) for n, p in forks.items()], return_exceptions=True
+        ):
+            assert isinstance(result, EngineError) and "ValueError: broken decoder" in str(result)
+        longer = {n: np.concatenate([prompts[n], first["abc".index(n)].token_ids, ids(4)]) for n in "bc"}
+        for name, answer in zip(
+            "bc",
+            await asyncio.gather(*[engine.generate(p, sampling(5), session=n) for n, p in longer.items()]),
+            strict=True,
+        ):
+            alone = await play_again(sampling(5), longer[name])
+            assert answer.token_ids.tolist() == alone.token_ids.tolist()
+            np.testing.assert_allclose(answer.logprobs, alone.logprobs, atol=1e-5)
+
+
+# Publication
+
+
+def moved(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    return model
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+async def test_publication_swaps_every_weight_and_drops_caches(family: str) -> None:
+    old, new = tiny(family), moved(tiny(family))
+    async with serving(old) as engine:
+        engine.open_session("a")
+        first = await engine.generate(PROMPT, sampling(), session="a")
+        assert set(first.versions_per_token()) == {0}
+        await engine.publish(unique_weights(new), 3)
+        prompt = np.concatenate([PROMPT, first.token_ids, ids(8)])
+        second = await engine.generate(prompt, sampling(1), session="a")
+        assert set(second.versions_per_token()) == {3}
+        assert engine.counters.reused == 0
+    async with serving(new) as engine:
+        engine.open_session("a")
+        fresh = await engine.generate(prompt, sampling(1), session="a")
+    assert second.token_ids.tolist() == fresh.token_ids.tolist()
+    assert second.logprobs.tobytes() == fresh.logprobs.tobytes()
+
+
+async def test_the_engine_works_on_its_own_copy() -> None:
+    """The optimizer may change the trained model while the engine samples."""
+    model = tiny()
+    async with serving(model) as engine:
+        engine.open_session("a")
+        before = await engine.generate(PROMPT, sampling(), session="a")
+        moved(model)
+        after = await engine.generate(PROMPT, sampling(), session="a")
+        assert before.token_ids.tolist() == after.token_ids.tolist()
+        await engine.publish(unique_weights(model), 1)
+        moved(model)
+        one = await engine.generate(PROMPT, sampling(), session="a")
+        assert one.logprobs[0] != before.logprobs[0]
+    assert model.config._attn_implementation != engine._model.config._attn_implementation
+    assert all(p.requires_grad for p in model.parameters())
+
+
+async def test_a_model_prepared_for_training_can_be_served() -> None:
+    stock, model = tiny(), tiny()
+    prepare(model, gradient_checkpointing=True)
+    async with serving(stock) as one, serving(model) as other:
+        answers = []
+        for engine in (one, other):
+            engine.open_session("a")
+            answers.append(await engine.generate(PROMPT, sampling(), session="a"))
+        assert answers[0].logprobs.tobytes() == answers[1].logprobs.tobytes()
+    assert model.training
+
+
+@pytest.mark.parametrize("broken", ["missing", "shape"])
+async def test_weights_that_do_not_fit_are_refused_whole(broken: str) -> None:
+    async with serving() as engine:
+        engine.open_session("a")
+        before = await engine.generate(PROMPT, sampling(), session="a")
+        weights = dict(unique_weights(moved(tiny())))
+        name = "model.norm.weight"
+        if broken == "missing":
+            del weights[name]
+        else:
+            weights[name] = weights[name][:1]
+        with pytest.raises(EngineError, match=rf"version 9 .*{name}"):
+            await engine.publish(weights, 9)
+        after = await engine.generate(PROMPT, sampling(), session="a")
+        assert after.token_ids.tolist() == before.token_ids.tolist()
+        assert set(after.versions_per_token()) == {0}
+
+
+async def test_publication_waits_for_the_running_wave() -> None:
+    gate = Gate()
+    async with serving(decode=gate) as engine:
+        engine.open_session("a")
+        call = asyncio.create_task(engine.generate(PROMPT, STOPPING, session="a"))
+        await gate.reached()
+        publication = asyncio.create_task(engine.publish(unique_weights(moved(tiny())), 1))
+        await settle(engine)
+        assert not publication.done()
+        gate.leave.set()
+        assert set((await call).versions_per_token()) == {0}
+        await publication
+        prompt = np.concatenate([PROMPT, (await call).token_ids, ids(3)])
+        assert set((await engine.generate(prompt, sampling(), session="a")).versions_per_token()) == {1}
+        assert engine.counters.reused == 0
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        (ids(), sampling(), r"non-empty and in \[0, 32\)"),
+        (ids(1, 32), sampling(), r"non-empty and in \[0, 32\)"),
+        (ids(1, -1), sampling(), r"non-empty and in \[0, 32\)"),
+        (np.ones(251, np.int32), sampling(), "prompt of 251 . max_tokens 6 exceeds the model's context of 256"),
+        (PROMPT, sampling(stop=("x",)), "stop strings .* need an engine that was given `decode`"),
+    ],
+)
+async def test_impossible_calls_are_refused_before_anybody_waits(
+    prompt: Ids, params: SamplingParams, message: str
+) -> None:
+    async with serving() as engine:
+        engine.open_session("a")
+        with pytest.raises(EngineError, match=message):
+            await engine.generate(prompt, params, session="a")
+        assert len((await engine.generate(np.ones(250, np.int32), sampling(), session="a")).token_ids)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "temperature", "message"),
+    [
+        (ids(), 1.0, r"non-empty and in \[0, 32\)"),
+        (ids(1, 32), 1.0, r"non-empty and in \[0, 32\)"),
+        (np.ones(257, np.int32), 1.0, "257 tokens exceed the model's context of 256"),
+        (PROMPT, 0.0, "temperature"),
+    ],
+)
+async def test_what_cannot_be_scored_is_refused(tokens: Ids, temperature: float, message: str) -> None:
+    async with serving() as engine:
+        with pytest.raises(EngineError, match=message):
+            await engine.score(tokens, temperature=temperature)
+
+
+async def test_sessions_must_be_open_once_and_make_one_call_at_a_time() -> None:
+    async with serving() as engine:
+        with pytest.raises(EngineError, match="'a' is not open"):
+            await engine.generate(PROMPT, sampling(), session="a")
+        engine.open_session("a")
+        with pytest.raises(EngineError, match="'a' is open already"):
+            engine.open_session("a")
+        engine.open_session("b")
+        call = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
+        await settle(engine)
+        with pytest.raises(EngineError, match="'a' has a call in flight"):
+            await engine.generate(PROMPT, sampling(), session="a")
+        engine.close_session("b")
+        await call
+        engine.close_session("a")
+        engine.open_session("a")  # a name may be used again
+
+
+async def test_a_second_call_is_refused_while_the_wave_runs_too() -> None:
+    gate = Gate()
+    async with serving(decode=gate) as engine:
+        engine.open_session("a")
+        call = asyncio.create_task(engine.generate(PROMPT, STOPPING, session="a"))
+        await gate.reached()
+        with pytest.raises(EngineError, match="'a' has a call in flight"):
+            await asyncio.wait_for(engine.generate(PROMPT, sampling(), session="a"), 5)
+        gate.leave.set()
+        await call
+
+
+async def test_a_closed_engine_refuses_calls_and_fails_those_that_wait() -> None:
+    engine = TorchEngine(tiny(), stop_token_ids=[])
+    engine.open_session("a")
+    engine.open_session("b")
+    waiting = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
+    await settle(engine)
+    await engine.close()
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await asyncio.wait_for(waiting, 5)
+    calls: list[Callable[[], Awaitable[Any]]] = [
+        lambda: engine.generate(PROMPT, sampling(), session="b"),
+        lambda: engine.score(PROMPT),
+        lambda: engine.publish(unique_weights(tiny()), 1),
+    ]
+    for call in calls:
+        with pytest.raises(EngineError, match="closed"):
+            await asyncio.wait_for(call(), 5)
+
+
+async def test_attention_that_the_engine_does_not_implement_is_an_error() -> None:
+    async with serving(tiny("gemma3-half-sliding", model_type="gemma2")) as engine:
+        engine.open_session("a")
+        with pytest.raises(EngineError, match="soft-capped or sink attention"):
+            await engine.generate(PROMPT, sampling(), session="a")

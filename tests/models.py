@@ -1,0 +1,283 @@
+"""Tiny Hugging Face models, recorded groups of every shape, and references that know nothing of packing."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from treadle.core.errors import Cause
+from treadle.core.types import (
+    Failure,
+    Group,
+    Ids,
+    SamplingParams,
+    Status,
+    Step,
+    StopReason,
+    Task,
+    Trajectory,
+    group_id,
+    trajectory_id,
+)
+
+VOCABULARY = 32
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,  # far from uniform
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3-untied": {"model_type": "qwen3", "tie_word_embeddings": False},
+    "qwen2": {"model_type": "qwen2"},
+    "llama": {"model_type": "llama"},
+    "mistral-sliding": {"model_type": "mistral", "sliding_window": 5},
+    "qwen2-half-sliding": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+    },
+    "gemma3-half-sliding": {
+        "model_type": "gemma3_text",
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+SLIDING = [name for name in FAMILIES if "sliding" in name]
+
+
+def tiny(family: str = "qwen3", seed: int = 0, **fields: Any) -> PreTrainedModel:
+    """A model of that family with stock attention, in float32; 2 layers of width 16 unless `fields` say otherwise."""
+    config = {**_SIZES, **FAMILIES[family], **fields}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # 1 everywhere would hide a norm that is left out
+                nn.init.normal_(parameter, 0.0 if "gemma" in family else 1.0, 0.1)
+    return cast(PreTrainedModel, model)
+
+
+class ExactNorm(nn.Module):
+    """An RMSNorm computed in its input's own precision."""
+
+    def __init__(self, stock: nn.Module) -> None:
+        super().__init__()
+        self.weight = cast(nn.Parameter, stock.weight)
+        self.offset = 1.0 if "Gemma" in type(stock).__name__ else 0.0
+        self.epsilon = float(cast(Any, stock.eps if hasattr(stock, "eps") else stock.variance_epsilon))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon) * (self.weight + self.offset)
+
+
+def keep_norms_in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """Make the model float64 throughout: transformers' RMSNorm computes in float32 whatever the model's type."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                setattr(module, name, ExactNorm(child))
+    return model.double()
+
+
+def exact(family: str = "qwen3", seed: int = 0, **fields: Any) -> PreTrainedModel:
+    """`tiny`, in float64 with its norms in float64."""
+    return keep_norms_in_float64(tiny(family, seed, **fields))
+
+
+# Recorded groups
+
+
+def make_step(
+    prompt: Sequence[int] | Ids,
+    completion: Sequence[int] | Ids,
+    temperature: float = 1.0,
+    mask: Sequence[bool] | None = None,
+    logprobs: Sequence[float] | None = None,
+) -> Step:
+    return Step(
+        prompt_ids=np.asarray(prompt, np.int32),
+        completion_ids=np.asarray(completion, np.int32),
+        logprobs=np.asarray([-1.5] * len(completion) if logprobs is None else logprobs, np.float32),
+        policy_versions=np.zeros(len(completion), np.int32),
+        sampling=SamplingParams(temperature=temperature),
+        stop_reason=StopReason.STOP,
+        mask=None if mask is None else np.asarray(mask, np.bool_),  # type: ignore[arg-type]
+    )
+
+
+def make_trajectory(steps: Sequence[Step], reward: float | None, group: int = 0, attempt: int = 0) -> Trajectory:
+    return Trajectory(
+        trajectory_id=trajectory_id(group_id(group), attempt),
+        task_id=f"task-{group}",
+        attempt=attempt,
+        steps=tuple(steps),
+        reward=reward,
+        status=Status.DONE if reward is not None else Status.FAILED,
+        failure=None if reward is not None else Failure(Cause.ENVIRONMENT, "played to fail"),
+    )
+
+
+def make_group(trajectories: Sequence[tuple[Sequence[Step], float | None]], index: int = 0) -> Group:
+    made = [make_trajectory(steps, reward, index, number) for number, (steps, reward) in enumerate(trajectories)]
+    return Group(group_id(index), index, 0, index, Task(f"task-{index}"), tuple(made))
+
+
+REWARDS: tuple[float | None, ...] = (0.0, 1.0, 0.7, -2.5, None)
+TEMPERATURES = (1.0, 0.6, 1.7, 0.0)
+MOVES = ("append", "append", "append to an earlier one", "fork", "fresh")
+
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """Choices from hypothesis (small, shrinking) and token ids from a generator (any will do)."""
+
+    draw: st.DrawFn
+    random: np.random.Generator
+    vocabulary: int
+
+    def ids(self, low: int, high: int) -> Ids:
+        size = self.draw(st.integers(low, high))
+        return self.random.integers(0, self.vocabulary, size).astype(np.int32)
+
+    def step(self, steps: Sequence[Step], opening: Ids) -> Step:
+        move = self.draw(st.sampled_from(MOVES)) if steps else "open"
+        if move == "open":
+            prompt = opening
+        elif move == "append":
+            prompt = np.concatenate([steps[-1].full_ids, self.ids(0, 4)])
+        elif move == "append to an earlier one":
+            prompt = np.concatenate([self.draw(st.sampled_from(list(steps))).full_ids, self.ids(0, 3)])
+        elif move == "fork":
+            past = self.draw(st.sampled_from(list(steps))).full_ids
+            prompt = np.concatenate([past[: self.draw(st.integers(1, len(past)))], self.ids(0, 3)])
+        else:
+            prompt = self.ids(1, 6)
+        completion = self.ids(0, 5)
+        temperature = self.draw(st.sampled_from(TEMPERATURES))
+        partial = temperature > 0 and self.draw(st.booleans())
+        mask = self.random.random(len(completion)) < 0.6 if partial else None
+        return make_step(
+            prompt,
+            completion,
+            temperature,
+            None if mask is None else mask.tolist(),
+            (-self.random.exponential(2.0, len(completion))).tolist(),
+        )
+
+    def trajectory(self, opening: Ids, max_steps: int) -> list[Step]:
+        steps: list[Step] = []
+        for _ in range(self.draw(st.integers(0, max_steps))):
+            steps.append(self.step(steps, opening))
+        return steps
+
+
+@st.composite
+def ragged_groups(
+    draw: st.DrawFn, max_groups: int = 3, max_size: int = 4, max_steps: int = 8, vocabulary: int = VOCABULARY
+) -> list[Group]:
+    """Groups of trajectories of 0 .. max_steps steps: appended, forked and fresh prompts, empty completions, partial
+    masks, greedy steps, every temperature, failed trajectories, equal rewards."""
+    d = _Draws(draw, np.random.default_rng(draw(st.integers(0, 2**16))), vocabulary)
+    groups = []
+    for index in range(draw(st.integers(1, max_groups))):
+        opening = d.ids(1, 6)
+        made = [
+            (d.trajectory(opening, max_steps), draw(st.sampled_from(REWARDS)))
+            for _ in range(draw(st.integers(1, max_size)))
+        ]
+        groups.append(make_group(made, index))
+    return groups
+
+
+def random_groups(
+    seed: int,
+    groups: int = 2,
+    size: int = 3,
+    steps: int = 3,
+    vocabulary: int = VOCABULARY,
+    rewards: Sequence[float | None] = (0.0, 1.0, 0.7),
+) -> list[Group]:
+    """Plain append-only groups, everything trainable: for tests about something else than shapes."""
+    random = np.random.default_rng(seed)
+
+    def ids(low: int, high: int) -> Ids:
+        return random.integers(0, vocabulary, random.integers(low, high + 1)).astype(np.int32)
+
+    made = []
+    for index in range(groups):
+        opening = ids(3, 6)
+        trajectories: list[tuple[list[Step], float | None]] = []
+        for attempt in range(size):
+            prompt, recorded = opening, list[Step]()
+            for _ in range(steps):
+                completion = ids(2, 5)
+                recorded.append(make_step(prompt, completion, logprobs=(-random.exponential(2, len(completion)))))
+                prompt = np.concatenate([prompt, completion, ids(1, 3)])
+            trajectories.append((recorded, rewards[attempt % len(rewards)]))
+        made.append(make_group(trajectories, index))
+    return made
+
+
+# References
+
+
+def step_logprobs(model: PreTrainedModel, step: Step) -> tuple[Tensor, Tensor]:
+    """(log-probability, entropy) of each completion token [C] by a plain forward pass of the step alone."""
+    ids = torch.from_numpy(step.full_ids.astype(np.int64))[None]
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(step.prompt_ids) - 1 : -1]
+    temperature = float(np.float32(step.sampling.temperature or 1.0))  # engines sample at a float32 temperature
+    distribution = (logits / temperature).log_softmax(-1)
+    chosen = distribution.gather(1, torch.from_numpy(step.completion_ids.astype(np.int64))[:, None])[:, 0]
+    return chosen, -(distribution.exp() * distribution).sum(-1)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter's gradient; zeros where there is none."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()
+    }
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def norm(tensors: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float((t.double() ** 2).sum()) for t in tensors.values()))
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Euclidean, over all tensors."""
+    assert a.keys() == b.keys()
+    return norm({name: a[name].double() - b[name].double() for name in a})
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def full(array: Any) -> NDArray[np.float64]:
+    """Any array or tensor as float64."""
+    if isinstance(array, Tensor):
+        array = array.detach().cpu().numpy()
+    return np.asarray(array, np.float64)

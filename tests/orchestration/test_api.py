@@ -1,0 +1,90 @@
+"""`treadle.train`: from Python, on one's own environment and tasks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import treadle
+from tests.orchestration.runs import check_finished, query
+from tests.worlds import Quiet, Vowels, tiny, user, vowel_tasks
+from treadle import ConfigError, Environment, EnvStep, Task, TreadleError
+from treadle.core.errors import DataError, RunError
+
+MODEL = tiny().model.model_dump(exclude_none=True)
+SETTINGS: dict[str, Any] = {
+    "training.tasks_per_update": 2,
+    "training.group_size": 3,
+    "training.threads": 1,
+    "rollout.max_steps": 2,
+    "rollout.max_input_tokens": 64,
+    "rollout.max_completion_tokens": 4,
+    "orchestration.updates": 2,
+}
+
+
+class Short(Environment):
+    """One's own single-turn environment: the shorter the reply, the better."""
+
+    async def step(self, text: str) -> EnvStep:
+        return EnvStep(reward=1 / (1 + len(text)), done=True)
+
+
+def train(run: Path, environment: Any = Short, tasks: Any = None, **options: Any) -> dict[str, Any]:
+    tasks = [Task(f"t{i}", (user(f"be brief {i}"),)) for i in range(3)] if tasks is None else tasks
+    settings = {**SETTINGS, **options.pop("settings", {})}
+    return treadle.train(
+        environment, tasks, **{"model": MODEL, "run": run, "settings": settings, "progress": Quiet(), **options}
+    )
+
+
+def test_training_on_an_environment_of_ones_own(tmp_path: Path) -> None:
+    held_out = [Task("h", (user("be brief"),))]
+    summary = train(tmp_path / "run", held_out=held_out)
+    check_finished(tmp_path / "run")
+    assert (summary["updates"], summary["recipe"], summary["held_out_tasks"]) == (2, "run", 1)
+    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert {row["status"] for row in query(tmp_path / "run", "SELECT status FROM trajectories")} == {"done"}
+    again = train(tmp_path / "again", environment=lambda: Short(), held_out=held_out)
+    assert again["weights_sha256"] == summary["weights_sha256"]
+    other = train(tmp_path / "other", settings={"seed": 5})
+    assert other["weights_sha256"] != summary["weights_sha256"]
+
+
+def test_a_trained_model_can_be_trained_on(tmp_path: Path) -> None:
+    train(tmp_path / "first")
+    checkpoint = tmp_path / "first" / "checkpoints" / "step-000002"
+    train(tmp_path / "second", environment=Vowels, tasks=vowel_tasks("train", 2), model=str(checkpoint))
+    check_finished(tmp_path / "second")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"settings": {"training.group_sise": 3}}, ConfigError, "did you mean 'training.group_size'"),
+        ({"settings": {"training.group_size": "3"}}, ConfigError, "training.group_size: got '3'"),
+        ({"settings": {"rollout.max_input_tokens": 7}}, ConfigError, "the first prompt of task t0 has"),
+        ({"settings": {"recipe.name": 1}}, ConfigError, "'recipe' is 'run', which has no keys"),
+        ({"model": "/nowhere"}, ConfigError, "no tokenizer.json in '/nowhere'"),
+        ({"model": {"path": "/nowhere", "tokenizer": "demo"}}, ConfigError, "no config.json in '/nowhere'"),
+        ({"model": {**MODEL, "tokenizer": None}}, ConfigError, "model.build needs model.tokenizer"),
+        ({"tasks": []}, DataError, "no training tasks"),
+        ({"tasks": [Task("t")]}, ConfigError, "reset gave no messages"),
+        ({"tasks": [Task("t", (user("?"),), environment="nowhere")]}, ConfigError, "'nowhere' is not registered"),
+        ({"held_out": [Task("t0", (user("?"),))]}, DataError, "held-out tasks are training tasks too"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_made(
+    options: dict[str, Any], error: type[TreadleError], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        train(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").touch()
+    with pytest.raises(RunError, match="already in use"):
+        train(tmp_path / "run")

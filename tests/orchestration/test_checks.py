@@ -1,0 +1,152 @@
+"""Fail at start: what is checked before the first rollout."""
+
+import asyncio
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.orchestration.runs import start
+from tests.worlds import END, PlainTokenizer, Ragged, Told, chatml, hang, plain_ids, tiny, user
+from treadle.core.errors import ConfigError, DataError, EngineError, RunError
+from treadle.core.types import Task
+from treadle.orchestration.inputs import Inputs, check_first_prompts, load_inputs, make_inputs
+from treadle.orchestration.train import Policy, check_engine, load_policy
+from treadle.rollout.chat import ChatRenderer
+from treadle.training.learner import Learner
+
+# Tasks and environments
+
+
+def test_a_task_without_an_environment_is_refused() -> None:
+    task = Task("t", (user("?"),))
+    with pytest.raises(ConfigError, match="name no environment"):
+        make_inputs([task], [], {})
+    assert make_inputs([task], [], {"w": Ragged}, default="w").train[0].environment == "w"
+
+
+def test_environments_that_are_not_given_are_looked_up() -> None:
+    inputs = make_inputs([Task("t", (user("?"),), "arithmetic"), Task("u", (user("?"),), "w")], [], {"w": Ragged})
+    assert sorted(inputs.environments) == ["arithmetic", "w"]
+    with pytest.raises(ConfigError, match="'nowhere' is not registered"):
+        make_inputs([Task("t", (user("?"),), "nowhere")], [], {})
+
+
+def test_no_tasks_and_shared_tasks_are_refused() -> None:
+    with pytest.raises(DataError, match="no training tasks"):
+        make_inputs([], [Task("t", (user("?"),), "w")], {"w": Ragged})
+    with pytest.raises(DataError, match="held-out tasks are training tasks too, for example 't'"):
+        make_inputs([Task("t", (user("?"),), "w")], [Task("t", (user("?"),), "w")], {"w": Ragged})
+
+
+def test_inputs_are_loaded_as_configured() -> None:
+    inputs = load_inputs(tiny())
+    assert [task.task_id for task in inputs.train] == [f"train-{i}" for i in range(6)]
+    assert [task.task_id for task in inputs.held_out] == [f"held_out-{i}" for i in range(3)]
+    assert load_inputs(tiny("data.held_out=null")).held_out == []
+
+
+# First prompts
+
+
+def check(*worlds: Told, context: int = 128, **settings: Any) -> None:
+    queue = list(worlds)
+    tasks = [Task(f"t{i}", (user("?"),), "w") for i in range(4)]
+    inputs = Inputs(tasks, [], {"w": lambda: queue.pop(0)})
+    overrides = [f"rollout.{key}={value}" for key, value in settings.items()]
+    check_first_prompts(inputs, ChatRenderer(PlainTokenizer(), [END]), tiny(*overrides), context)
+
+
+def test_one_environment_that_can_be_reset_is_enough_and_is_closed() -> None:
+    worlds = [Told(opening=LookupError("gone")), Told(opening=[]), Told()]
+    check(*worlds)
+    assert [world.calls for world in worlds] == [["reset", "close"]] * 3
+
+
+@pytest.mark.parametrize(
+    ("opening", "message"),
+    [
+        (LookupError("gone"), "task t2: environment: reset raised LookupError: gone"),
+        (hang, "task t0: timeout: reset took longer than 0.02 s"),
+        ([], "task t1: environment: reset gave no messages"),
+        ("hello", "must be a list of messages, got str"),
+        ([{"role": "user"}], "message 0 needs 'role' and 'content'"),
+    ],
+)
+def test_environments_that_cannot_be_reset_are_named_with_their_reasons(opening: Any, message: str) -> None:
+    worlds = [Told(opening=opening) for _ in range(3)]
+    with pytest.raises(ConfigError, match="no environment could be started") as caught:
+        check(*worlds, environment_timeout=0.02)
+    assert message in str(caught.value)
+    assert all(world.calls.count("close") == 1 for world in worlds)
+
+
+def test_a_failing_close_is_no_reason_to_refuse() -> None:
+    check(Told(closing=LookupError("stuck")))
+
+
+def test_a_first_prompt_that_is_too_long_is_refused() -> None:
+    tokens = len(plain_ids(chatml([user("hello")])))
+    with pytest.raises(ConfigError, match=f"has {tokens} tokens, rollout.max_input_tokens is {tokens - 1}"):
+        check(Told(), max_input_tokens=tokens - 1)
+    check(Told(), max_input_tokens=tokens)
+
+
+def test_limits_beyond_the_models_context_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_completion_tokens 5 = 69 exceeds .* context of 68"):
+        check(Told(), context=68)
+    check(Told(), context=69)
+
+
+def test_nothing_is_left_behind_by_a_run_that_cannot_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exceeds the model's context of 128"):
+        start(tmp_path / "run", "rollout.max_input_tokens=200")
+    with pytest.raises(ConfigError, match="qwen3 knows no"):
+        start(tmp_path / "run", "model.build.hidden_sise=3")
+    assert not (tmp_path / "run").exists()
+
+
+# The engine
+
+
+@pytest.fixture(scope="module")
+def policies() -> list[Policy]:
+    return [load_policy(tiny().model, seed) for seed in (0, 1)]
+
+
+def learner_of(policy: Policy) -> Learner:
+    config = tiny()
+    return Learner(policy.model, config.training, config.algorithm, 4)
+
+
+def test_an_engine_with_the_learners_weights_passes(policies: list[Policy]) -> None:
+    async def go() -> None:
+        engine = policies[1].engine(4)  # publication brings the weights of the other policy
+        await check_engine(engine, learner_of(policies[0]), policies[0])
+        await engine.close()
+
+    asyncio.run(go())
+
+
+def test_an_engine_that_ignores_a_publication_is_refused(policies: list[Policy]) -> None:
+    async def go() -> None:
+        engine = policies[1].engine(4)
+
+        async def ignored(weights: Any, version: int) -> None: ...
+
+        engine.publish = ignored  # type: ignore[method-assign]
+        try:
+            await check_engine(engine, learner_of(policies[0]), policies[0])
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineError, match="differ from those of the learner by up to"):
+        asyncio.run(go())
+
+
+def test_too_little_disk_space_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(RunError, match="three checkpoints need"):
+        start(tmp_path / "run")

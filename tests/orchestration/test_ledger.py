@@ -1,0 +1,215 @@
+"""Every recorded step is in exactly one state, through recording, checkpoints and roll-backs."""
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.worlds import make_group, make_step
+from treadle.core.errors import Cause, RunError
+from treadle.core.types import Failure, Group, Status, Step, Trajectory
+from treadle.orchestration.ledger import Ledger, LoopState
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    opened = Ledger(tmp_path / "ledger.sqlite")
+    yield opened
+    opened.close()
+
+
+def good(name: str, attempt: int = 0, reward: float = 1.0, steps: tuple[Step, ...] = ()) -> Trajectory:
+    return Trajectory(f"{name}.{attempt}", "t", attempt, steps or (make_step(),), reward, Status.DONE, seconds=0.5)
+
+
+def failed(name: str, attempt: int = 0, cause: Cause = Cause.TIMEOUT) -> Trajectory:
+    failure = Failure(cause, "too slow")
+    return Trajectory(f"{name}.{attempt}", "t", attempt, (make_step(), make_step()), None, Status.FAILED, failure)
+
+
+def group(index: int, name: str = "") -> Group:
+    """One graded trajectory of one step, one that failed after two."""
+    name = name or f"g{index:06d}"
+    return make_group(index, good(name, 0), failed(name, 1), name=name)
+
+
+def states(ledger: Ledger) -> dict[str, tuple[str, str | None]]:
+    """Trajectory -> the state and reason that all of its steps share."""
+    rows = ledger.query("SELECT DISTINCT trajectory_id, state, reason FROM steps ORDER BY trajectory_id")
+    found = {row["trajectory_id"]: (row["state"], row["reason"]) for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def test_recording_notes_everything(ledger: Ledger) -> None:
+    steps = (make_step([1, 2, 3], [4], 0.5), make_step([1, 2, 3, 4, 5], [], 0.25))
+    ledger.record([make_group(3, good("g000003", reward=0.75, steps=steps), failed("g000003", 1))], "train", 7, "s")
+    [row] = ledger.query("SELECT * FROM groups")
+    task = json.loads(row.pop("task"))
+    assert row == {
+        "group_id": "g000003",
+        "idx": 3,
+        "split": "train",
+        "epoch": 0,
+        "position": 3,
+        "batch": 7,
+        "shard": "s",
+    }
+    assert task["task_id"] == "t3"
+    assert task["prompt"] == [{"role": "user", "content": "?"}]
+    first, second = ledger.query("SELECT * FROM trajectories ORDER BY attempt")
+    assert (first["reward"], first["status"], first["failure_cause"], first["advantage"]) == (0.75, "done", None, None)
+    assert (first["steps"], first["completion_tokens"], first["oldest_version"], first["seconds"]) == (2, 1, 0, 0.5)
+    assert (second["reward"], second["status"]) == (None, "failed")
+    assert (second["failure_cause"], second["failure_message"]) == ("timeout", "too slow")
+    rows = ledger.query("SELECT * FROM steps WHERE trajectory_id = 'g000003.0' ORDER BY step")
+    assert [(r["step"], r["prompt_tokens"], r["completion_tokens"], r["reward"]) for r in rows] == [
+        (0, 3, 1, 0.5),
+        (1, 5, 0, 0.25),
+    ]
+
+
+def test_states_of_a_batch_from_recording_to_checkpoint(ledger: Ledger) -> None:
+    ledger.record([group(0), group(1)], "train", 0, "s")
+    ledger.record([group(0, "e000000-0000")], "held_out", 0, "e")
+    dropped, evaluated = ("dropped", "failed"), ("evaluated", None)
+    assert states(ledger) == {
+        "e000000-0000.0": evaluated,
+        "e000000-0000.1": evaluated,
+        "g000000.0": ("recorded", None),
+        "g000000.1": dropped,
+        "g000001.0": ("recorded", None),
+        "g000001.1": dropped,
+    }
+    ledger.commit_checkpoint("step-000001", LoopState(update=1, cursor=1))
+    assert states(ledger)["g000000.0"] == ("trained", None)
+    assert states(ledger)["g000001.0"] == ("recorded", None)
+    assert ledger.roll_back(LoopState(cursor=1)) == 1
+    assert states(ledger)["g000001.0"] == ("dropped", "resampled")
+    ledger.record([group(1, "g000001r1")], "train", 0, "s2")
+    ledger.commit_checkpoint("step-000002", LoopState(update=2, cursor=2))
+    assert states(ledger)["g000001r1.0"] == ("trained", None)
+    assert states(ledger)["g000001.0"] == ("dropped", "resampled")  # not trained with its namesake
+    assert states(ledger)["e000000-0000.0"] == evaluated
+
+
+@settings(max_examples=20)
+@given(st.lists(st.sampled_from(["batch", "checkpoint", "kill", "evaluate"]), max_size=20), st.integers(1, 3))
+def test_conservation_through_any_history(
+    tmp_path_factory: pytest.TempPathFactory, events: list[str], size: int
+) -> None:
+    """A model of the run beside the ledger: what is trained is exactly what the latest checkpoint contains."""
+    ledger = Ledger(tmp_path_factory.mktemp("ledger") / "ledger.sqlite")
+    saved = now = LoopState()
+    expected: dict[str, tuple[str, str | None]] = {}
+    pending: list[str] = []
+    for number, event in enumerate(events):
+        if event == "batch":
+            again = ledger.times_sampled()
+            names = {
+                i: f"g{i:06d}" + (f"r{again[i]}" if i in again else "") for i in range(now.cursor, now.cursor + size)
+            }
+            ledger.record([group(i, name) for i, name in names.items()], "train", now.version, f"shard{number}")
+            pending += [f"{name}.0" for name in names.values()]
+            expected |= {f"{name}.1": ("dropped", "failed") for name in names.values()}
+            now = LoopState(now.update + 1, now.version + 1, now.cursor + size)
+        elif event == "evaluate":
+            ledger.record([group(0, f"e{number}")], "held_out", now.update, f"shard{number}")
+            expected |= {f"e{number}.{attempt}": ("evaluated", None) for attempt in range(2)}
+        elif event == "checkpoint":
+            ledger.commit_checkpoint(f"step-{now.update}", now)
+            expected |= dict.fromkeys(pending, ("trained", None))
+            saved, pending = now, []
+        else:
+            assert ledger.roll_back(saved) == len(pending)
+            expected |= dict.fromkeys(pending, ("dropped", "resampled"))
+            now, pending = saved, []
+        assert states(ledger) == expected | dict.fromkeys(pending, ("recorded", None))
+    ledger.close()
+
+
+def test_the_latest_checkpoint_is_the_last_one_committed(ledger: Ledger) -> None:
+    assert ledger.latest_checkpoint() is None
+    evaluations = ({"update": 0, "success": 0.25, "by": {"1": 0.5}},)
+    state = LoopState(4, 2, 8, 12.5, 20.0, evaluations)
+    ledger.commit_checkpoint("step-000004", LoopState(update=4))
+    ledger.commit_checkpoint("step-000004", state)
+    assert ledger.latest_checkpoint() == ("step-000004", state)
+    ledger.commit_checkpoint("step-000002", LoopState(update=2))
+    assert ledger.latest_checkpoint() == ("step-000002", LoopState(update=2))
+
+
+def test_advantages_go_to_their_trajectories(ledger: Ledger) -> None:
+    ledger.record([group(0)], "train", 0, "s")
+    ledger.note_advantages({"g000000.0": -0.5})
+    rows = ledger.query("SELECT trajectory_id, advantage FROM trajectories ORDER BY trajectory_id")
+    assert [tuple(row.values()) for row in rows] == [("g000000.0", -0.5), ("g000000.1", None)]
+
+
+def test_times_sampled_counts_training_groups_only(ledger: Ledger) -> None:
+    ledger.record([group(0), group(1)], "train", 0, "s")
+    ledger.record([group(1, "g000001r1")], "train", 0, "s")
+    ledger.record([group(0, "e0")], "held_out", 0, "e")
+    assert ledger.times_sampled() == {0: 1, 1: 2}
+
+
+def test_recording_is_all_or_nothing(ledger: Ledger) -> None:
+    ledger.record([group(1)], "train", 0, "s")
+    with pytest.raises(sqlite3.IntegrityError):
+        ledger.record([group(0), group(1)], "train", 0, "s")  # a group twice is a bug, and leaves nothing behind
+    assert ledger.times_sampled() == {1: 1}
+
+
+@pytest.mark.parametrize("folder", ["plain", "50% off #1?"])
+def test_a_reader_sees_a_run_in_progress_and_cannot_change_it(tmp_path: Path, folder: str) -> None:
+    path = tmp_path / folder / "ledger.sqlite"
+    path.parent.mkdir()
+    writer = Ledger(path)
+    writer.record([group(0)], "train", 0, "s")
+    reader = Ledger(path, read_only=True)
+    writer.commit_checkpoint("step-000001", LoopState(update=1, cursor=1))
+    assert states(reader)["g000000.0"] == ("trained", None)
+    with pytest.raises(RunError, match="readonly"):
+        reader.record([group(1)], "train", 0, "s")
+    reader.close()
+    writer.close()
+
+
+def test_reading_a_missing_ledger_is_an_error_and_makes_none(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no ledger at"):
+        Ledger(tmp_path / "ledger.sqlite", read_only=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite").mkdir()
+    with pytest.raises(RunError, match="ledger"):
+        Ledger(tmp_path / "ledger.sqlite")
+    (tmp_path / "no").write_text("this is no database, and long enough for SQLite to notice that it is none")
+    with pytest.raises(RunError, match="no: file is not a database"):
+        Ledger(tmp_path / "no")
+
+
+def test_a_locked_ledger_is_a_run_error(tmp_path: Path, ledger: Ledger) -> None:
+    ledger._db.execute("PRAGMA busy_timeout = 10")
+    other = sqlite3.connect(tmp_path / "ledger.sqlite")
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(RunError, match="database is locked"):
+        ledger.record([group(0)], "train", 0, "s")
+    other.rollback()
+    other.close()
+    ledger.record([group(0)], "train", 0, "s")
+    assert ledger.times_sampled() == {0: 1}
+
+
+def test_any_unicode_survives(ledger: Ledger) -> None:
+    message = "naïve ☃ \x00 \u2028"
+    bad = Trajectory("g0.0", "t", 0, (), None, Status.FAILED, Failure(Cause.AGENT, message))
+    ledger.record([make_group(0, bad, name="g0")], "train", 0, "s")
+    found: list[dict[str, Any]] = ledger.query("SELECT failure_message FROM trajectories")
+    assert found == [{"failure_message": message}]

@@ -1,0 +1,350 @@
+"""Whole runs of a tiny model: what is counted, what is trained, what is reproducible."""
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.orchestration.runs import Summary, check_finished, query, resume, start, updates
+from tests.worlds import Quiet, Ragged, Vowels, tiny, user, vowel_tasks
+from treadle.core.errors import CheckpointError, RunError, TrainingStopped
+from treadle.core.types import Task
+from treadle.envs.base import EnvStep
+from treadle.orchestration.inputs import Inputs, make_inputs
+from treadle.orchestration.run_directory import RunDirectory
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
+    """The tiny recipe, never interrupted."""
+    path = tmp_path_factory.mktemp("runs") / "reference"
+    return path, start(path)
+
+
+def test_a_run_leaves_what_it_promises(reference: tuple[Path, Summary]) -> None:
+    path, summary = reference
+    check_finished(path)
+    assert json.loads((path / "summary.json").read_text()) == summary
+    assert (summary["updates"], summary["stopped_early"], summary["held_out_tasks"]) == (4, False, 3)
+    assert [e["update"] for e in summary["evaluations"]] == [0, 4]
+    assert summary["held_out_success_after"] == summary["evaluations"][-1]["success"]
+    assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+    rows = query(path, "SELECT split, count(*) AS n FROM groups GROUP BY split")
+    assert {row["split"]: row["n"] for row in rows} == {"train": 8, "held_out": 6}
+    assert {row["version"] for row in updates(path)} == {0, 1, 2, 3}
+    for row in query(path, "SELECT g.batch, t.oldest_version FROM trajectories t JOIN groups g USING (group_id)"):
+        assert row["batch"] == row["oldest_version"]  # synchronous: sampled by the version that is trained
+
+
+def test_each_trajectory_plays_the_tasks_of_its_epoch(reference: tuple[Path, Summary]) -> None:
+    """Six tasks, two an update: the fourth update begins the second epoch."""
+    path, _ = reference
+    rows = query(path, "SELECT idx, epoch, position FROM groups WHERE split = 'train' ORDER BY idx")
+    assert [row["epoch"] for row in rows] == [0] * 6 + [1] * 2
+    assert sorted(row["position"] for row in rows[:6]) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("evaluation.every=1", "evaluation.greedy_too=true"),
+        ("data.held_out=null",),
+        ("orchestration.checkpoint_every=1", "orchestration.keep_last=1"),
+    ],
+    ids=str,
+)
+def test_evaluations_and_checkpoints_do_not_change_the_weights(
+    overrides: tuple[str, ...], tmp_path: Path, reference: tuple[Path, Summary]
+) -> None:
+    assert start(tmp_path / "run", *overrides)["weights_sha256"] == reference[1]["weights_sha256"]
+    check_finished(tmp_path / "run")
+
+
+@pytest.mark.parametrize("override", ["seed=1", "training.optimizer.learning_rate=2e-3", "rollout.temperature=0.9"])
+def test_what_should_change_the_weights_does(override: str, tmp_path: Path, reference: tuple[Path, Summary]) -> None:
+    assert start(tmp_path / "run", override)["weights_sha256"] != reference[1]["weights_sha256"]
+    check_finished(tmp_path / "run")
+
+
+# Metrics
+
+
+def ragged(task_id: str, *rewards: float) -> Task:
+    return Task(task_id, (user(f"play {task_id}"),), "world", extras={"turns": len(rewards), "rewards": rewards})
+
+
+def test_metrics_are_per_trajectory_not_per_row(tmp_path: Path) -> None:
+    """Rows would weigh the long trajectories more: reward 0.67 and steps 2.33 instead of these."""
+    tasks = [ragged("a", 1.0), ragged("b", 0.0, 0.0), ragged("c", 0.5, 0.0, 0.25)]
+    held_out = [ragged("d", 1.0, 0.5), ragged("e", 0.0, 0.0, 0.0)]
+    inputs = make_inputs(tasks, held_out, {"world": Ragged})
+    start(tmp_path / "run", "training.tasks_per_update=3", "orchestration.updates=1", inputs=inputs)
+    check_finished(tmp_path / "run")
+    [row] = updates(tmp_path / "run")
+    assert (row["reward_mean"], row["steps_mean"]) == (pytest.approx(1.75 / 3), 2.0)
+    assert (row["success"], row["pass_at_k"], row["equal_reward_groups"]) == (
+        pytest.approx(1 / 3),
+        pytest.approx(1 / 3),
+        1,
+    )
+    assert (row["trajectories"], row["failed"], row["ended_done"]) == (9, 0, 1.0)
+    steps = query(
+        tmp_path / "run",
+        "SELECT trajectory_id, sum(s.completion_tokens) AS c, sum(s.prompt_tokens) AS p FROM steps s "
+        "JOIN trajectories USING (trajectory_id) JOIN groups g USING (group_id) WHERE split = 'train' GROUP BY 1",
+    )
+    assert row["completion_tokens_mean"] == pytest.approx(np.mean([s["c"] for s in steps]))
+    assert row["prompt_tokens_mean"] == pytest.approx(np.mean([s["p"] for s in steps]))
+    evaluation = RunDirectory.open(tmp_path / "run").metrics()[0]
+    assert (evaluation["reward_mean"], evaluation["steps_mean"], evaluation["success"]) == (0.75, 2.5, 0.5)
+    assert row["gradient_norm"] == 0.0  # equal rewards in every group
+
+
+# Failed trajectories
+
+
+class Failing(Vowels):
+    """Attempts fail as the switch says; a module-level switch because every attempt is a new instance."""
+
+    made = 0
+    every = 0  # each so many-th attempt fails; 0: none
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.fails = bool(self.every) and self.made % self.every == 0
+
+    async def step(self, text: str) -> EnvStep:
+        if self.fails:
+            raise LookupError("the page is gone")
+        return await super().step(text)
+
+
+def failing(every: int) -> Inputs:
+    class Fresh(Failing):
+        made = 0
+
+    Fresh.every = every
+    tasks = [replace(task, environment="world") for task in vowel_tasks("train", 6)]
+    return make_inputs(tasks, [], {"world": Fresh})
+
+
+def test_failed_trajectories_are_counted_and_in_no_baseline(tmp_path: Path) -> None:
+    progress = Quiet()
+    start(tmp_path / "run", "training.group_size=4", inputs=failing(3), progress=progress)
+    check_finished(tmp_path / "run")
+    rows = query(
+        tmp_path / "run",
+        "SELECT t.*, g.idx FROM trajectories t JOIN groups g USING (group_id) ORDER BY g.idx, t.attempt",
+    )
+    failed = [row for row in rows if row["status"] == "failed"]
+    assert len(failed) in (10, 11)
+    for row in failed:
+        assert (row["reward"], row["advantage"], row["failure_cause"]) == (None, None, "environment")
+        assert row["failure_message"] == "step raised LookupError: the page is gone"
+        assert row["steps"] == 1
+    for index in range(8):
+        own = [row for row in rows if row["idx"] == index and row["status"] != "failed"]
+        rewards = np.array([row["reward"] for row in own])
+        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        assert np.allclose([row["advantage"] for row in own], expected, atol=1e-9)
+    logged = updates(tmp_path / "run")
+    assert sum(row["failed"] for row in logged) == len(failed)
+    for number, row in enumerate(logged):
+        graded = [r["reward"] for r in rows if r["idx"] // 2 == number and r["reward"] is not None]
+        assert row["reward_mean"] == pytest.approx(np.mean(graded))
+    assert [line for line in progress.lines if "the page is gone" in line] != []
+
+
+class Breaking(Quiet):
+    """The environment breaks after some updates."""
+
+    def __init__(self, world: type[Failing], after: int) -> None:
+        super().__init__()
+        self.world, self.after = world, after
+
+    def updated(self, row: Any, updates: int) -> None:
+        if row["update"] == self.after:
+            self.world.every = 1
+
+
+def test_too_many_failures_stop_the_run_which_can_be_resumed(tmp_path: Path, reference: tuple[Path, Summary]) -> None:
+    path = tmp_path / "run"
+    inputs = failing(0)
+    world = inputs.environments["world"]
+    assert isinstance(world, type)
+    assert issubclass(world, Failing)
+    with pytest.raises(TrainingStopped) as caught:
+        start(path, "data.held_out=null", inputs=inputs, progress=Breaking(world, after=3))
+    assert "6 of 6 trajectories of update 4 failed" in str(caught.value)
+    assert "most often (6x) environment: step raised LookupError: the page is gone" in str(caught.value)
+    assert "A checkpoint of update 3 is saved" in str(caught.value)
+    world.every = 0
+    assert resume(path, inputs=inputs)["weights_sha256"] == reference[1]["weights_sha256"]
+    check_resumed(path, resampled=0)
+
+
+def check_resumed(path: Path, resampled: int) -> None:
+    """As `check_finished`, for a run some of whose failed groups were sampled again with success."""
+    rows = [row["update"] for row in updates(path)]
+    assert rows == [1, 2, 3, 4]
+    [left] = query(path, "SELECT count(*) AS n FROM steps WHERE state = 'recorded'")
+    assert left["n"] == 0
+    [again] = query(path, "SELECT count(*) AS n FROM steps WHERE reason = 'resampled'")
+    assert again["n"] == resampled
+
+
+def test_a_share_of_failures_below_the_limit_does_not_stop_a_run(tmp_path: Path) -> None:
+    options = ("training.group_size=2", "orchestration.updates=1")
+    start(tmp_path / "half", *options, inputs=failing(2))
+    with pytest.raises(TrainingStopped, match="2 of 4 trajectories"):
+        start(tmp_path / "less", *options, "orchestration.max_failed_fraction=0.49", inputs=failing(2))
+
+
+def test_a_bug_ends_the_run_instead_of_hanging_it(tmp_path: Path) -> None:
+    class Bug(Quiet):
+        def phase(self, name: str, total: int) -> None:
+            if name == "rollout":
+                raise ZeroDivisionError("a bug")
+
+    tasks = [Task("t", (user("?"),), "world")]
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        start(tmp_path / "run", inputs=make_inputs(tasks, [], {"world": Ragged}), progress=Bug())
+
+
+# Interruption and resuming
+
+
+class Interrupting(Quiet):
+    """Sends a signal to this process, as a terminal would, while a certain batch is being played."""
+
+    def __init__(self, number: signal.Signals, batch: int) -> None:
+        super().__init__()
+        self.number, self.left = number, batch
+
+    def phase(self, name: str, total: int) -> None:
+        self.left -= name == "rollout"
+        if not self.left:
+            self.left = -1
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("per_batch", "batch"), [(1, 1), (1, 3), (2, 1)])
+def test_an_interrupted_run_resumes_to_the_same_weights(
+    number: signal.Signals, per_batch: int, batch: int, tmp_path: Path, reference: tuple[Path, Summary]
+) -> None:
+    path, option = tmp_path / "run", f"training.updates_per_batch={per_batch}"
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    summary = start(path, option, progress=Interrupting(number, batch))
+    assert {n: signal.getsignal(n) for n in before} == before
+    done = batch * per_batch
+    assert (summary["stopped_early"], summary["updates"], summary["held_out_success_after"]) == (True, done, None)
+    assert not (path / "summary.json").exists()
+    assert (path / "checkpoints" / f"step-{done:06d}").is_dir()
+    resumed = resume(path)
+    check_finished(path)
+    if per_batch == 1:
+        assert resumed["weights_sha256"] == reference[1]["weights_sha256"]
+        assert [e["update"] for e in resumed["evaluations"]] == [0, 4]
+    else:
+        assert resumed["weights_sha256"] == start(tmp_path / "straight", option)["weights_sha256"]
+
+
+def test_a_finished_run_cannot_be_resumed(reference: tuple[Path, Summary]) -> None:
+    with pytest.raises(RunError, match=r"is finished \(4 updates\); nothing to resume"):
+        resume(reference[0])
+
+
+def test_a_run_killed_before_its_summary_is_finished_by_resuming(
+    tmp_path: Path, reference: tuple[Path, Summary]
+) -> None:
+    path = tmp_path / "run"
+    start(path)
+    (path / "summary.json").unlink()
+    summary = resume(path)
+    assert summary["weights_sha256"] == reference[1]["weights_sha256"]
+    assert [e["update"] for e in summary["evaluations"]] == [0, 4]  # the last evaluation is not played twice
+    check_finished(path)
+
+
+def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "run", tiny()).unlock()
+    with pytest.raises(RunError, match="has no checkpoint yet; remove it and start again"):
+        resume(tmp_path / "run")
+    with pytest.raises(RunError, match="no config"):
+        resume(tmp_path / "nothing", config=tiny())
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after its first update. Tests must leave it as it is."""
+    path = tmp_path_factory.mktemp("runs") / "stopped"
+    start(path, progress=Interrupting(signal.SIGINT, 1))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [
+        (
+            "model.build.hidden_size=64",
+            r"holds another model: .* is \(726, 32\) there and \(726, 64\) in the configured",
+        ),
+        ("model.build.num_hidden_layers=2", r"holds another model: model.layers.1.* is absent there"),
+        ("model.build.tie_word_embeddings=false", r"holds another model: lm_head.weight is absent there"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(stopped: Path, override: str, difference: str) -> None:
+    with pytest.raises(CheckpointError, match=difference):
+        resume(stopped, config=tiny(override))
+
+
+def test_a_damaged_checkpoint_is_refused(stopped: Path) -> None:
+    file = stopped / "checkpoints" / "step-000001" / "model.safetensors"
+    good = file.read_bytes()
+    try:
+        file.write_bytes(good[:-4] + bytes(4 * [7]))
+        with pytest.raises(CheckpointError, match="is damaged"):
+            resume(stopped)
+        file.write_bytes(good[:100])
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            resume(stopped)
+    finally:
+        file.write_bytes(good)
+
+
+def test_a_run_in_use_is_refused(stopped: Path) -> None:
+    owner = RunDirectory.open(stopped)
+    owner.lock()
+    with pytest.raises(RunError, match="another process is training"):
+        resume(stopped)
+    owner.unlock()
+    with pytest.raises(RunError, match="already in use"):
+        start(stopped)
+
+
+# Learning
+
+
+def mean_reward(rows: Sequence[dict[str, Any]]) -> float:
+    return float(np.mean([row["reward_mean"] for row in rows]))
+
+
+def test_the_reward_rises(tmp_path: Path) -> None:
+    """From the share of vowels a random model writes to mostly vowels, in thirty updates."""
+    start(
+        tmp_path / "run",
+        *("orchestration.updates=30", "training.tasks_per_update=4", "training.group_size=8"),
+        *("training.optimizer.learning_rate=0.02", "data.held_out=null", "orchestration.checkpoint_every=30"),
+    )
+    rows = updates(tmp_path / "run")
+    assert mean_reward(rows[:5]) < 0.45
+    assert mean_reward(rows[-5:]) > 0.7
+    check_finished(tmp_path / "run")

@@ -1,0 +1,123 @@
+"""Who owns a run directory, and what is kept of its metrics."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from tests.worlds import ROOT, tiny
+from treadle.core.errors import RunError
+from treadle.orchestration.run_directory import RunDirectory, default_name, find_run
+
+LOCKER = """
+import sys, time
+from pathlib import Path
+from treadle.orchestration.run_directory import RunDirectory
+run = RunDirectory(Path(sys.argv[1]))
+run.lock()
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_new_run_keeps_its_configuration(tmp_path: Path) -> None:
+    config = tiny("seed=5")
+    run = RunDirectory.create(tmp_path / "a" / "b", config)
+    assert run.rollouts.is_dir()
+    assert run.checkpoints.is_dir()
+    assert RunDirectory.open(tmp_path / "a" / "b").config() == config
+    assert "# torch " in run.config_file.read_text()
+    run.unlock()
+
+
+def test_a_directory_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match="already in use; continue it with --resume or choose another --name"):
+        RunDirectory.create(tmp_path, tiny())
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+    with pytest.raises(RunError, match="could not create"):
+        RunDirectory.create(tmp_path / "notes.txt", tiny())
+    with pytest.raises(RunError, match="could not create"):
+        RunDirectory.create(tmp_path / "notes.txt" / "run", tiny())
+
+
+def test_an_empty_directory_will_do(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path, tiny()).unlock()
+    assert RunDirectory.open(tmp_path).config_file.is_file()
+
+
+def test_what_is_no_run_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is no run directory"):
+        RunDirectory.open(tmp_path)
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, tiny())
+    run.unlock()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    with subprocess.Popen(
+        [sys.executable, "-c", LOCKER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(RunError, match="another process is training in"):
+            run.lock()
+        other.kill()
+        other.wait()
+    run.lock()  # the lock died with its owner
+    with pytest.raises(RunError, match="another process"):
+        RunDirectory.open(tmp_path).lock()
+    run.unlock()
+    run.unlock()
+
+
+def test_metrics_after_the_checkpoint_are_forgotten_and_so_is_an_unfinished_line(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert run.metrics() == []
+    run.roll_back_metrics(0)  # killed before the first line
+    rows = [{"kind": "update", "update": n, "x": 0.1 * n} for n in range(1, 6)]
+    rows.insert(2, {"kind": "evaluation", "update": 2, "x": "naïve"})
+    for row in rows:
+        run.log(row)
+    with run.metrics_file.open("a") as file:
+        file.write('{"kind": "update", "upd')
+    assert run.metrics() == rows
+    run.roll_back_metrics(3)
+    assert run.metrics() == rows[:4]
+    run.log(rows[4])
+    assert run.metrics() == rows[:5]
+
+
+def test_too_little_space_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 29_000_000))
+    run = RunDirectory(tmp_path)
+    run.require_space(9_000_000)
+    with pytest.raises(RunError, match=r"29 MB free at .* three checkpoints need 30 MB"):
+        run.require_space(10_000_000)
+
+
+def test_a_full_disk_is_told_when_logging(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "gone")
+    with pytest.raises(RunError, match=r"could not write .*metrics.jsonl.*then --resume"):
+        run.log({"update": 1})
+
+
+def test_the_newest_run_of_a_recipe_is_found(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no run of 'tiny' under"):
+        find_run(tmp_path, "tiny")
+    for age, name in enumerate(["tiny-b", "tiny-a", "tiny-empty", "other-c"]):
+        (tmp_path / name).mkdir()
+        if name != "tiny-empty":
+            (tmp_path / name / "config.yaml").touch()
+            os.utime(tmp_path / name / "config.yaml", (1000 - age, 1000 - age))
+    assert find_run(tmp_path, "tiny").name == "tiny-b"
+    assert default_name(tiny("seed=7")).startswith("tiny-seed7-")

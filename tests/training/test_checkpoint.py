@@ -1,0 +1,304 @@
+"""Checkpoints are complete or absent, continue bit for bit, and say what does not fit."""
+
+import copy
+import json
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.models import FAMILIES, VOCABULARY, random_groups, same_bits, tiny, weights_of
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.core.errors import CheckpointError
+from treadle.engines.weights import unique_weights, weights_sha256
+from treadle.training.checkpoint import (
+    checkpoint_bytes,
+    copy_weights,
+    export_model,
+    load_checkpoint,
+    remove_others,
+    save_checkpoint,
+)
+from treadle.training.config import ModelConfig, OptimizerConfig, TrainingConfig
+from treadle.training.learner import Learner
+from treadle.training.model import make_model
+
+TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
+ROOT = Path(__file__).parents[2]
+
+
+def make_learner(family: str = "qwen3", seed: int = 0, **fields: Any) -> Learner:
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup=3, weight_decay=0.01, decay_from=0.5)
+    training = TrainingConfig(optimizer=optimizer, updates_per_batch=2)
+    return Learner(tiny(family, seed, **fields), training, AlgorithmConfig(entropy_coef=0.1), updates=8)
+
+
+def train(learner: Learner, *seeds: int) -> Learner:
+    for seed in seeds:
+        learner.train_batch(random_groups(seed, groups=4))
+    return learner
+
+
+def saved(directory: Path, learner: Learner | None = None) -> Path:
+    save_checkpoint(directory / "step-1", learner or train(make_learner(), 0), TOKENIZER)
+    return directory / "step-1"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-untied", "qwen2", "gemma3-half-sliding"])
+def test_a_restored_learner_continues_bit_for_bit(tmp_path: Path, family: str) -> None:
+    learner = train(make_learner(family), 0, 1)
+    checkpoint = saved(tmp_path, learner)
+    at_save = weights_of(learner.model)
+    restored = make_learner(family, seed=5)
+    load_checkpoint(checkpoint, restored, TOKENIZER)
+    assert same_bits(at_save, weights_of(restored.model))
+    assert restored.updates_done == learner.updates_done == 4
+    for one in (learner, restored):
+        train(one, 2, 3)
+    assert same_bits(weights_of(learner.model), weights_of(restored.model))
+    assert not same_bits(at_save, weights_of(restored.model))
+
+
+def test_a_checkpoint_from_before_the_first_update_is_one(tmp_path: Path) -> None:
+    learner = make_learner()
+    checkpoint = saved(tmp_path, learner)
+    restored = train(make_learner(seed=5), 4)  # what it has learned is forgotten, moments included
+    load_checkpoint(checkpoint, restored, TOKENIZER)
+    assert restored.updates_done == 0
+    for one in (learner, restored):
+        train(one, 0)
+    assert same_bits(weights_of(learner.model), weights_of(restored.model))
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    learner, other = (train(make_learner(), 0) for _ in range(2))
+    saved(tmp_path, learner)
+    assert same_bits(weights_of(train(learner, 1).model), weights_of(train(other, 1).model))
+
+
+def test_a_checkpoint_is_a_model_directory_and_nothing_else_is_left(tmp_path: Path) -> None:
+    learner = train(make_learner(), 0)
+    checkpoint = saved(tmp_path, learner)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+    names = {p.name for p in checkpoint.iterdir()}
+    assert names == {
+        "model.safetensors",
+        "config.json",
+        "optimizer.safetensors",
+        "checkpoint.json",
+        *(p.name for p in TOKENIZER.iterdir()),
+    }
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert same_bits(weights_of(model), weights_of(learner.model))
+    size = sum(p.stat().st_size for p in checkpoint.glob("*.safetensors"))
+    assert 0.8 < checkpoint_bytes(learner) / size < 1.2
+
+
+def test_saving_again_replaces(tmp_path: Path) -> None:
+    """A run that was rolled back reaches the same update again."""
+    learner = train(make_learner(), 0)
+    saved(tmp_path, learner)
+    (tmp_path / "step-1" / "leftover").touch()
+    (tmp_path / ".step-1.tmp").mkdir()
+    (tmp_path / ".step-1.tmp" / "half").touch()
+    checkpoint = saved(tmp_path, train(learner, 1))
+    restored = make_learner()
+    load_checkpoint(checkpoint, restored, TOKENIZER)
+    assert restored.updates_done == 4
+    assert not (checkpoint / "leftover").exists() and not (checkpoint / "half").exists()
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("qwen3", {"hidden_size": 20}, r"another model: .* is \(.*16.*\) there and \(.*20.*\) in the configured model"),
+        ("qwen3", {"num_hidden_layers": 3}, r"model.layers.2.* is absent there and \("),
+        ("qwen3", {"num_hidden_layers": 1}, r"model.layers.1.* is \(.*\) there and absent in the configured model"),
+        ("qwen3-untied", {}, r"lm_head.weight is absent there and \(32, 16\)"),
+    ],
+)
+def test_another_model_is_named(tmp_path: Path, family: str, fields: dict[str, Any], message: str) -> None:
+    checkpoint = saved(tmp_path)
+    learner = make_learner(family, **fields)
+    before = weights_of(learner.model)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(checkpoint, learner, TOKENIZER)
+    assert same_bits(before, weights_of(learner.model))
+
+
+def test_another_tokenizer_is_named(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_bytes((TOKENIZER / "tokenizer.json").read_bytes() + b" ")
+    with pytest.raises(CheckpointError, match=r"another tokenizer than .*other.tokenizer\.json"):
+        load_checkpoint(checkpoint, make_learner(), other)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_one_flipped_bit_is_found_before_anything_is_loaded(tmp_path: Path, name: str) -> None:
+    checkpoint = saved(tmp_path)
+    content = bytearray((checkpoint / name).read_bytes())
+    content[-5] ^= 1
+    (checkpoint / name).write_bytes(content)
+    learner = make_learner(seed=1)
+    before = weights_of(learner.model)
+    with pytest.raises(CheckpointError, match=rf"damaged: .*{name}"):
+        load_checkpoint(checkpoint, learner, TOKENIZER)
+    assert same_bits(before, weights_of(learner.model))
+    assert learner.updates_done == 0
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "noise"])
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, name: str, damage: str) -> None:
+    checkpoint = saved(tmp_path)
+    path = checkpoint / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "noise": b"\xff\xfe" * 40}[damage])
+    with pytest.raises(CheckpointError, match=r"step-1 (cannot be read|is damaged)"):
+        load_checkpoint(checkpoint, make_learner(), TOKENIZER)
+
+
+@pytest.mark.parametrize("facts", [[], {}, {"updates_done": 3}, None])
+def test_facts_that_are_not_a_checkpoints_are_an_error(tmp_path: Path, facts: Any) -> None:
+    checkpoint = saved(tmp_path)
+    (checkpoint / "checkpoint.json").write_text(json.dumps(facts))
+    with pytest.raises(CheckpointError, match="step-1 cannot be read"):
+        load_checkpoint(checkpoint, make_learner(), TOKENIZER)
+
+
+def test_no_checkpoint_at_all_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere cannot be read"):
+        load_checkpoint(tmp_path / "nowhere", make_learner(), TOKENIZER)
+
+
+def test_copying_weights_copies_and_names_their_source() -> None:
+    model, other = tiny(), tiny(seed=1)
+    weights = {name: tensor.clone() for name, tensor in unique_weights(other).items()}
+    copy_weights(model, weights, "cache")
+    assert same_bits(weights_of(model), weights_of(other))
+    del weights["model.norm.weight"]
+    with pytest.raises(CheckpointError, match=r"cache holds another model: model.norm.weight is absent there"):
+        copy_weights(model, weights, "cache")
+
+
+# Disks that refuse
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from tests.training.test_checkpoint import TOKENIZER, make_learner, train
+from treadle.core.errors import CheckpointError
+from treadle.training.checkpoint import export_model, save_checkpoint
+learner = train(make_learner(), 0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+target = Path(sys.argv[1])
+for write in (
+    lambda: save_checkpoint(target / "step-1", learner, TOKENIZER),
+    lambda: export_model(target / "export", learner.model, TOKENIZER),
+):
+    try:
+        write()
+    except CheckpointError as error:
+        print(error)
+"""
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    save, export = result.stdout.splitlines()
+    assert "could not write" in save and "step-1" in save and "File too large" in save and "free disk space" in save
+    assert "could not write" in export and "export" in export
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("write", ["save", "export"])
+def test_a_parent_that_is_a_file_is_an_error(tmp_path: Path, write: str) -> None:
+    (tmp_path / "file").touch()
+    learner = make_learner()
+    with pytest.raises(CheckpointError, match="could not (create|write) .*file"):
+        if write == "save":
+            save_checkpoint(tmp_path / "file" / "step-1", learner, TOKENIZER)
+        else:
+            export_model(tmp_path / "file" / "export", learner.model, TOKENIZER)
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_a_file_in_the_checkpoints_place_is_an_error_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "step-1").write_text("mine")
+    with pytest.raises(CheckpointError, match="step-1"):
+        save_checkpoint(tmp_path / "step-1", make_learner(), TOKENIZER)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"] and (tmp_path / "step-1").read_text() == "mine"
+
+
+def test_a_tokenizer_that_is_gone_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere.tokenizer\.json"):
+        save_checkpoint(tmp_path / "step-1", make_learner(), tmp_path / "nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("treadle.training.checkpoint._optimizer_tensors", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path / "step-1", make_learner(), TOKENIZER)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_old_checkpoints_are_removed_and_half_written_ones_too(tmp_path: Path) -> None:
+    for name in ("step-1", "step-2", ".step-3.tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes.txt").touch()
+    remove_others(tmp_path, ["step-2"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step-2"]
+
+
+# Export
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_an_exported_model_is_the_model_to_transformers(tmp_path: Path, family: str) -> None:
+    learner = train(make_learner(family), 0)
+    export_model(tmp_path / "out" / "model", learner.model, TOKENIZER)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    stock = copy.deepcopy(learner.model).eval()
+    stock.set_attn_implementation("sdpa")
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, VOCABULARY, (2, 20)))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, stock(ids).logits)
+    config = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+    assert config["architectures"] == [type(learner.model).__name__]  # other engines choose the class by it
+    assert config["dtype"] == "float32"
+    assert "treadle" not in json.dumps(config)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out" / "model")) > 0
+
+
+def test_an_exported_model_is_a_model_path(tmp_path: Path) -> None:
+    model = tiny()
+    export_model(tmp_path / "model", model, TOKENIZER)
+    again = make_model(ModelConfig(path=str(tmp_path / "model")), VOCABULARY, seed=9)
+    assert weights_sha256(unique_weights(again)) == weights_sha256(unique_weights(model))
+
+
+def test_an_export_never_overwrites(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CheckpointError, match="exists already; choose another directory"):
+        export_model(tmp_path / "model", tiny(), TOKENIZER)
+    assert list((tmp_path / "model").iterdir()) == []

@@ -1,0 +1,279 @@
+"""What an update does and does not do, beyond its gradient."""
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.models import (
+    distance,
+    exact,
+    full,
+    gradients,
+    make_group,
+    make_step,
+    norm,
+    random_groups,
+    same_bits,
+    step_logprobs,
+    tiny,
+    weights_of,
+)
+from treadle.algorithms.config import AlgorithmConfig, advantages
+from treadle.core.errors import ConfigError
+from treadle.core.types import Group
+from treadle.packing.flat import flatten
+from treadle.training.config import OptimizerConfig, TrainingConfig
+from treadle.training.forward import packed_attention, prepare, token_logprobs
+from treadle.training.learner import Learner
+from treadle.training.optimizer import learning_rate
+
+FAST = OptimizerConfig(learning_rate=1e-2)
+
+
+def make_learner(
+    model: PreTrainedModel, algorithm: AlgorithmConfig | None = None, updates: int = 10, **training: Any
+) -> Learner:
+    config = TrainingConfig(**{"optimizer": FAST, **training})
+    return Learner(copy.deepcopy(model), config, algorithm or AlgorithmConfig(), updates)
+
+
+def test_training_raises_the_probability_of_what_was_rewarded() -> None:
+    good, bad = make_step([1, 2], [3, 4]), make_step([1, 2], [5, 6])
+    groups = [make_group([([good], 1.0), ([bad], 0.0)])]
+    learner = make_learner(exact())
+    before = full(learner.logprobs(flatten(groups)))
+    for _ in range(5):
+        learner.train_batch(groups)
+    after = full(learner.logprobs(flatten(groups)))
+    assert (after[:2].sum() > before[:2].sum() + 0.1) and (after[2:].sum() < before[2:].sum() - 0.1)
+
+
+def test_the_first_update_is_adamw_on_the_accumulated_gradient() -> None:
+    """With the gradient clipped, the rate of the schedule, and a fresh gradient for the next update."""
+    groups = random_groups(0)
+    optimizer = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.01, warmup=4, weight_decay=0.1)
+    learner = make_learner(exact(), optimizer=optimizer)
+    batch = flatten(groups)
+    learner.accumulate(batch, advantages(batch, learner.algorithm))
+    gradient, start = gradients(learner.model), weights_of(learner.model)
+    learner.optimizer.zero_grad()
+    (result,) = learner.train_batch(groups)
+    size = norm(gradient)
+    assert result.metrics["gradient_norm"] == pytest.approx(size, rel=1e-9)
+    assert result.metrics["learning_rate"] == pytest.approx(2.5e-3)
+    moved = {}
+    for name, old in start.items():
+        clipped = gradient[name] * (0.01 / (size + 1e-6))
+        moved[name] = old * (1 - 2.5e-3 * 0.1) - 2.5e-3 * clipped / (clipped.abs() + 1e-8)
+    assert distance(moved, weights_of(learner.model)) < 1e-9 * distance(moved, start)
+    assert norm(gradients(learner.model)) == 0
+    assert learner.updates_done == 1
+
+
+def test_a_batch_without_any_advantage_changes_nothing() -> None:
+    groups = random_groups(0, rewards=(0.7,))
+    learner = make_learner(tiny())
+    before = weights_of(learner.model)
+    (result,) = learner.train_batch(groups)
+    assert same_bits(before, weights_of(learner.model))
+    assert result.metrics["gradient_norm"] == 0 and result.metrics["loss"] == 0
+    assert set(result.advantage.values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [make_group([])],
+        [make_group([([], 1.0), ([], 0.0)])],
+        [make_group([([make_step([1], [2])], None)])],
+        [make_group([([make_step([1], [2], mask=[False])], 1.0), ([make_step([1], [3], 0.0)], 0.0)])],
+        [make_group([([make_step([1], [])], 1.0), ([], 0.0)])],
+    ],
+    ids=["nobody", "no steps", "failed", "masked and greedy", "empty completion"],
+)
+def test_a_batch_without_a_trainable_token_changes_nothing_later_either(groups: list[Group]) -> None:
+    """Not the weights though there is momentum and decay, not the moments, and no gradient is left over."""
+    optimizer = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
+    algorithm = AlgorithmConfig(entropy_coef=0.1, entropy_coef_end=0.1)
+    learner, other = (make_learner(tiny(), algorithm, optimizer=optimizer) for _ in range(2))
+    for one in (learner, other):
+        one.train_batch(random_groups(0))
+    before = weights_of(learner.model)
+    (result,) = learner.train_batch(groups)
+    assert same_bits(before, weights_of(learner.model))
+    assert result.metrics["trainable_tokens"] == 0 and result.metrics["gradient_norm"] == 0
+    assert all(math.isfinite(value) for value in result.metrics.values())
+    assert learner.updates_done == 2
+    other.updates_done = 2
+    for one in (learner, other):
+        one.train_batch(random_groups(1))
+    assert same_bits(weights_of(learner.model), weights_of(other.model))
+
+
+def test_failed_trajectories_change_nothing_about_the_others() -> None:
+    healthy = random_groups(0, groups=1, rewards=(0.0, 1.0))[0]
+    steps = random_groups(1)[0].trajectories[0].steps
+    mixed = make_group([(t.steps, t.reward) for t in healthy.trajectories] + [(steps, None)])
+    learners = [make_learner(tiny()) for _ in range(2)]
+    results = [one.train_batch([group]) for one, group in zip(learners, (healthy, mixed), strict=True)]
+    assert results[0][0] == results[1][0]
+    assert same_bits(weights_of(learners[0].model), weights_of(learners[1].model))
+
+
+def test_a_later_update_of_a_batch_is_anchored_before_the_first() -> None:
+    """With updates_per_batch > 1 the ratio of the second update is not 1, and may be clipped."""
+    groups = random_groups(0, groups=4)
+    learner = make_learner(exact(), updates_per_batch=2, optimizer=OptimizerConfig(learning_rate=0.1))
+    first, second = flatten(groups[:2]), flatten(groups[2:])
+    old = learner.logprobs(second)
+    results = learner.train_batch(groups)
+    assert len(results) == 2 and learner.updates_done == 2
+    assert results[0].metrics["clip_fraction"] == 0 < results[1].metrics["clip_fraction"] <= 1
+    assert set(results[0].advantage) == {t.trajectory_id for t in first.trajectories}
+    assert set(results[1].advantage) == {t.trajectory_id for t in second.trajectories}
+    by_hand = make_learner(exact(), optimizer=OptimizerConfig(learning_rate=0.1))
+    by_hand.update(first)
+    assert by_hand.update(second, old).metrics == pytest.approx(results[1].metrics, rel=1e-9)
+    assert by_hand.logprobs(second) == pytest.approx(learner.logprobs(second))
+
+
+def test_the_only_update_of_a_batch_is_its_own_anchor() -> None:
+    groups = random_groups(0)
+    learner, other = make_learner(exact()), make_learner(exact())
+    batch = flatten(groups)
+    (result,) = learner.train_batch(groups)
+    explicit = other.update(batch, other.logprobs(batch))
+    assert result.metrics == pytest.approx(explicit.metrics)
+    assert result.metrics["clip_fraction"] == 0
+    assert distance(weights_of(learner.model), weights_of(other.model)) < 1e-9
+
+
+def test_logprobs_are_taken_at_each_tokens_recorded_temperature() -> None:
+    steps = [make_step([1, 2, 3], [4, 5], t) for t in (0.5, 1.0, 2.0, 0.0)]
+    batch = flatten([make_group([(steps, 1.0)])])
+    model = exact()
+    found = make_learner(model).logprobs(batch)
+    with torch.no_grad():
+        wanted = np.concatenate([full(step_logprobs(model, step)[0]) for step in steps])
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    assert len(set(np.round(found[::2], 6))) == 3  # greedy tokens are never trained; 1 stands in for their temperature
+
+
+def test_the_gap_to_the_engine_is_measured_on_trainable_tokens() -> None:
+    model = exact()
+    step = make_step([1, 2], [3, 4, 5])
+    with torch.no_grad():
+        true = full(step_logprobs(model, step)[0])
+    recorded = make_step([1, 2], [3, 4, 5], mask=[True, True, False], logprobs=true - [0.25, 0.75, 9.0])
+    (result,) = make_learner(model).train_batch([make_group([([recorded], 1.0)])])
+    assert result.metrics["logprob_gap_mean"] == pytest.approx(0.5, abs=1e-6)
+    assert result.metrics["logprob_gap_max"] == pytest.approx(0.75, abs=1e-6)
+    assert result.metrics["trainable_tokens"] == 2
+
+
+def test_the_entropy_bonus_goes_linearly_from_start_to_end_and_raises_entropy() -> None:
+    groups = random_groups(0, rewards=(1.0,))  # no advantage: the bonus is all there is
+    learner = make_learner(exact(), AlgorithmConfig(entropy_coef=0.4, entropy_coef_end=0.0), updates=4)
+    results = [learner.train_batch(groups)[0].metrics for _ in range(5)]
+    shares = [-result["loss"] / result["entropy"] for result in results]
+    assert shares == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
+    assert results[4]["entropy"] > results[0]["entropy"] + 0.05
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    groups = random_groups(0, groups=3)
+    model = tiny()
+    batch = flatten(groups)
+    found = {}
+    for precision in ("float32", "bfloat16"):
+        learner = make_learner(model, precision=precision)
+        logp = learner.logprobs(batch)
+        assert logp.dtype == np.float32
+        learner.accumulate(batch, advantages(batch, learner.algorithm))
+        found[precision] = (logp, gradients(learner.model))
+        learner.train_batch(groups)
+        assert {p.dtype for p in learner.model.parameters()} == {torch.float32}
+    (exact_logp, exact_gradient), (logp, gradient) = found.values()
+    assert 0 < np.abs(logp - exact_logp).max() < 0.2
+    assert 0 < distance(gradient, exact_gradient) < 0.1 * norm(exact_gradient)
+
+
+def test_the_same_updates_give_the_same_bits() -> None:
+    ends = []
+    for _ in range(2):
+        learner = make_learner(tiny(), updates_per_batch=2, max_tokens_per_microbatch=40)
+        for seed in range(2):
+            learner.train_batch(random_groups(seed, groups=4))
+        ends.append(weights_of(learner.model))
+    assert same_bits(*ends)
+
+
+def test_a_layer_that_does_not_attend_through_the_layout_is_an_error() -> None:
+    """It would mix the sequences of a micro-batch, or see none of what came before."""
+    groups = random_groups(0)
+    learner = make_learner(tiny())
+    layer: Any = learner.model.model.layers[1]
+    layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ConfigError, match="1 of 2 layers of Qwen3ForCausalLM attended through the packed layout"):
+        learner.train_batch(groups)
+
+
+def test_a_model_that_drops_the_layout_on_the_way_is_an_error() -> None:
+    learner = make_learner(tiny())
+    with pytest.raises(ConfigError, match="Qwen3Attention drops keyword arguments"):
+        learner.model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+def test_attention_that_packing_does_not_implement_is_an_error() -> None:
+    learner = make_learner(tiny("gemma3-half-sliding", model_type="gemma2"))
+    with pytest.raises(ConfigError, match="soft-capped or sink attention"):
+        learner.train_batch(random_groups(0))
+    with pytest.raises(ConfigError, match="drops keyword arguments"):
+        packed_attention(torch.nn.Linear(1, 1), *[torch.zeros(1, 1, 1, 1)] * 3, attention_mask=None)
+
+
+def test_entropy_carries_a_gradient_only_if_asked() -> None:
+    from treadle.packing.flat import spans
+    from treadle.packing.layout import Packing, micro_batches, pack
+
+    model = tiny()
+    prepare(model, gradient_checkpointing=False)
+    batch = flatten(random_groups(0))
+    (part,) = micro_batches(pack(spans(batch), Packing.CHAIN), 8192)
+    temperature = torch.ones(len(part.flat))
+    for asked in (False, True):
+        logp, entropy = token_logprobs(model, part, temperature, asked)
+        assert logp.requires_grad and entropy.requires_grad is asked
+    with torch.no_grad():
+        assert not token_logprobs(model, part, temperature, True)[1].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("fields", "shares"),
+    [
+        ({}, [1, 1, 1, 1, 1, 1, 1, 1]),
+        ({"warmup": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
+        ({"decay_from": 0.5}, [1, 1, 1, 1, 1, (1 + math.cos(math.pi / 4)) / 2, 0.5, (1 - math.cos(math.pi / 4)) / 2]),
+        ({"decay_from": 0.5, "final_lr": 0.5}, [1, 1, 1, 1, 1, None, 0.75, None]),
+        ({"warmup": 2, "decay_from": 0.0, "final_lr": 1.0}, [0.5, 1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_the_learning_rates_course(fields: dict[str, Any], shares: list[float | None]) -> None:
+    config = OptimizerConfig(learning_rate=2.0, **fields)
+    found = [learning_rate(config, update, 8) for update in range(8)]
+    for rate, share in zip(found, shares, strict=True):
+        assert share is None or rate == pytest.approx(2.0 * share)
+
+
+@pytest.mark.parametrize("decay_from", [0.0, 0.5])
+@pytest.mark.parametrize("updates", [1, 7])
+def test_the_cosine_stays_at_the_final_rate(updates: int, decay_from: float) -> None:
+    """Past the planned end, too: the rate must not climb up the cosine again."""
+    config = OptimizerConfig(learning_rate=1.0, decay_from=decay_from, final_lr=0.1)
+    for update in (updates, updates + 1, updates + 3):
+        assert learning_rate(config, update, updates) == pytest.approx(0.1)

@@ -1,0 +1,150 @@
+"""A model that cannot be trained is refused with its reason before anything starts."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import VOCABULARY, same_bits, tiny, weights_of
+from treadle.core.config import build
+from treadle.core.errors import ConfigError
+from treadle.training.checkpoint import export_model
+from treadle.training.config import ModelConfig
+from treadle.training.model import load_tokenizer, make_model, tokenizer_directory
+
+TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
+SMALL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def built(**fields: Any) -> ModelConfig:
+    return ModelConfig(build={**SMALL, **fields}, tokenizer="demo")
+
+
+def test_a_built_model_is_a_function_of_the_seed() -> None:
+    state = torch.random.get_rng_state()
+    one, two, other = (make_model(built(), VOCABULARY, seed) for seed in (1, 1, 2))
+    assert same_bits(weights_of(one), weights_of(two)) and not same_bits(weights_of(one), weights_of(other))
+    assert one.config.vocab_size == VOCABULARY and one.dtype is torch.float32
+    assert torch.equal(torch.random.get_rng_state(), state)  # nobody else's draws move
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "qwen99"}, "model.build: .*qwen99"),
+        ({"model_type": "vit"}, "model.build: .*causal"),
+        ({"hiden_size": 8}, r"model.build: qwen3 knows no \['hiden_size'\]"),
+        ({"hidden_size": "8"}, "model.build: .*hidden_size"),
+        ({"layer_types": ["full_attention"] * 2}, "model.build: .*layer_types"),
+        ({"attention_dropout": 0.1}, "dropout .* set {'attention_dropout': 0.1} to 0"),
+        ({"vocab_size": 31}, "vocabulary of 31 is smaller than the tokenizer's 32"),
+    ],
+)
+def test_a_build_that_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:
+    if fields.get("model_type") == "vit":
+        fields = {"model_type": "vit"}
+        config = ModelConfig(build=fields, tokenizer="demo")
+    else:
+        config = built(**fields)
+    with pytest.raises(ConfigError, match=message):
+        make_model(config, VOCABULARY, 0)
+
+
+def test_a_larger_vocabulary_than_the_tokenizers_is_fine() -> None:
+    assert make_model(built(vocab_size=40), VOCABULARY, 0).config.vocab_size == 40
+
+
+@pytest.mark.parametrize("rope", [{"rope_theta": 500.0, "rope_type": "default"}])
+def test_rope_parameters_reach_the_model(rope: dict[str, Any]) -> None:
+    assert make_model(built(rope_parameters=rope), VOCABULARY, 0).config.rope_parameters["rope_theta"] == 500.0
+
+
+def exported(tmp_path: Path) -> Path:
+    export_model(tmp_path / "model", tiny(), TOKENIZER)
+    return tmp_path / "model"
+
+
+def loading(path: Path) -> ModelConfig:
+    return ModelConfig(path=str(path))
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no config.json in .*nowhere"):
+        make_model(loading(tmp_path / "nowhere"), VOCABULARY, 0)
+
+
+def test_a_model_without_its_weights_file_is_refused(tmp_path: Path) -> None:
+    path = exported(tmp_path)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model.path: .*model"):
+        make_model(loading(path), VOCABULARY, 0)
+
+
+@pytest.mark.parametrize("damage", ["missing", "unexpected", "shape"])
+def test_weights_that_do_not_fill_the_model_are_refused(tmp_path: Path, damage: str) -> None:
+    """transformers would fill the gaps with random numbers and go on."""
+    path = exported(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    change = {
+        "missing": {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
+        "shape": {"intermediate_size": 20},
+    }
+    (path / "config.json").write_text(json.dumps({**config, **change.get(damage, {})}))
+    if damage == "unexpected":
+        make_model(loading(path), VOCABULARY, 0)  # whole, until now
+        (path / "config.json").write_text(
+            json.dumps({**config, "num_hidden_layers": 1, "layer_types": ["full_attention"]})
+        )
+    with pytest.raises(ConfigError, match=r"model.path: .*layers|model.path: .*mlp"):
+        make_model(loading(path), VOCABULARY, 0)
+
+
+def test_a_model_whose_config_asks_for_dropout_is_refused(tmp_path: Path) -> None:
+    path = exported(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.2}))
+    with pytest.raises(ConfigError, match="'attention_dropout': 0.2"):
+        make_model(loading(path), VOCABULARY, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "exactly one of model.path and model.build"),
+        ({"path": "x", "build": SMALL}, "exactly one of model.path and model.build"),
+        ({"build": {"hidden_size": 8}, "tokenizer": "demo"}, "model.build needs model_type"),
+        ({"build": SMALL}, "model.build needs model.tokenizer"),
+    ],
+)
+def test_a_model_has_one_source(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(ModelConfig, fields)
+
+
+def test_tokenizers(tmp_path: Path) -> None:
+    assert tokenizer_directory(built()) == TOKENIZER
+    with pytest.raises(ConfigError, match=r"model.tokenizer: no tokenizer.json in .*nothing"):
+        tokenizer_directory(ModelConfig(path=str(tmp_path / "nothing")))
+    tokenizer = load_tokenizer(TOKENIZER)
+    assert tokenizer.chat_template and tokenizer.eos_token_id is not None
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((TOKENIZER / name).read_bytes())
+    with pytest.raises(ConfigError, match="has no chat template"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes((TOKENIZER / "chat_template.jinja").read_bytes())
+    facts = json.loads((TOKENIZER / "tokenizer_config.json").read_text())
+    del facts["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts))
+    with pytest.raises(ConfigError, match="names no eos_token"):
+        load_tokenizer(tmp_path)
