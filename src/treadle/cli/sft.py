@@ -8,8 +8,8 @@ from pathlib import Path
 
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import ConfigError
-from treadle.core.registry import resolve
 from treadle.orchestration.config import RunConfig, load_recipe
+from treadle.training.demonstrations import load_demonstrations
 
 _EXAMPLES = """examples:
   treadle sft demo --out models/warm
@@ -64,10 +64,7 @@ def _check(config: RunConfig, recipe: str, out: Path) -> None:
         raise ConfigError(f"recipe {recipe!r} has no warm_start section, so there is nothing to learn; add one")
     if out.exists():
         raise ConfigError(f"--out {str(out)!r} exists already; choose another directory")
-    if not config.warm_start.demonstrations.endswith(".jsonl"):
-        resolve("demonstrations", config.warm_start.demonstrations)
-    elif not Path(config.warm_start.demonstrations).is_file():
-        raise ConfigError(f"warm_start.demonstrations: no file {config.warm_start.demonstrations!r}")
+    load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
 
 
 def _command(*words: str) -> str:

@@ -105,12 +105,11 @@ def _leaving_no_stub(path: Path) -> Iterator[None]:
     new = not path.exists() or not any(path.iterdir())
     try:
         yield
-    except BaseException:
+    finally:
         from treadle.orchestration.run_directory import RunDirectory
 
         if new and _is_stub(RunDirectory(path)):
             shutil.rmtree(path)
-        raise
 
 
 def _is_stub(run: RunDirectory) -> bool:

@@ -15,6 +15,7 @@ from treadle.envs.tasks import load_environment, load_tasks
 from treadle.orchestration.config import RunConfig, TaskSetConfig
 from treadle.rollout.attempt import EnvironmentFactory, checked_messages, guarded, make_environment
 from treadle.rollout.chat import ChatRenderer
+from treadle.training.demonstrations import load_demonstrations
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,12 @@ class Inputs:
 
 
 def load_inputs(config: RunConfig) -> Inputs:
-    """Load tasks and environments as configured. Needs no torch. Raises ConfigError or DataError."""
+    """Load tasks and environments as configured, and look at a first demonstration. Needs no torch.
+
+    Raises ConfigError or DataError.
+    """
+    if config.warm_start is not None:
+        load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
     train = _tasks(config.data.train, "train", config)
     held_out = _tasks(config.data.held_out, "held_out", config) if config.data.held_out else []
     return make_inputs(train, held_out, {})

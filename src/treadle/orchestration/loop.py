@@ -128,6 +128,7 @@ class Loop:
             groups = await buffer.take(self.config.groups_per_batch)
         self._give_up_if_failing(groups)
         with _timed(seconds, "update"):
+            self._phase("update", 1)
             results = await asyncio.to_thread(self.learner.train_batch, groups)
         with _timed(seconds, "publish"):
             await self.engine.publish(self.learner.weights(), self.state.version + 1)

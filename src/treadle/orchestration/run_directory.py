@@ -112,13 +112,14 @@ class RunDirectory:
 
 
 def find_run(runs: Path, recipe: str) -> Path:
-    """The newest run of a recipe under `runs`. Raises RunError if there is none."""
-    found = [p for p in runs.glob(f"{recipe}-*") if (p / "config.yaml").is_file()]
-    if not found:
-        raise RunError(
-            f"no run of {recipe!r} under {str(runs)!r} to resume; start one without --resume, or give --name"
-        )
-    return max(found, key=lambda p: (p / "config.yaml").stat().st_mtime)
+    """The newest run of a recipe under `runs` that is not finished. Raises RunError if there is none."""
+    unfinished = [
+        run for run in map(RunDirectory, runs.glob("*")) if run.config_file.is_file() and not run.summary_file.is_file()
+    ]
+    own = [run for run in unfinished if load_yaml(run.config_file).get("recipe") == recipe]
+    if not own:
+        raise RunError(f"no unfinished run of {recipe!r} under {str(runs)!r} to resume; start one without --resume")
+    return max(own, key=lambda run: run.config_file.stat().st_mtime).path
 
 
 def default_name(config: RunConfig) -> str:

@@ -24,8 +24,9 @@ from treadle.orchestration.rollout_store import write_atomically
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.checkpoint import copy_weights, export_model
 from treadle.training.config import WarmStartConfig
+from treadle.training.demonstrations import demonstrated_calls, load_demonstrations
 from treadle.training.model import file_sha256
-from treadle.training.sft import demonstrated_calls, load_demonstrations, warm_start
+from treadle.training.sft import warm_start
 
 
 @dataclass(frozen=True, slots=True)

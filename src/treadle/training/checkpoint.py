@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -32,7 +33,10 @@ def write_model(directory: Path, model: PreTrainedModel, tokenizer: Path) -> Non
     """Write weights, config and tokenizer into an existing directory, durably. Raises OSError."""
     weights = {name: tensor.contiguous() for name, tensor in unique_weights(model).items()}
     _write(directory / "model.safetensors", save_safetensors(weights, {"format": "pt"}))
-    _write(directory / "config.json", model.config.to_json_string().encode())
+    config = json.loads(model.config.to_json_string())
+    # inference engines choose the class by `architectures`, which only models that were loaded have
+    config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+    _write(directory / "config.json", json.dumps(config, indent=2, sort_keys=True).encode())
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             _write(directory / name, (tokenizer / name).read_bytes())
@@ -46,51 +50,67 @@ def export_model(directory: Path, model: PreTrainedModel, tokenizer: Path) -> No
     if directory.exists():
         raise CheckpointError(f"{str(directory)!r} exists already; choose another directory")
     with _complete_or_absent(directory) as temporary:
-        write_model(temporary.path, model, tokenizer)
+        write_model(temporary, model, tokenizer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """checkpoint.json."""
+
+    updates_done: int
+    tokenizer_sha256: str
+    weights_sha256: str
+    optimizer_sha256: str
 
 
 def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
     """Write the learner's state durably. Raises CheckpointError; then nothing of it is left."""
-    if directory.exists():  # of a run that was rolled back: the ledger no longer points to it
-        shutil.rmtree(directory)
     with _complete_or_absent(directory) as temporary:
-        write_model(temporary.path, learner.model, tokenizer)
-        _write(temporary.path / "optimizer.safetensors", save_safetensors(_optimizer_tensors(learner)))
-        facts = {
-            "updates_done": learner.updates_done,
-            "tokenizer_sha256": file_sha256(tokenizer / "tokenizer.json"),
-            "weights_sha256": weights_sha256(learner.weights()),
-        }
-        _write(temporary.path / "checkpoint.json", json.dumps(facts, indent=2).encode())
+        if directory.is_dir():  # of a run that was rolled back: the ledger no longer points to it
+            shutil.rmtree(directory)
+        write_model(temporary, learner.model, tokenizer)
+        moments = _optimizer_tensors(learner)
+        _write(temporary / "optimizer.safetensors", save_safetensors(moments))
+        facts = _Facts(
+            updates_done=learner.updates_done,
+            tokenizer_sha256=file_sha256(tokenizer / "tokenizer.json"),
+            weights_sha256=weights_sha256(learner.weights()),
+            optimizer_sha256=weights_sha256(moments),
+        )
+        _write(temporary / "checkpoint.json", json.dumps(asdict(facts), indent=2).encode())
 
 
 def load_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
     """Restore a learner. Raises CheckpointError for a checkpoint that is damaged or of another model or tokenizer."""
     try:
-        facts: dict[str, Any] = json.loads((directory / "checkpoint.json").read_bytes())
+        facts = _Facts(**json.loads((directory / "checkpoint.json").read_bytes()))
         weights = load_safetensors((directory / "model.safetensors").read_bytes())
         moments = load_safetensors((directory / "optimizer.safetensors").read_bytes())
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+    except (OSError, SafetensorError, ValueError, TypeError) as error:  # ValueError: not UTF-8 or not JSON
         raise CheckpointError(f"checkpoint {directory} cannot be read: {error}") from error
-    if facts["tokenizer_sha256"] != file_sha256(tokenizer / "tokenizer.json"):
+    if facts.tokenizer_sha256 != file_sha256(tokenizer / "tokenizer.json"):
         raise CheckpointError(
             f"checkpoint {directory} was made with another tokenizer than {tokenizer / 'tokenizer.json'}"
         )
+    for name, tensors, recorded in (
+        ("model.safetensors", weights, facts.weights_sha256),
+        ("optimizer.safetensors", moments, facts.optimizer_sha256),
+    ):
+        if weights_sha256(tensors) != recorded:
+            raise CheckpointError(f"checkpoint {directory} is damaged: {name} does not have the recorded SHA-256")
     copy_weights(learner.model, weights, str(directory))
-    if weights_sha256(learner.weights()) != facts["weights_sha256"]:
-        raise CheckpointError(f"checkpoint {directory} is damaged: its weights do not have the recorded SHA-256")
     _restore_moments(learner, moments, directory)
-    learner.updates_done = facts["updates_done"]
+    learner.updates_done = facts.updates_done
 
 
 def copy_weights(model: PreTrainedModel, weights: dict[str, Tensor], source: str) -> None:
-    """Copy `weights` into the model. Raises CheckpointError, naming the first difference, if they are another model's."""
+    """Copy `weights` into the model. Raises CheckpointError, naming the first difference, if they do not fit it."""
     mine = unique_weights(model)
     for name in sorted(mine.keys() | weights.keys()):
         have, given = mine.get(name), weights.get(name)
         if have is None or given is None or have.shape != given.shape:
             raise CheckpointError(
-                f"{source} holds another model: {name} is {_shape(given)} there and {_shape(have)} in the configured model"
+                f"{source} holds another model: {name} is {_shape(given)} there, {_shape(have)} in the configured model"
             )
     with torch.no_grad():
         for name, tensor in mine.items():
@@ -121,34 +141,28 @@ def _restore_moments(learner: Learner, moments: dict[str, Tensor], directory: Pa
         return
     for name, parameter in learner.model.named_parameters():
         try:
-            learner.optimizer.state[parameter] = {m: moments[f"{m}.{name}"] for m in _MOMENTS}
+            learner.optimizer.state[parameter] = {
+                moment: moments[f"{moment}.{name}"].to(parameter.device) for moment in _MOMENTS
+            }
         except KeyError as error:
             raise CheckpointError(f"checkpoint {directory} has no optimizer state for {name}") from error
 
 
-class _complete_or_absent:  # reads as a statement where it is used
+@contextmanager
+def _complete_or_absent(final: Path) -> Iterator[Path]:
     """A temporary directory beside `final` that becomes it on success and vanishes on failure."""
-
-    def __init__(self, final: Path) -> None:
-        self.final, self.path = final, final.with_name(f".{final.name}.tmp")
-
-    def __enter__(self) -> _complete_or_absent:
-        shutil.rmtree(self.path, ignore_errors=True)
-        try:
-            self.path.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(f"could not create {self.final}: {error}") from error
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is None:
-            _fsync(self.path)
-            self.path.replace(self.final)
-            _fsync(self.final.parent)
-            return
-        shutil.rmtree(self.path, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"could not write {self.final}: {error}; free disk space, then --resume") from error
+    temporary = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        _fsync(temporary)
+        temporary.replace(final)
+        _fsync(final.parent)
+    except OSError as error:
+        raise CheckpointError(f"could not write {final}: {error}; free disk space, then --resume") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -123,10 +123,11 @@ def token_logprobs(
         use_cache=False,
         packed=layout,
     ).logits[0]
-    if len(layout.layers) != model.config.get_text_config().num_hidden_layers:
+    layers = model.config.get_text_config().num_hidden_layers
+    if len(layout.layers) != layers:
         raise ConfigError(
-            f"{len(layout.layers)} of {model.config.get_text_config().num_hidden_layers} layers of {type(model).__name__} "
-            "attended through the packed layout; the others would mix sequences"
+            f"{len(layout.layers)} of {layers} layers of {type(model).__name__} attended "
+            "through the packed layout; the others would mix sequences"
         )
     distribution = (logits.to(temperature.dtype) / temperature.to(device)[:, None]).log_softmax(-1)
     targets = torch.from_numpy(batch.target_ids).long().to(device)

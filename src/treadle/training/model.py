@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -67,7 +69,19 @@ def _load(path: Path) -> PreTrainedModel:
         raise ConfigError(
             f"model.path: no config.json in {str(path)!r}; give the directory of a Hugging Face causal LM"
         )
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=torch.float32, output_loading_info=True, local_files_only=True
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"model.path: {str(path)!r} cannot be loaded: {error}") from error
+    model: PreTrainedModel = loaded[0]
+    report: dict[str, Any] = loaded[1]
+    if wrong := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
+        raise ConfigError(
+            f"model.path: the weights in {str(path)!r} lack {len(wrong)} of the model's, for example {wrong[0]}; "
+            "they would be random"
+        )
     return model
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -57,9 +58,9 @@ def measure(threads: int, repeats: int) -> Report:
         names = ("TorchEngine", "TorchEngine, no reuse", "transformers generate")
         taken = cpu_seconds(
             {
-                names[0]: lambda work=work: asyncio.run(_engine(model, work, reuse=True)),  # type: ignore[misc]
-                names[1]: lambda work=work: asyncio.run(_engine(model, work, reuse=False)),  # type: ignore[misc]
-                names[2]: lambda work=work: _generate(stock, work),  # type: ignore[misc]
+                names[0]: partial(_play, model, work, reuse=True),
+                names[1]: partial(_play, model, work, reuse=False),
+                names[2]: partial(_generate, stock, work),
             },
             repeats,
         )
@@ -77,6 +78,10 @@ def measure(threads: int, repeats: int) -> Report:
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     note = f"{parameters:.2f}M-parameter Qwen3, {Work(1).turns} turns, median of {repeats}, {threads} thread(s)"
     return Report("rollout", note, rows)
+
+
+def _play(model: PreTrainedModel, work: Work, reuse: bool) -> None:
+    asyncio.run(_engine(model, work, reuse))
 
 
 async def _engine(model: PreTrainedModel, work: Work, reuse: bool) -> None:

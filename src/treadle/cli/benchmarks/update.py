@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -51,10 +53,7 @@ def measure(threads: int, repeats: int) -> Report:
         for packing in (Packing.STEP, Packing.CHAIN)
     }
     taken = cpu_seconds(
-        {
-            f"{packing} {budget}": lambda own=learner: own.train_batch(groups)
-            for (packing, budget), learner in learners.items()
-        },  # type: ignore[misc]
+        {f"{packing} {budget}": partial(own.train_batch, groups) for (packing, budget), own in learners.items()},
         repeats,
     )
     rows: list[Row] = []
