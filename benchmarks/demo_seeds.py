@@ -94,7 +94,9 @@ def draw(runs: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
     reward = np.array([smoothed([r["reward_mean"] for r in run if r["kind"] == "update"], width=5) for run in runs])
     updates = np.arange(1, reward.shape[1] + 1)
     axes.fill_between(updates, reward.min(0), reward.max(0), color="#9db8d9", alpha=0.45, linewidth=0)
-    axes.plot(updates, reward.mean(0), color="#2f6db5", linewidth=1.8, label="reward in training (moving average over 5)")
+    axes.plot(
+        updates, reward.mean(0), color="#2f6db5", linewidth=1.8, label="reward in training (moving average over 5)"
+    )
     points = [[r for r in run if r["kind"] == "evaluation" and r["temperature"] > 0] for run in runs]
     at = [r["update"] for r in points[0]]
     success = np.array([[r["success"] for r in run] for run in points])

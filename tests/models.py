@@ -111,7 +111,7 @@ def make_step(
     completion: Sequence[int] | Ids,
     temperature: float = 1.0,
     mask: Sequence[bool] | None = None,
-    logprobs: Sequence[float] | None = None,
+    logprobs: Sequence[float] | NDArray[np.floating] | None = None,
 ) -> Step:
     return Step(
         prompt_ids=np.asarray(prompt, np.int32),

@@ -241,8 +241,9 @@ _TINY: dict[str, Any] = {
         "tasks_per_update": 2,
         "group_size": 3,
         "threads": 1,
-        "optimizer": {"learning_rate": 3e-3},
+        "optimizer": {"learning_rate": 3e-3, "warmup": 2, "decay_from": 0.5},  # so that a resumed run must know where
     },
+    "algorithm": {"entropy_coef": 0.01},
     "evaluation": {"every": 0, "greedy_too": False},
     "orchestration": {"updates": 4, "checkpoint_every": 2},
 }

@@ -20,7 +20,7 @@ async def test_it_replies_as_scripted_cut_to_max_tokens() -> None:
     cut = await typed.generate(PROMPT, SamplingParams(max_tokens=2), session="a")
     assert cut.token_ids.tolist() == [1, 2] and cut.stop_reason is StopReason.LENGTH
     assert cut.logprobs.tolist() == [-0.25, -0.25]
-    assert (cut.token_ids.dtype, cut.logprobs.dtype) == (np.int32, np.float32)
+    assert cut.token_ids.dtype == np.int32 and cut.logprobs.dtype == np.float32
     assert [call.tolist() for call in engine.calls] == [[1, 2], [1, 2]]
     assert (await typed.score(np.array([1, 2, 3], np.int32))).tolist() == [-0.25, -0.25]
 

@@ -66,7 +66,7 @@ async def play(engine: Engine, name: str, script: Script) -> list[Step]:
         for number in range(len(script.observations) + 1):
             params = SamplingParams(script.temperature, script.max_tokens, script.stop, script.seed * 100 + number)
             answer = await engine.generate(prompt, params, session=name)
-            assert (answer.token_ids.dtype, answer.logprobs.dtype) == (np.int32, np.float32)
+            assert answer.token_ids.dtype == np.int32 and answer.logprobs.dtype == np.float32
             steps.append(
                 Step(prompt, answer.token_ids, answer.logprobs, answer.versions_per_token(), params, answer.stop_reason)
             )
@@ -547,7 +547,7 @@ async def test_a_wave_that_fails_fails_its_calls_and_the_engine_goes_on() -> Non
 def moved(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
-            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)), alpha=0.1)
     return model
 
 

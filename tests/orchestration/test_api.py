@@ -52,6 +52,10 @@ def test_training_on_an_environment_of_ones_own(tmp_path: Path) -> None:
     assert other["weights_sha256"] != summary["weights_sha256"]
 
 
+async def test_training_where_an_event_loop_is_running_as_in_a_notebook(tmp_path: Path) -> None:
+    assert train(tmp_path / "run")["updates"] == 2
+
+
 def test_a_trained_model_can_be_trained_on(tmp_path: Path) -> None:
     train(tmp_path / "first")
     checkpoint = tmp_path / "first" / "checkpoints" / "step-000002"

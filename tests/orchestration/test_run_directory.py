@@ -100,9 +100,9 @@ def test_too_little_space_is_told_before_the_run(tmp_path: Path, monkeypatch: py
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 29_000_000))
     run = RunDirectory(tmp_path)
-    run.require_space(9_000_000)
-    with pytest.raises(RunError, match=r"29 MB free at .* three checkpoints need 30 MB"):
-        run.require_space(10_000_000)
+    run.require_space(9_000_000, keep=2)
+    with pytest.raises(RunError, match=r"29 MB free at .* 3 checkpoints need 30 MB"):
+        run.require_space(10_000_000, keep=2)
 
 
 def test_a_full_disk_is_told_when_logging(tmp_path: Path) -> None:
@@ -111,13 +111,15 @@ def test_a_full_disk_is_told_when_logging(tmp_path: Path) -> None:
         run.log({"update": 1})
 
 
-def test_the_newest_run_of_a_recipe_is_found(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no run of 'tiny' under"):
+def test_the_newest_unfinished_run_of_a_recipe_is_found(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="run of 'tiny' under"):
         find_run(tmp_path, "tiny")
-    for age, name in enumerate(["tiny-b", "tiny-a", "tiny-empty", "other-c"]):
-        (tmp_path / name).mkdir()
-        if name != "tiny-empty":
-            (tmp_path / name / "config.yaml").touch()
-            os.utime(tmp_path / name / "config.yaml", (1000 - age, 1000 - age))
-    assert find_run(tmp_path, "tiny").name == "tiny-b"
+    (tmp_path / "empty").mkdir()
+    for age, (name, recipe) in enumerate({"done": "tiny", "z": "other", "b": "tiny", "a": "tiny"}.items()):
+        run = RunDirectory.create(tmp_path / name, tiny(f"recipe={recipe}"))
+        run.unlock()
+        os.utime(run.config_file, (1000 - age, 1000 - age))
+    (tmp_path / "done" / "summary.json").touch()
+    assert find_run(tmp_path, "tiny").name == "b"
+    assert find_run(tmp_path, "other").name == "z"
     assert default_name(tiny("seed=7")).startswith("tiny-seed7-")

@@ -88,7 +88,7 @@ def test_demonstrations_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "error", "message"),
     [
-        ("warm_start.demonstrations=missing.jsonl", ConfigError, "no file 'missing.jsonl'"),
+        ("warm_start.demonstrations=missing.jsonl", ConfigError, "warm_start.demonstrations: .*'missing.jsonl'"),
         ("warm_start.demonstrations=nobody", ConfigError, "'nobody' is not registered"),
         ("warm_start.demonstrations='tests.worlds:nothing'", ConfigError, "has no 'nothing'"),
         ("warm_start.options={colour: red}", ConfigError, "do not fit"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 
 from tests.worlds import (
     END,
@@ -305,7 +306,7 @@ def test_an_unexpected_exception_of_the_engine_is_no_trajectory_but_still_cleans
 def test_a_conversation_the_chat_template_refuses_fails_its_attempt_alone() -> None:
     def strict(conversation: Any, generation_prompt: bool) -> str:
         if any(message["role"] == "tool" for message in conversation):
-            raise LookupError("roles must alternate")
+            raise TemplateError("roles must alternate")
         return chatml(conversation, generation_prompt)
 
     worlds = [Told(MORE, DONE), Told(EnvStep([user("more")]), DONE)]

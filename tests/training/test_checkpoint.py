@@ -120,10 +120,10 @@ def test_saving_again_replaces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("qwen3", {"hidden_size": 20}, r"another model: .* is \(.*16.*\) there and \(.*20.*\) in the configured model"),
-        ("qwen3", {"num_hidden_layers": 3}, r"model.layers.2.* is absent there and \("),
-        ("qwen3", {"num_hidden_layers": 1}, r"model.layers.1.* is \(.*\) there and absent in the configured model"),
-        ("qwen3-untied", {}, r"lm_head.weight is absent there and \(32, 16\)"),
+        ("qwen3", {"hidden_size": 20}, r"another model: .* is \(.*16.*\) there, \(.*20.*\) in the configured model"),
+        ("qwen3", {"num_hidden_layers": 3}, r"model.layers.2.* is absent there, \("),
+        ("qwen3", {"num_hidden_layers": 1}, r"model.layers.1.* is \(.*\) there, absent in the configured model"),
+        ("qwen3-untied", {}, r"lm_head.weight is absent there, \(32, 16\)"),
     ],
 )
 def test_another_model_is_named(tmp_path: Path, family: str, fields: dict[str, Any], message: str) -> None:
@@ -231,7 +231,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_parent_that_is_a_file_is_an_error(tmp_path: Path, write: str) -> None:
     (tmp_path / "file").touch()
     learner = make_learner()
-    with pytest.raises(CheckpointError, match="could not (create|write) .*file"):
+    with pytest.raises(CheckpointError, match=r"could not write .*file"):
         if write == "save":
             save_checkpoint(tmp_path / "file" / "step-1", learner, TOKENIZER)
         else:

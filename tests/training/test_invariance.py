@@ -144,7 +144,7 @@ def test_any_layout_gives_the_naive_loops_loss_gradient_and_metrics(
     per_trajectory = advantages(batch, algorithm)
     loss, wanted = naive_loss(model, groups, algorithm, old)
     if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     reference = gradients(model)
     limit = 1e-12 * max(norm(reference), 1e-2 * scale(batch, algorithm))
     for learner in learners:
@@ -163,7 +163,7 @@ def test_every_family_of_models_gives_the_naive_gradient(family: str) -> None:
     model = exact(family)
     batch = flatten(groups)
     loss, _ = naive_loss(model, groups, algorithm, None)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     reference = gradients(model)
     assert norm(reference) > 1e-3
     for packing, budget in ((Packing.STEP, 60), (Packing.CHAIN, 60), (Packing.CHAIN, 8192)):
@@ -252,7 +252,7 @@ def test_only_a_steps_own_mask_decides_about_its_tokens() -> None:
     batch = flatten(groups)
     loss, metrics = naive_loss(model, groups, AlgorithmConfig(), None)
     assert metrics["trainable_tokens"] == 3
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     learner = make_learner(model, AlgorithmConfig())
     learner.accumulate(batch, advantages(batch, AlgorithmConfig()))
     assert distance(gradients(learner.model), gradients(model)) <= 1e-12 * norm(gradients(model))

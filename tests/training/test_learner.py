@@ -233,8 +233,9 @@ def test_attention_that_packing_does_not_implement_is_an_error() -> None:
     learner = make_learner(tiny("gemma3-half-sliding", model_type="gemma2"))
     with pytest.raises(ConfigError, match="soft-capped or sink attention"):
         learner.train_batch(random_groups(0))
+    none = torch.zeros(1, 1, 1, 1)
     with pytest.raises(ConfigError, match="drops keyword arguments"):
-        packed_attention(torch.nn.Linear(1, 1), *[torch.zeros(1, 1, 1, 1)] * 3, attention_mask=None)
+        packed_attention(torch.nn.Linear(1, 1), none, none, none, attention_mask=None)
 
 
 def test_entropy_carries_a_gradient_only_if_asked() -> None:

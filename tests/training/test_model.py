@@ -42,8 +42,8 @@ def test_a_built_model_is_a_function_of_the_seed() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "qwen99"}, "model.build: .*qwen99"),
-        ({"model_type": "vit"}, "model.build: .*causal"),
+        ({"model_type": "qwen33"}, r"knows no model_type 'qwen33'; did you mean 'qwen3'\?"),
+        ({"model_type": "vit"}, "model.build: model_type 'vit' is no causal language model"),
         ({"hiden_size": 8}, r"model.build: qwen3 knows no \['hiden_size'\]"),
         ({"hidden_size": "8"}, "model.build: .*hidden_size"),
         ({"layer_types": ["full_attention"] * 2}, "model.build: .*layer_types"),
@@ -52,13 +52,8 @@ def test_a_built_model_is_a_function_of_the_seed() -> None:
     ],
 )
 def test_a_build_that_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:
-    if fields.get("model_type") == "vit":
-        fields = {"model_type": "vit"}
-        config = ModelConfig(build=fields, tokenizer="demo")
-    else:
-        config = built(**fields)
     with pytest.raises(ConfigError, match=message):
-        make_model(config, VOCABULARY, 0)
+        make_model(built(**fields), VOCABULARY, 0)
 
 
 def test_a_larger_vocabulary_than_the_tokenizers_is_fine() -> None:
@@ -80,7 +75,7 @@ def loading(path: Path) -> ModelConfig:
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config.json in .*nowhere"):
+    with pytest.raises(ConfigError, match=r"no config\.json in .*nowhere"):
         make_model(loading(tmp_path / "nowhere"), VOCABULARY, 0)
 
 
@@ -91,22 +86,17 @@ def test_a_model_without_its_weights_file_is_refused(tmp_path: Path) -> None:
         make_model(loading(path), VOCABULARY, 0)
 
 
-@pytest.mark.parametrize("damage", ["missing", "unexpected", "shape"])
+@pytest.mark.parametrize("damage", ["missing", "shape"])
 def test_weights_that_do_not_fill_the_model_are_refused(tmp_path: Path, damage: str) -> None:
     """transformers would fill the gaps with random numbers and go on."""
     path = exported(tmp_path)
     config = json.loads((path / "config.json").read_text())
-    change = {
+    change: dict[str, dict[str, Any]] = {
         "missing": {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
         "shape": {"intermediate_size": 20},
     }
-    (path / "config.json").write_text(json.dumps({**config, **change.get(damage, {})}))
-    if damage == "unexpected":
-        make_model(loading(path), VOCABULARY, 0)  # whole, until now
-        (path / "config.json").write_text(
-            json.dumps({**config, "num_hidden_layers": 1, "layer_types": ["full_attention"]})
-        )
-    with pytest.raises(ConfigError, match=r"model.path: .*layers|model.path: .*mlp"):
+    (path / "config.json").write_text(json.dumps({**config, **change[damage]}))
+    with pytest.raises(ConfigError, match=r"model.path: .* lack .* for example model\.layers"):
         make_model(loading(path), VOCABULARY, 0)
 
 
@@ -114,7 +104,7 @@ def test_a_model_whose_config_asks_for_dropout_is_refused(tmp_path: Path) -> Non
     path = exported(tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.2}))
-    with pytest.raises(ConfigError, match="'attention_dropout': 0.2"):
+    with pytest.raises(ConfigError, match=r"'attention_dropout': 0\.2"):
         make_model(loading(path), VOCABULARY, 0)
 
 

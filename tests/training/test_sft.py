@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from treadle.envs.lookup import demonstration
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.session import Address, Session
 from treadle.training.config import OptimizerConfig, WarmStartConfig
+from treadle.training.demonstrations import demonstrated_calls, load_demonstrations
 from treadle.training.model import load_tokenizer
-from treadle.training.sft import demonstrated_calls, load_demonstrations, warm_start
+from treadle.training.sft import warm_start
 
 TOKENIZER = load_tokenizer(Path(str(files("treadle.recipes") / "tokenizer")))
-END = int(TOKENIZER.eos_token_id)  # type: ignore[arg-type]
+END = int(TOKENIZER.eos_token_id)
 
 
 def renderer() -> ChatRenderer:
@@ -60,12 +62,12 @@ async def test_calls_are_what_a_session_would_have_recorded(index: int) -> None:
 def test_each_prompt_begins_with_the_call_before() -> None:
     messages = next(m for i in range(20) if len(replies(m := demonstration(i, seed=0))) > 2)
     calls = demonstrated_calls(messages, renderer())
-    for (prompt, completion), (later, _) in zip(calls[:-1], calls[1:], strict=True):
+    for (prompt, completion), (later, _) in pairwise(calls):
         whole = np.concatenate([prompt, completion])
         assert later[: len(whole)].tolist() == whole.tolist() and len(later) > len(whole)
     assert all(completion[-1] == END for _, completion in calls)
     last: Ids = np.concatenate(calls[-1])
-    shown = TOKENIZER.apply_chat_template([dict(m) for m in messages], tokenize=False)
+    shown = TOKENIZER.apply_chat_template([{**m} for m in messages], tokenize=False)  # type: ignore[arg-type]
     assert str(shown).startswith(str(TOKENIZER.decode(last.tolist())))
 
 

@@ -23,7 +23,7 @@ _EXAMPLES = """examples:
   treadle train demo
   treadle train demo seed=3 orchestration.updates=100 --name short
   treadle train my_recipe.yaml model.path=/models/my-model
-  treadle train demo --resume                 the newest run of that recipe
+  treadle train demo --resume                 the newest unfinished run of that recipe
   treadle train demo --resume --name short    a certain run
 
 Ctrl-C finishes the update and saves a checkpoint; a second one stops at once. Either way --resume goes on.

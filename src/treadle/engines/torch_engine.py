@@ -303,10 +303,11 @@ class TorchEngine:
         """ids, positions int64[B, C] -> logits after the last column, float32[B, V]."""
         positions = positions.to(self._device)
         call = KVCall(cache, rows, positions, length)
-        out = self._model(
-            input_ids=ids.to(self._device), position_ids=positions, use_cache=False, logits_to_keep=1, kv=call
-        )
-        return out.logits[:, -1].float()
+        ids = ids.to(self._device)
+        logits: Tensor = self._model(
+            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, kv=call
+        ).logits
+        return logits[:, -1].float()
 
     def _parts(self, items: list[T], tokens: Callable[[T], int]) -> list[list[T]]:
         """Cut items into consecutive parts whose padded size stays within `prefill_tokens`."""

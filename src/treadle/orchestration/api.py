@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +52,13 @@ def train(
 
     from treadle.orchestration.train import start_run  # torch
 
-    return start_run(config, inputs, Path(run), progress or PlainProgress())
+    start = partial(start_run, config, inputs, Path(run), progress or PlainProgress())
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return start()
+    with ThreadPoolExecutor(1) as thread:  # in a notebook an event loop is running already: ours needs another thread
+        return thread.submit(start).result()
 
 
 def _with_setting(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:

@@ -81,13 +81,13 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def require_space(self, checkpoint_bytes: int) -> None:
-        """Raise RunError now if the disk could not take three checkpoints (two kept, one being written)."""
-        free = shutil.disk_usage(self.path).free
-        if free < 3 * checkpoint_bytes:
+    def require_space(self, checkpoint_bytes: int, keep: int) -> None:
+        """Raise RunError now if the disk could not take `keep` checkpoints and one being written."""
+        free, needed = shutil.disk_usage(self.path).free, (keep + 1) * checkpoint_bytes
+        if free < needed:
             raise RunError(
-                f"{free / 1e6:.0f} MB free at {str(self.path)!r}, three checkpoints need "
-                f"{3 * checkpoint_bytes / 1e6:.0f} MB; free some space or choose another --runs directory"
+                f"{free / 1e6:.0f} MB free at {str(self.path)!r}, {keep + 1} checkpoints need {needed / 1e6:.0f} MB; "
+                "free some space, lower orchestration.keep_last or choose another --runs directory"
             )
 
     def log(self, row: Mapping[str, Any]) -> None:

@@ -89,7 +89,8 @@ def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress)
     run = RunDirectory.create(path, config)
     try:
         progress.say(f"run directory: {path}")
-        run.require_space(3 * sum(p.numel() * p.element_size() for p in policy.model.parameters()))
+        size = 3 * sum(p.numel() * p.element_size() for p in policy.model.parameters())
+        run.require_space(size, config.orchestration.keep_last)
         report = run_warm_start(policy.model, policy.renderer, policy.tokenizer_path, config, progress)
         if report is not None:
             progress.say(_warm_start_line(report))
@@ -136,7 +137,7 @@ def _train(
     resume_from: str | None = None,
 ) -> dict[str, Any]:
     learner = Learner(policy.model, config.training, config.algorithm, config.orchestration.updates)
-    run.require_space(checkpoint_bytes(learner))
+    run.require_space(checkpoint_bytes(learner), config.orchestration.keep_last)
     ledger = Ledger(run.ledger_file)
     try:
         if resume_from is not None:

@@ -157,7 +157,7 @@ def make_environment(factory: EnvironmentFactory) -> Environment:
     """A fresh environment. Raises TrajectoryFailure (environment) for whatever the factory raises."""
     try:
         return factory()
-    except Exception as error:
+    except Exception as error:  # foreign code: attributed here, once. Not awaited, so that cancelling leaks nothing
         raise TrajectoryFailure(Cause.ENVIRONMENT, _raised("create", error)) from error
 
 

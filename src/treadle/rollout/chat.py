@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
+from jinja2 import TemplateError
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids, Message
@@ -109,7 +110,7 @@ class ChatRenderer:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=generation_prompt
             )
-        except Exception as error:  # a template is foreign code: many refuse roles that do not take turns
+        except (TemplateError, ValueError, TypeError) as error:  # many refuse roles that do not take turns
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(f"the chat template refuses a conversation of {roles}: {error}") from error
         return str(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +36,48 @@ def load_demonstrations(source: str, options: dict[str, Any], seed: int) -> Demo
 
 
 def _from_file(path: Path, seed: int) -> Demonstrations:
-    if not path.is_file():
-        raise ConfigError(f"warm_start.demonstrations: no file {str(path)!r}")
-    rows: list[tuple[Message, ...]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(row, dict) or "messages" not in row:
-            raise DataError(f"{path}:{number}: needs a 'messages' list")
-        rows.append(as_messages(row["messages"], f"{path}:{number}"))
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"warm_start.demonstrations: cannot read {str(path)!r}: {error.strerror}") from error
+    # Bytes are split, not text: JSON strings may hold characters that str.splitlines takes for line ends.
+    lines = enumerate(content.split(b"\n"), 1)
+    rows = [_conversation(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not rows:
         raise DataError(f"{path} has no demonstrations")
     return lambda index: rows[permutation(len(rows), seed, index // len(rows))[index % len(rows)]]
 
 
+def _conversation(line: bytes, where: str) -> tuple[Message, ...]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:  # bad UTF-8 or bad JSON
+        raise DataError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+        raise DataError(f"{where}: needs a 'messages' list")
+    messages = as_messages(row["messages"], where)
+    if fault := _fault(messages):
+        raise DataError(f"{where}: {fault}")
+    return messages
+
+
+def _fault(messages: Sequence[Message]) -> str | None:
+    """What no session could have recorded."""
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        return "there is no assistant turn to learn"
+    if roles[0] == "assistant" or ("assistant", "assistant") in pairwise(roles):
+        return "an assistant turn needs a message of somebody else before it"
+    return None
+
+
 def demonstrated_calls(messages: Sequence[Message], renderer: ChatRenderer) -> list[tuple[Ids, Ids]]:
     """The (prompt ids, completion ids) of each assistant turn, rendered as a session would have recorded them.
 
-    Raises DataError for a conversation without an assistant turn.
+    Raises DataError for a conversation without an assistant turn, or with one that answers nothing.
     """
+    if fault := _fault(messages):
+        raise DataError(f"a demonstration cannot be learned: {fault}: {messages!r:.200}")
     calls: list[tuple[Ids, Ids]] = []
     for at, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -66,6 +88,4 @@ def demonstrated_calls(messages: Sequence[Message], renderer: ChatRenderer) -> l
             known = max(i for i in range(at) if messages[i]["role"] == "assistant")
             prompt = renderer.next(np.concatenate(calls[-1]), messages[:known], messages[known + 1 : at])
         calls.append((prompt, renderer.reply(message["content"])))
-    if not calls:
-        raise DataError(f"a demonstration has no assistant turn: {messages!r:.200}")
     return calls

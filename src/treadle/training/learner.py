@@ -67,7 +67,7 @@ class Learner:
 
     def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
         """The current log-probability of every completion token [N], each at its recorded temperature."""
-        result = np.zeros(len(batch), np.float32 if self._dtype is torch.float32 else np.float64)
+        result: NDArray[np.floating] = np.zeros(len(batch), np.float32 if self._dtype is torch.float32 else np.float64)
         with torch.no_grad():
             for part in self._micro_batches(batch):
                 result[part.flat] = self._forward(batch, part, entropy_grad=False)[0].cpu().numpy()
@@ -106,7 +106,7 @@ class Learner:
             algorithm = self.algorithm
             policy = ppo_clip(logp, anchor, a, algorithm.eps_low, algorithm.eps_high)
             loss = (w * (policy - coefficient * entropy)).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             with torch.no_grad():
                 mask = self._tensor(batch.mask[part.flat]).bool()
                 gap = (anchor - self._tensor(batch.logp_rollout[part.flat])).abs()[mask]

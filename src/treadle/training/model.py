@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -71,9 +75,13 @@ def _load(path: Path) -> PreTrainedModel:
         )
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=torch.float32, output_loading_info=True, local_files_only=True
+            str(path),
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below like what is missing
+            local_files_only=True,
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
         raise ConfigError(f"model.path: {str(path)!r} cannot be loaded: {error}") from error
     model: PreTrainedModel = loaded[0]
     report: dict[str, Any] = loaded[1]
@@ -88,10 +96,16 @@ def _load(path: Path) -> PreTrainedModel:
 def _build(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
     fields = {"vocab_size": vocabulary, **(config.build or {})}
     model_type = fields.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"model.build: transformers knows no model_type {model_type!r}{hint}")
+    if CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"model.build: model_type {model_type!r} is no causal language model")
     try:
         model_config = AutoConfig.for_model(model_type, **fields)
-    except ValueError as error:
-        raise ConfigError(f"model.build: {error}") from error
+    except (ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"model.build: {' '.join(str(error).split())}") from error
     known = type(model_config)().to_dict().keys()
     if unknown := sorted(fields.keys() - known - {"rope_parameters", "rope_theta"}):
         raise ConfigError(f"model.build: {model_type} knows no {unknown}")

@@ -50,7 +50,7 @@ def warm_start(
         for part in parts:
             logp, _entropy = token_logprobs(model, part, torch.ones(len(part.flat), dtype=torch.float32))
             loss = -logp.sum() / tokens
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.item()
         step(optimizer, model, config.optimizer, learning_rate(config.optimizer, number, config.steps))
         losses.append(total)
