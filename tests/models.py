@@ -250,6 +250,20 @@ def step_logprobs(model: PreTrainedModel, step: Step) -> tuple[Tensor, Tensor]:
     return chosen, -(distribution.exp() * distribution).sum(-1)
 
 
+def drawn_token(logits: NDArray[np.float64], temperature: float, draw: float) -> tuple[int, float, float]:
+    """(token, logprob, distance of the draw from the nearest boundary), by counting up in float64."""
+    if temperature == 0:
+        return int(logits.argmax()), 0.0, 1.0
+    scaled = logits / float(np.float32(temperature))
+    logprobs = scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
+    total, bounds = 0.0, []
+    for p in np.exp(logprobs):
+        total += p
+        bounds.append(total)
+    token = next(i for i, bound in enumerate(bounds) if bound > draw * total)
+    return token, float(logprobs[token]), min(abs(draw * total - b) for b in [0.0, *bounds[:-1]])
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """A copy of every parameter's gradient; zeros where there is none."""
     return {

@@ -108,7 +108,7 @@ def test_clipped_names_exactly_the_tokens_whose_gradient_is_cut_off(rows: list[t
         (1.3, 1.0, True),
         (1.27, 1.0, False),
         (0.5, 1.0, False),
-        (0.7, -1.0, True),
+        (0.75, -1.0, True),
         (0.85, -1.0, False),
         (3.0, -1.0, False),
     ],
@@ -116,7 +116,7 @@ def test_clipped_names_exactly_the_tokens_whose_gradient_is_cut_off(rows: list[t
 def test_the_two_bounds(ratio: float, advantage: float, cut: bool) -> None:
     new, old, a = torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([advantage])
     assert clipped(new, old, a, 0.2, 0.28).tolist() == [cut]
-    limit = {1.3: 1.28, 0.7: 0.8}.get(ratio, ratio)
+    limit = {1.3: 1.28, 0.75: 0.8}.get(ratio, ratio)
     assert ppo_clip(new, old, a, 0.2, 0.28).item() == pytest.approx(-limit * advantage)
 
 

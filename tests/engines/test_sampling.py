@@ -7,27 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from tests.models import full
+from tests.models import drawn_token, full
 from treadle.core.draws import Stream, call_seed, token_uniforms
 from treadle.engines.sampling import sample
 
 SEEDS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=6)
-
-
-def reference(logits: NDArray[np.float64], temperature: float, draw: float) -> tuple[int, float, float]:
-    """(token, logprob, distance of the draw from the nearest boundary), by counting up in float64."""
-    if temperature == 0:
-        return int(logits.argmax()), 0.0, 1.0
-    scaled = logits / float(np.float32(temperature))
-    logprobs = scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
-    total, bounds = 0.0, []
-    for p in np.exp(logprobs):
-        total += p
-        bounds.append(total)
-    token = next(i for i, bound in enumerate(bounds) if bound > draw * total)
-    return token, float(logprobs[token]), min(abs(draw * total - b) for b in [0.0, *bounds[:-1]])
 
 
 @given(SEEDS, st.integers(0, 1000), st.data())
@@ -41,7 +26,7 @@ def test_sampling_is_the_inverse_cdf_of_the_tempered_softmax(seeds: list[int], t
     ids, logprobs = sample(logits, temperature, np.array(seeds, np.uint64), token)
     assert (ids.dtype, logprobs.dtype) == (torch.int64, torch.float32)
     for row in range(len(seeds)):
-        wanted, logprob, margin = reference(full(logits[row]), float(temperature[row]), float(draws[row]))
+        wanted, logprob, margin = drawn_token(full(logits[row]), float(temperature[row]), float(draws[row]))
         if margin > 1e-5:
             assert ids[row] == wanted
             assert logprobs[row].item() == pytest.approx(logprob, abs=1e-5)
@@ -86,3 +71,14 @@ def test_a_token_without_probability_is_never_drawn(seed: int) -> None:
     logits = torch.tensor([[-2000.0, 0.0, -2000.0, 0.0, -2000.0]])
     ids, logprobs = sample(logits, torch.ones(1), np.array([seed], np.uint64), 0)
     assert int(ids) in (1, 3) and logprobs.item() == pytest.approx(np.log(0.5))
+
+
+@pytest.mark.parametrize(("draw", "token"), [(0.0, 1), (0.5 - 1e-9, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_the_first_token_whose_bound_lies_above_the_draw_is_taken(
+    draw: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draws come from [0, 1): 0 must not choose a token of probability 0, nor one on a bound the token below it."""
+    monkeypatch.setattr("treadle.engines.sampling.token_uniforms", lambda seeds, token: np.full(len(seeds), draw))
+    logits = torch.tensor([[-2000.0, 0.0, -2000.0, 0.0]])
+    ids, _ = sample(logits, torch.ones(1), np.zeros(1, np.uint64), 0)
+    assert ids.tolist() == [token]

@@ -2,6 +2,7 @@
 depend on nothing but the call."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from tests.models import FAMILIES, SLIDING, VOCABULARY, full, make_group, step_logprobs, tiny
+from tests.models import FAMILIES, SLIDING, VOCABULARY, drawn_token, full, make_group, step_logprobs, tiny
 from treadle.algorithms.config import AlgorithmConfig
+from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, Engine
 from treadle.core.errors import EngineError
 from treadle.core.types import Group, Ids, SamplingParams, Step, StopReason
@@ -303,6 +305,25 @@ async def test_tokens_follow_the_models_distribution() -> None:
     assert ((observed - expected) ** 2 / expected).sum() < freedom + 4.5 * (2 * freedom) ** 0.5 + 12
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+def test_each_token_is_the_one_that_its_address_draws(temperature: float) -> None:
+    """Token n of a call: its seed's draw number n, from the distribution after all tokens before it."""
+    model = tiny()
+    scripts = [Script(PROMPT, temperature, seed, [ids(6, 6)], max_tokens=12) for seed in range(8)]
+    played, _ = recorded(model, scripts, stop_token_ids=[])
+    checked = 0
+    for step in (step for steps in played for step in steps):
+        with torch.no_grad():
+            logits = full(model(torch.from_numpy(step.full_ids.astype(np.int64))[None]).logits[0])
+        for number, token in enumerate(step.completion_ids):
+            draw = float(token_uniforms(np.array([step.sampling.seed], np.uint64), number)[0])
+            wanted, _, margin = drawn_token(logits[len(step.prompt_ids) - 1 + number], temperature, draw)
+            if margin > 1e-4:
+                checked += 1
+                assert token == wanted
+    assert checked > 150
+
+
 def test_the_order_of_arrival_does_not_change_bits() -> None:
     """Sessions of unequal speed: the rows of a wave stand in the order of opening."""
     model = tiny()
@@ -470,8 +491,6 @@ class Gate:
     """A decoder that holds the wave's thread until it is opened, and may fail."""
 
     def __init__(self) -> None:
-        import threading
-
         self.entered, self.leave, self.error = threading.Event(), threading.Event(), ""
 
     def __call__(self, tokens: Sequence[int]) -> str:

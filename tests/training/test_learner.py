@@ -26,7 +26,8 @@ from tests.models import (
 from treadle.algorithms.config import AlgorithmConfig, advantages
 from treadle.core.errors import ConfigError
 from treadle.core.types import Group
-from treadle.packing.flat import flatten
+from treadle.packing.flat import flatten, spans
+from treadle.packing.layout import Packing, micro_batches, pack
 from treadle.training.config import OptimizerConfig, TrainingConfig
 from treadle.training.forward import packed_attention, prepare, token_logprobs
 from treadle.training.learner import Learner
@@ -239,9 +240,6 @@ def test_attention_that_packing_does_not_implement_is_an_error() -> None:
 
 
 def test_entropy_carries_a_gradient_only_if_asked() -> None:
-    from treadle.packing.flat import spans
-    from treadle.packing.layout import Packing, micro_batches, pack
-
     model = tiny()
     prepare(model, gradient_checkpointing=False)
     batch = flatten(random_groups(0))

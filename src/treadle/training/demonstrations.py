@@ -36,12 +36,10 @@ def load_demonstrations(source: str, options: dict[str, Any], seed: int) -> Demo
 
 
 def _from_file(path: Path, seed: int) -> Demonstrations:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"warm_start.demonstrations: cannot read {str(path)!r}: {error.strerror}") from error
+    if not path.is_file():
+        raise ConfigError(f"warm_start.demonstrations: no file {str(path)!r}")
     # Bytes are split, not text: JSON strings may hold characters that str.splitlines takes for line ends.
-    lines = enumerate(content.split(b"\n"), 1)
+    lines = enumerate(path.read_bytes().split(b"\n"), 1)
     rows = [_conversation(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not rows:
         raise DataError(f"{path} has no demonstrations")
