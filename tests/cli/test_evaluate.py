@@ -97,4 +97,4 @@ def test_a_damaged_checkpoint(finished: Trained, place: Place) -> None:
     weights = place.runs / "run" / "checkpoints" / "step-000004" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     done = treadle("eval", place.runs / "run")
-    assert done.status == 1 and "step-000004 cannot be read: " in done.error
+    assert done.status == 2 and "step-000004' cannot be loaded: " in done.error

@@ -154,7 +154,7 @@ def test_a_run_directory_taken_in_the_meantime_is_left_alone(place: Place) -> No
 
 def test_resume_of_nothing(place: Place) -> None:
     done = treadle("train", place.recipe, "--runs", place.runs, "--resume")
-    assert done.status == 1 and "no run of 'tiny' under" in done.error
+    assert done.status == 1 and "no unfinished run of 'tiny' under" in done.error
     done = place.train("--resume", name="other")
     assert done.status == 1 and "is no run directory: it has no config.yaml" in done.error
     assert not place.runs.exists()

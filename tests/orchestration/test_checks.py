@@ -148,5 +148,5 @@ def test_an_engine_that_ignores_a_publication_is_refused(policies: list[Policy])
 
 def test_too_little_disk_space_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(RunError, match="three checkpoints need"):
+    with pytest.raises(RunError, match="3 checkpoints need"):
         start(tmp_path / "run")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.core.config import apply_overrides, build, load_yaml
-from treadle.core.errors import CheckpointError, ConfigError, RunError
+from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.evaluation import play_held_out
@@ -104,22 +104,14 @@ def held_out_inputs(config: RunConfig) -> Inputs:
 
 
 def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress) -> Evaluation:
-    """Play the held-out tasks once each.
-
-    Raises ConfigError for what cannot work, CheckpointError for a damaged model.
-    """
-    from safetensors import SafetensorError  # with torch
-
+    """Play the held-out tasks once each. Raises ConfigError for what cannot work, a damaged model among it."""
     from treadle.orchestration.train import load_policy, use_threads
 
     config = subject.config
     use_threads(config.training.threads)
     own = (subject.model / "tokenizer.json").is_file()
     tokenizer = None if own else config.model.tokenizer or config.model.path
-    try:
-        policy = load_policy(ModelConfig(path=str(subject.model), tokenizer=tokenizer), config.seed)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"model {subject.model} cannot be read: {error}") from error
+    policy = load_policy(ModelConfig(path=str(subject.model), tokenizer=tokenizer), config.seed)
     played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
     check_first_prompts(played, policy.renderer, config, policy.context)
     started = time.perf_counter()

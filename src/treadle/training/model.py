@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import ConfigError
 from treadle.engines.weights import require_plain_attention
@@ -73,6 +74,7 @@ def _load(path: Path) -> PreTrainedModel:
         raise ConfigError(
             f"model.path: no config.json in {str(path)!r}; give the directory of a Hugging Face causal LM"
         )
+    hf_logging.disable_progress_bar()  # callers show their own progress
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path),
