@@ -86,7 +86,7 @@ class Loop:
         self.state, self.clock, self.progress, self.stop = state, clock, progress, stop
         self._cursor = TaskCursor(train, config.seed, config.data.shuffle)
         self._saved = state.update if ledger.latest_checkpoint() else None  # update of the newest checkpoint on disk
-        self._warned: set[str] = set()
+        self._told: set[str] = set()
         self._finished_trajectories = 0
 
     async def run(self) -> LoopState:
@@ -126,6 +126,7 @@ class Loop:
         with _timed(seconds, "rollout"):
             self._phase("rollout", self.config.groups_per_batch * self.config.training.group_size)
             groups = await buffer.take(self.config.groups_per_batch)
+        self._tell_failures(groups)
         self._give_up_if_failing(groups)
         with _timed(seconds, "update"):
             self._phase("update", 1)
@@ -159,15 +160,16 @@ class Loop:
             self.run_directory.log(row)
             self.progress.updated(row, self.config.orchestration.updates)
 
+    def _tell_failures(self, groups: list[Group]) -> None:
+        """Each new failure or warning once, the first twenty of a run."""
+        for trajectory in (t for group in groups for t in group.trajectories):
+            text = trajectory.failure.message if trajectory.failure else trajectory.warning
+            if text and text not in self._told and len(self._told) < 20:
+                self._told.add(text)
+                self.progress.say(f"trajectory {trajectory.trajectory_id}: {text}")
+
     def _give_up_if_failing(self, groups: list[Group]) -> None:
         everyone = [t for group in groups for t in group.trajectories]
-        for trajectory in everyone:
-            for text in filter(
-                None, (trajectory.warning, str(trajectory.failure.message) if trajectory.failure else "")
-            ):
-                if text not in self._warned and len(self._warned) < 20:
-                    self._warned.add(text)
-                    self.progress.say(f"trajectory {trajectory.trajectory_id}: {text}")
         failures = [t.failure for t in everyone if t.failure is not None]
         if len(failures) <= self.config.orchestration.max_failed_fraction * len(everyone):
             return
