@@ -345,6 +345,25 @@ def test_the_order_of_arrival_does_not_change_bits() -> None:
     assert logprobs(one).tobytes() == logprobs(two).tobytes() == logprobs(three).tobytes()
 
 
+def test_the_event_loops_thread_gives_the_same_bits_and_failures_as_an_own_one() -> None:
+    model, scripts = tiny(), random_scripts(5)
+    (own, _), (inline, engine) = (recorded(model, scripts, own_thread=flag) for flag in (True, False))
+    assert texts(own) == texts(inline)
+    assert logprobs(own).tobytes() == logprobs(inline).tobytes()
+    assert engine.counters.sampled == sum(len(step.completion_ids) for steps in inline for step in steps)
+
+
+@pytest.mark.parametrize("own_thread", [True, False])
+async def test_a_failed_wave_fails_its_calls_on_either_thread(own_thread: bool) -> None:
+    def decode(_tokens: Sequence[int]) -> str:
+        raise ZeroDivisionError("no such text")
+
+    async with serving(decode=decode, own_thread=own_thread) as engine:
+        engine.open_session("a")
+        with pytest.raises(EngineError, match="ZeroDivisionError: no such text"):
+            await engine.generate(PROMPT, sampling(stop=("x",)), session="a")
+
+
 # How a completion ends
 
 

@@ -14,7 +14,8 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from treadle.engines.kv_cache import ATTENTION, KVCache, KVCall
 from treadle.engines.sampling import sample
 from treadle.engines.weights import require_plain_attention, unique_weights
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _SHARED = 0.75  # share of live rows from which computing all rows is cheaper than gathering the live ones
 
@@ -72,6 +74,9 @@ class TorchEngine:
     publication is a copy of weights and never races the optimizer.
     stop_token_ids: tokens that end a completion (they are part of it). decode: ids -> text, for stop strings.
     max_batch: most rows decoded together. prefill_tokens: most (padded) tokens of one prefill pass.
+    own_thread: compute beside the event loop, so that environments keep stepping. Without, waves run on the loop's
+    thread: right where nothing else has anything to do meanwhile, as in synchronous training, because OpenMP keeps a
+    team of workers per calling thread, and several teams on a small machine slow each other down (1.5 times here).
 
     Invariant: cached keys and values always belong to the current weights and to a prefix of what the session sends.
     """
@@ -85,6 +90,7 @@ class TorchEngine:
         max_batch: int = 256,
         prefill_tokens: int = 16384,
         dtype: torch.dtype | None = None,
+        own_thread: bool = True,
     ) -> None:
         self._model = _copy_in(dtype or model.dtype, model).requires_grad_(False).eval()
         self._model.set_attn_implementation(ATTENTION)
@@ -103,7 +109,7 @@ class TorchEngine:
         self._opened = 0
         self._waiting: dict[str, _Request] = {}
         self._wave: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="treadle-engine")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="treadle-engine") if own_thread else None
         self.counters = EngineCounters()
 
     # --- the Engine protocol -------------------------------------------------------------------------------------
@@ -153,7 +159,7 @@ class TorchEngine:
             raise EngineError(f"{len(ids)} tokens exceed the model's context of {self._context}")
         if not temperature > 0:
             raise EngineError(f"scoring needs a temperature above 0, got {temperature}")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, np.asarray(ids), temperature)
+        return await self._computed(self._score, np.asarray(ids), temperature)
 
     async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy `weights` (as `unique_weights` names them) in, between waves; drops every cached prefix.
@@ -161,13 +167,14 @@ class TorchEngine:
         Raises EngineError, and changes nothing, where weights are missing or of another shape.
         """
         self._check_open()
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._publish, weights, version)
+        await self._computed(self._publish, weights, version)
 
     async def close(self) -> None:
         """Stop the worker thread and free the cache; calls that wait fail."""
         self._closed = True
         self._fail_waiting(list(self._waiting), "the engine was closed")
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
         self._cache = KVCache(rows=0, capacity=0)
 
     # --- scheduling (event loop) ---------------------------------------------------------------------------------
@@ -215,10 +222,8 @@ class TorchEngine:
             return
         requests = sorted(self._waiting.values(), key=lambda r: self._sessions[r.session].order)
         self._waiting.clear()
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(
-            self._thread, self._compute, requests, [self._sessions[r.session] for r in requests]
-        )
+        sessions = [self._sessions[r.session] for r in requests]
+        work = asyncio.ensure_future(self._computed(self._compute, requests, sessions))
         await asyncio.wait([work])
         error = _failure(work)
         for number, request in enumerate(requests):
@@ -230,6 +235,11 @@ class TorchEngine:
                 request.future.set_exception(error)
         self._wave = None
         self._start_wave()
+
+    async def _computed(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        if self._thread is None:
+            return work(*arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
 
     # --- computing (worker thread) -------------------------------------------------------------------------------
 

@@ -130,7 +130,7 @@ class Loop:
         self._give_up_if_failing(groups)
         with _timed(seconds, "update"):
             self._phase("update", 1)
-            results = await asyncio.to_thread(self.learner.train_batch, groups)
+            results = self.learner.train_batch(groups)  # on this thread: every environment waits for the next version
         with _timed(seconds, "publish"):
             await self.engine.publish(self.learner.weights(), self.state.version + 1)
         self.ledger.note_advantages({t: a for result in results for t, a in result.advantage.items()})

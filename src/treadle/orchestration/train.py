@@ -55,8 +55,10 @@ class Policy:
     decode: Any
 
     def engine(self, max_batch: int) -> TorchEngine:
-        """An embedded engine with its own copy of the weights."""
-        return TorchEngine(self.model, stop_token_ids=self.stop_token_ids, decode=self.decode, max_batch=max_batch)
+        """An embedded engine with its own weights, on the caller's thread: learner and engine take turns."""
+        return TorchEngine(
+            self.model, stop_token_ids=self.stop_token_ids, decode=self.decode, max_batch=max_batch, own_thread=False
+        )
 
 
 def load_policy(config: ModelConfig, seed: int) -> Policy:
