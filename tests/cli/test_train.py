@@ -174,7 +174,7 @@ def test_resume_takes_no_overrides(stopped: Trained) -> None:
 
 def test_ctrl_c_saves_a_checkpoint_and_resume_goes_on(stopped: Trained, tmp_path: Path) -> None:
     assert stopped.done.status == 130
-    assert "stopping: finishing this update" in stopped.done.out
+    assert "stopping: finishing this update" in stopped.done.error
     command = f"treadle train {stopped.place.recipe} --resume --name run --runs {stopped.place.runs}"
     assert stopped.done.err == f"stopped after 3 updates; go on with: {command}\n"
     shutil.copytree(stopped.path, tmp_path / "runs" / "run")

@@ -1,6 +1,8 @@
 """`treadle.train`: from Python, on one's own environment and tasks."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import treadle
 from tests.orchestration.runs import check_finished, query
 from tests.worlds import Quiet, Vowels, tiny, user, vowel_tasks
 from treadle import ConfigError, Environment, EnvStep, Task, TreadleError
+from treadle.cli.main import main
 from treadle.core.errors import DataError, RunError
 
 MODEL = tiny().model.model_dump(exclude_none=True)
@@ -61,6 +64,28 @@ def test_a_trained_model_can_be_trained_on(tmp_path: Path) -> None:
     checkpoint = tmp_path / "first" / "checkpoints" / "step-000002"
     train(tmp_path / "second", environment=Vowels, tasks=vowel_tasks("train", 2), model=str(checkpoint))
     check_finished(tmp_path / "second")
+
+
+class Impatient(Quiet):
+    """Ctrl-C in the first batch."""
+
+    def phase(self, name: str, total: int) -> None:
+        if name == "rollout" and self.lines[-1:] != ["interrupted"]:
+            self.say("interrupted")
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = train(tmp_path / "whole")
+    stopped = train(tmp_path / "run", progress=Impatient())
+    assert (stopped["stopped_early"], stopped["updates"]) == (True, 1)
+    with pytest.raises(ConfigError, match=r"training\.group_size is 4, the run was started with 3"):
+        train(tmp_path / "run", settings={"training.group_size": 4}, resume=True)
+    assert main(["train", "x", "--resume", "--runs", str(tmp_path), "--name", "run"]) == 1
+    assert "go on with treadle.train(..., resume=True)" in capsys.readouterr().err
+    assert train(tmp_path / "run", resume=True)["weights_sha256"] == whole["weights_sha256"]
+    with pytest.raises(RunError, match="is finished"):
+        train(tmp_path / "run", resume=True)
 
 
 @pytest.mark.parametrize(

@@ -247,9 +247,14 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     number: signal.Signals, per_batch: int, batch: int, tmp_path: Path, reference: tuple[Path, Summary]
 ) -> None:
     path, option = tmp_path / "run", f"training.updates_per_batch={per_batch}"
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    summary = start(path, option, progress=Interrupting(number, batch))
-    assert {n: signal.getsignal(n) for n in before} == before
+    handled = (signal.SIGINT, signal.SIGTERM)
+    original = {n: signal.signal(n, signal.SIG_IGN) for n in handled}  # whatever a user's program has set, it keeps
+    try:
+        summary = start(path, option, progress=Interrupting(number, batch))
+        assert {signal.getsignal(n) for n in handled} == {signal.SIG_IGN}
+    finally:
+        for n, handler in original.items():
+            signal.signal(n, handler)
     done = batch * per_batch
     assert (summary["stopped_early"], summary["updates"], summary["held_out_success_after"]) == (True, done, None)
     assert not (path / "summary.json").exists()
@@ -261,6 +266,23 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
         assert [e["update"] for e in resumed["evaluations"]] == [0, 4]
     else:
         assert resumed["weights_sha256"] == start(tmp_path / "straight", option)["weights_sha256"]
+
+
+def test_a_second_signal_interrupts_at_once_and_the_run_still_resumes(
+    tmp_path: Path, reference: tuple[Path, Summary]
+) -> None:
+    class Impatient(Interrupting):
+        def phase(self, name: str, total: int) -> None:
+            twice = self.left == 1 and name == "rollout"
+            super().phase(name, total)
+            if twice:
+                os.kill(os.getpid(), self.number)
+
+    path = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        start(path, progress=Impatient(signal.SIGINT, 2))
+    assert resume(path)["weights_sha256"] == reference[1]["weights_sha256"]
+    check_finished(path)
 
 
 def test_a_finished_run_cannot_be_resumed(reference: tuple[Path, Summary]) -> None:

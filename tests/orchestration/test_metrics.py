@@ -25,15 +25,18 @@ def test_means_are_over_graded_trajectories_and_pass_at_k_over_tasks() -> None:
     row = trajectory_metrics(groups, success_at=1.0)
     assert row["reward_mean"] == 0.5
     assert row["success"] == 0.25
-    assert row["pass_at_k"] == pytest.approx(1 / 3)
-    assert row["equal_reward_groups"] == pytest.approx(2 / 3)
+    assert row["pass_at_k"] == 0.5  # a task without a graded attempt is not a failed task
+    assert row["equal_reward_groups"] == 0.5
     assert (row["trajectories"], row["failed"], row["warnings"]) == (7, 3, 1)
     assert (row["steps_mean"], row["completion_tokens_mean"]) == (1.5, 3.0)
     assert row["prompt_tokens_mean"] == (1 + (1 + 2 + 3) + 1 + 1) / 4
     assert row["ended_done"] == pytest.approx(4 / 7)
     assert row["ended_failed"] == pytest.approx(3 / 7)
     assert row["last_stop_stop"] == 1.0
-    assert trajectory_metrics([], 1.0)["reward_mean"] == 0.0
+    nothing = trajectory_metrics([make_group(0, attempt(None))], 1.0)
+    assert (nothing["reward_mean"], nothing["success"], nothing["pass_at_k"]) == (None, None, None)
+    rest = {"update": 1, "entropy": 0.0, "logprob_gap_max": 0.0, "seconds_rollout": 0.0, "seconds_update": 0.0}
+    assert "reward -  success -" in update_line({**nothing, **rest}, 1)
 
 
 def test_an_evaluation_counts_failures_beside_its_means_and_splits_by_a_key() -> None:
@@ -46,6 +49,12 @@ def test_an_evaluation_counts_failures_beside_its_means_and_splits_by_a_key() ->
     assert evaluation_line(result) == (
         "held-out success 0.500 (3 tasks, 1 failed, temperature 1, after 7 updates)  1: 1.000  2: 0.000"
     )
+
+
+def test_an_evaluation_without_a_graded_attempt_has_no_success() -> None:
+    result = evaluation_result([make_group(0, attempt(None))], 7, 0.0, 1.0, None)
+    assert (result.success, result.reward_mean, result.failed) == (None, None, 1)
+    assert evaluation_line(result) == "held-out success - (1 tasks, 1 failed, greedy, after 7 updates)"
 
 
 def test_plain_progress_prints_the_last_update_always(capsys: pytest.CaptureFixture[str]) -> None:

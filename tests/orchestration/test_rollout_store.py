@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tests.worlds import make_group, make_step
 from treadle.core.errors import RunError
+from treadle.core.files import write_atomically
 from treadle.core.types import SamplingParams, Status, Step, StopReason, Trajectory
-from treadle.orchestration.rollout_store import read_steps, write_atomically, write_shard
+from treadle.orchestration.rollout_store import read_steps, write_shard
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 finite = st.floats(allow_nan=False, allow_infinity=False)

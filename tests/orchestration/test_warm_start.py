@@ -74,6 +74,26 @@ def test_a_half_written_entry_is_made_again(tmp_path: Path, cache: Path) -> None
     assert not list(entry.glob(".*"))
 
 
+def test_a_damaged_entry_is_made_again(tmp_path: Path, cache: Path) -> None:
+    start(tmp_path / "first", *WARM)
+    [entry] = cache.iterdir()
+    weights = entry / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert not start(tmp_path / "second", *WARM)["warm_start"]["cached"]
+    assert start(tmp_path / "third", *WARM)["warm_start"]["cached"]
+
+
+def test_a_cache_that_cannot_be_written_costs_a_line_and_no_warm_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "file"))
+    progress = Quiet()
+    start(tmp_path / "run", *WARM, progress=progress)
+    check_finished(tmp_path / "run")
+    assert any("the warm start was not cached: could not write" in line for line in progress.lines)
+
+
 def test_demonstrations_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "demonstrations.jsonl"
     line = {"messages": [{"role": "user", "content": "say 1"}, {"role": "assistant", "content": "aa"}]}

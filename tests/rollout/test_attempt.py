@@ -220,6 +220,7 @@ FAILURES: list[tuple[Any, Cause, str, int]] = [
     (Told(([], 1.0)), Cause.ENVIRONMENT, "got ([], 1.0)", 1),
     (Told(EnvStep(reward=math.nan, done=True)), Cause.ENVIRONMENT, "the reward nan; it must be a finite number", 1),
     (Told(EnvStep(reward=-math.inf, done=True)), Cause.ENVIRONMENT, "the reward -inf", 1),
+    (Told(EnvStep([tool("x")], 1e308), EnvStep(reward=1e308, done=True)), Cause.ENVIRONMENT, "add up to infinity", 2),
     (Told(EnvStep(reward=10**400, done=True)), Cause.ENVIRONMENT, "it must be a finite number", 1),
     (Told(EnvStep(reward="1", done=True)), Cause.ENVIRONMENT, "the reward '1'", 1),  # type: ignore[arg-type]
     (Told(EnvStep(reward=None, done=True)), Cause.ENVIRONMENT, "the reward None", 1),  # type: ignore[arg-type]

@@ -208,6 +208,15 @@ def test_a_template_that_cannot_be_extended_is_named(template: Callable[[Any, bo
         renderer.next(np.array([5], np.int32), [user("?")], [tool("!")])
 
 
+@pytest.mark.parametrize("template", [twice, dropping])
+def test_such_a_template_is_found_before_the_first_rollout(template: Callable[[Any, bool], str]) -> None:
+    ChatRenderer(PlainTokenizer(), [END]).check_turns([user("?")], several=True)
+    with pytest.raises(ConfigError, match="writes an assistant message"):
+        ChatRenderer(PlainTokenizer(template), [END]).check_turns([user("?")], several=False)
+    with pytest.raises(ConfigError, match="make it the tokenizer's eos_token"):
+        ChatRenderer(PlainTokenizer(), [0]).check_turns([user("?")], several=False)
+
+
 @given(st.text("\ue000\ue001reply", max_size=12), st.text("\ue000\ue001reply", max_size=12))
 @example("\ue000reply\ue001", "")
 @example("", "\ue000reply\ue001")

@@ -26,7 +26,7 @@ class AlgorithmConfig(Config):
     scope: Literal["trajectory", "step"] = Field("trajectory", description="unit of sequence-level reductions")
     length_norm: float | None = Field(None, gt=0, description="constant of seq_mean_token_sum_norm, in tokens")
     entropy_coef: float = Field(0.0, ge=0, description="entropy bonus at the first update")
-    entropy_coef_end: float = Field(0.0, ge=0, description="entropy bonus at the last update, linear between")
+    entropy_coef_end: float = Field(0.0, ge=0, description="entropy bonus it moves to, linearly, by the end of the run")
 
     @model_validator(mode="after")
     def _length_norm_where_needed(self) -> AlgorithmConfig:

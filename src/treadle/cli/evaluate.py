@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from treadle.cli.console import make_console, make_table, print_table
 from treadle.cli.options import Commands, add_command, add_json, add_overrides
 from treadle.orchestration.evaluate_model import Evaluation, Subject, find_subject, held_out_inputs
+from treadle.orchestration.metrics import shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,9 +69,7 @@ def evaluation_table(evaluation: Evaluation, table_by: str | None) -> Table:
     first = table_by or "tasks of"
     table = make_table(first, "tasks", "success", "reward", "steps", "failed", text=(first,))
     for name, r in {**evaluation.parts, "all": evaluation.result}.items():
-        figures = (f"{r.success:.3f}", f"{r.reward_mean:.3f}", f"{r.steps_mean:.2f}")
+        figures = (shown(r.success), shown(r.reward_mean), shown(r.steps_mean, 2))
         style = "bold" if r is evaluation.result else ""
-        table.add_row(
-            name, str(r.tasks), *(figures if r.failed < r.tasks else ("-", "-", "-")), str(r.failed), style=style
-        )
+        table.add_row(name, str(r.tasks), *figures, str(r.failed), style=style)
     return table

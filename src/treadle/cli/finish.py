@@ -14,6 +14,7 @@ from treadle.cli.console import make_console, make_table, print_table
 from treadle.cli.transcript import print_transcript
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.ledger import Ledger
+from treadle.orchestration.metrics import shown
 
 
 def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None:
@@ -48,15 +49,11 @@ def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Tabl
         columns |= {f"before, {how}": own[0], f"after, {how}": own[-1]}
     table = make_table(first, *columns, title=f"held-out success, {results[0]['tasks']} tasks", text=(first,))
     for key in results[0]["by"]:
-        table.add_row(key, *(_share(c["by"].get(key)) for c in columns.values()))
-    table.add_row("all", *(_share(c["success"]) for c in columns.values()), style="bold")
+        table.add_row(key, *(shown(c["by"].get(key)) for c in columns.values()))
+    table.add_row("all", *(shown(c["success"]) for c in columns.values()), style="bold")
     if any(c["failed"] for c in columns.values()):
         table.add_row("failed", *(str(c["failed"]) for c in columns.values()), style="red")
     return table
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any]], config: RunConfig) -> None:

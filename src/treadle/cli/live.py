@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 
 from treadle.cli.console import make_console
-from treadle.orchestration.metrics import EvaluationResult
+from treadle.orchestration.metrics import EvaluationResult, shown
 from treadle.orchestration.progress import PlainProgress, Progress, evaluation_line, update_line
 
 _WIDE = 110  # columns from which both times and a longer bar fit beside the figures
@@ -77,7 +77,7 @@ class LiveProgress:
 
     def updated(self, row: Mapping[str, Any], updates: int) -> None:
         """Move the run's bar."""
-        note = f"reward {row['reward_mean']:.3f}  success {row['success']:.3f}"
+        note = f"reward {shown(row['reward_mean'])}  success {shown(row['success'])}"
         self._bars.update(self._run, completed=row["update"], total=updates, note=note, visible=True)
         if row["update"] % 10 == 0 or row["update"] in (1, updates) or row["failed"]:
             # the figures that matter come first: what does not fit is cut, not wrapped

@@ -16,6 +16,7 @@ from rich.console import Console
 from treadle.cli.console import make_console, make_table, print_table
 from treadle.cli.options import Commands, add_command, add_json
 from treadle.cli.show import require_record
+from treadle.orchestration.metrics import shown
 
 _EXAMPLES = """examples:
   treadle report runs/demo
@@ -147,7 +148,7 @@ def _print_evaluations(console: Console, evaluations: list[Facts]) -> None:
     for row in evaluations:
         temperature = "greedy" if row["temperature"] == 0 else f"{row['temperature']:g}"
         by = (f"{row['by'][key]:.3f}" if key in row["by"] else "-" for key in keys)
-        rest = (f"{row['reward_mean']:.3f}", f"{row['steps_mean']:.2f}", str(row["failed"]))
-        table.add_row(str(row["update"]), temperature, str(row["tasks"]), f"{row['success']:.3f}", *by, *rest)
+        rest = (shown(row["reward_mean"]), shown(row["steps_mean"], 2), str(row["failed"]))
+        table.add_row(str(row["update"]), temperature, str(row["tasks"]), shown(row["success"]), *by, *rest)
     print_table(console, table)
     console.print()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import ConfigError, RunError
 from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.inputs import load_inputs
+from treadle.orchestration.inputs import IN_MEMORY, load_inputs
 
 if TYPE_CHECKING:
     from treadle.orchestration.run_directory import RunDirectory
@@ -91,7 +91,10 @@ def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
     run = RunDirectory.open(path)
     if run.summary_file.is_file():
         raise RunError(f"run {str(path)!r} is finished; nothing to resume (see treadle report {path})")
-    return run.config(), path
+    config = run.config()
+    if config.data.train.source == IN_MEMORY:
+        raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")
+    return config, path
 
 
 def _go_on_command(options: argparse.Namespace, path: Path) -> str:

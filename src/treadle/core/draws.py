@@ -26,6 +26,7 @@ class Stream(IntEnum):
     EVALUATE = 2
     SHUFFLE = 3
     BENCH = 4
+    DEMONSTRATE = 5
 
 
 def philox4x32(
@@ -58,10 +59,10 @@ def token_uniforms(seeds: Words, token: int) -> NDArray[np.float64]:
     return ((a >> np.uint64(5)) * np.uint64(1 << 26) + (b >> np.uint64(6))).astype(np.float64) * _TO_UNIT
 
 
-def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def permutation(size: int, seed: int, epoch: int, stream: Stream = Stream.SHUFFLE) -> NDArray[np.int64]:
     """The shuffle of `size` items for one epoch: each epoch has its own, derived from the seed."""
     high, low, _, _ = philox4x32(
         (np.arange(size, dtype=np.uint64), epoch, 0, 0),
-        (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(Stream.SHUFFLE) << 24)),
+        (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24)),
     )
     return np.argsort((high << _32) | low, kind="stable").astype(np.int64)

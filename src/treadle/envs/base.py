@@ -13,7 +13,7 @@ class EnvStep(NamedTuple):
 
     observations: the messages the agent reads next (role `user` or `tool`); empty when done.
     reward: of this step; a trajectory's reward is their sum. done: the episode is over.
-    info: numbers and strings worth keeping, never shown to the agent.
+    info: for whoever calls the environment directly (tests, notebooks); neither shown to the agent nor recorded.
 
     >>> EnvStep([{"role": "tool", "content": "page Anna, hobby chess"}])
     >>> EnvStep(reward=1.0, done=True)

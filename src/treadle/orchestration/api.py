@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treadle.core.config import apply_overrides, build
+from treadle.core.config import apply_overrides, build, describe
+from treadle.core.errors import ConfigError
 from treadle.core.types import Task
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.inputs import make_inputs
+from treadle.orchestration.inputs import IN_MEMORY, make_inputs
 from treadle.orchestration.progress import PlainProgress, Progress
 from treadle.rollout.attempt import EnvironmentFactory
 
@@ -25,6 +26,7 @@ def train(
     run: str | Path,
     held_out: Sequence[Task] = (),
     settings: dict[str, Any] | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Train `model` to do `tasks` in `environment`; returns the run's summary (what summary.json holds).
@@ -34,11 +36,14 @@ def train(
     run: directory of the new run. held_out: tasks to evaluate on before and after.
     settings: any configuration by its path, as on the command line: `{"training.group_size": 16}`.
 
+    resume: go on from the latest checkpoint of `run`, with the configuration it was started with; tasks and environment
+    must be the same.
+
     Raises ConfigError, DataError or RunError before anything is sampled, TrainingStopped later.
     """
     section = {"path": model} if isinstance(model, str) else model
     name = getattr(environment, "__name__", type(environment).__name__)
-    source = {"source": "in memory"}  # tasks made in Python are no file that a config could name
+    source = {"source": IN_MEMORY}  # tasks made in Python are no file that a config could name
     data: dict[str, Any] = {
         "recipe": Path(run).name,
         "environment": name,
@@ -50,15 +55,29 @@ def train(
     config = build(RunConfig, data, "treadle.train")
     inputs = make_inputs(tasks, held_out, {name: environment}, default=name)
 
-    from treadle.orchestration.train import start_run  # torch
+    from treadle.orchestration.run_directory import RunDirectory
+    from treadle.orchestration.train import resume_run, start_run  # torch
 
-    start = partial(start_run, config, inputs, Path(run), progress or PlainProgress())
+    if resume:
+        _check_same(RunDirectory.open(Path(run)).config(), config)
+    start = partial(resume_run if resume else start_run, config, inputs, Path(run), progress or PlainProgress())
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return start()
     with ThreadPoolExecutor(1) as thread:  # in a notebook an event loop is running already: ours needs another thread
         return thread.submit(start).result()
+
+
+def _check_same(started: RunConfig, now: RunConfig) -> None:
+    """Raise ConfigError naming the first setting that a resumed run would lose."""
+    before = {line.path: line.value for line in describe(started)}
+    for line in describe(now):
+        if before.get(line.path) != line.value:
+            raise ConfigError(
+                f"{line.path} is {line.value!r}, the run was started with {before.get(line.path)!r}; "
+                "a run goes on with its own settings"
+            )
 
 
 def _with_setting(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def draw_curve(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> 
     """Draw the rows of metrics.jsonl to a PNG. Raises OSError."""
     from matplotlib.figure import Figure  # half a second of import, only needed here
 
-    updates = [row for row in metrics if row["kind"] == "update"]
+    updates = [row for row in metrics if row["kind"] == "update" and row["reward_mean"] is not None]
     evaluations = [row for row in metrics if row["kind"] == "evaluation"]
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -28,7 +28,7 @@ def draw_curve(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> 
         axes.plot(x, reward, color="#9db8d9", linewidth=0.8, label="reward in training")
         axes.plot(x, smoothed(reward), color="#2f6db5", linewidth=1.8, label="... moving average over 9 updates")
     for greedy, style in ((False, "o-"), (True, "s--")):
-        points = [row for row in evaluations if (row["temperature"] == 0) == greedy]
+        points = [row for row in evaluations if (row["temperature"] == 0) == greedy and row["success"] is not None]
         if points:
             label = "held-out success, " + ("greedy" if greedy else f"temperature {points[0]['temperature']:g}")
             axes.plot(

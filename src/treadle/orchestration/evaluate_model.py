@@ -15,7 +15,7 @@ from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.evaluation import play_held_out
-from treadle.orchestration.inputs import Inputs, check_first_prompts, load_inputs
+from treadle.orchestration.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result
 from treadle.orchestration.progress import Progress
 from treadle.rollout.attempt import Rollouts
@@ -92,15 +92,12 @@ def _find_checkpoint(run: Path, name: str | None) -> tuple[Path, int]:
 
 def held_out_inputs(config: RunConfig) -> Inputs:
     """Tasks and environments, as a run would load them. Needs no torch. Raises ConfigError or DataError."""
-    section = config.data.held_out
-    if section is None:
-        raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
-    if section.source == "in memory":
+    if config.data.held_out is not None and config.data.held_out.source == IN_MEMORY:
         raise ConfigError(
             "the run's tasks were made in Python and are on no file; "
             "give data.held_out.source=FILE.jsonl and environment=module:Class"
         )
-    return load_inputs(config)
+    return load_held_out(config)
 
 
 def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress) -> Evaluation:

@@ -17,6 +17,9 @@ from treadle.rollout.attempt import EnvironmentFactory, checked_messages, guarde
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.demonstrations import load_demonstrations
 
+IN_MEMORY = "in memory"
+"""`data.train.source` of a run whose tasks were made in Python: no recipe can name them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -39,6 +42,13 @@ def load_inputs(config: RunConfig) -> Inputs:
     return make_inputs(train, held_out, {})
 
 
+def load_held_out(config: RunConfig) -> Inputs:
+    """Only what an evaluation needs. Needs no torch. Raises ConfigError or DataError."""
+    if config.data.held_out is None:
+        raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
+    return _with_environments([], _tasks(config.data.held_out, "held_out", config), {})
+
+
 def make_inputs(
     train: Sequence[Task],
     held_out: Sequence[Task],
@@ -56,6 +66,10 @@ def make_inputs(
             f"{len(shared)} held-out tasks are training tasks too, for example {shared[0]!r}; keep them apart"
         )
     train, held_out = ([replace(t, environment=t.environment or default) for t in tasks] for tasks in (train, held_out))
+    return _with_environments(train, held_out, environments)
+
+
+def _with_environments(train: list[Task], held_out: list[Task], environments: dict[str, EnvironmentFactory]) -> Inputs:
     named = {t.environment for t in (*train, *held_out)}
     if "" in named:
         raise ConfigError("some tasks name no environment; set 'environment' in the recipe or in each task")
@@ -96,6 +110,7 @@ def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfi
                 f"the first prompt of task {task.task_id} has {tokens} tokens, rollout.max_input_tokens is "
                 f"{config.rollout.max_input_tokens}; raise it or shorten the prompt"
             )
+        renderer.check_turns(messages, several=config.rollout.max_steps > 1)
         return
     raise ConfigError("no environment could be started; " + "; ".join(problems))
 

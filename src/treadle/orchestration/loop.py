@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from treadle.core.engine import Engine
-from treadle.core.errors import TrainingStopped
+from treadle.core.errors import TrainingStopped, TreadleError
 from treadle.core.types import Group, Task
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.evaluation import play_held_out
@@ -99,7 +99,7 @@ class Loop:
             async with asyncio.TaskGroup() as tasks:
                 await self._train(GroupBuffer(self.state.cursor, self._persist), tasks)
         except BaseExceptionGroup as several:
-            if len(several.exceptions) == 1:
+            if all(isinstance(error, TreadleError) for error in several.exceptions) or len(several.exceptions) == 1:
                 raise several.exceptions[0] from None
             raise
         if self._is_last and self._saved != self.state.update:  # a last checkpoint contains the last evaluation
@@ -213,7 +213,7 @@ class Loop:
                 on_trajectory=self._trajectory_finished,
             )
             shard = write_shard(self.run_directory.rollouts, f"evaluation-{name}", groups)
-            self.ledger.record(groups, "held_out", self.state.update, shard)
+            self.ledger.record(groups, "held_out", self.state.version, shard)
             result = evaluation_result(
                 groups, self.state.update, temperature, section.success_at, self.config.data.table_by
             )

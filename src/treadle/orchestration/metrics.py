@@ -8,39 +8,51 @@ from dataclasses import dataclass
 
 from treadle.core.types import Group, Trajectory
 
+Figure = float | None
+
+
+def mean(values: Sequence[float]) -> Figure:
+    """None for nothing: a mean of no trajectory is not 0."""
+    return sum(values) / len(values) if values else None
+
+
+def shown(value: Figure, digits: int = 3) -> str:
+    """`0.412`, or `-` where there is no value."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Held-out tasks played once each. success: share of graded attempts; by: the same per value of `table_by`."""
+    """Held-out tasks played once each.
+
+    success: share of graded attempts, None without any; by: the same per value of `table_by`.
+    """
 
     update: int
     temperature: float
     tasks: int
     failed: int
-    success: float
-    reward_mean: float
-    steps_mean: float
-    by: dict[str, float]
+    success: Figure
+    reward_mean: Figure
+    steps_mean: Figure
+    by: dict[str, Figure]
     by_tasks: dict[str, int]
 
 
-def mean(values: Sequence[float]) -> float:
-    """0.0 for nothing."""
-    return sum(values) / len(values) if values else 0.0
-
-
-def trajectory_metrics(groups: Sequence[Group], success_at: float) -> dict[str, float]:
-    """Means over the graded trajectories of a batch, and counts of how all of them ended.
+def trajectory_metrics(groups: Sequence[Group], success_at: float) -> dict[str, Figure]:
+    """Means over the graded trajectories of an update and over the tasks that have any; how all of them ended.
 
     prompt_tokens counts every prompt as sent, so a token that three steps share counts three times.
     """
     everyone = [t for group in groups for t in group.trajectories]
     graded = [t for t in everyone if t.reward is not None]
+    rewards = [[t.reward for t in group.trajectories if t.reward is not None] for group in groups]
+    tasks = [own for own in rewards if own]
     return {
         "reward_mean": mean([t.reward for t in graded if t.reward is not None]),
         "success": mean([_success(t, success_at) for t in graded]),
-        "pass_at_k": mean([max((_success(t, success_at) for t in g.trajectories), default=0.0) for g in groups]),
-        "equal_reward_groups": mean([float(len({t.reward for t in g.trajectories} - {None}) <= 1) for g in groups]),
+        "pass_at_k": mean([float(max(own) >= success_at) for own in tasks]),
+        "equal_reward_groups": mean([float(min(own) == max(own)) for own in tasks]),
         "trajectories": len(everyone),
         "failed": len(everyone) - len(graded),
         "warnings": sum(bool(t.warning) for t in everyone),

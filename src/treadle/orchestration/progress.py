@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from treadle.orchestration.metrics import EvaluationResult
+from treadle.orchestration.metrics import EvaluationResult, shown
 
 
 class Progress(Protocol):
@@ -37,20 +37,21 @@ def update_line(row: Mapping[str, Any], updates: int) -> str:
     """`update 37/200  reward 0.61 ...`: the figures a person watches."""
     return (
         f"update {row['update']:>{len(str(updates))}}/{updates}  "
-        f"reward {row['reward_mean']:.3f}  success {row['success']:.3f}  "
-        f"steps {row['steps_mean']:.2f}  tokens {row['completion_tokens_mean']:.1f}  entropy {row['entropy']:.3f}  "
-        f"gap {row['logprob_gap_max']:.0e}  rollout {row['seconds_rollout']:.2f}s  update {row['seconds_update']:.2f}s"
+        f"reward {shown(row['reward_mean'])}  success {shown(row['success'])}  "
+        f"steps {shown(row['steps_mean'], 2)}  tokens {shown(row['completion_tokens_mean'], 1)}  "
+        f"entropy {row['entropy']:.3f}  gap {row['logprob_gap_max']:.0e}  "
+        f"rollout {row['seconds_rollout']:.2f}s  update {row['seconds_update']:.2f}s"
         + (f"  FAILED {row['failed']}/{row['trajectories']}" if row["failed"] else "")
     )
 
 
 def evaluation_line(result: EvaluationResult) -> str:
     """`held-out success 0.412 (512 tasks, temperature 1, after 50 updates)  1: 0.9 ...`."""
-    by = "  ".join(f"{key}: {value:.3f}" for key, value in result.by.items())
+    by = "  ".join(f"{key}: {shown(value)}" for key, value in result.by.items())
     how = "greedy" if result.temperature == 0 else f"temperature {result.temperature:g}"
     failed = f", {result.failed} failed" if result.failed else ""
     played = f"{result.tasks} tasks{failed}, {how}, after {result.update} updates"
-    return f"held-out success {result.success:.3f} ({played})  {by}"
+    return f"held-out success {shown(result.success)} ({played})  {by}".rstrip()
 
 
 class PlainProgress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treadle.core.errors import RunError
+from treadle.core.files import write_atomically
 from treadle.core.types import Group, SamplingParams, Step, StopReason
 
 _SCHEMA = pa.schema(
@@ -58,19 +58,6 @@ def _parquet(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     return bytes(sink.getvalue())
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write, fsync, rename. Raises OSError; then nothing of it is left."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_steps(directory: Path, shard: str, trajectory_id: str) -> list[Step]:

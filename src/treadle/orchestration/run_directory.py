@@ -18,8 +18,8 @@ from typing import IO, Any
 
 from treadle.core.config import build, dump_yaml, load_yaml
 from treadle.core.errors import RunError
+from treadle.core.files import write_atomically
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.rollout_store import write_atomically
 
 
 class RunDirectory:
@@ -42,9 +42,7 @@ class RunDirectory:
         run = cls(path)
         try:
             if path.exists() and any(path.iterdir()):
-                raise RunError(
-                    f"run directory {str(path)!r} is already in use; continue it with --resume or choose another --name"
-                )
+                raise RunError(f"run directory {str(path)!r} is already in use; resume it, or choose another name")
             run.rollouts.mkdir(parents=True)
             run.checkpoints.mkdir()
             run.lock()
@@ -112,10 +110,9 @@ class RunDirectory:
 
 
 def find_run(runs: Path, recipe: str) -> Path:
-    """The newest run of a recipe under `runs` that is not finished. Raises RunError if there is none."""
-    unfinished = [
-        run for run in map(RunDirectory, runs.glob("*")) if run.config_file.is_file() and not run.summary_file.is_file()
-    ]
+    """The newest run of a recipe under `runs` that can go on: not finished, with a checkpoint. Raises RunError."""
+    started = [run for run in map(RunDirectory, runs.glob("*")) if any(run.checkpoints.glob("step-*"))]
+    unfinished = [run for run in started if run.config_file.is_file() and not run.summary_file.is_file()]
     own = [run for run in unfinished if load_yaml(run.config_file).get("recipe") == recipe]
     if not own:
         raise RunError(f"no unfinished run of {recipe!r} under {str(runs)!r} to resume; start one without --resume")

@@ -9,10 +9,12 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from treadle.core.errors import EngineError, RunError
+from treadle.core.files import write_atomically
 from treadle.core.types import SamplingParams
 from treadle.engines.torch_engine import TorchEngine
 from treadle.engines.weights import weights_sha256
@@ -29,7 +32,6 @@ from treadle.orchestration.inputs import Inputs, check_first_prompts
 from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.loop import Clock, Loop, StopRequest
 from treadle.orchestration.progress import Progress
-from treadle.orchestration.rollout_store import write_atomically
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
 from treadle.packing.flat import Span
@@ -75,9 +77,14 @@ def load_policy(config: ModelConfig, seed: int) -> Policy:
     return Policy(model, ChatRenderer(tokenizer, stop), directory, stop, context, decode)
 
 
+def available_cores() -> int:
+    """Cores this process may use, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def use_threads(threads: int | None) -> None:
     """Fix torch's thread count and ask for deterministic kernels: same seed, machine and threads, same bits."""
-    torch.set_num_threads(threads or os.cpu_count() or 1)
+    torch.set_num_threads(threads or available_cores())
     torch.use_deterministic_algorithms(True)
 
 
@@ -189,7 +196,7 @@ async def _run_loop(
     )
     try:
         await check_engine(engine, learner, policy)
-        with _stop_on_signals(stop, progress):
+        with _stop_on_signals(stop):
             final = await loop.run()
     finally:
         await engine.close()
@@ -217,31 +224,31 @@ async def check_engine(engine: TorchEngine, learner: Learner, policy: Policy) ->
 
 
 @contextmanager
-def _stop_on_signals(stop: StopRequest, progress: Progress) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM asks the loop to finish its update and save; the second one interrupts."""
-    loop = asyncio.get_running_loop()
-    handled = (signal.SIGINT, signal.SIGTERM)
+def _stop_on_signals(stop: StopRequest) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM asks the loop to finish its update and save; the second one interrupts at once.
 
-    def ask() -> None:
-        stop.asked = True
-        progress.say("stopping: finishing this update, then saving a checkpoint (once more: stop at once)")
-        restore()
-
-    def restore() -> None:
-        for number in handled:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.default_int_handler)
-
-    try:
-        for number in handled:
-            loop.add_signal_handler(number, ask)
-    except (ValueError, RuntimeError):  # not in the main thread: signals are not ours
+    Plain handlers rather than the event loop's, which would wait for an update to end. They are put back afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals are not ours
         yield
         return
+    handled = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in handled}
+
+    def ask(_number: int, _frame: FrameType | None) -> None:
+        stop.asked = True
+        for number in handled:
+            signal.signal(number, signal.default_int_handler)
+        # a signal may come in the middle of a print, which must not be entered again
+        os.write(2, b"\nstopping: finishing this update, then saving a checkpoint (once more: stop at once)\n")
+
     try:
+        for number in handled:
+            signal.signal(number, ask)
         yield
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _warm_start_line(report: WarmStartReport) -> str:
@@ -271,6 +278,7 @@ def _summary(config: RunConfig, run: RunDirectory, learner: Learner, state: Loop
         "held_out_tasks": sampled[0]["tasks"] if sampled else 0,
         "evaluations": list(state.evaluations),
         "warm_start": json.loads(warm_start.read_bytes()) if warm_start.is_file() else None,
+        "threads": torch.get_num_threads(),
         "wall_seconds": round(state.wall_seconds, 1),
         "cpu_seconds": round(state.cpu_seconds, 1),
         "weights_sha256": weights_sha256(learner.weights()),

@@ -7,20 +7,22 @@ import inspect
 import json
 import os
 import platform
+import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from transformers import PreTrainedModel
 
 import treadle
+from treadle.core.errors import CheckpointError
 from treadle.core.registry import resolve
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.progress import Progress
-from treadle.orchestration.rollout_store import write_atomically
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.checkpoint import copy_weights, export_model
 from treadle.training.config import WarmStartConfig
@@ -58,11 +60,8 @@ def run_warm_start(
         return None
     started = time.perf_counter()
     entry = cache_directory() / "warm_start" / _key(config, config.warm_start, tokenizer)
-    report_file = entry / "report.json"
-    if report_file.is_file():
-        copy_weights(model, load_safetensors((entry / "model.safetensors").read_bytes()), str(entry))
-        seconds = time.perf_counter() - started
-        return WarmStartReport(**{**json.loads(report_file.read_bytes()), "cached": True, "seconds": seconds})
+    if cached := _from_cache(entry, model):
+        return replace(cached, cached=True, seconds=time.perf_counter() - started)
     section = config.warm_start
     demonstrations = load_demonstrations(section.demonstrations, section.options, config.seed)
     progress.phase("warm start", section.steps)
@@ -74,9 +73,22 @@ def run_warm_start(
         lambda step, loss: progress.advance(step, f"loss {loss:.3f}"),
     )
     report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)
-    if not entry.exists():
-        export_model(entry, model, tokenizer)
-    write_atomically(report_file, json.dumps(asdict(report)).encode())
+    try:
+        export_model(entry, model, tokenizer, {"report.json": json.dumps(asdict(report)).encode()})
+    except CheckpointError as error:  # another run was quicker, or the disk refuses: no reason to lose what is learned
+        progress.say(f"the warm start was not cached: {error}")
+    return report
+
+
+def _from_cache(entry: Path, model: PreTrainedModel) -> WarmStartReport | None:
+    """Load the cached weights into the model, if they are there and whole."""
+    try:
+        report = WarmStartReport(**json.loads((entry / "report.json").read_bytes()))
+        weights = load_safetensors((entry / "model.safetensors").read_bytes())
+    except (OSError, ValueError, TypeError, SafetensorError):  # absent or damaged: learned again
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
+    copy_weights(model, weights, str(entry))
     return report
 
 
@@ -96,7 +108,8 @@ def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
         "demonstrations": file_sha256(_source_file(section.demonstrations)),
         "threads": torch.get_num_threads(),
         "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
-        "software": [treadle.__version__, torch.__version__, transformers.__version__],
+        "software": [platform.python_version(), *map(version, ("torch", "transformers", "tokenizers", "numpy"))],
+        "treadle": [file_sha256(f) for f in sorted(Path(treadle.__file__).parent.rglob("*.py"))],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from numbers import Real
 from typing import TypeVar
@@ -93,7 +93,7 @@ class Rollouts:
 
     async def _attempt(self, task: Task, session: Session, attempt: int) -> Trajectory:
         started = time.perf_counter()
-        status, failure, warning = Status.FAILED, None, ""
+        status, failure, warning, reward = Status.FAILED, None, "", None
         try:
             environment = make_environment(self.environments[task.environment])
             try:
@@ -101,6 +101,7 @@ class Rollouts:
             finally:
                 session.close()  # first: the engine waits for it, and the environment may take its time
                 warning = await self._close(environment)
+            reward = _total(step.reward for step in session.steps)
         except TrajectoryFailure as error:
             failure = Failure(error.cause, error.message)
         return Trajectory(
@@ -108,7 +109,7 @@ class Rollouts:
             task_id=task.task_id,
             attempt=attempt,
             steps=tuple(session.steps),
-            reward=None if failure else math.fsum(step.reward for step in session.steps),
+            reward=reward,
             status=status if failure is None else Status.FAILED,
             failure=failure,
             warning=warning,
@@ -199,6 +200,13 @@ def checked_messages(value: object, where: str) -> tuple[Message, ...]:
     if not messages:
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} gave no messages for the agent to read, and is not done")
     return messages
+
+
+def _total(rewards: Iterable[float]) -> float:
+    try:
+        return math.fsum(rewards)
+    except OverflowError as error:
+        raise TrajectoryFailure(Cause.ENVIRONMENT, "the steps' rewards add up to infinity") from error
 
 
 def _checked_step(value: object) -> EnvStep:

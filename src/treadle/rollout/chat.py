@@ -81,8 +81,18 @@ class ChatRenderer:
             if after.startswith(end):
                 return np.array([ident], np.int32)
         raise ConfigError(
-            f"the chat template ends a turn with {after[:20]!r}, none of the stop tokens {self._stop_text}"
+            f"the chat template ends a turn with {after[:20]!r}, none of the stop tokens {self._stop_text}; "
+            "make it the tokenizer's eos_token"
         )
+
+    def check_turns(self, messages: Sequence[Message], several: bool) -> None:
+        """Raise ConfigError for a template whose turns no stop token ends, or that cannot be extended turn by turn.
+
+        several: whether the conversation that starts with `messages` may go on after a reply.
+        """
+        reply = np.concatenate([self.first(messages), self.reply("-")])
+        if several:
+            self.next(reply, messages, [Message(role="user", content="-")])
 
     def text(self, completion_ids: Ids, stop: Sequence[str] = ()) -> str:
         """The completion as the environment reads it: without its end token, cut before the first stop string."""

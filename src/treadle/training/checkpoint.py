@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from treadle.core.errors import CheckpointError
+from treadle.core.files import sync_directory, write_durably
 from treadle.engines.weights import unique_weights, weights_sha256
 from treadle.training.learner import Learner
 from treadle.training.model import TOKENIZER_FILES, file_sha256
@@ -32,18 +33,20 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 def write_model(directory: Path, model: PreTrainedModel, tokenizer: Path) -> None:
     """Write weights, config and tokenizer into an existing directory, durably. Raises OSError."""
     weights = {name: tensor.contiguous() for name, tensor in unique_weights(model).items()}
-    _write(directory / "model.safetensors", save_safetensors(weights, {"format": "pt"}))
+    write_durably(directory / "model.safetensors", save_safetensors(weights, {"format": "pt"}))
     config = json.loads(model.config.to_json_string())
     # inference engines choose the class by `architectures`, which only models that were loaded have
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
-    _write(directory / "config.json", json.dumps(config, indent=2, sort_keys=True).encode())
+    write_durably(directory / "config.json", json.dumps(config, indent=2, sort_keys=True).encode())
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
-            _write(directory / name, (tokenizer / name).read_bytes())
+            write_durably(directory / name, (tokenizer / name).read_bytes())
 
 
-def export_model(directory: Path, model: PreTrainedModel, tokenizer: Path) -> None:
-    """Write a model directory that transformers and `model.path` load. Complete or absent.
+def export_model(
+    directory: Path, model: PreTrainedModel, tokenizer: Path, beside: Mapping[str, bytes] | None = None
+) -> None:
+    """Write a model directory that transformers and `model.path` load, and further files by name. Complete or absent.
 
     Raises CheckpointError if the directory exists or the disk refuses.
     """
@@ -51,6 +54,8 @@ def export_model(directory: Path, model: PreTrainedModel, tokenizer: Path) -> No
         raise CheckpointError(f"{str(directory)!r} exists already; choose another directory")
     with _complete_or_absent(directory) as temporary:
         write_model(temporary, model, tokenizer)
+        for name, content in (beside or {}).items():
+            write_durably(temporary / name, content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +75,14 @@ def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
             shutil.rmtree(directory)
         write_model(temporary, learner.model, tokenizer)
         moments = _optimizer_tensors(learner)
-        _write(temporary / "optimizer.safetensors", save_safetensors(moments))
+        write_durably(temporary / "optimizer.safetensors", save_safetensors(moments))
         facts = _Facts(
             updates_done=learner.updates_done,
             tokenizer_sha256=file_sha256(tokenizer / "tokenizer.json"),
             weights_sha256=weights_sha256(learner.weights()),
             optimizer_sha256=weights_sha256(moments),
         )
-        _write(temporary / "checkpoint.json", json.dumps(asdict(facts), indent=2).encode())
+        write_durably(temporary / "checkpoint.json", json.dumps(asdict(facts), indent=2).encode())
 
 
 def load_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
@@ -99,7 +104,7 @@ def load_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
         if weights_sha256(tensors) != recorded:
             raise CheckpointError(f"checkpoint {directory} is damaged: {name} does not have the recorded SHA-256")
     copy_weights(learner.model, weights, str(directory))
-    _restore_moments(learner, moments, directory)
+    _restore_moments(learner, moments)
     learner.updates_done = facts.updates_done
 
 
@@ -135,49 +140,33 @@ def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
     }
 
 
-def _restore_moments(learner: Learner, moments: dict[str, Tensor], directory: Path) -> None:
+def _restore_moments(learner: Learner, moments: dict[str, Tensor]) -> None:
+    """Parameters that never had a gradient have no moments; that none is lost, the recorded SHA-256 has shown."""
     learner.optimizer.state.clear()
-    if not moments:  # saved before the first update
-        return
     for name, parameter in learner.model.named_parameters():
-        try:
+        if f"{_MOMENTS[0]}.{name}" in moments:
             learner.optimizer.state[parameter] = {
                 moment: moments[f"{moment}.{name}"].to(parameter.device) for moment in _MOMENTS
             }
-        except KeyError as error:
-            raise CheckpointError(f"checkpoint {directory} has no optimizer state for {name}") from error
 
 
 @contextmanager
 def _complete_or_absent(final: Path) -> Iterator[Path]:
     """A temporary directory beside `final` that becomes it on success and vanishes on failure."""
-    temporary = final.with_name(f".{final.name}.tmp")
+    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        _fsync(temporary)
+        sync_directory(temporary)
         temporary.replace(final)
-        _fsync(final.parent)
+        sync_directory(final.parent)
     except OSError as error:
-        raise CheckpointError(f"could not write {final}: {error}; free disk space, then --resume") from error
+        raise CheckpointError(
+            f"could not write {final}: {error}; if the disk is full, free some space (a run then goes on with --resume)"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _fsync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def remove_others(checkpoints: Path, keep: Iterable[str]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from treadle.core.draws import permutation
+from treadle.core.draws import Stream, permutation
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.registry import resolve
 from treadle.core.types import Ids, Message, as_messages
@@ -43,7 +44,8 @@ def _from_file(path: Path, seed: int) -> Demonstrations:
     rows = [_conversation(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not rows:
         raise DataError(f"{path} has no demonstrations")
-    return lambda index: rows[permutation(len(rows), seed, index // len(rows))[index % len(rows)]]
+    shuffle = lru_cache(maxsize=1)(partial(permutation, len(rows), seed, stream=Stream.DEMONSTRATE))
+    return lambda index: rows[shuffle(index // len(rows))[index % len(rows)]]
 
 
 def _conversation(line: bytes, where: str) -> tuple[Message, ...]:

@@ -39,8 +39,11 @@ def tokenizer_directory(config: ModelConfig) -> Path:
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory; it must have a chat template and an end token."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(directory))
+    """The tokenizer of a directory; it must have a chat template and an end token. Raises ConfigError."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the tokenizer in {str(directory)!r} cannot be loaded: {error}") from error
     if tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer in {str(directory)!r} has no chat template; add a chat_template.jinja to it")
     if tokenizer.eos_token_id is None:
@@ -64,7 +67,7 @@ def make_model(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedMod
     text = model.config.get_text_config()
     if text.vocab_size < vocabulary:
         raise ConfigError(f"the model's vocabulary of {text.vocab_size} is smaller than the tokenizer's {vocabulary}")
-    if dropout := {k: v for k, v in text.to_dict().items() if k.endswith(("dropout", "_pdrop")) and v}:
+    if dropout := {k: v for k, v in text.to_dict().items() if "drop" in k and isinstance(v, float) and v}:
         raise ConfigError(f"dropout makes log-probabilities random; set {dropout} to 0 in the model's config")
     return model
 

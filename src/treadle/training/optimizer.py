@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from treadle.core.errors import TrainingStopped
 from treadle.training.config import OptimizerConfig
 
 
@@ -33,10 +34,18 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
 
 
 def step(optimizer: torch.optim.AdamW, model: nn.Module, config: OptimizerConfig, rate: float) -> float:
-    """Clip, step, clear; returns the gradient's norm before clipping."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    """Clip, step, clear; returns the gradient's norm before clipping.
+
+    Raises TrainingStopped, leaving the weights as they are, where the norm is not finite.
+    """
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm))
+    if not math.isfinite(norm):
+        raise TrainingStopped(
+            f"the gradient's norm is {norm} at learning rate {rate:g}; the weights were left as they are. "
+            "A lower learning rate or float32 precision may help"
+        )
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(norm)
+    return norm
