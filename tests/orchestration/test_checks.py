@@ -13,7 +13,7 @@ from tests.worlds import END, PlainTokenizer, Ragged, Told, chatml, hang, plain_
 from treadle.core.errors import ConfigError, DataError, EngineError, RunError
 from treadle.core.types import Task
 from treadle.orchestration.inputs import Inputs, check_first_prompts, load_inputs, make_inputs
-from treadle.orchestration.train import Policy, check_engine, load_policy
+from treadle.orchestration.policy import Policy, check_engine, load_policy
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.learner import Learner
 

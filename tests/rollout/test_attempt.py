@@ -219,6 +219,8 @@ FAILURES: list[tuple[Any, Cause, str, int]] = [
     (Told(1.0), Cause.ENVIRONMENT, "got 1.0", 1),
     (Told(([], 1.0)), Cause.ENVIRONMENT, "got ([], 1.0)", 1),
     (Told(EnvStep(reward=math.nan, done=True)), Cause.ENVIRONMENT, "the reward nan; it must be a finite number", 1),
+    (Told(SystemExit(3)), Cause.ENVIRONMENT, "step tried to exit the process (3)", 1),
+    (Told(TrajectoryFailure(Cause.VERIFIER, "no tests")), Cause.VERIFIER, "no tests", 1),
     (Told(EnvStep(reward=-math.inf, done=True)), Cause.ENVIRONMENT, "the reward -inf", 1),
     (Told(EnvStep([tool("x")], 1e308), EnvStep(reward=1e308, done=True)), Cause.ENVIRONMENT, "add up to infinity", 2),
     (Told(EnvStep(reward=10**400, done=True)), Cause.ENVIRONMENT, "it must be a finite number", 1),

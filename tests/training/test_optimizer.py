@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from treadle.core.errors import TrainingStopped
-from treadle.orchestration.train import available_cores
+from treadle.orchestration.policy import available_cores
 from treadle.training.config import OptimizerConfig
 from treadle.training.optimizer import make_optimizer, step
 

@@ -13,11 +13,9 @@ from treadle.packing.flat import Doubles, FlatBatch
 
 
 class AlgorithmConfig(Config):
-    """How rewards become a loss."""
+    """How rewards become a loss: GRPO advantages, PPO-clip, and a reduction."""
 
-    advantage: Literal["grpo"] = Field("grpo", description="advantage estimator")
     norm_by_std: bool = Field(True, description="divide by the group's standard deviation (false: Dr. GRPO)")
-    policy_loss: Literal["ppo_clip"] = Field("ppo_clip", description="policy loss")
     eps_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - eps_low")
     eps_high: float = Field(0.28, gt=0, description="the ratio is clipped above 1 + eps_high")
     reduction: Literal["token_mean", "seq_mean_token_sum_norm"] = Field(

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     _check(config, options.recipe, options.out)
 
     from treadle.cli.live import make_progress
-    from treadle.orchestration.train import load_policy, use_threads
+    from treadle.orchestration.policy import load_policy, use_threads
     from treadle.orchestration.warm_start import run_warm_start
     from treadle.training.checkpoint import export_model
 

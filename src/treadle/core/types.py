@@ -101,6 +101,8 @@ class SamplingParams:
             raise DataError(f"temperature must be finite and >= 0, got {self.temperature}")
         if self.max_tokens < 1:
             raise DataError(f"max_tokens must be >= 1, got {self.max_tokens}")
+        if not 0 <= self.seed < 2**63:
+            raise DataError(f"seed must lie in [0, 2**63), got {self.seed}")
         if any(not s for s in self.stop):
             raise DataError("a stop string must not be empty")
 

@@ -62,7 +62,7 @@ class KVCache:
 class KVCall:
     """One forward pass over some rows of a cache.
 
-    rows: None for all rows in order, a slice, or int64[B]. positions: int64[B, C], where each new token is written.
+    rows: a slice, or int64[B]. positions: int64[B, C], where each new token is written.
     length: how many positions the queries may look at.
     """
 

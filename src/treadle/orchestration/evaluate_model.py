@@ -22,7 +22,7 @@ from treadle.rollout.attempt import Rollouts
 from treadle.training.config import ModelConfig
 
 if TYPE_CHECKING:
-    from treadle.orchestration.train import Policy
+    from treadle.orchestration.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def held_out_inputs(config: RunConfig) -> Inputs:
 
 def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress) -> Evaluation:
     """Play the held-out tasks once each. Raises ConfigError for what cannot work, a damaged model among it."""
-    from treadle.orchestration.train import load_policy, use_threads
+    from treadle.orchestration.policy import load_policy, use_threads
 
     config = subject.config
     use_threads(config.training.threads)

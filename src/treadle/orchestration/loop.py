@@ -29,16 +29,10 @@ from treadle.orchestration.producer import GroupBuffer, Producer, TaskCursor
 from treadle.orchestration.progress import Progress
 from treadle.orchestration.rollout_store import write_shard
 from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.stopping import StopRequest
 from treadle.rollout.attempt import Rollouts
 from treadle.training.checkpoint import remove_others, save_checkpoint
 from treadle.training.learner import Learner, UpdateResult
-
-
-@dataclass(slots=True)
-class StopRequest:
-    """Set by Ctrl-C or SIGTERM: the loop finishes its update, checkpoints and leaves."""
-
-    asked: bool = False
 
 
 @dataclass(slots=True)

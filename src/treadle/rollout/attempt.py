@@ -165,11 +165,15 @@ def make_environment(factory: EnvironmentFactory) -> Environment:
 async def guarded(call: Callable[[], Awaitable[T]], cause: Cause, timeout: float, what: str) -> T:
     """Call foreign code and await it for at most `timeout` seconds.
 
-    Whatever it raises becomes a TrajectoryFailure of this cause, once, here; what it raised is chained.
+    Whatever it raises becomes a TrajectoryFailure of this cause, once, here; what it raised is chained. Code that knows
+    better raises TrajectoryFailure itself (an environment whose verifier failed: `Cause.VERIFIER`).
     """
 
     async def called() -> T:  # also what is raised before there is anything to await
-        return await call()
+        try:
+            return await call()
+        except SystemExit as error:  # asyncio would let it end the run
+            raise TrajectoryFailure(cause, f"{what} tried to exit the process ({error})") from error
 
     work = asyncio.ensure_future(called())
     try:
@@ -179,6 +183,8 @@ async def guarded(call: Callable[[], Awaitable[T]], cause: Cause, timeout: float
     if not done:
         raise TrajectoryFailure(Cause.TIMEOUT, f"{what} took longer than {timeout:g} s")
     error = work.exception() if not work.cancelled() else asyncio.CancelledError("cancelled itself")
+    if isinstance(error, TrajectoryFailure):
+        raise error
     if error is not None:
         raise TrajectoryFailure(cause, _raised(what, error)) from error
     return work.result()
