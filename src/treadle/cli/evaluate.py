@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _EXAMPLES = """examples:
   treadle eval runs/demo                                      its latest checkpoint, as the run evaluates
   treadle eval runs/demo evaluation.temperature=0             greedy
-  treadle eval runs/demo --checkpoint step-000040 data.held_out.options.count=64
+  treadle eval runs/demo --checkpoint step-000100 data.held_out.options.count=64
   treadle eval demo --model models/warm                       any model directory, on a recipe's held-out tasks
 
 Draws are keyed as in the run: evaluating its last checkpoint again gives the recorded figures. Nothing is written.
@@ -31,7 +31,7 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(commands, "eval", run, "play the held-out tasks with a run's checkpoint or a model", _EXAMPLES)
     parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run directory; or, with --model, a recipe")
     add_overrides(parser)
-    parser.add_argument("--checkpoint", metavar="NAME", help="of the run, such as step-000040 (default: the latest)")
+    parser.add_argument("--checkpoint", metavar="NAME", help="of the run, such as step-000100 (default: the latest)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a model directory instead of a checkpoint")
     add_json(parser)
 

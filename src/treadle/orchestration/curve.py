@@ -27,7 +27,7 @@ def draw_curve(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> 
         x, reward = [row["update"] for row in updates], [row["reward_mean"] for row in updates]
         axes.plot(x, reward, color="#9db8d9", linewidth=0.8, label="reward in training")
         axes.plot(x, smoothed(reward), color="#2f6db5", linewidth=1.8, label="... moving average over 9 updates")
-    for greedy, style in ((False, "o-"), (True, "s--")):
+    for greedy, style in ((False, "o-"), (True, "s")):
         points = [row for row in evaluations if (row["temperature"] == 0) == greedy and row["success"] is not None]
         if points:
             label = "held-out success, " + ("greedy" if greedy else f"temperature {points[0]['temperature']:g}")
