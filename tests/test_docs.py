@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from treadle.core.config import build
-from treadle.orchestration.config import RunConfig
+from treadle.orchestration.config import RunConfig, load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,6 +61,11 @@ def test_the_readmes_first_command_comes_early_and_its_table_is_the_measured_one
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert next(i for i, line in enumerate(lines, 1) if line.startswith("make demo")) <= 25
     result = json.loads((ROOT / "benchmarks" / "results" / "demo_seeds.json").read_text())
+    assert (result["overrides"], [row["seed"] for row in result["seeds"]]) == ([], [0, 1, 2, 3, 4])
+    assert {row["updates"] for row in result["seeds"]} == {load_recipe("demo").orchestration.updates}
+    assert min(row["held_out_tasks"] for row in result["seeds"]) >= 512
+    assert result["highest_before"] <= 0.35 and result["lowest_after"] >= 0.85 and result["mean_after"] >= 0.93
+    assert result["longest_wall_seconds"] <= 360
     text = "\n".join(lines)
     for row in result["seeds"]:
         assert f"| {row['seed']} | {row['before']:.3f} | {row['after']:.3f} |" in text

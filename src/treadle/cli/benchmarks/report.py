@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from rich.console import Console
-from rich.table import Table
+from treadle.cli.console import make_console, make_table, print_table
 
 Row = Mapping[str, str | int | float]
 
@@ -30,12 +29,14 @@ class Report:
         if as_json:
             print(json.dumps({"benchmark": self.name, "note": self.note, "machine": machine, "rows": list(self.rows)}))
             return
-        table = Table(title=f"treadle bench {self.name}", caption=f"{self.note}; {machine}")
-        for column in self.rows[0]:
-            table.add_column(column, justify="left" if isinstance(self.rows[0][column], str) else "right")
+        columns = list(self.rows[0])
+        text = tuple(column for column in columns if isinstance(self.rows[0][column], str))
+        table = make_table(*columns, title=f"treadle bench {self.name}", text=text)
         for row in self.rows:
             table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-        Console().print(table)
+        console = make_console()
+        print_table(console, table)
+        console.print(f"{self.note}; {machine}")
 
 
 def cpu_seconds(alternatives: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:

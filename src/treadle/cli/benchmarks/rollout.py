@@ -6,6 +6,7 @@ Simplified: every completion has the same length and observations are random ids
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,15 +47,15 @@ class Work:
         return rng.integers(3, _VOCABULARY, (self.sessions, self.observation)).astype(np.int32)
 
 
-def measure(threads: int, repeats: int) -> Report:
-    """CPU seconds and sampled tokens per CPU second for 1 to 64 sessions."""
+def measure(threads: int, repeats: int, sessions: Sequence[int] = (1, 8, 32, 64)) -> Report:
+    """CPU seconds and sampled tokens per CPU second, for each number of sessions."""
     torch.set_num_threads(threads)
     model = make_model(load_recipe("demo").model, _VOCABULARY, seed=0)
     stock = make_model(load_recipe("demo").model, _VOCABULARY, seed=0).eval()
     rows: list[Row] = []
-    for sessions in (1, 8, 32, 64):
-        work = Work(sessions, group=min(8, sessions))
-        tokens = sessions * work.turns * work.completion
+    for count in sessions:
+        work = Work(count, group=min(8, count))
+        tokens = count * work.turns * work.completion
         names = ("TorchEngine", "TorchEngine, no reuse", "transformers generate")
         taken = cpu_seconds(
             {
@@ -68,7 +69,7 @@ def measure(threads: int, repeats: int) -> Report:
             rows.append(
                 {
                     "engine": name,
-                    "sessions": sessions,
+                    "sessions": count,
                     "sampled tokens": tokens,
                     "CPU s": taken[name],
                     "tokens per CPU s": tokens / taken[name],

@@ -43,10 +43,10 @@ def recorded_groups(tasks: int = 32, group_size: int = 8) -> list[Group]:
     return groups
 
 
-def measure(threads: int, repeats: int) -> Report:
+def measure(threads: int, repeats: int, tasks: int = 32) -> Report:
     """CPU seconds of forward, backward and optimizer step for the same recorded groups."""
     torch.set_num_threads(threads)
-    groups = recorded_groups()
+    groups = recorded_groups(tasks)
     learners = {
         (packing, budget): _learner(packing, budget)
         for budget in (2048, 8192)
