@@ -174,7 +174,6 @@ def test_resume_takes_no_overrides(stopped: Trained) -> None:
 
 def test_ctrl_c_saves_a_checkpoint_and_resume_goes_on(stopped: Trained, tmp_path: Path) -> None:
     assert stopped.done.status == 130
-    assert "stopping: finishing this update" in stopped.done.error
     command = f"treadle train {stopped.place.recipe} --resume --name run --runs {stopped.place.runs}"
     assert stopped.done.err == f"stopped after 3 updates; go on with: {command}\n"
     shutil.copytree(stopped.path, tmp_path / "runs" / "run")
@@ -220,7 +219,7 @@ def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_goes_on(place: Place
     done = finish(start_treadle(*words, before=limit))
     assert done.status == 1, done.out
     assert re.search(r"could not write \S*step-000001.*File too large", done.error)
-    assert "free disk space" in done.error and "--resume" in done.error
+    assert "free some space" in done.error and "--resume" in done.error
     checkpoints = place.runs / "new" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000000"]
     resumed = place.train("--resume")

@@ -36,7 +36,7 @@ def test_a_new_run_keeps_its_configuration(tmp_path: Path) -> None:
 
 def test_a_directory_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match="already in use; continue it with --resume or choose another --name"):
+    with pytest.raises(RunError, match="already in use; resume it, or choose another name"):
         RunDirectory.create(tmp_path, tiny())
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(RunError, match="could not create"):
@@ -118,8 +118,10 @@ def test_the_newest_unfinished_run_of_a_recipe_is_found(tmp_path: Path) -> None:
     for age, (name, recipe) in enumerate({"done": "tiny", "z": "other", "b": "tiny", "a": "tiny"}.items()):
         run = RunDirectory.create(tmp_path / name, tiny(f"recipe={recipe}"))
         run.unlock()
+        (run.checkpoints / "step-000000").mkdir()
         os.utime(run.config_file, (1000 - age, 1000 - age))
     (tmp_path / "done" / "summary.json").touch()
+    RunDirectory.create(tmp_path / "killed before its first checkpoint", tiny("recipe=tiny")).unlock()
     assert find_run(tmp_path, "tiny").name == "b"
     assert find_run(tmp_path, "other").name == "z"
     assert default_name(tiny("seed=7")).startswith("tiny-seed7-")

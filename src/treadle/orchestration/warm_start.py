@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from transformers import PreTrainedModel
 
-import treadle
 from treadle.core.errors import CheckpointError
 from treadle.core.registry import resolve
 from treadle.orchestration.config import RunConfig
@@ -109,7 +108,7 @@ def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
         "threads": torch.get_num_threads(),
         "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
         "software": [platform.python_version(), *map(version, ("torch", "transformers", "tokenizers", "numpy"))],
-        "treadle": [file_sha256(f) for f in sorted(Path(treadle.__file__).parent.rglob("*.py"))],
+        "treadle": [file_sha256(f) for f in sorted(Path(__file__).parents[1].rglob("*.py"))],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
