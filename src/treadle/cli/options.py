@@ -1,10 +1,13 @@
-"""Declaring a command."""
+"""Declaring a command, and checking what most of them are given."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from treadle.core.errors import RunError
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -41,3 +44,11 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def require_record(run: Path) -> None:
+    """Raise RunError, saying why, where there is no ledger to read."""
+    if not (run / "config.yaml").is_file():
+        raise RunError(f"{str(run)!r} is no run directory: it has no config.yaml")
+    if not (run / "ledger.sqlite").is_file():
+        raise RunError(f"run {str(run)!r} has recorded nothing yet: it is, or was stopped, in its warm start")

@@ -14,8 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from treadle.cli.console import make_console, make_table, print_table
-from treadle.cli.options import Commands, add_command, add_json
-from treadle.cli.show import require_record
+from treadle.cli.options import Commands, add_command, add_json, require_record
 from treadle.orchestration.metrics import shown
 
 _EXAMPLES = """examples:

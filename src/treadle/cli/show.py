@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.cli.console import make_console, make_table, print_table
-from treadle.cli.options import Commands, add_command, add_json
-from treadle.core.errors import RunError
+from treadle.cli.options import Commands, add_command, add_json, require_record
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 _EXAMPLES = """examples:
   treadle show runs/demo                   the newest trajectories
   treadle show runs/demo g000012.3         attempt 3 of training group 12, token by token
-  treadle show runs/demo e000120-0007.0    held-out task 7 after 200 updates
+  treadle show runs/demo e000120-0007.0    held-out task 7 after 120 updates
 """
 _NEWEST = 20
 
@@ -53,14 +52,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_trajectory(console, found)
     return 0
-
-
-def require_record(run: Path) -> None:
-    """Raise RunError, saying why, where there is no ledger to read."""
-    if not (run / "config.yaml").is_file():
-        raise RunError(f"{str(run)!r} is no run directory: it has no config.yaml")
-    if not (run / "ledger.sqlite").is_file():
-        raise RunError(f"run {str(run)!r} has recorded nothing yet: it is, or was stopped, in its warm start")
 
 
 def newest(run: Path) -> list[dict[str, Any]]:

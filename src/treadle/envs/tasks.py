@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -52,13 +52,33 @@ def load_tasks(source: str, split: str, options: Mapping[str, Any], default_envi
     return tasks
 
 
-def load_environment(name: str) -> Callable[[], Environment]:
+def load_environment(name: str) -> type[Environment]:
     """The environment class `name` (registered, or `module:attribute`), checked before anything runs.
 
     Raises ConfigError: unknown name, not a class, a constructor that needs arguments, or one of `reset`,
     `step` and `close` missing or not `async def`.
     """
-    return _environment_class(name)
+    found = registry.resolve("environments", name)
+    if not inspect.isclass(found):
+        raise ConfigError(f"environments: {name!r} is of type {type(found).__name__}, it must be a class")
+    for method, argument in _METHODS.items():
+        written = getattr(found, method, None)
+        if written is None or written is Environment.step:
+            state = "is missing"
+        elif not inspect.iscoroutinefunction(written):
+            state = "is not async"
+        else:
+            continue
+        arguments = f"self, {argument}" if argument else "self"
+        raise ConfigError(f"environments: {name!r}: {method} {state}; write 'async def {method}({arguments})'")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"environments: {name!r} is made without arguments, one for each attempt, but its constructor "
+            f"says: {error}; give it a default, or read it from the task's extras in 'reset'"
+        ) from error
+    return cast(type[Environment], found)
 
 
 def check_split(split: str) -> None:
@@ -162,7 +182,7 @@ def _check_prompts(path: Path, tasks: Mapping[int, Task]) -> None:
         if not task.prompt:
             lines.setdefault(task.environment, line)
     for environment, line in lines.items():
-        if not environment or _environment_class(environment).reset is Environment.reset:
+        if not environment or load_environment(environment).reset is Environment.reset:
             owner = f"environment {environment!r} does not make its own" if environment else "no environment"
             raise DataError(
                 f'{path}:{line}: no prompt, and {owner}; write "prompt": [{{"role": "user", "content": "..."}}]'
@@ -177,27 +197,3 @@ def _typed(row: Mapping[str, Any], key: str, default: Any, kind: type, where: st
 
 
 _JSON: Mapping[type, str] = {str: "string", dict: "object", list: "array"}
-
-
-def _environment_class(name: str) -> type[Environment]:
-    found = registry.resolve("environments", name)
-    if not inspect.isclass(found):
-        raise ConfigError(f"environments: {name!r} is of type {type(found).__name__}, it must be a class")
-    for method, argument in _METHODS.items():
-        written = getattr(found, method, None)
-        if written is None or written is Environment.step:
-            state = "is missing"
-        elif not inspect.iscoroutinefunction(written):
-            state = "is not async"
-        else:
-            continue
-        arguments = f"self, {argument}" if argument else "self"
-        raise ConfigError(f"environments: {name!r}: {method} {state}; write 'async def {method}({arguments})'")
-    try:
-        inspect.signature(found).bind()
-    except TypeError as error:
-        raise ConfigError(
-            f"environments: {name!r} is made without arguments, one for each attempt, but its constructor "
-            f"says: {error}; give it a default, or read it from the task's extras in 'reset'"
-        ) from error
-    return cast(type[Environment], found)
