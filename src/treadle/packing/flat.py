@@ -86,22 +86,30 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Span:
-    """What packing needs of one call: its ids, and where its completion's tokens stand in the flat arrays.
+class Call:
+    """What packing needs of one step.
 
-    prompt_ids int32[P], completion_ids int32[C], first: flat index of completion_ids[0].
-    owner: calls of different owners never share tokens (a trajectory's index).
+    token_ids int32[L]: prompt, then completion, which begins at `prompt_length`.
+    first: where the completion's first token stands in the flat arrays.
+    trajectory, group: within which tokens may be shared, by `training.sharing`.
+    keys int32[L, K] >= 0, or None: whatever else changes a hidden state at each token (adapter, expert routing, a hash
+    of an image). Nodes are shared where ids and keys agree.
     """
 
-    prompt_ids: Ids
-    completion_ids: Ids
+    token_ids: Ids
+    prompt_length: int
     first: int
-    owner: int
+    trajectory: int = 0
+    group: int = 0
+    keys: NDArray[np.int32] | None = None
 
 
-def spans(batch: FlatBatch) -> list[Span]:
+def calls(batch: FlatBatch) -> list[Call]:
     """The batch's steps as packing sees them."""
+    group = batch.group_of_trajectory[batch.trajectory_of_step]
     return [
-        Span(step.prompt_ids, step.completion_ids, int(first), int(owner))
-        for step, first, owner in zip(batch.steps, batch.step_start[:-1], batch.trajectory_of_step, strict=True)
+        Call(step.full_ids, len(step.prompt_ids), int(first), int(trajectory), int(group))
+        for step, first, trajectory, group in zip(
+            batch.steps, batch.step_start[:-1], batch.trajectory_of_step, group, strict=True
+        )
     ]

@@ -1,11 +1,9 @@
-"""Packing: recorded steps -> sequences -> micro-batches. A matter of cost only.
+"""Packing: recorded steps -> prefix trees -> micro-batches. A matter of cost only.
 
-    spans --pack(step | chain)--> PackedSequence* --micro_batches(budget)--> MicroBatch*
+    calls --arrange(step | chain | tree)--> Arrangement --cut(budget)--> PrefixTree* --chunks(budget)--> MicroBatch*
 
-Shapes: T tokens of a sequence or micro-batch, P pairs (step, token) whose log-probability is wanted.
-
-A pair's log-probability is read at the token before its target, wherever packing has put it. So each pair carries the
-position of its target and its index in the flat arrays, and nothing about the layout leaks out of here.
+`step`, `chain` and `tree` are one mechanism: an arrangement says how many tokens each call shares with the one before
+it, and the packing only decides how much of that is used (nothing, whole earlier calls, everything).
 """
 
 from __future__ import annotations
@@ -18,7 +16,8 @@ import numpy as np
 
 from treadle.core.errors import DataError
 from treadle.core.types import Ids
-from treadle.packing.flat import Indices, Span
+from treadle.packing.flat import Call, Indices
+from treadle.packing.tree import PrefixTree, depth_first
 
 
 class Packing(StrEnum):
@@ -26,104 +25,167 @@ class Packing(StrEnum):
 
     STEP = "step"  # every step is a sequence of its own
     CHAIN = "chain"  # a step whose prompt begins with an earlier step's tokens continues its sequence
+    TREE = "tree"  # every common prefix is computed once
+
+
+class Sharing(StrEnum):
+    """Within what `tree` packing shares prefixes."""
+
+    TRAJECTORY = "trajectory"
+    GROUP = "group"
+    BATCH = "batch"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedSequence:
-    """Tokens computed once, in order. token_ids int32[T]; target, flat int64[P]: a pair's position here and in the
-    flat arrays."""
+class Arrangement:
+    """Calls in the order in which they are computed; the first `shared[i]` tokens of call i are those of call i - 1."""
 
-    token_ids: Ids
-    target: Indices
-    flat: Indices
+    calls: tuple[Call, ...]
+    shared: Indices
+
+    @property
+    def lengths(self) -> Indices:
+        """int64[calls], tokens."""
+        return np.array([len(c.token_ids) for c in self.calls], np.int64)
+
+    @property
+    def nodes(self) -> int:
+        """Tokens computed if nothing is cut."""
+        return int((self.lengths - self.shared).sum())
+
+
+def arrange(calls: Sequence[Call], packing: Packing, sharing: Sharing = Sharing.GROUP) -> Arrangement:
+    """Bring calls into order for a packing. Calls without completion tokens have nothing to train and are left out.
+
+    Raises DataError for a call with an empty prompt, whose first token nothing precedes.
+    """
+    trained = [c for c in calls if len(c.token_ids) > c.prompt_length]
+    for call in trained:
+        if call.prompt_length < 1:
+            raise DataError(f"a call of trajectory {call.trajectory} has an empty prompt")
+    if packing is Packing.STEP:
+        return Arrangement(tuple(trained), np.zeros(len(trained), np.int64))
+    if packing is Packing.CHAIN:
+        roots = [c.trajectory for c in trained]
+    else:
+        roots = [_owner(c, sharing) for c in trained]
+    order, shared = depth_first(trained, roots)
+    arranged = Arrangement(tuple(trained[i] for i in order), shared)
+    return _chains(arranged) if packing is Packing.CHAIN else arranged
+
+
+def _owner(call: Call, sharing: Sharing) -> int:
+    return {Sharing.TRAJECTORY: call.trajectory, Sharing.GROUP: call.group, Sharing.BATCH: 0}[sharing]
+
+
+def _chains(arranged: Arrangement) -> Arrangement:
+    """Undo all sharing but that of whole earlier calls by one later call each, whichever calls came between.
+
+    Walks the tree with the calls that are prefixes of the current one on a stack; each may be continued once, by a
+    call whose prompt it begins.
+    """
+    chains: list[list[int]] = []
+    path: list[tuple[int, int]] = []  # (call, its chain), each a prefix of the next
+    lengths = arranged.lengths.tolist()
+    for this, (call, shared) in enumerate(zip(arranged.calls, arranged.shared.tolist(), strict=True)):
+        while path and lengths[path[-1][0]] > shared:
+            path.pop()
+        free = [c for at, c in path if chains[c][-1] == at and lengths[at] <= call.prompt_length]
+        if free:
+            chain = free[-1]
+            chains[chain].append(this)
+        else:
+            chain = len(chains)
+            chains.append([this])
+        path.append((this, chain))
+    order = [at for chain in chains for at in chain]
+    kept = [kept for chain in chains for kept in (0, *(lengths[at] for at in chain[:-1]))]
+    return Arrangement(tuple(arranged.calls[i] for i in order), np.array(kept, np.int64))
+
+
+def micro_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:
+    """Cut an arrangement into trees of at most `budget` nodes, but for those that hold a longer call.
+
+    Those are to be computed in `chunks`. Calls on both sides of a cut compute what they share twice.
+    """
+    return [PrefixTree.of(arranged.calls[a:b], arranged.shared[a:b]) for a, b in _cuts(arranged, budget)]
+
+
+# A tree in chunks costs two forward passes and a backward pass, which is twice a forward pass: 4/3 of an ordinary one.
+_CHUNKED = 4 / 3
+_CUT = 1e-3  # among equals, fewer trees: less than a token
+
+
+def _cuts(arranged: Arrangement, budget: int) -> list[tuple[int, int]]:
+    """The contiguous ranges of calls that cost least, by dynamic programming over the last one.
+
+    A cut before call c computes exactly shared[c] nodes again.
+    """
+    lengths, shared = arranged.lengths, arranged.shared
+    count = len(lengths)
+    upto = np.concatenate([[0], np.cumsum(lengths - shared)])  # nodes of calls [0, i) if nothing is cut
+    least = np.zeros(count + 1)
+    start_of = np.zeros(count + 1, np.int64)
+    first = 0  # the widest range within the budget that ends here; it only moves on
+    long = 0  # calls [0, long) end with the last one that no budget can hold
+    for end in range(1, count + 1):
+        if lengths[end - 1] > budget:
+            long = end
+        while first < end and upto[end] - upto[first] + shared[first] > budget:
+            first += 1
+        starts = np.concatenate([np.arange(min(long, first)), np.arange(first, end)])
+        nodes = upto[end] - upto[starts] + shared[starts]
+        cost = least[starts] + np.where(nodes > budget, _CHUNKED, 1.0) * nodes + _CUT
+        best = int(cost.argmin())
+        least[end], start_of[end] = cost[best], starts[best]
+    ranges: list[tuple[int, int]] = []
+    end = count
+    while end:
+        ranges.append((int(start_of[end]), end))
+        end = int(start_of[end])
+    return ranges[::-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Sequences laid end to end for one forward pass.
+    """Nodes [start, start + T) of a tree, for one forward pass, after the keys and values of their C ancestors outside.
 
-    token_ids int32[T], position_ids int64[T] (depth within the own sequence), lengths int64[sequences].
-    source int64[P]: where to read a pair's distribution; target_ids int32[P]: the token it is asked for;
-    flat int64[P]: its index in the flat arrays.
+    token_ids int32[T]; position_ids int64[T].
+    context int64[C]: nodes of the tree, root first: the ancestors of its first node. Key j < C has position j.
+    subtree_end int64[C + T]: node i sees key j exactly if j <= C + i < subtree_end[j].
+    source int64[P]: the node to read a pair's distribution at. target_ids int32[P], flat int64[P]: see `PrefixTree`.
     """
 
+    start: int
     token_ids: Ids
     position_ids: Indices
-    lengths: Indices
+    context: Indices
+    subtree_end: Indices
     source: Indices
     target_ids: Ids
     flat: Indices
 
 
-def pack(calls: Sequence[Span], packing: Packing) -> list[PackedSequence]:
-    """Lay out calls as sequences. Calls without completion tokens take no room.
+def chunks(tree: PrefixTree, budget: int) -> list[MicroBatch]:
+    """The tree in depth-first pieces of at most `budget` nodes; one piece, without context, if it fits.
 
-    Raises DataError for a call with an empty prompt, whose first token nothing precedes.
+    All that later nodes need of earlier ones are the keys and values of their ancestors, and all ancestors of a piece
+    outside it are ancestors of its first node.
     """
-    open_chains: dict[int, list[list[Span]]] = {}
-    finished: list[list[Span]] = []
-    for call in calls:
-        if not len(call.prompt_ids):
-            raise DataError(f"a call of owner {call.owner} has an empty prompt")
-        if not len(call.completion_ids):
-            continue
-        chains = open_chains.setdefault(call.owner, [])
-        extended = (
-            next((c for c in reversed(chains) if _extends(c[-1], call)), None) if packing is Packing.CHAIN else None
-        )
-        if extended is None:
-            chains.append([call])
-            finished.append(chains[-1])
-        else:
-            extended.append(call)
-    return [_sequence(chain) for chain in finished]
+    return [_chunk(tree, a, min(a + budget, len(tree))) for a in range(0, len(tree), budget)]
 
 
-def _extends(earlier: Span, call: Span) -> bool:
-    cut, end = len(earlier.prompt_ids), len(earlier.prompt_ids) + len(earlier.completion_ids)
-    return (
-        len(call.prompt_ids) >= end
-        and np.array_equal(call.prompt_ids[cut:end], earlier.completion_ids)
-        and np.array_equal(call.prompt_ids[:cut], earlier.prompt_ids)
-    )
-
-
-def _sequence(chain: list[Span]) -> PackedSequence:
-    last = chain[-1]
-    return PackedSequence(
-        token_ids=np.concatenate([last.prompt_ids, last.completion_ids]),
-        target=np.concatenate([len(c.prompt_ids) + np.arange(len(c.completion_ids)) for c in chain]),
-        flat=np.concatenate([c.first + np.arange(len(c.completion_ids)) for c in chain]),
-    )
-
-
-def micro_batches(sequences: Sequence[PackedSequence], max_tokens: int) -> list[MicroBatch]:
-    """Cut sequences, longest first, into micro-batches of at most `max_tokens` tokens.
-
-    A sequence longer than that gets a micro-batch of its own. Sorting by length keeps attention's padding small.
-    """
-    parts: list[list[PackedSequence]] = []
-    used = 0
-    for sequence in sorted(sequences, key=lambda s: -len(s.token_ids)):
-        if parts and used + len(sequence.token_ids) <= max_tokens:
-            parts[-1].append(sequence)
-            used += len(sequence.token_ids)
-        else:
-            parts.append([sequence])
-            used = len(sequence.token_ids)
-    return [_micro_batch(part) for part in parts]
-
-
-def _micro_batch(part: list[PackedSequence]) -> MicroBatch:
-    lengths = np.array([len(s.token_ids) for s in part], np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    target = np.concatenate([s.target + offset for s, offset in zip(part, offsets, strict=True)])
-    token_ids = np.concatenate([s.token_ids for s in part])
+def _chunk(tree: PrefixTree, start: int, end: int) -> MicroBatch:
+    earlier = np.flatnonzero(tree.subtree_end[:start] > start)
+    keys = np.concatenate([earlier, np.arange(start, end)])
+    pairs = np.flatnonzero((tree.source >= start) & (tree.source < end))
     return MicroBatch(
-        token_ids=token_ids,
-        position_ids=np.concatenate([np.arange(n) for n in lengths]),
-        lengths=lengths,
-        source=target - 1,
-        target_ids=token_ids[target],
-        flat=np.concatenate([s.flat for s in part]),
+        start=start,
+        token_ids=tree.token_ids[start:end],
+        position_ids=tree.depth[start:end],
+        context=earlier,
+        subtree_end=np.minimum(tree.subtree_end[keys], end) - start + len(earlier),
+        source=tree.source[pairs] - start,
+        target_ids=tree.target_ids[pairs],
+        flat=tree.flat[pairs],
     )

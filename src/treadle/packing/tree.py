@@ -1,0 +1,109 @@
+"""Prefix trees: every shared token once.
+
+    calls --depth_first--> order, shared --PrefixTree.of--> nodes in depth-first order
+
+Sorting calls by the big-endian bytes of their ids puts them in depth-first order of their trie, and the longest common
+prefix of neighbours is all of its structure.
+
+Shapes: T unique tokens (nodes) of a tree, P pairs (step, token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.core.types import Ids
+from treadle.packing.flat import Call, Indices
+
+
+def depth_first(calls: Sequence[Call], roots: Sequence[int]) -> tuple[list[int], Indices]:
+    """Order the calls so that each one's longest prefix shared with any before it is shared with its predecessor.
+
+    Calls of different roots share nothing. Returns (order, shared int64[calls]): `shared[i]` tokens of the call
+    `order[i]` are those of `order[i - 1]`.
+    """
+    words = _words(calls)
+    # Big-endian bytes compare as the numbers do.
+    keys = [root.to_bytes(8, "big") + w.astype(">i4").tobytes() for root, w in zip(roots, words, strict=True)]
+    order = sorted(range(len(calls)), key=keys.__getitem__)
+    shared = np.zeros(len(calls), np.int64)
+    for at, (before, this) in enumerate(pairwise(order), 1):
+        if roots[before] == roots[this]:
+            shared[at] = common_prefix(words[before], words[this])
+    return order, shared
+
+
+def _words(calls: Sequence[Call]) -> list[NDArray[np.int32]]:
+    """What must agree for a node to be shared, a word a token: its id [L], or id and keys [L, 1 + K]."""
+    width = max((c.keys.shape[1] for c in calls if c.keys is not None), default=0)
+    if not width:
+        return [c.token_ids for c in calls]
+    missing = np.full((max(len(c.token_ids) for c in calls), width), -1, np.int32)
+    keys = [missing[: len(c.token_ids)] if c.keys is None else c.keys for c in calls]
+    return [np.concatenate([c.token_ids[:, None], k], 1) for c, k in zip(calls, keys, strict=True)]
+
+
+def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """How many leading words of a and b ([L] or [L, width]) agree."""
+    size = min(len(a), len(b))
+    different = (a[:size] != b[:size]).reshape(size, -1).any(1)
+    first = int(different.argmax()) if size else 0
+    return first if size and different[first] else size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixTree:
+    """Unique nodes of some calls, in depth-first order.
+
+    token_ids int32[T]; depth int64[T]: tokens before it in its sequence, its position id.
+    subtree_end int64[T]: node j is i or an ancestor of i exactly if j <= i < subtree_end[j].
+    source int64[P]: the node at which a pair's distribution is read, the parent of its token's node.
+    target_ids int32[P]: the token it is asked for. flat int64[P]: the pair's index in the flat arrays.
+
+    Nodes are computed once; pairs are many: steps that share a node have their own advantage there.
+    """
+
+    token_ids: Ids
+    depth: Indices
+    subtree_end: Indices
+    source: Indices
+    target_ids: Ids
+    flat: Indices
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], shared: Indices) -> PrefixTree:
+        """The tree of calls in depth-first order; of `shared` (see `depth_first`) the first entry does not count."""
+        lengths = np.array([len(c.token_ids) for c in calls], np.int64)
+        common = np.concatenate([[0], shared[1:]])
+        nodes = int((lengths - common).sum())
+        token_ids, depth = np.empty(nodes, np.int32), np.empty(nodes, np.int64)
+        subtree_end = np.full(nodes, nodes, np.int64)
+        path = np.empty(int(lengths.max(initial=0)), np.int64)  # depth -> node, from the root to the newest leaf
+        sources: list[Indices] = [np.empty(0, np.int64)]
+        size = bottom = 0
+        for call, depth_kept, length in zip(calls, common.tolist(), lengths.tolist(), strict=True):
+            subtree_end[path[depth_kept:bottom]] = size  # these nodes get no further descendants
+            end = size + length - depth_kept
+            token_ids[size:end] = call.token_ids[depth_kept:]
+            depth[size:end] = np.arange(depth_kept, length)
+            path[depth_kept:length] = np.arange(size, end)
+            sources.append(path[call.prompt_length - 1 : length - 1].copy())
+            size, bottom = end, length
+        return cls(
+            token_ids,
+            depth,
+            subtree_end,
+            source=np.concatenate(sources),
+            target_ids=np.concatenate([np.empty(0, np.int32), *(c.token_ids[c.prompt_length :] for c in calls)]),
+            flat=np.concatenate(
+                [np.empty(0, np.int64), *(c.first + np.arange(len(c.token_ids) - c.prompt_length) for c in calls)]
+            ),
+        )
