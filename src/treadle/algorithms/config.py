@@ -15,6 +15,7 @@ from treadle.packing.flat import Doubles, FlatBatch
 class AlgorithmConfig(Config):
     """How rewards become a loss: GRPO advantages, PPO-clip, and a reduction."""
 
+    policy_loss: str = Field("ppo_clip", description="loss of each token: a registered name or module:attribute")
     norm_by_std: bool = Field(True, description="divide by the group's standard deviation (false: Dr. GRPO)")
     eps_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - eps_low")
     eps_high: float = Field(0.28, gt=0, description="the ratio is clipped above 1 + eps_high")

@@ -14,11 +14,10 @@ from transformers import PreTrainedModel
 from treadle.core.errors import EngineError
 from treadle.core.types import SamplingParams
 from treadle.engines.torch_engine import TorchEngine
-from treadle.packing.flat import Span
-from treadle.packing.layout import Packing, micro_batches, pack
+from treadle.packing.flat import Call
+from treadle.packing.layout import Packing, Sharing
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.config import ModelConfig
-from treadle.training.forward import token_logprobs
 from treadle.training.learner import Learner
 from treadle.training.model import load_tokenizer, make_model, tokenizer_directory
 
@@ -76,11 +75,11 @@ async def check_engine(engine: TorchEngine, learner: Learner, policy: Policy) ->
     engine.open_session("probe")
     answer = await engine.generate(prompt, SamplingParams(temperature=1.0, max_tokens=8, seed=1), session="probe")
     engine.close_session("probe")
-    [part] = micro_batches(pack([Span(prompt, answer.token_ids, 0, 0)], Packing.STEP), max_tokens=1)
-    with torch.no_grad():
-        logp, _ = token_logprobs(learner.model, part, torch.ones(len(answer.token_ids)))
-    scored = (await engine.score(np.concatenate([prompt, answer.token_ids])))[len(prompt) - 1 :]
-    for name, other in (("its own scoring pass", scored), ("the learner", logp.cpu().numpy())):
+    call = Call(np.concatenate([prompt, answer.token_ids]), len(prompt), 0)
+    [tree] = learner.forward.trees([call], Packing.STEP, Sharing.TRAJECTORY)
+    learned = learner.forward.scores(tree, torch.ones(len(answer.token_ids))).logp.cpu().numpy()
+    scored = (await engine.score(call.token_ids))[len(prompt) - 1 :]
+    for name, other in (("its own scoring pass", scored), ("the learner", learned)):
         gap = float(np.abs(answer.logprobs - other).max())
         if not gap < 1e-3:
             raise EngineError(f"the engine's log-probabilities differ from those of {name} by up to {gap:.2e}")

@@ -65,10 +65,8 @@ def arrange(calls: Sequence[Call], packing: Packing, sharing: Sharing = Sharing.
             raise DataError(f"a call of trajectory {call.trajectory} has an empty prompt")
     if packing is Packing.STEP:
         return Arrangement(tuple(trained), np.zeros(len(trained), np.int64))
-    if packing is Packing.CHAIN:
-        roots = [c.trajectory for c in trained]
-    else:
-        roots = [_owner(c, sharing) for c in trained]
+    within = Sharing.TRAJECTORY if packing is Packing.CHAIN else sharing
+    roots = [_owner(c, within) for c in trained]
     order, shared = depth_first(trained, roots)
     arranged = Arrangement(tuple(trained[i] for i in order), shared)
     return _chains(arranged) if packing is Packing.CHAIN else arranged
@@ -189,3 +187,39 @@ def _chunk(tree: PrefixTree, start: int, end: int) -> MicroBatch:
         target_ids=tree.target_ids[pairs],
         flat=tree.flat[pairs],
     )
+
+
+def row_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:
+    """Group calls that share nothing so that, padded to the longest of its tree, each tree fits the budget.
+
+    Raises DataError for a call that alone is longer.
+    """
+    ordered = sorted(arranged.calls, key=lambda c: -len(c.token_ids))
+    if ordered and len(ordered[0].token_ids) > budget:
+        raise DataError(
+            f"a call of {len(ordered[0].token_ids)} tokens exceeds max_tokens_per_microbatch = {budget}, and this "
+            "model's layers cannot be computed in pieces; raise the budget or shorten the context"
+        )
+    parts: list[list[Call]] = []
+    for call in ordered:
+        if not parts or len(parts[-1][0].token_ids) * (len(parts[-1]) + 1) > budget:
+            parts.append([])
+        parts[-1].append(call)
+    return [PrefixTree.of(part, np.zeros(len(part), np.int64)) for part in parts]
+
+
+def distribute(trees: Sequence[PrefixTree], ranks: int) -> list[list[PrefixTree]]:
+    """Deal trees to data-parallel ranks: equally many each, filled up with trees that train nothing, costs balanced.
+
+    A node costs its share of the linear layers and, in attention, one score for each of its ancestors and itself; the
+    largest trees are dealt first, each to the rank with the least so far.
+    """
+    padding = PrefixTree.of([Call(np.zeros(1, np.int32), 1, 0)], np.zeros(1, np.int64))
+    dealt: list[list[PrefixTree]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for tree in sorted(trees, key=lambda t: -int((t.depth + 1).sum())):
+        rank = load.index(min(load))
+        dealt[rank].append(tree)
+        load[rank] += int((tree.depth + 1).sum())
+    most = max(map(len, dealt))
+    return [own + [padding] * (most - len(own)) for own in dealt]

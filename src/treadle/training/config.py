@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from treadle.core.config import Config
-from treadle.packing.layout import Packing
+from treadle.packing.layout import Packing, Sharing
 
 
 class ModelConfig(Config):
@@ -65,12 +65,17 @@ class TrainingConfig(Config):
     updates_per_batch: int = Field(1, ge=1, description="optimizer updates between two weight publications")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="optimizer of RL")
     packing: Packing = Field(
-        Packing.CHAIN,
+        Packing.TREE,
         strict=False,
         description="how steps share tokens in the forward pass; a matter of cost only",
     )
+    sharing: Sharing = Field(
+        Sharing.GROUP,
+        strict=False,
+        description="within what 'tree' packing shares prefixes; a matter of cost only",
+    )
     max_tokens_per_microbatch: int = Field(
-        8192, ge=1, description="token budget of one forward pass; a matter of cost only"
+        8192, ge=1, description="most tokens of one forward pass; a matter of cost only"
     )
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="of forward passes; weights and optimizer stay float32"

@@ -1,137 +1,242 @@
-"""The packed forward pass: sequences laid end to end in one row, log-probabilities of the wanted pairs only.
+"""`Forward`: log-probabilities of packed pairs, and their gradient, at bounded memory.
 
-Shapes: T tokens of a micro-batch, S sequences in it, L the longest of them, P pairs, H heads, K key/value heads,
-D head size, V vocabulary.
+    PrefixTree --chunks(budget)--> MicroBatch --decoder, tree attention--> hidden [T, d] --pair_logprobs--> [P]
 
-Linear layers see the T tokens and no padding; only attention lays them out as [S, L], inside. It is installed through
-transformers' attention interface, so any Hugging Face decoder works, with its own head and scalings.
+A tree that fits the token budget takes one forward and one backward pass. A larger one is streamed: a first pass
+without gradient keeps every node's keys and values; then, from the last chunk to the first, each is computed again
+with its ancestors' keys and values as leaves, whose gradients flow into the chunks that made them. That is exact for
+any loss, since the loss is asked only for its gradient by the pairs' log-probabilities.
+
+Shapes: T nodes of a micro-batch, P pairs of a tree, N completion tokens of an update, d hidden size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
-from treadle.packing.layout import MicroBatch
-
-ATTENTION = "treadle_packed"
-
-
-@dataclass(slots=True)
-class Layout:
-    """Where each of the T tokens stands in the padded [S, L] of attention."""
-
-    sequences: int
-    longest: int
-    place: Tensor  # int64[T], s * L + position
-    layers: set[int] = field(default_factory=set)  # that have attended through this layout
-
-    def pad(self, flat: Tensor) -> Tensor:
-        """[1, heads, T, D] -> [S, heads, L, D], zeros behind each sequence."""
-        _, heads, _, size = flat.shape
-        padded = flat.new_zeros(self.sequences * self.longest, heads, size)
-        padded[self.place] = flat[0].transpose(0, 1)
-        return padded.view(self.sequences, self.longest, heads, size).transpose(1, 2)
-
-    def unpad(self, padded: Tensor) -> Tensor:
-        """[S, heads, L, D] -> [1, T, heads, D]."""
-        _, heads, _, size = padded.shape
-        rows = padded.transpose(1, 2).reshape(self.sequences * self.longest, heads, size)
-        return rows.index_select(0, self.place)[None]
+from treadle.packing.flat import Call
+from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, micro_batches, row_batches
+from treadle.packing.tree import PrefixTree, depth_first
+from treadle.training.attention.interface import ATTENTION, Kernel, KeysAndValues, Shape, Tree
+from treadle.training.attention.select import kernel_for
+from treadle.training.distribution import own_head, pair_logprobs
+from treadle.training.objective import Gradient, Scores
+from treadle.training.streaming import KeyValueStore
+from treadle.training.support import native_only, refuse_randomness, slides
 
 
-def packed_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    packed: Layout | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention within each sequence: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
-    if packed is None:
-        raise ConfigError(
-            f"{type(module).__name__} drops keyword arguments on the way to attention; it cannot be packed"
-        )
-    if softcap is not None or s_aux is not None:
-        raise ConfigError(
-            f"{type(module).__name__} uses soft-capped or sink attention, which packing does not implement"
-        )
-    packed.layers.add(int(module.layer_idx))  # type: ignore[arg-type]
-    mask = None
-    if sliding_window is not None and sliding_window < packed.longest:
-        at = torch.arange(packed.longest, device=query.device)
-        distance = at[:, None] - at
-        mask = (distance >= 0) & (distance < sliding_window)
-    # Causal and padded behind: no real token sees padding, so no mask is needed.
-    out = F.scaled_dot_product_attention(
-        packed.pad(query),
-        packed.pad(key),
-        packed.pad(value),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return packed.unpad(out), None
+class Forward:
+    """A model prepared to compute prefix trees, at most `budget` nodes at a time.
 
-
-AttentionInterface.register(ATTENTION, packed_attention)
-
-
-def prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
-    """Install packed attention; the model then takes micro-batches only."""
-    model.set_attn_implementation(ATTENTION)
-    model.train()
-    if gradient_checkpointing:
-        # renamed in the course of transformers 5; where both exist, the old name warns
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-
-
-def token_logprobs(
-    model: PreTrainedModel, batch: MicroBatch, temperature: Tensor, entropy_grad: bool = False
-) -> tuple[Tensor, Tensor]:
-    """One forward pass over a micro-batch.
-
-    temperature [P], at which each pair was sampled; its dtype is the result's (at least float32).
-    Returns (log-probability [P], entropy in nats [P]) of each pair's distribution at that temperature; the entropy
-    carries a gradient only if asked. Raises ConfigError if a layer did not attend through the packed layout.
+    A model whose layers cannot share prefixes (see `support.native_only`) is warned about once; it keeps its own
+    attention and computes each step as a padded row. half: run in bfloat16. make_kernel: tree attention for a shape;
+    default: the device's.
+    Raises ConfigError for a model with dropout, or one that does not compute with tree attention what it computes
+    with its own.
     """
-    device = model.device
-    lengths = torch.from_numpy(batch.lengths)
-    longest = int(lengths.max())
-    row_start = torch.repeat_interleave(torch.arange(len(lengths)) * longest, lengths)
-    positions = torch.from_numpy(batch.position_ids)
-    layout = Layout(len(lengths), longest, (row_start + positions).to(device))
-    logits = model(
-        input_ids=torch.from_numpy(batch.token_ids).long()[None].to(device),
-        position_ids=positions[None].to(device),
-        logits_to_keep=torch.from_numpy(batch.source).to(device),
-        use_cache=False,
-        packed=layout,
-    ).logits[0]
-    layers = model.config.get_text_config().num_hidden_layers
-    if len(layout.layers) != layers:
-        raise ConfigError(
-            f"{len(layout.layers)} of {layers} layers of {type(model).__name__} attended "
-            "through the packed layout; the others would mix sequences"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        budget: int,
+        gradient_checkpointing: bool = False,
+        half: bool = False,
+        make_kernel: Callable[[Shape], Kernel] | None = None,
+    ) -> None:
+        self.model, self.budget, self.half = model, budget, half
+        self._make_kernel = make_kernel or kernel_for(model.device)
+        self._head = own_head(model)
+        refuse_randomness(model)
+        reason = native_only(model.config)
+        self.shares = reason is None
+        if reason is not None:
+            warnings.warn(
+                f"{type(model).__name__} cannot share prefixes ({reason}): it is trained with packing 'step'",
+                stacklevel=2,
+            )
+        model.train()
+        self._probe()
+        if gradient_checkpointing:
+            # renamed in the course of transformers 5; where both exist, the old name warns
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+
+    def trees(self, calls: Sequence[Call], packing: Packing, sharing: Sharing) -> list[PrefixTree]:
+        """Lay out calls for this model. Raises DataError for a call that cannot be laid out."""
+        if self.shares:
+            return micro_batches(arrange(calls, packing, sharing), self.budget)
+        return row_batches(arrange(calls, Packing.STEP), self.budget)
+
+    def scores(self, tree: PrefixTree, temperature: Tensor) -> Scores:
+        """One pass without gradient. temperature [N] of all pairs; its dtype is the result's."""
+        parts = self._chunks(tree)
+        store = KeyValueStore(len(tree))
+        with torch.no_grad():
+            return self._first_pass(parts, temperature, store)
+
+    def backward(self, tree: PrefixTree, temperature: Tensor, gradient: Gradient, entropy_grad: bool = False) -> Scores:
+        """Add a loss's gradient to the parameters' `.grad`. The loss is known by its `gradient` alone."""
+        parts = self._chunks(tree)
+        if len(parts) > 1:
+            return self._stream(parts, len(tree), temperature, gradient, entropy_grad)
+        logp, entropy = self._pairs(parts[0], temperature, entropy_grad)
+        scores = Scores(parts[0].flat, logp.detach(), entropy.detach())
+        _propagate(logp, entropy, *gradient(scores))
+        return scores
+
+    def _chunks(self, tree: PrefixTree) -> list[MicroBatch]:
+        return chunks(tree, self.budget if self.shares else max(len(tree), 1))
+
+    # --- streaming ---
+
+    def _first_pass(self, parts: Sequence[MicroBatch], temperature: Tensor, store: KeyValueStore) -> Scores:
+        """Without gradient, first chunk to last; `store` is left with all keys and values if there are several."""
+        found = []
+        for part in parts:
+            fresh: dict[int, KeysAndValues] | None = {} if len(parts) > 1 else None
+            found.append(self._pairs(part, temperature, False, store.at(part.context), fresh))
+            store.put(part, fresh or {})
+        return Scores(
+            np.concatenate([part.flat for part in parts]),
+            torch.cat([logp for logp, _ in found]),
+            torch.cat([entropy for _, entropy in found]),
         )
-    distribution = (logits.to(temperature.dtype) / temperature.to(device)[:, None]).log_softmax(-1)
-    targets = torch.from_numpy(batch.target_ids).long().to(device)
-    logp = distribution.gather(1, targets[:, None])[:, 0]
-    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-        entropy = -(distribution.exp() * distribution).sum(-1)
-    return logp, entropy
+
+    def _stream(
+        self, parts: Sequence[MicroBatch], nodes: int, temperature: Tensor, gradient: Gradient, entropy_grad: bool
+    ) -> Scores:
+        store = KeyValueStore(nodes)
+        with torch.no_grad():
+            scores = self._first_pass(parts, temperature, store)
+        by_logp, by_entropy = gradient(scores)
+        bounds = np.cumsum([0, *(len(part.flat) for part in parts)]).tolist()
+        for part, (first, end) in reversed(list(zip(parts, pairwise(bounds), strict=True))):
+            context = store.leaves(part.context)
+            fresh: dict[int, KeysAndValues] = {}
+            logp, entropy = self._pairs(part, temperature, entropy_grad, context, fresh)
+            roots, gradients = store.pending(part, fresh)
+            _propagate(
+                logp,
+                entropy,
+                by_logp[first:end],
+                None if by_entropy is None else by_entropy[first:end],
+                roots,
+                gradients,
+            )
+            store.collect(part.context, context)
+        return scores
+
+    # --- one forward pass ---
+
+    def _pairs(
+        self,
+        part: MicroBatch,
+        temperature: Tensor,
+        entropy_grad: bool,
+        context: Mapping[int, KeysAndValues] | None = None,
+        fresh: dict[int, KeysAndValues] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        device = self.model.device
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.half):
+            hidden = self._hidden(part, context or {}, fresh) if self.shares else self._hidden_rows(part)
+            return pair_logprobs(
+                self._head,
+                hidden.index_select(0, torch.from_numpy(part.source).to(device)),
+                torch.from_numpy(part.target_ids).long().to(device),
+                temperature[torch.from_numpy(part.flat)].to(device),
+                entropy_grad,
+            )
+
+    def _hidden(
+        self, part: MicroBatch, context: Mapping[int, KeysAndValues], fresh: dict[int, KeysAndValues] | None
+    ) -> Tensor:
+        """[T, d], all nodes in one row."""
+        tree, device = Tree(self._make_kernel(Shape.of(part)), context, fresh), self.model.device
+        hidden: Tensor = self.model.get_decoder()(
+            input_ids=torch.from_numpy(part.token_ids).long()[None].to(device),
+            position_ids=torch.from_numpy(part.position_ids)[None].to(device),
+            use_cache=False,
+            tree=tree,
+        ).last_hidden_state
+        self._check(tree)
+        return hidden[0]
+
+    def _hidden_rows(self, part: MicroBatch) -> Tensor:
+        """[T, d], each sequence a row, padded behind."""
+        starts = np.append(np.flatnonzero(part.position_ids == 0), len(part.token_ids))
+        lengths = np.diff(starts)
+        place = np.repeat(np.arange(len(lengths)) * lengths.max(), lengths) + part.position_ids
+        ids, mask = (np.zeros(len(lengths) * int(lengths.max()), np.int64) for _ in range(2))
+        ids[place], mask[place] = part.token_ids, 1
+        device, rows = self.model.device, (len(lengths), -1)
+        hidden: Tensor = self.model.get_decoder()(
+            input_ids=torch.from_numpy(ids).view(rows).to(device),
+            attention_mask=torch.from_numpy(mask).view(rows).to(device),
+            use_cache=False,
+        ).last_hidden_state
+        return hidden.flatten(0, 1).index_select(0, torch.from_numpy(place).to(device))
+
+    # --- what could be silently wrong ---
+
+    def _check(self, tree: Tree) -> None:
+        """Raise ConfigError if a layer did not attend through the tree, or not through its window."""
+        config, name = self.model.config.get_text_config(), type(self.model).__name__
+        if len(tree.attended) != config.num_hidden_layers:
+            raise ConfigError(
+                f"{len(tree.attended)} of {config.num_hidden_layers} layers of {name} attended through the prefix "
+                "tree; the others would mix sequences"
+            )
+        for layer, window in tree.attended.items():
+            if slides(config, layer) and window is None:
+                raise ConfigError(f"layer {layer} of {name} has a sliding window that it does not tell its attention")
+
+    def _probe(self) -> None:
+        """Raise ConfigError unless two short sequences, packed, have the logits of the whole model alone."""
+        model = self.model
+        size = model.config.get_text_config().vocab_size
+        sequences = [np.array(ids, np.int32) % size for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8])]
+        if self.shares:
+            model.set_attn_implementation("eager")
+        with torch.no_grad():
+            own = [model(torch.from_numpy(ids).long()[None].to(model.device)).logits[0] for ids in sequences]
+            if self.shares:
+                model.set_attn_implementation(ATTENTION)
+            calls = [Call(ids, 1, 0) for ids in sequences]
+            order, shared = depth_first(calls, (0, 0)) if self.shares else ([0, 1], np.zeros(2, np.int64))
+            [part] = chunks(PrefixTree.of([calls[i] for i in order], shared), 16)
+            hidden = self._hidden(part, {}, None) if self.shares else self._hidden_rows(part)
+            packed = self._head(hidden.index_select(0, torch.from_numpy(part.source).to(model.device)))
+        expected = torch.cat([own[i][:-1] for i in order]).float()
+        gap = float((packed.float() - expected).norm() / expected.norm())
+        if not gap < (1e-3 if model.dtype.itemsize >= 4 else 0.1):
+            raise ConfigError(
+                f"{type(model).__name__} computes other logits packed than alone (they differ by {gap:.1%}): its "
+                "attention, positions or head work in a way that Treadle does not know"
+            )
+
+
+def _propagate(
+    logp: Tensor,
+    entropy: Tensor,
+    by_logp: Tensor,
+    by_entropy: Tensor | None,
+    more: Sequence[Tensor] = (),
+    by_more: Sequence[Tensor] = (),
+) -> None:
+    """Back-propagate from everything that carries a gradient."""
+    roots = [
+        (logp, by_logp),
+        *(() if by_entropy is None else ((entropy, by_entropy),)),
+        *zip(more, by_more, strict=True),
+    ]
+    live = [(root, gradient) for root, gradient in roots if root.requires_grad]
+    if live:
+        torch.autograd.backward([root for root, _ in live], [gradient for _, gradient in live])

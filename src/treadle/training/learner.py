@@ -1,9 +1,9 @@
 """`Learner`: groups in, one or more optimizer updates out.
 
     groups -flatten-> FlatBatch -advantages, token_weights-> arrays [N]
-                          |-pack, micro_batches-> token_logprobs -> sum_i w_i loss_i -> backward -> AdamW
+                          |-calls-> PrefixTree* -Forward-> logp, entropy [N] -Objective-> gradient -> AdamW
 
-Shapes: N completion tokens of an update, J graded trajectories, P pairs of a micro-batch.
+Shapes: N completion tokens of an update, J graded trajectories, P pairs of a tree.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
-from treadle.algorithms.losses import clipped, ppo_clip
+from treadle.algorithms.losses import PolicyLoss, Tokens
+from treadle.core.registry import resolve
 from treadle.core.types import Group
 from treadle.engines.weights import unique_weights
-from treadle.packing.flat import FlatBatch, flatten, spans
-from treadle.packing.layout import MicroBatch, micro_batches, pack
+from treadle.packing.flat import FlatBatch, calls, flatten
+from treadle.packing.tree import PrefixTree
 from treadle.training.config import TrainingConfig
-from treadle.training.forward import prepare, token_logprobs
+from treadle.training.forward import Forward
+from treadle.training.objective import Gradient, Objective, joined, looked_up
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 
 
@@ -48,7 +50,13 @@ class Learner:
     ) -> None:
         self.model, self.training, self.algorithm, self.updates = model, training, algorithm, updates
         self.updates_done = 0
-        prepare(model, training.gradient_checkpointing)
+        self.policy_loss: PolicyLoss = resolve("policy_losses", algorithm.policy_loss)
+        self.forward = Forward(
+            model,
+            training.max_tokens_per_microbatch,
+            training.gradient_checkpointing,
+            half=training.precision == "bfloat16",
+        )
         self.optimizer = make_optimizer(model, training.optimizer)
 
     def weights(self) -> dict[str, Tensor]:
@@ -67,11 +75,9 @@ class Learner:
 
     def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
         """The current log-probability of every completion token [N], each at its recorded temperature."""
-        result: NDArray[np.floating] = np.zeros(len(batch), np.float32 if self._dtype is torch.float32 else np.float64)
-        with torch.no_grad():
-            for part in self._micro_batches(batch):
-                result[part.flat] = self._forward(batch, part, entropy_grad=False)[0].cpu().numpy()
-        return result
+        temperature = self._temperature(batch)
+        logp = joined([self.forward.scores(tree, temperature) for tree in self.trees(batch)]).logp
+        return logp.cpu().numpy()
 
     def update(self, batch: FlatBatch, logp_old: NDArray[np.floating] | None = None) -> UpdateResult:
         """One optimizer update on the batch. An update without a trainable token changes nothing."""
@@ -86,80 +92,56 @@ class Learner:
         )
 
     def accumulate(
-        self,
-        batch: FlatBatch,
-        per_trajectory: NDArray[np.float64],
-        logp_old: NDArray[np.floating] | None = None,
+        self, batch: FlatBatch, per_trajectory: NDArray[np.float64], logp_old: NDArray[np.floating] | None = None
     ) -> dict[str, float]:
         """Add the batch's gradient to the parameters' `.grad`; returns token metrics.
 
         per_trajectory float64[J]: advantages. logp_old [N], or None to anchor on the policy as it is now.
         """
-        advantage, weight = per_trajectory[batch.trajectory_id], token_weights(batch, self.algorithm)
-        coefficient = self._entropy_coefficient()
-        sums = _Sums()
-        tokens = sequences = 0
-        for part in self._micro_batches(batch):
-            logp, entropy = self._forward(batch, part, entropy_grad=coefficient > 0)
-            anchor = logp.detach() if logp_old is None else self._tensor(logp_old[part.flat])
-            a, w = self._tensor(advantage[part.flat]), self._tensor(weight[part.flat])
-            algorithm = self.algorithm
-            policy = ppo_clip(logp, anchor, a, algorithm.eps_low, algorithm.eps_high)
-            loss = (w * (policy - coefficient * entropy)).sum()
-            loss.backward()
-            with torch.no_grad():
-                mask = self._tensor(batch.mask[part.flat]).bool()
-                gap = (anchor - self._tensor(batch.logp_rollout[part.flat])).abs()[mask]
-                cut = clipped(logp, anchor, a, algorithm.eps_low, algorithm.eps_high)[mask]
-                sums.add(loss, entropy[mask], gap, cut)
-            tokens, sequences = tokens + len(part.token_ids), sequences + len(part.lengths)
-        return {**sums.metrics(int(batch.mask.sum())), "packed_tokens": tokens, "packed_sequences": sequences}
+        trees, temperature = self.trees(batch), self._temperature(batch)
+        objective = self.objective(batch, per_trajectory, logp_old)
+        gradient: Gradient = objective.gradient
+        if self.policy_loss.couples:
+            whole = joined([self.forward.scores(tree, temperature) for tree in trees])
+            gradient = looked_up(*objective.gradient(whole))
+        scores = [self.forward.backward(tree, temperature, gradient, objective.entropy_coef > 0) for tree in trees]
+        return {
+            **objective.metrics(joined(scores)),
+            "packed_tokens": sum(len(tree) for tree in trees),
+            "packed_sequences": sum(int((tree.depth == 0).sum()) for tree in trees),
+        }
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        """Of log-probabilities and losses: the model's, but at least float32."""
-        return torch.float64 if self.model.dtype is torch.float64 else torch.float32
+    def trees(self, batch: FlatBatch) -> list[PrefixTree]:
+        """The batch as it is laid out for the forward pass."""
+        return self.forward.trees(calls(batch), self.training.packing, self.training.sharing)
+
+    def objective(
+        self, batch: FlatBatch, per_trajectory: NDArray[np.float64], logp_old: NDArray[np.floating] | None = None
+    ) -> Objective:
+        """The batch's loss as a function of its log-probabilities; arguments as for `accumulate`."""
+        start, end = self.algorithm.entropy_coef, self.algorithm.entropy_coef_end
+        device = self.model.device
+        return Objective(
+            self.algorithm,
+            self.policy_loss,
+            Tokens(
+                logp_old=self._tensor(batch.logp_rollout if logp_old is None else logp_old),
+                logp_rollout=self._tensor(batch.logp_rollout),
+                advantage=self._tensor(per_trajectory[batch.trajectory_id]),
+                mask=torch.from_numpy(batch.mask).to(device),
+                step=torch.from_numpy(batch.step_id).to(device),
+                trajectory=torch.from_numpy(batch.trajectory_id).to(device),
+            ),
+            weight=self._tensor(token_weights(batch, self.algorithm)),
+            entropy_coef=start + (end - start) * self.updates_done / max(self.updates, 1),
+            anchored=logp_old is None,
+        )
+
+    def _temperature(self, batch: FlatBatch) -> Tensor:
+        """[N], in the precision of log-probabilities and losses: the model's, but at least float32."""
+        # a greedy token is never trained; any temperature serves for its unused log-probability
+        return self._tensor(np.where(batch.temperature > 0, batch.temperature, 1.0))
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.device, self._dtype)
-
-    def _entropy_coefficient(self) -> float:
-        share = self.updates_done / max(self.updates, 1)
-        start, end = self.algorithm.entropy_coef, self.algorithm.entropy_coef_end
-        return start + (end - start) * share
-
-    def _micro_batches(self, batch: FlatBatch) -> list[MicroBatch]:
-        sequences = pack(spans(batch), self.training.packing)
-        return micro_batches(sequences, self.training.max_tokens_per_microbatch)
-
-    def _forward(self, batch: FlatBatch, part: MicroBatch, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-        half = self.training.precision == "bfloat16"
-        # a greedy token is never trained; any temperature serves for its unused log-probability
-        temperature = np.where(batch.temperature[part.flat] > 0, batch.temperature[part.flat], 1.0)
-        with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=half):
-            return token_logprobs(self.model, part, self._tensor(temperature), entropy_grad)
-
-
-class _Sums:
-    """Token metrics added up over micro-batches."""
-
-    def __init__(self) -> None:
-        self.loss = self.entropy = self.gap = self.gap_max = self.clipped = 0.0
-
-    def add(self, loss: Tensor, entropy: Tensor, gap: Tensor, cut: Tensor) -> None:
-        self.loss += loss.item()
-        self.entropy += entropy.sum().item()
-        self.gap += gap.sum().item()
-        self.gap_max = max(self.gap_max, gap.max().item() if len(gap) else 0.0)
-        self.clipped += cut.sum().item()
-
-    def metrics(self, trainable: int) -> dict[str, float]:
-        count = max(trainable, 1)
-        return {
-            "loss": self.loss,
-            "entropy": self.entropy / count,
-            "clip_fraction": self.clipped / count,
-            "logprob_gap_mean": self.gap / count,
-            "logprob_gap_max": self.gap_max,
-            "trainable_tokens": trainable,
-        }
+        dtype = torch.float64 if self.model.dtype is torch.float64 else torch.float32
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.device, dtype)

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from treadle.core.errors import TrainingStopped
 from treadle.core.types import Message
-from treadle.packing.flat import Span
-from treadle.packing.layout import MicroBatch, Packing, micro_batches, pack
+from treadle.packing.flat import Call
+from treadle.packing.layout import Packing, Sharing
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import Demonstrations, demonstrated_calls
-from treadle.training.forward import prepare, token_logprobs
+from treadle.training.forward import Forward
+from treadle.training.objective import Scores
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 
 
@@ -39,19 +41,20 @@ def warm_start(
 
     on_step(step, loss) is called after each step. Raises TrainingStopped if the final loss is above `config.max_loss`.
     """
-    prepare(model, gradient_checkpointing=False)
+    forward = Forward(model, config.max_tokens_per_microbatch)
     optimizer = make_optimizer(model, config.optimizer)
     losses: list[float] = []
     for number in range(config.steps):
         first = number * config.batch_size
-        parts = _batch([demonstrations(i) for i in range(first, first + config.batch_size)], renderer, config)
-        tokens = sum(len(part.flat) for part in parts)
-        total = 0.0
-        for part in parts:
-            logp, _entropy = token_logprobs(model, part, torch.ones(len(part.flat), dtype=torch.float32))
-            loss = -logp.sum() / tokens
-            loss.backward()
-            total += loss.item()
+        calls = _calls([demonstrations(i) for i in range(first, first + config.batch_size)], renderer)
+        tokens = sum(len(c.token_ids) - c.prompt_length for c in calls)
+        temperature = torch.ones(tokens, device=model.device)
+
+        def mean(scores: Scores, tokens: int = tokens) -> tuple[Tensor, None]:
+            return torch.full_like(scores.logp, -1 / tokens), None
+
+        trees = forward.trees(calls, Packing.TREE, Sharing.TRAJECTORY)
+        total = -sum(float(forward.backward(tree, temperature, mean).logp.sum()) for tree in trees) / tokens
         step(optimizer, model, config.optimizer, learning_rate(config.optimizer, number, config.steps))
         losses.append(total)
         on_step(number + 1, total)
@@ -65,11 +68,11 @@ def warm_start(
     return WarmStartResult(final, config.steps)
 
 
-def _batch(rows: Sequence[Sequence[Message]], renderer: ChatRenderer, config: WarmStartConfig) -> list[MicroBatch]:
-    calls: list[Span] = []
+def _calls(rows: Sequence[Sequence[Message]], renderer: ChatRenderer) -> list[Call]:
+    calls: list[Call] = []
     first = 0
-    for owner, messages in enumerate(rows):
+    for conversation, messages in enumerate(rows):
         for prompt, completion in demonstrated_calls(messages, renderer):
-            calls.append(Span(prompt, completion, first, owner))
+            calls.append(Call(np.concatenate([prompt, completion]), len(prompt), first, conversation))
             first += len(completion)
-    return micro_batches(pack(calls, Packing.CHAIN), config.max_tokens_per_microbatch)
+    return calls

@@ -1,0 +1,112 @@
+"""What transformers calls in place of its own attention, and the tree that it attends to.
+
+Shapes: see `treadle.training.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from treadle.core.errors import ConfigError
+from treadle.packing.layout import MicroBatch
+
+ATTENTION = "treadle_tree"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Who sees whom in one micro-batch, as a kernel needs it.
+
+    depth int64[C + T]: of every key. subtree_end int64[C + T]: node i sees key j exactly if
+    j <= context + i < subtree_end[j]; through a sliding window only if also depth_i - depth_j < window.
+    """
+
+    depth: Tensor
+    subtree_end: Tensor
+    context: int
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> Shape:
+        """On the CPU; kernels move what they need."""
+        depth = torch.from_numpy(batch.position_ids)
+        return cls(
+            torch.cat([torch.arange(len(batch.context)), depth]),
+            torch.from_numpy(batch.subtree_end),
+            len(batch.context),
+        )
+
+    @property
+    def nodes(self) -> int:
+        """T."""
+        return len(self.depth) - self.context
+
+
+class Kernel(Protocol):
+    """Computes tree attention, for all layers of one forward pass over one tree."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """query [T, H, D], key and value [C + T, K, D] -> [T, H, D]."""
+        ...
+
+
+KeysAndValues = tuple[Tensor, Tensor]  # [1, K, n, D] each, as layers make them
+
+
+@dataclass(slots=True)
+class Tree:
+    """The forward pass's own argument to every attention layer (`tree=`).
+
+    context: keys and values of the C nodes outside, by layer; none if C is 0.
+    fresh: where layers leave the keys and values of the T nodes, if anybody asked.
+    attended: layer -> the sliding window with which it attended.
+    """
+
+    kernel: Kernel
+    context: Mapping[int, KeysAndValues] = field(default_factory=dict)
+    fresh: dict[int, KeysAndValues] | None = None
+    attended: dict[int, int | None] = field(default_factory=dict)
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    tree: Tree | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]. Raises ConfigError for what it cannot express."""
+    name = type(module).__name__
+    if tree is None:
+        raise ConfigError(f"{name} drops keyword arguments on the way to attention; it cannot be packed")
+    if softcap is not None or s_aux is not None:
+        raise ConfigError(f"{name} uses soft-capped or sink attention, which tree attention does not implement")
+    if dropout > 0:
+        raise ConfigError(f"{name} has attention dropout {dropout}; packing needs 0 (set attention_dropout: 0)")
+    if not getattr(module, "is_causal", True):
+        raise ConfigError(f"{name} is not causal; it cannot be packed")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    tree.attended[layer] = sliding_window
+    if tree.fresh is not None:
+        tree.fresh[layer] = key, value
+    if tree.context:
+        earlier_key, earlier_value = tree.context[layer]
+        key, value = torch.cat([earlier_key, key], 2), torch.cat([earlier_value, value], 2)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return tree.kernel(q, k, v, scale, sliding_window)[None], None
+
+
+AttentionInterface.register(ATTENTION, tree_attention)

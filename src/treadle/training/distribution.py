@@ -1,0 +1,61 @@
+"""From hidden states to log-probabilities, in row chunks, so that no [P, V] array of logits is ever whole.
+
+Shapes: P pairs, d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+CHUNK_BYTES = 2**27  # of one chunk's logits; a handful of arrays of this size exist at a time
+
+Head = Callable[[Tensor], Tensor]
+
+
+def own_head(model: PreTrainedModel) -> Head:
+    """The model's map from final hidden states [P, d] to logits [P, V]: its output embedding, with the scaling and
+    soft-capping that its configuration names."""
+    config = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1))
+    return partial(_head, model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
+
+
+def _head(embedding: torch.nn.Module, scale: float, cap: float | None, hidden: Tensor) -> Tensor:
+    logits: Tensor = embedding(hidden) * scale if scale != 1 else embedding(hidden)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def pair_logprobs(
+    head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor, entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy in nats, [P] each, of the distributions at `temperature` [P], in its dtype.
+
+    hidden [P, d]; targets int64[P]. The entropy carries a gradient only if asked. Where the logits need more than
+    `CHUNK_BYTES`, they are made chunk by chunk, and again in the backward pass.
+    """
+    with torch.no_grad():
+        vocabulary = head(hidden[:1]).shape[-1] if len(hidden) else 1
+    rows = max(1, CHUNK_BYTES // (vocabulary * temperature.element_size()))
+    if len(hidden) <= rows:
+        return _chunk(head, hidden, targets, temperature, entropy_grad)
+    parts = [
+        checkpoint(_chunk, head, h, target, t, entropy_grad, use_reentrant=False, preserve_rng_state=False)
+        for h, target, t in zip(hidden.split(rows), targets.split(rows), temperature.split(rows), strict=True)
+    ]
+    return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+
+def _chunk(
+    head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor, entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
+    distribution = (head(hidden).to(temperature.dtype) / temperature[:, None]).log_softmax(-1)
+    logp = distribution.gather(1, targets[:, None])[:, 0]
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy = -(distribution.exp() * distribution).sum(-1)
+    return logp, entropy

@@ -1,0 +1,99 @@
+"""The loss of one update as a function of the pairs' log-probabilities; it knows nothing of layouts.
+
+Shapes: N completion tokens of the update in canonical order, n of the part at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.losses import PolicyLoss, Tokens, clipped
+from treadle.packing.flat import Indices
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the model says of some tokens, detached. flat int64[n]: where they stand among all N; logp, entropy [n], in
+    nats."""
+
+    flat: Indices
+    logp: Tensor
+    entropy: Tensor
+
+
+Gradient = Callable[[Scores], tuple[Tensor, Tensor | None]]
+"""The loss's gradient by log-probabilities [n], and by entropies [n] if they matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """sum_i weight_i (policy loss_i - entropy_coef * entropy_i).
+
+    tokens, weight [N]. anchored: the update starts from the policy as it is now, and `logp_old` is `logp` itself.
+    """
+
+    config: AlgorithmConfig
+    policy_loss: PolicyLoss
+    tokens: Tokens
+    weight: Tensor
+    entropy_coef: float
+    anchored: bool
+
+    def loss(self, scores: Scores) -> Tensor:
+        """The loss of these tokens, a scalar; of all of them if the policy loss couples tokens."""
+        index, tokens = self._tokens(scores)
+        policy = self.policy_loss.per_token(scores.logp, tokens, self.config)
+        return (self.weight[index] * (policy - self.entropy_coef * scores.entropy)).sum()
+
+    def gradient(self, scores: Scores) -> tuple[Tensor, Tensor | None]:
+        """See `Gradient`."""
+        leaves = Scores(scores.flat, scores.logp.clone().requires_grad_(), scores.entropy.clone().requires_grad_())
+        by_logp, by_entropy = torch.autograd.grad(self.loss(leaves), (leaves.logp, leaves.entropy))
+        return by_logp, by_entropy if self.entropy_coef else None
+
+    def metrics(self, scores: Scores) -> dict[str, float]:
+        """Means over the trainable tokens; scores of all N, in order."""
+        _, tokens = self._tokens(scores)
+        mask, config = tokens.mask, self.config
+        gap = (tokens.logp_old - tokens.logp_rollout).abs()[mask]
+        cut = clipped(scores.logp, tokens.logp_old, tokens.advantage, config.eps_low, config.eps_high)[mask]
+        count = max(int(mask.sum()), 1)
+        return {
+            "loss": float(self.loss(scores)),
+            "entropy": float(scores.entropy[mask].sum()) / count,
+            "clip_fraction": float(cut.sum()) / count,
+            "logprob_gap_mean": float(gap.sum()) / count,
+            "logprob_gap_max": float(gap.max()) if len(gap) else 0.0,
+            "trainable_tokens": int(mask.sum()),
+        }
+
+    def _tokens(self, scores: Scores) -> tuple[Tensor, Tokens]:
+        index = torch.from_numpy(scores.flat).to(scores.logp.device)
+        tokens = self.tokens.at(index)
+        return index, replace(tokens, logp_old=scores.logp.detach()) if self.anchored else tokens
+
+
+def joined(parts: Sequence[Scores]) -> Scores:
+    """All N tokens, in order, of parts that hold each once."""
+    flat = np.concatenate([np.empty(0, np.int64), *(part.flat for part in parts)])
+    if not parts:
+        return Scores(flat, torch.empty(0), torch.empty(0))
+    order = torch.from_numpy(np.argsort(flat))
+    logp, entropy = (torch.cat([getattr(part, name) for part in parts]) for name in ("logp", "entropy"))
+    return Scores(np.arange(len(flat)), logp[order.to(logp.device)], entropy[order.to(logp.device)])
+
+
+def looked_up(by_logp: Tensor, by_entropy: Tensor | None) -> Gradient:
+    """The gradient [N] of a loss over the whole batch, handed out part by part."""
+
+    def gradient(scores: Scores) -> tuple[Tensor, Tensor | None]:
+        index = torch.from_numpy(scores.flat).to(by_logp.device)
+        return by_logp[index], None if by_entropy is None else by_entropy[index]
+
+    return gradient

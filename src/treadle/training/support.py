@@ -1,0 +1,47 @@
+"""Which models tree attention can express, told from their configuration; and what no packing can."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from treadle.core.errors import ConfigError
+
+_LAYERS = {"full_attention", "attention", "sliding_attention"}
+# Configurations of state-space and gated-delta models that name no layer types.
+_RECURRENT = ("ssm_cfg", "state_size", "ssm_state_size", "mamba_d_state", "mamba_num_heads", "lru_width", "wkv_version")
+
+
+def native_only(config: PretrainedConfig) -> str | None:
+    """Why the model's layers cannot share prefixes, or None where they can.
+
+    Such a model keeps its own attention and computes every step as a row of its own.
+    """
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    if strange := kinds - _LAYERS:
+        return f"it has {', '.join(sorted(strange))} layers"
+    if found := [name for name in _RECURRENT if getattr(text, name, None) is not None]:
+        return f"it has recurrent layers ({found[0]} is set)"
+    if config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
+        return "it has cross-attention"
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        return "its attention scores are soft-capped (attn_logit_softcapping is set)"
+    return None
+
+
+def refuse_randomness(model: PreTrainedModel) -> None:
+    """Raise ConfigError for dropout or routing noise: what is trained would not be the policy that sampled."""
+    found = {f"dropout of {name}": m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
+    for name, value in model.config.get_text_config().to_dict().items():
+        if "dropout" in name or name.endswith(("_pdrop", "jitter_noise")):
+            found[name] = value
+    for name, value in found.items():
+        if isinstance(value, float) and value > 0:
+            raise ConfigError(f"{type(model).__name__} has {name} = {value}; set it to 0 in the model's config")
+
+
+def slides(config: PretrainedConfig, layer: int) -> bool:
+    """Whether the configuration says that this layer's attention has a sliding window."""
+    kinds = getattr(config, "layer_types", None)
+    return kinds is not None and kinds[layer] == "sliding_attention"
