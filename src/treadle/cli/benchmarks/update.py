@@ -50,7 +50,7 @@ def measure(threads: int, repeats: int, tasks: int = 32) -> Report:
     learners = {
         (packing, budget): _learner(packing, budget)
         for budget in (2048, 8192)
-        for packing in (Packing.STEP, Packing.CHAIN)
+        for packing in Packing
     }
     taken = cpu_seconds(
         {f"{packing} {budget}": partial(own.train_batch, groups) for (packing, budget), own in learners.items()},
