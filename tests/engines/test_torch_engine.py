@@ -25,7 +25,7 @@ from treadle.engines.torch_engine import TorchEngine
 from treadle.engines.weights import unique_weights
 from treadle.packing.flat import flatten
 from treadle.training.config import TrainingConfig
-from treadle.training.forward import prepare
+from treadle.training.forward import Forward
 from treadle.training.learner import Learner
 
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
@@ -627,7 +627,7 @@ async def test_the_engine_works_on_its_own_copy() -> None:
 
 async def test_a_model_prepared_for_training_can_be_served() -> None:
     stock, model = tiny(), tiny()
-    prepare(model, gradient_checkpointing=True)
+    Forward(model, budget=64, gradient_checkpointing=True)
     async with serving(stock) as one, serving(model) as other:
         answers = []
         for engine in (one, other):

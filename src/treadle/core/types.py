@@ -67,6 +67,7 @@ class DropReason(StrEnum):
 
     FAILED = "failed"  # its trajectory has no reward
     RESAMPLED = "resampled"  # the batch was interrupted and sampled again whole
+    REFUSED = "refused"  # the learner's model cannot train its trajectory
 
 
 def _array(owner: str, name: str, value: ArrayLike, dtype: type[np.generic], kinds: str) -> NDArray[Any]:

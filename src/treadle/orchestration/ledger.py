@@ -114,6 +114,16 @@ class Ledger:
                 [(a, t) for t, a in advantages.items()],
             )
 
+    def note_refused(self, refused: Mapping[str, str]) -> None:
+        """trajectory_id -> why the learner could not train it; its steps are dropped."""
+        with self._transaction() as db:
+            for trajectory, message in refused.items():
+                db.execute(
+                    "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ?",
+                    (StepState.DROPPED, DropReason.REFUSED, trajectory),
+                )
+                db.execute("UPDATE trajectories SET warning = ? WHERE trajectory_id = ?", (message, trajectory))
+
     def commit_checkpoint(self, directory: str, state: LoopState) -> None:
         """One transaction: the recorded steps before the cursor are trained, and this checkpoint is the latest."""
         with self._transaction() as db:

@@ -128,6 +128,7 @@ class Loop:
         with _timed(seconds, "publish"):
             await self.engine.publish(self.learner.weights(), self.state.version + 1)
         self.ledger.note_advantages({t: a for result in results for t, a in result.advantage.items()})
+        self._refuse({t: why for result in results for t, why in result.refused.items()})
         self._log(groups, results, seconds)
         self.state = replace(
             self.state,
@@ -158,9 +159,18 @@ class Loop:
         """Each new failure or warning once, the first twenty of a run."""
         for trajectory in (t for group in groups for t in group.trajectories):
             text = trajectory.failure.message if trajectory.failure else trajectory.warning
-            if text and text not in self._told and len(self._told) < 20:
-                self._told.add(text)
-                self.progress.say(f"trajectory {trajectory.trajectory_id}: {text}")
+            self._tell(text, f"task {trajectory.task_id}, trajectory {trajectory.trajectory_id}: {text}")
+
+    def _tell(self, text: str, line: str) -> None:
+        if text and text not in self._told and len(self._told) < 20:
+            self._told.add(text)
+            self.progress.say(line)
+
+    def _refuse(self, refused: dict[str, str]) -> None:
+        if refused:
+            self.ledger.note_refused(refused)
+            for why in refused.values():
+                self._tell(why, f"not trained: {why}")
 
     def _give_up_if_failing(self, groups: list[Group]) -> None:
         everyone = [t for group in groups for t in group.trajectories]

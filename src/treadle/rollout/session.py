@@ -63,6 +63,8 @@ class Session:
         started = time.perf_counter()
         completion = await self._engine.generate(prompt, sampling, session=self.name)
         try:
+            if not 0 < len(completion.token_ids) <= sampling.max_tokens:
+                raise DataError(f"it has {len(completion.token_ids)} tokens, 1 to {sampling.max_tokens} were asked for")
             step = Step(
                 prompt_ids=prompt,
                 completion_ids=completion.token_ids,
@@ -73,7 +75,7 @@ class Session:
                 seconds=time.perf_counter() - started,
             )
         except DataError as error:
-            raise EngineError(f"the engine's answer cannot be recorded: {error}") from error
+            raise EngineError(f"step {len(self.steps)}: the engine's answer cannot be recorded: {error}") from error
         self.steps.append(step)
         reply = self._renderer.text(step.completion_ids, sampling.stop)
         self._history = [*messages, Message(role="assistant", content=reply)]

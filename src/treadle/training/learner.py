@@ -9,7 +9,7 @@ Shapes: N completion tokens of an update, J graded trajectories, P pairs of a tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.core.registry import resolve
 from treadle.core.types import Group
 from treadle.engines.weights import unique_weights
+from treadle.packing.checks import set_aside
 from treadle.packing.flat import FlatBatch, calls, flatten
 from treadle.packing.tree import PrefixTree
 from treadle.training.config import TrainingConfig
@@ -32,10 +33,15 @@ from treadle.training.optimizer import learning_rate, make_optimizer, step
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What one optimizer update did. metrics are over its trainable tokens; advantage: trajectory_id -> value."""
+    """What one optimizer update did.
+
+    metrics: over its trainable tokens. advantage: trajectory_id -> value. refused: trajectory_id -> why it could not be
+    trained.
+    """
 
     metrics: dict[str, float]
     advantage: dict[str, float]
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 class Learner:
@@ -67,11 +73,18 @@ class Learner:
         """Train on the groups between two publications: `updates_per_batch` updates of equally many groups, in order.
 
         With several updates, `logp_old` is taken for all of them before the first; a single one is its own anchor.
+        Trajectories that this model cannot train (see `packing.checks`) are refused, one by one.
         """
         size = len(groups) // self.training.updates_per_batch
-        batches = [flatten(groups[i : i + size]) for i in range(0, len(groups), size)]
+        sound = [self._sound(groups[i : i + size]) for i in range(0, len(groups), size)]
+        batches = [flatten(kept) for kept, _ in sound]
         old = [None if len(batches) == 1 else self.logprobs(batch) for batch in batches]
-        return [self.update(batch, logp_old) for batch, logp_old in zip(batches, old, strict=True)]
+        results = [self.update(batch, logp_old) for batch, logp_old in zip(batches, old, strict=True)]
+        return [replace(result, refused=refused) for result, (_, refused) in zip(results, sound, strict=True)]
+
+    def _sound(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
+        config = self.model.config.get_text_config()
+        return set_aside(groups, config.vocab_size, getattr(config, "max_position_embeddings", None))
 
     def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
         """The current log-probability of every completion token [N], each at its recorded temperature."""

@@ -1,0 +1,59 @@
+"""What a recorded step must be to be trained by this model; a trajectory that has another is set aside, alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from treadle.core.errors import Cause
+from treadle.core.types import Failure, Group, Status, Step, Trajectory
+
+
+def set_aside(groups: Sequence[Group], vocabulary: int, context: int | None) -> tuple[list[Group], dict[str, str]]:
+    """The groups without what cannot be trained, and why: trajectory_id -> message naming task, trajectory and step.
+
+    vocabulary: the model's number of token ids. context: its longest sequence in tokens, if it has one. A trajectory
+    with a faulty step becomes a failed one, which enters no baseline and no loss; its siblings train as if it had
+    failed while it was played.
+    """
+    faults = {
+        t.trajectory_id: f"task {t.task_id}, trajectory {t.trajectory_id}, {fault}"
+        for group in groups
+        for t in group.trajectories
+        if t.reward is not None and (fault := _fault(t, vocabulary, context)) is not None
+    }
+    if not faults:
+        return list(groups), faults
+
+    def sound(t: Trajectory) -> Trajectory:
+        if t.trajectory_id not in faults:
+            return t
+        failure = Failure(Cause.ENGINE, faults[t.trajectory_id])
+        return replace(t, reward=None, status=Status.FAILED, failure=failure)
+
+    return [replace(group, trajectories=tuple(map(sound, group.trajectories))) for group in groups], faults
+
+
+def _fault(trajectory: Trajectory, vocabulary: int, context: int | None) -> str | None:
+    for number, step in enumerate(trajectory.steps):
+        if (fault := _step_fault(step, vocabulary, context)) is not None:
+            return f"step {number}: {fault}"
+    return None
+
+
+def _step_fault(step: Step, vocabulary: int, context: int | None) -> str | None:
+    length = len(step.prompt_ids) + len(step.completion_ids)
+    if not len(step.completion_ids):
+        return "the completion is empty; there is nothing to train"
+    if context is not None and length > context:
+        return f"{length} tokens do not fit the model's context of {context}; lower rollout.max_input_tokens"
+    for name, ids in (("prompt", step.prompt_ids), ("completion", step.completion_ids)):
+        if ids.max() >= vocabulary:
+            at = int(np.argmax(ids >= vocabulary))
+            return (
+                f"token {at} of the {name} has id {ids[at]}, the model's vocabulary has {vocabulary}; "
+                "was it recorded with another tokenizer?"
+            )
+    return None
