@@ -151,6 +151,16 @@ def test_advantages_go_to_their_trajectories(ledger: Ledger) -> None:
     assert [tuple(row.values()) for row in rows] == [("g000000.0", -0.5), ("g000000.1", None)]
 
 
+def test_refused_trajectories_are_dropped_and_say_why(ledger: Ledger) -> None:
+    ledger.record([group(0), group(1)], "train", 0, "shard")
+    ledger.note_refused({"g000001.0": "task t, trajectory g000001.0, step 0: too long"})
+    ledger.commit_checkpoint("step-1", LoopState(1, 1, 2))
+    assert states(ledger)["g000001.0"] == ("dropped", "refused")
+    assert states(ledger)["g000000.0"] == ("trained", None)
+    [row] = ledger.query("SELECT warning FROM trajectories WHERE trajectory_id = 'g000001.0'")
+    assert row["warning"].endswith("step 0: too long")
+
+
 def test_times_sampled_counts_training_groups_only(ledger: Ledger) -> None:
     ledger.record([group(0), group(1)], "train", 0, "s")
     ledger.record([group(1, "g000001r1")], "train", 0, "s")

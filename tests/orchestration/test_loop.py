@@ -15,10 +15,11 @@ import pytest
 from tests.orchestration.runs import Summary, check_finished, query, resume, start, updates
 from tests.worlds import Quiet, Ragged, Vowels, tiny, user, vowel_tasks
 from treadle.core.errors import CheckpointError, RunError, TrainingStopped
-from treadle.core.types import Task
+from treadle.core.types import Group, Task
 from treadle.envs.base import EnvStep
 from treadle.orchestration.inputs import Inputs, make_inputs
 from treadle.orchestration.run_directory import RunDirectory
+from treadle.packing.checks import set_aside
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,30 @@ def test_a_run_leaves_what_it_promises(reference: tuple[Path, Summary]) -> None:
     assert {row["version"] for row in updates(path)} == {0, 1, 2, 3}
     for row in query(path, "SELECT g.batch, t.oldest_version FROM trajectories t JOIN groups g USING (group_id)"):
         assert row["batch"] == row["oldest_version"]  # synchronous: sampled by the version that is trained
+
+
+def test_what_the_learner_refuses_is_dropped_told_and_not_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary smaller than some trajectories need, as if they had been recorded for another model."""
+    highest: dict[str, int] = {}
+
+    def strict(groups: Sequence[Group], _: int, context: int | None) -> tuple[list[Group], dict[str, str]]:
+        for trajectory in (t for group in groups for t in group.trajectories):
+            highest[trajectory.trajectory_id] = max(int(step.full_ids.max()) for step in trajectory.steps)
+        return set_aside(groups, sorted(highest.values())[len(highest) // 2], context)
+
+    monkeypatch.setattr("treadle.training.learner.set_aside", strict)
+    progress = Quiet()
+    start(tmp_path / "run", progress=progress)
+    rows = query(tmp_path / "run", "SELECT DISTINCT trajectory_id, state, reason FROM steps WHERE state != 'evaluated'")
+    refused = {row["trajectory_id"] for row in rows if row["reason"] == "refused"}
+    assert refused and refused < set(highest)
+    assert all(
+        (row["state"], row["reason"]) == ("trained", None) for row in rows if row["trajectory_id"] not in refused
+    )
+    told = [line for line in progress.lines if line.startswith("not trained: task ")]
+    assert len(told) == min(len(refused), 20)
 
 
 def test_no_two_calls_of_a_run_share_a_seed(reference: tuple[Path, Summary]) -> None:

@@ -133,7 +133,7 @@ def test_a_temperature_for_this_call_replaces_the_configured_one() -> None:
 observed = st.lists(st.text("xyz ", max_size=30), min_size=1, max_size=4)
 
 
-@given(observed, st.integers(1, 200), st.integers(1, 6), st.lists(st.integers(0, 8), min_size=1, max_size=4))
+@given(observed, st.integers(1, 200), st.integers(1, 6), st.lists(st.integers(1, 8), min_size=1, max_size=4))
 def test_no_call_outgrows_the_limits(observations: list[str], longest: int, most: int, sampled: list[int]) -> None:
     """The status, the reward and every prompt's length follow from the lengths of what was said."""
     task = Task("t", (user("go"),), "world", extras={"turns": 5, "rewards": [1.0] * 5, "observations": observations})

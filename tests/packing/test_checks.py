@@ -1,0 +1,52 @@
+"""A step that the model cannot train costs its trajectory, by name, and nothing else."""
+
+import numpy as np
+import pytest
+
+from tests.models import make_group, make_step, random_groups
+from treadle.core.types import Group, Status, Step
+from treadle.packing.checks import set_aside
+
+GOOD = make_step([1, 2, 3], [4, 5])
+
+
+def with_step(step: Step) -> list[Group]:
+    """Two groups; attempt 1 of the second has the step as its third."""
+    return [*random_groups(0, groups=1), make_group([([GOOD], 1.0), ([GOOD, GOOD, step], 0.0), ([GOOD], 0.5)], index=1)]
+
+
+@pytest.mark.parametrize(
+    ("step", "fault"),
+    [
+        (make_step([1, 2], []), "the completion is empty"),
+        (make_step([1, 2], [3, 32]), "token 1 of the completion has id 32, the model's vocabulary has 32"),
+        (make_step([40, 2], [3]), "token 0 of the prompt has id 40"),
+        (make_step([1] * 32, [2] * 9), "41 tokens do not fit the model's context of 40"),
+    ],
+)
+def test_a_faulty_step_costs_its_trajectory_alone(step: Step, fault: str) -> None:
+    groups = with_step(step)
+    kept, refused = set_aside(groups, vocabulary=32, context=40)
+    assert list(refused) == ["g000001.1"]
+    assert refused["g000001.1"].startswith(f"task task-1, trajectory g000001.1, step 2: {fault}")
+    assert kept[0].trajectories == groups[0].trajectories
+    first, bad, last = kept[1].trajectories
+    assert (first, last) == (groups[1].trajectories[0], groups[1].trajectories[2])
+    assert bad.reward is None and bad.status is Status.FAILED and bad.failure is not None
+    assert bad.failure.message == refused["g000001.1"] and bad.steps == groups[1].trajectories[1].steps
+
+
+def test_sound_groups_pass_as_they_are() -> None:
+    groups = random_groups(1)
+    kept, refused = set_aside(groups, vocabulary=32, context=None)
+    assert kept == groups and not refused
+
+
+def test_a_trajectory_that_failed_anyway_is_not_looked_at() -> None:
+    groups = [make_group([([make_step([99], [99])], None), ([GOOD], 1.0)])]
+    assert set_aside(groups, vocabulary=32, context=20) == (groups, {})
+
+
+def test_what_just_fits_is_sound() -> None:
+    step = make_step(np.full(35, 31), np.full(5, 31))
+    assert set_aside([make_group([([step], 1.0)])], vocabulary=32, context=40)[1] == {}
