@@ -13,9 +13,9 @@ import pandas
 import pytest
 
 from tests.orchestration.runs import Summary, check_finished, query, resume, start, updates
-from tests.worlds import Quiet, Ragged, Vowels, tiny, user, vowel_tasks
+from tests.worlds import Quiet, Ragged, Vowels, make_step, tiny, user, vowel_tasks
 from treadle.core.errors import CheckpointError, RunError, TrainingStopped
-from treadle.core.types import Group, Task
+from treadle.core.types import Group, Task, Trajectory
 from treadle.envs.base import EnvStep
 from treadle.orchestration.inputs import Inputs, make_inputs
 from treadle.orchestration.run_directory import RunDirectory
@@ -47,25 +47,26 @@ def test_a_run_leaves_what_it_promises(reference: tuple[Path, Summary]) -> None:
 def test_what_the_learner_refuses_is_dropped_told_and_not_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vocabulary smaller than some trajectories need, as if they had been recorded for another model."""
-    highest: dict[str, int] = {}
+    """Every first attempt gets a step that nothing can be learned from."""
 
-    def strict(groups: Sequence[Group], _: int, context: int | None) -> tuple[list[Group], dict[str, str]]:
-        for trajectory in (t for group in groups for t in group.trajectories):
-            highest[trajectory.trajectory_id] = max(int(step.full_ids.max()) for step in trajectory.steps)
-        return set_aside(groups, sorted(highest.values())[len(highest) // 2], context)
+    def with_an_empty_step(trajectory: Trajectory) -> Trajectory:
+        empty = make_step([1], [])
+        return replace(trajectory, steps=(*trajectory.steps, empty)) if trajectory.attempt == 0 else trajectory
 
-    monkeypatch.setattr("treadle.training.learner.set_aside", strict)
+    def spoilt(groups: Sequence[Group], vocabulary: int, context: int | None) -> tuple[list[Group], dict[str, str]]:
+        made = [replace(g, trajectories=tuple(map(with_an_empty_step, g.trajectories))) for g in groups]
+        return set_aside(made, vocabulary, context)
+
+    monkeypatch.setattr("treadle.training.learner.set_aside", spoilt)
     progress = Quiet()
     start(tmp_path / "run", progress=progress)
     rows = query(tmp_path / "run", "SELECT DISTINCT trajectory_id, state, reason FROM steps WHERE state != 'evaluated'")
-    refused = {row["trajectory_id"] for row in rows if row["reason"] == "refused"}
-    assert refused and refused < set(highest)
-    assert all(
-        (row["state"], row["reason"]) == ("trained", None) for row in rows if row["trajectory_id"] not in refused
-    )
+    assert len(rows) == 24
+    for row in rows:
+        refused = row["trajectory_id"].endswith(".0")
+        assert (row["state"], row["reason"]) == (("dropped", "refused") if refused else ("trained", None))
     told = [line for line in progress.lines if line.startswith("not trained: task ")]
-    assert len(told) == min(len(refused), 20)
+    assert len(told) == 8 and all("the completion is empty" in line for line in told)
 
 
 def test_no_two_calls_of_a_run_share_a_seed(reference: tuple[Path, Summary]) -> None:
