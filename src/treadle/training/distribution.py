@@ -5,8 +5,8 @@ Shapes: P pairs, d hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +15,31 @@ from transformers import PreTrainedModel
 
 CHUNK_BYTES = 2**27  # of one chunk's logits; a handful of arrays of this size exist at a time
 
-Head = Callable[[Tensor], Tensor]
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """From final hidden states [P, d] to logits [P, V]: the output embedding, scaled and soft-capped."""
 
-def own_head(model: PreTrainedModel) -> Head:
-    """The model's map from final hidden states [P, d] to logits [P, V]: its output embedding, with the scaling and
-    soft-capping that its configuration names."""
-    config = model.config.get_text_config()
-    scale = float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1))
-    return partial(_head, model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
+    embedding: Any
+    scale: float
+    cap: float | None
 
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Head:
+        """As the model's configuration names it."""
+        config = model.config.get_text_config()
+        scale = float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1))
+        return cls(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
 
-def _head(embedding: torch.nn.Module, scale: float, cap: float | None, hidden: Tensor) -> Tensor:
-    logits: Tensor = embedding(hidden) * scale if scale != 1 else embedding(hidden)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return int(self.embedding.weight.shape[0])
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """See the class."""
+        logits: Tensor = self.embedding(hidden) * self.scale if self.scale != 1 else self.embedding(hidden)
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
 def pair_logprobs(
@@ -39,9 +50,7 @@ def pair_logprobs(
     hidden [P, d]; targets int64[P]. The entropy carries a gradient only if asked. Where the logits need more than
     `CHUNK_BYTES`, they are made chunk by chunk, and again in the backward pass.
     """
-    with torch.no_grad():
-        vocabulary = head(hidden[:1]).shape[-1] if len(hidden) else 1
-    rows = max(1, CHUNK_BYTES // (vocabulary * temperature.element_size()))
+    rows = max(1, CHUNK_BYTES // (head.vocabulary * temperature.element_size()))
     if len(hidden) <= rows:
         return _chunk(head, hidden, targets, temperature, entropy_grad)
     parts = [

@@ -27,7 +27,7 @@ from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks
 from treadle.packing.tree import PrefixTree, depth_first
 from treadle.training.attention.interface import ATTENTION, Kernel, KeysAndValues, Shape, Tree
 from treadle.training.attention.select import kernel_for
-from treadle.training.distribution import own_head, pair_logprobs
+from treadle.training.distribution import Head, pair_logprobs
 from treadle.training.objective import Gradient, Scores
 from treadle.training.streaming import KeyValueStore
 from treadle.training.support import native_only, refuse_randomness, slides
@@ -53,7 +53,7 @@ class Forward:
     ) -> None:
         self.model, self.budget, self.half = model, budget, half
         self._make_kernel = make_kernel or kernel_for(model.device)
-        self._head = own_head(model)
+        self._head = Head.of(model)
         refuse_randomness(model)
         reason = native_only(model.config)
         self.shares = reason is None
