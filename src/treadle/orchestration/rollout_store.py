@@ -66,6 +66,14 @@ def read_steps(directory: Path, shard: str, trajectory_id: str) -> list[Step]:
     return [_step(row) for row in sorted(table.to_pylist(), key=lambda row: row["step"])]
 
 
+def read_shard(directory: Path, shard: str) -> dict[str, list[Step]]:
+    """trajectory_id -> its steps, in call order, of a whole shard."""
+    found: dict[str, list[Step]] = {}
+    for row in pq.read_table(directory / shard).to_pylist():
+        found.setdefault(row["trajectory_id"], []).append(_step(row))
+    return found
+
+
 def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str, Any]:
     return {
         "group_id": group_id,

@@ -1,19 +1,27 @@
-"""One optimizer update of the demo's shape: `step` against `chain` packing, at several micro-batch budgets."""
+"""One optimizer update under each packing: of the demo's shape, or replayed from a run."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 
-from treadle.algorithms.config import AlgorithmConfig
 from treadle.cli.benchmarks.report import Report, Row, cpu_seconds
+from treadle.core.errors import RunError
 from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory
-from treadle.orchestration.config import load_recipe
+from treadle.orchestration.config import RunConfig, load_recipe
+from treadle.orchestration.ledger import Ledger
+from treadle.orchestration.rollout_store import read_shard
+from treadle.orchestration.run_directory import RunDirectory
 from treadle.packing.layout import Packing
-from treadle.training.learner import Learner
-from treadle.training.model import make_model
+from treadle.training.learner import Learner, UpdateResult
+from treadle.training.model import load_tokenizer, make_model, tokenizer_directory
 
 _VOCABULARY = 704
 
@@ -43,34 +51,90 @@ def recorded_groups(tasks: int = 32, group_size: int = 8) -> list[Group]:
     return groups
 
 
-def measure(threads: int, repeats: int, tasks: int = 32) -> Report:
-    """CPU seconds of forward, backward and optimizer step for the same recorded groups."""
+def replayed_batches(run: Path, count: int) -> list[list[Group]]:
+    """The groups of up to `count` recorded updates of a run, evenly spaced. Raises RunError for no such run."""
+    directory = RunDirectory.open(run)
+    ledger = Ledger(directory.ledger_file, read_only=True)
+    rows = ledger.query(
+        "SELECT g.shard, g.group_id, g.idx, t.trajectory_id, t.attempt, t.reward FROM groups g JOIN trajectories t "
+        "USING (group_id) WHERE g.split = 'train' AND t.reward IS NOT NULL ORDER BY g.idx, g.group_id, t.attempt"
+    )
+    ledger.close()
+    shards = list(dict.fromkeys(row["shard"] for row in rows))
+    if not shards:
+        raise RunError(f"run {str(run)!r} has recorded no training batch to replay")
+    chosen = [shards[i] for i in np.unique(np.linspace(0, len(shards) - 1, count).astype(int))]
+    return [_replayed(directory, [row for row in rows if row["shard"] == shard], shard) for shard in chosen]
+
+
+def _replayed(directory: RunDirectory, rows: Sequence[Mapping[str, Any]], shard: str) -> list[Group]:
+    steps = read_shard(directory.rollouts, shard)
+    groups: dict[str, list[Trajectory]] = {}
+    for row in rows:
+        name = row["trajectory_id"]
+        made = Trajectory(name, row["group_id"], row["attempt"], tuple(steps.get(name, ())), row["reward"], Status.DONE)
+        groups.setdefault(row["group_id"], []).append(made)
+    return [Group(name, i, 0, i, Task(name), tuple(made)) for i, (name, made) in enumerate(groups.items())]
+
+
+def measure(threads: int, repeats: int, tasks: int = 32, run: Path | None = None) -> Report:
+    """CPU seconds of forward, backward and optimizer step for the same recorded groups, under each packing."""
     torch.set_num_threads(threads)
+    if run is not None:
+        return _replay(run, threads, repeats)
     groups = recorded_groups(tasks)
-    learners = {(packing, budget): _learner(packing, budget) for budget in (2048, 8192) for packing in Packing}
+    learners = {
+        (packing, budget): _learner(load_recipe("demo"), _VOCABULARY, packing, budget)
+        for budget in (2048, 8192)
+        for packing in Packing
+    }
     taken = cpu_seconds(
         {f"{packing} {budget}": partial(own.train_batch, groups) for (packing, budget), own in learners.items()},
         repeats,
     )
     rows: list[Row] = []
     for (packing, budget), learner in learners.items():
-        seconds = taken[f"{packing} {budget}"]
         [result] = learner.train_batch(groups)
-        rows.append(
-            {
-                "packing": str(packing),
-                "micro-batch tokens": budget,
-                "sequences": int(result.metrics["packed_sequences"]),
-                "tokens computed": int(result.metrics["packed_tokens"]),
-                "CPU s": seconds,
-                "times step": taken[f"{Packing.STEP} {budget}"] / seconds,
-            }
-        )
+        rows.append(_row(packing, budget, result, taken[f"{packing} {budget}"], taken[f"{Packing.STEP} {budget}"]))
     note = f"the demo's model and shape ({len(groups)} tasks x 8), median of {repeats}, {threads} thread(s)"
     return Report("update", note, rows)
 
 
-def _learner(packing: Packing, budget: int) -> Learner:
-    config = load_recipe("demo")
-    training = config.training.model_copy(update={"packing": packing, "max_tokens_per_microbatch": budget})
-    return Learner(make_model(config.model, _VOCABULARY, seed=0), training, AlgorithmConfig(), updates=1000)
+def _replay(run: Path, threads: int, repeats: int) -> Report:
+    """Each chosen update of the run, in turn under each packing; the medians over updates."""
+    config = RunDirectory.open(run).config()
+    tokenizer = load_tokenizer(tokenizer_directory(config.model))
+    budget = config.training.max_tokens_per_microbatch
+    learners = {packing: _learner(config, len(tokenizer), packing, budget) for packing in Packing}
+    batches = replayed_batches(run, 5 * repeats)
+    taken: dict[Packing, list[float]] = {packing: [] for packing in Packing}
+    results: dict[Packing, list[UpdateResult]] = {packing: [] for packing in Packing}
+    for batch in [batches[0], *batches]:  # the first only warms up
+        for packing, learner in learners.items():
+            started = time.process_time()
+            results[packing] += learner.train_batch(batch)
+            taken[packing].append(time.process_time() - started)
+    step = median(taken[Packing.STEP][1:])
+    rows = [
+        _row(packing, budget, results[packing][len(batches) // 2], median(taken[packing][1:]), step)
+        for packing in Packing
+    ]
+    note = f"{len(batches)} recorded updates of {run.name}, medians over them, {threads} thread(s); tokens of one"
+    return Report("update", note, rows)
+
+
+def _row(packing: Packing, budget: int, result: UpdateResult, seconds: float, step: float) -> Row:
+    return {
+        "packing": str(packing),
+        "micro-batch tokens": budget,
+        "sequences": int(result.metrics["packed_sequences"]),
+        "tokens computed": int(result.metrics["packed_tokens"]),
+        "CPU s": seconds,
+        "times step": step / seconds,
+    }
+
+
+def _learner(config: RunConfig, vocabulary: int, packing: Packing, budget: int) -> Learner:
+    changed = {"packing": packing, "max_tokens_per_microbatch": budget, "updates_per_batch": 1}
+    training = config.training.model_copy(update=changed)
+    return Learner(make_model(config.model, vocabulary, seed=0), training, config.algorithm, updates=1000)
