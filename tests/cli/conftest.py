@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli import broken as broken_run
 from tests.cli.worlds import TINY, Done, PressesCtrlC, playing, treadle
 
 
@@ -80,3 +81,9 @@ def troubled(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Trained:
     done = place.train(*playing("FailsNowAndThen", held_out=True), "orchestration.max_failed_fraction=1.0", name="run")
     assert done.status == 0, done.err
     return Trained(place.runs / "run", done, place)
+
+
+@pytest.fixture(scope="session")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recorded run with breaks of every cause. Tests copy it before they change anything."""
+    return broken_run.record(tmp_path_factory.mktemp("broken") / "run")

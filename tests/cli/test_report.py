@@ -4,20 +4,23 @@ import fcntl
 import json
 import shutil
 import sqlite3
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from tests.cli.broken import TRAJECTORIES, Calls, text_of, whole
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
-from treadle.cli.facts import _calls
-from treadle.packing.flat import Span
+from treadle.cli.facts import PackingCount, RelationCount, _calls
+from treadle.packing.breaks import BreakCause, Kind, Relation
+from treadle.packing.flat import Call
 
 
-def facts(run: Trained) -> dict[str, Any]:
-    done = treadle("report", run.path, "--json")
+def facts(run: Trained | Path) -> dict[str, Any]:
+    done = treadle("report", run if isinstance(run, Path) else run.path, "--json")
     assert (done.status, done.err) == (0, "")
     found: dict[str, Any] = json.loads(done.out)
     return found
@@ -46,9 +49,15 @@ def test_tokens_agree_with_the_rollouts(finished: Trained) -> None:
     assert found["splits"][0]["prompt_tokens"] == sum(p for p, _ in lengths)
     assert found["splits"][0]["completion_tokens"] == sum(c for _, c in lengths)
     packing = found["packing"]
-    assert packing["trajectories"] == 64 and packing["missing_shards"] == []
-    assert packing["step"] == packing["chain"] == sum(p + c for p, c in lengths if c)  # one step each
-    assert packing["ratio"] == 1.0
+    assert (packing["groups"], packing["trajectories"], found["missing_shards"]) == (16, 64, [])
+    assert (
+        packing["step"] == packing["chain"] == packing["tree"] == sum(p + c for p, c in lengths if c)
+    )  # one step each
+    assert packing["group_tree"] < packing["tree"] - sum(p for p, _ in lengths) // 2  # four attempts at each prompt
+    assert packing["ratios"] == {"chain": 1.0, "tree": 1.0, "group_tree": packing["step"] / packing["group_tree"]}
+    assert [(row["split"], row["steps"], row["opens"]) for row in found["relations"]["splits"]] == [
+        ("train", 64, 64), ("held_out", 60, 60)
+    ]  # fmt: skip
     logged = sum(row["packed_tokens"] for row in metrics(finished) if row["kind"] == "update")
     assert packing["chain"] == logged
 
@@ -57,29 +66,116 @@ def metrics(run: Trained) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_chains_are_counted_once(monkeypatch: pytest.MonkeyPatch, finished: Trained) -> None:
-    """Three steps, each continuing the one before: 2+1, 4+1, 6+1 tokens; packed as a chain, 7."""
-
-    def calls(shard: object) -> Any:
-        ids = np.arange(7, dtype=np.int32)
-        shared = [Span(ids[:2], ids[2:3], 0, 0), Span(ids[:4], ids[4:5], 0, 0), Span(ids[:6], ids[6:7], 0, 0)]
-        yield from (("g000000.0", span) for span in shared)
-
-    monkeypatch.setattr("treadle.cli.facts._calls", calls)
-    packing = facts(finished)["packing"]
-    shards = len(list((finished.path / "rollouts").glob("train-*.parquet")))
-    assert (packing["step"], packing["chain"]) == (15, 7)  # the other shards do not hold g000000.0
-    assert shards == 4
+def prefixes(calls: Calls) -> set[tuple[int, ...]]:
+    return {tuple(ids[: n + 1]) for ids in map(whole, calls) for n in range(len(ids))}
 
 
-def test_shards_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, finished: Trained) -> None:
-    whole = facts(finished)["packing"]
+def test_tokens_of_every_packing(broken: Path) -> None:
+    packing = facts(broken)["packing"]
+    lengths = [[len(whole(call)) for call in calls] for calls in TRAJECTORIES]
+    step = sum(map(sum, lengths))
+    chain = step - lengths[0][0] - lengths[0][2] - lengths[1][0]  # what is extended is not computed again
+    tree = sum(len(prefixes(calls)) for calls in TRAJECTORIES)
+    group_tree = len(prefixes([call for calls in TRAJECTORIES for call in calls]))
+    assert step > chain > tree > group_tree
+    assert packing == {
+        "groups": 1,
+        "trajectories": 2,
+        **{"step": step, "chain": chain, "tree": tree, "group_tree": group_tree},
+        "ratios": {"chain": step / chain, "tree": step / tree, "group_tree": step / group_tree},
+    }
+
+
+def test_only_the_ends_of_a_trajectory_wait_for_the_rest_of_its_group() -> None:
+    """The others are prefixes of these; a long trajectory must not be held once per step."""
+    ids = np.arange(40, dtype=np.int32)
+    appended = [Call(ids[: n + 2], n, first=0) for n in range(4, 40, 4)]
+    fork = Call(ids[::-1].copy(), 8, first=0)
+    count = PackingCount()
+    assert [len(c.token_ids) for c in count.add_trajectory([*appended, fork, appended[0]])] == [38, 40]
+    assert (count.tree, count.chain) == (38 + 40, 38 + 40 + 6)
+
+
+def test_breaks_by_cause_with_the_costliest(broken: Path) -> None:
+    found = facts(broken)["relations"]
+    breaks = {  # cause -> (trajectory, step, the step it breaks with)
+        "tokenization": (0, 2, 1),
+        "truncated": (0, 5, 4),
+        "changed": (1, 2, 1),
+    }
+    expected: list[dict[str, Any]] = []
+    for cause, (attempt, step, base) in breaks.items():
+        was, now = whole(TRAJECTORIES[attempt][base]), TRAJECTORIES[attempt][step][0]
+        at = next(n for n in range(len(now)) if was[n] != now[n])
+        sides = {
+            side: {"ids": tokens[at : at + 5], "text": text_of(tokens[at : at + 5])}
+            for side, tokens in (("was", was), ("now", now))
+        }
+        extra = min(len(was), len(now)) - at
+        example = {
+            "trajectory_id": f"g000000.{attempt}",
+            **{"step": step, "kind": "break", "base": base, "shared": at, "cause": cause},
+            **{**sides, "extra_tokens": extra},
+        }
+        expected.append({"cause": cause, "count": 1, "extra_tokens": extra, "examples": [example]})
+    assert found["breaks"] == sorted(expected, key=lambda row: -row["extra_tokens"])
+    counts = {"split": "train", "steps": 10, "opens": 3, "extends": 3, "fork": 1, "break": 3}
+    assert found["splits"] == [{**counts, "extra_tokens": sum(row["extra_tokens"] for row in expected)}]
+    assert found["no_tokenizer"] is None
+
+
+def test_the_costliest_examples_are_kept() -> None:
+    count = RelationCount()
+    prices = [3, 9, 1, 7, 5]
+    relations = [Relation(Kind.BREAK, 0, 1, BreakCause.CHANGED, extra_tokens=price) for price in prices]
+    for n, relation in enumerate(relations):
+        count.add("train", f"g{n}", [Relation(Kind.OPENS), relation])
+    [row] = count.facts()["breaks"]
+    assert (row["count"], row["extra_tokens"]) == (5, 25)
+    assert [(e["trajectory_id"], e["step"], e["extra_tokens"]) for e in row["examples"]] == [
+        ("g1", 1, 9), ("g3", 1, 7), ("g4", 1, 5)
+    ]  # fmt: skip
+
+
+def test_the_text_of_breaks(broken: Path) -> None:
+    done = treadle("report", broken)
+    assert (done.status, done.err) == (0, "")
+    found = facts(broken)
+    lines = [" ".join(line.split()) for line in done.out.splitlines()]
+    assert "tokens to compute in training (trajectories 2, groups 1)" in lines
+    packing = found["packing"]
+    assert f"step {packing['step']}" in lines
+    assert f"tree, within groups {packing['group_tree']} {packing['ratios']['group_tree']:.2f}" in lines
+    extra = found["relations"]["splits"][0]["extra_tokens"]
+    assert f"train 10 3 3 1 3 {extra}" in lines
+    for row in found["relations"]["breaks"]:
+        assert f"{row['cause']} 1 {row['extra_tokens']}" in lines
+        [example] = row["examples"]
+        sides = (f"{example[side]['text']!r} {example[side]['ids']}" for side in ("was", "now"))
+        where = f"{example['trajectory_id']} {example['step']} {row['cause']} {example['shared']} {row['extra_tokens']}"
+        assert " ".join([where, *sides]) in lines
+
+
+def test_without_a_tokenizer_all_else_is_counted(broken: Path, tmp_path: Path) -> None:
+    shutil.copytree(broken, tmp_path / "run")
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "run" / "config.yaml").write_text(config.replace("tokenizer: demo", "tokenizer: nowhere"))
+    found = facts(tmp_path / "run")
+    assert found["packing"] == facts(broken)["packing"]
+    assert (found["relations"]["splits"], found["relations"]["breaks"]) == ([], [])
+    assert "no tokenizer.json in 'nowhere'" in found["relations"]["no_tokenizer"]
+    done = treadle("report", tmp_path / "run")
+    assert done.status == 0 and "breaks not counted, there is no tokenizer: " in done.out
+
+
+def test_shards_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, broken: Path) -> None:
+    found = facts(broken)
     monkeypatch.setattr("treadle.cli.facts._ROWS", 3)
-    assert facts(finished)["packing"] == whole
-    shard = next((finished.path / "rollouts").glob("train-*.parquet"))
+    assert facts(broken) == found
+    [shard] = (broken / "rollouts").glob("*.parquet")
     rows = pq.read_table(shard).to_pylist()
-    assert [(name, span.prompt_ids.tolist(), span.completion_ids.tolist()) for name, span in _calls(shard)] == [
-        (row["trajectory_id"], row["prompt_ids"], row["completion_ids"]) for row in rows
+    assert [(*names, call.token_ids.tolist(), call.prompt_length) for *names, call in _calls(shard)] == [
+        (r["group_id"], r["trajectory_id"], r["prompt_ids"] + r["completion_ids"], len(r["prompt_ids"])) for r in rows
     ]
 
 

@@ -1,17 +1,21 @@
 """`treadle show`: exactly what is on record, token by token."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from tests.cli.broken import SPELLED, SYSTEM, TRAJECTORIES, ids, text_of, whole
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import treadle
+from tests.worlds import END, chatml
 from treadle.cli.show import as_json
-from treadle.cli.transcript import known_tokens, load_run_tokenizer
+from treadle.cli.transcript import load_run_tokenizer
 from treadle.core.types import SamplingParams, Step, StopReason
 
 
@@ -102,24 +106,44 @@ def test_before_the_first_checkpoint_the_configured_tokenizer_is_used(finished: 
     assert treadle("show", place.runs / "run", "g000005.2").out == treadle("show", finished.path, "g000005.2").out
 
 
-def test_what_an_earlier_step_held_is_not_new() -> None:
-    steps = [
-        step([1, 2], [3]),
-        step([1, 2, 3, 4], [5]),  # continues
-        step([1, 2, 9], [6]),  # a fork: shares two tokens with the first
-        step([1, 2, 3, 4, 5, 7], [8]),  # goes on behind the second
-        step([6, 6], [6]),  # shares nothing
+def test_how_each_step_relates_to_the_earlier_ones(broken: Path) -> None:
+    done = treadle("show", broken, "g000000.0")
+    assert (done.status, done.err) == (0, "")
+    heads = re.findall(r"^step (\d)  prompt (\d+) tokens \((\d+) new\), .*\n(.*)$", done.out, re.MULTILINE)
+    calls = TRAJECTORIES[0]
+    ends = [len(whole(call)) for call in calls]
+    opening, header = len(calls[0][0]), len(ids(chatml([SYSTEM], False) + "<|im_start|>"))
+    shared = [0, ends[0], opening, header + len(ids("user\n")), ends[2], header, 0]
+    assert [(int(step), int(prompt), int(new)) for step, prompt, new, _ in heads] == [
+        (step, len(prompt), len(prompt) - known)
+        for step, ((prompt, _), known) in enumerate(zip(calls, shared, strict=True))
     ]
-    # As many tokens in common with two earlier steps: the later one is named.
-    assert [known_tokens(steps, n) for n in range(5)] == [(0, None), (3, 0), (2, 1), (5, 1), (0, None)]
+    spelled, written = [*SPELLED, END], ids("page<|im_end|>\n<|im_start|>tool")
+    kept, slid = ids("user\nWhat city?"), ids("tool\npage Acme,")
+    assert [line for *_, line in heads if line.startswith(("break", "fork", "opens"))] == [
+        f"break from step 1: tokenization at token {opening}, {min(ends[1], len(calls[2][0])) - opening} tokens "
+        f"computed again: 'page<|im_end|>' {spelled} -> 'page<|im_end|>\\n<|im_start|>tool' {written}",
+        f"fork: shares {shared[3]} tokens with step 2",
+        f"break from step 4: truncated at token {header}, {min(ends[4], len(calls[5][0])) - header} tokens "
+        f"computed again: 'user\\nWhat city?' {kept} -> 'tool\\npage Acme,' {slid}",
+        "opens: shares nothing with the steps before it",
+    ]
+    steps = json.loads(treadle("show", broken, "g000000.0", "--json").out)["steps"]
+    kinds = ["opens", "extends", "break", "fork", "extends", "break", "opens"]
+    assert [step["relation"]["kind"] for step in steps] == kinds
+    assert steps[2]["relation"]["was"] == {"ids": spelled, "text": "page<|im_end|>"}
+    assert (steps[1]["relation"]["was"], steps[1]["relation"]["cause"]) == (None, None)
+    assert [step["new_prompt_text"] for step in steps] == [
+        text_of(prompt[known:]) for (prompt, _), known in zip(calls, shared, strict=True)
+    ]
 
 
-def test_a_break_and_what_is_not_trained_are_shown(finished: Trained) -> None:
+def test_what_is_not_trained_is_shown(finished: Trained) -> None:
     row = {"advantage": 0.5, "task": "{}", "trajectory_id": "g0.0"}
     untrained = replace(step([40, 41], [42]), mask=np.array([False]))
     found = as_json(row, [untrained, step([50, 51, 52], [53], version=3)], load_run_tokenizer(finished.path))
     first, second = found["steps"]
-    assert (first["appends"], second["appends"]) == (False, False)
-    assert (second["continues"], second["new_prompt_tokens"]) == (None, 3)
+    assert [s["relation"]["kind"] for s in (first, second)] == ["opens", "opens"]
+    assert (second["relation"]["base"], second["new_prompt_tokens"]) == (None, 3)
     assert first["tokens"][0]["advantage"] is None and not first["tokens"][0]["mask"]
     assert second["tokens"][0]["advantage"] == 0.5 and second["tokens"][0]["policy_version"] == 3

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from treadle.cli.transcript import decoder, load_run_tokenizer
+from treadle.core.errors import TreadleError
 from treadle.orchestration.ledger import Ledger
 from treadle.orchestration.run_directory import RunDirectory
-from treadle.packing.flat import Span
-from treadle.packing.layout import Packing, pack
+from treadle.packing.breaks import Kind, Relation, relations
+from treadle.packing.flat import Call
+from treadle.packing.layout import Packing, Sharing, arrange
 
-_ROWS = 512  # steps held in memory at a time
+_ROWS = 512  # steps read at a time
+_EXAMPLES = 3  # of the breaks of each cause
 
 
 def run_facts(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[str, Any]:
@@ -53,7 +59,7 @@ def run_facts(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[s
                 "SELECT warning AS message, count(*) AS count, min(trajectory_id) AS trajectory_id FROM trajectories "
                 "WHERE warning != '' GROUP BY 1 ORDER BY 2 DESC LIMIT 5"
             ),
-            "packing": _packing(run, ledger, on_shard),
+            **_tokens(run, ledger, on_shard),
             "evaluations": [row for row in metrics if row["kind"] == "evaluation"],
             "checkpoints": sorted(path.name for path in run.checkpoints.glob("step-*")),
             "latest_checkpoint": latest[0] if latest else None,
@@ -99,64 +105,134 @@ def _failures(ledger: Ledger) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: -row["count"])
 
 
-# --- tokens to compute ------------------------------------------------------------------------------------------------
+# --- token by token ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class PackingCount:
-    """Tokens a forward pass computes for the same steps under either packing."""
+    """Tokens a forward pass computes for the same training steps, by what it shares."""
 
+    groups: int = 0
     trajectories: int = 0
     step: int = 0
     chain: int = 0
+    tree: int = 0  # within trajectories
+    group_tree: int = 0
+
+    def add_trajectory(self, calls: Sequence[Call]) -> list[Call]:
+        """Count its calls; returns those that are no prefix of another one, which hold all of its tree."""
+        tree = arrange(calls, Packing.TREE, Sharing.TRAJECTORY)
+        self.trajectories += 1
+        self.step += int(tree.lengths.sum())
+        self.chain += arrange(calls, Packing.CHAIN).nodes
+        self.tree += tree.nodes
+        following = [*tree.shared[1:].tolist(), 0]
+        return [call for call, shared in zip(tree.calls, following, strict=True) if shared < len(call.token_ids)]
+
+    def add_group(self, ends: Sequence[Call]) -> None:
+        """Count a group, after its trajectories: the calls these left."""
+        self.groups += bool(ends)
+        self.group_tree += arrange(ends, Packing.TREE, Sharing.GROUP).nodes
+
+    def facts(self) -> dict[str, Any]:
+        """The counts, and by which factor each packing is below `step`."""
+        ways = ("chain", "tree", "group_tree")
+        return {**asdict(self), "ratios": {way: self.step / getattr(self, way) if self.step else None for way in ways}}
 
 
-def _packing(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], None]) -> dict[str, Any]:
-    """Over the training steps that were trained or still will be, shard by shard."""
-    shards = [row["shard"] for row in ledger.query("SELECT DISTINCT shard FROM groups WHERE split = 'train'")]
-    count, missing = PackingCount(), []
-    for number, shard in enumerate(shards, 1):
-        wanted = ledger.query(
+@dataclass(slots=True)
+class RelationCount:
+    """How steps relate to the earlier ones of their trajectories, of every split; breaks by cause."""
+
+    kinds: dict[str, Counter[str]] = field(default_factory=dict)  # split -> kind -> steps
+    extra_tokens: Counter[str] = field(default_factory=Counter)  # of each split
+    breaks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by cause
+
+    def add(self, split: str, trajectory: str, found: Sequence[Relation]) -> None:
+        """Count a trajectory."""
+        self.kinds.setdefault(split, Counter()).update(relation.kind for relation in found)
+        for step, relation in enumerate(found):
+            if relation.cause is None:
+                continue
+            self.extra_tokens[split] += relation.extra_tokens
+            row = self.breaks.setdefault(relation.cause, {"count": 0, "extra_tokens": 0, "examples": []})
+            row["count"] += 1
+            row["extra_tokens"] += relation.extra_tokens
+            examples = [*row["examples"], {"trajectory_id": trajectory, "step": step, **asdict(relation)}]
+            row["examples"] = sorted(examples, key=lambda example: -example["extra_tokens"])[:_EXAMPLES]
+
+    def facts(self) -> dict[str, Any]:
+        """Rows by split; breaks by cause, each with its costliest examples, the costliest first."""
+        splits = [
+            {
+                "split": split,
+                "steps": kinds.total(),
+                **{str(kind): kinds[kind] for kind in Kind},
+                "extra_tokens": self.extra_tokens[split],
+            }
+            for split, kinds in sorted(self.kinds.items(), reverse=True)
+        ]
+        breaks = [{"cause": str(cause), **row} for cause, row in self.breaks.items()]
+        return {"splits": splits, "breaks": sorted(breaks, key=lambda row: -row["extra_tokens"])}
+
+
+def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], None]) -> dict[str, Any]:
+    """What takes a look at every token, shard by shard.
+
+    Packing counts the training steps that were trained or still will be, relations all that is recorded.
+    """
+    try:
+        decode, no_tokenizer = decoder(load_run_tokenizer(run.path)), None
+    except TreadleError as error:
+        decode, no_tokenizer = None, str(error)
+    shards = ledger.query("SELECT DISTINCT shard, split FROM groups ORDER BY split DESC, idx")
+    packing, related, missing = PackingCount(), RelationCount(), []
+    for number, row in enumerate(shards, 1):
+        shard, split = row["shard"], row["split"]
+        trained = ledger.query(
             "SELECT DISTINCT trajectory_id FROM groups JOIN trajectories USING (group_id) JOIN steps USING "
             "(trajectory_id) WHERE shard = ? AND state IN ('trained', 'recorded')",
             shard,
         )
         if (run.rollouts / shard).is_file():
-            _count(run.rollouts / shard, {row["trajectory_id"] for row in wanted}, count)
+            wanted = {row["trajectory_id"] for row in trained}
+            for trajectories in _groups(run.rollouts / shard):
+                ends: list[Call] = []
+                for trajectory, calls in trajectories:
+                    if decode is not None:
+                        related.add(split, trajectory, relations(calls, decode))
+                    if trajectory in wanted:
+                        ends += packing.add_trajectory(calls)
+                packing.add_group(ends)
         else:
             missing.append(shard)
         on_shard(number, len(shards))
-    ratio = count.step / count.chain if count.chain else None
     return {
-        "trajectories": count.trajectories,
-        "step": count.step,
-        "chain": count.chain,
-        "ratio": ratio,
+        "packing": packing.facts(),
+        "relations": {**related.facts(), "no_tokenizer": no_tokenizer},
         "missing_shards": missing,
     }
 
 
-def _count(shard: Path, wanted: set[str], count: PackingCount) -> None:
-    for trajectory, spans in _trajectories(shard):
-        if trajectory in wanted:
-            count.trajectories += 1
-            count.step += sum(len(s.token_ids) for s in pack(spans, Packing.STEP))
-            count.chain += sum(len(s.token_ids) for s in pack(spans, Packing.CHAIN))
+def _groups(shard: Path) -> Iterator[Iterator[tuple[str, list[Call]]]]:
+    """Each group's (trajectory id, its calls), read as they are asked for.
+
+    A shard holds each group's trajectories in a row, and each trajectory's steps in a row and in order.
+    """
+    for _group, rows in itertools.groupby(_calls(shard), lambda row: row[0]):
+        trajectories = itertools.groupby(rows, lambda row: row[1])
+        yield ((trajectory, [call for *_, call in steps]) for trajectory, steps in trajectories)
 
 
-def _trajectories(shard: Path) -> Iterator[tuple[str, list[Span]]]:
-    """(trajectory id, its calls) one after the other: a shard holds each trajectory's steps in a row and in order."""
-    for trajectory, rows in itertools.groupby(_calls(shard), lambda row: row[0]):
-        yield trajectory, [span for _, span in rows]
-
-
-def _calls(shard: Path) -> Iterator[tuple[str, Span]]:
+def _calls(shard: Path) -> Iterator[tuple[str, str, Call]]:
+    """(group id, trajectory id, call), one step after the other."""
+    columns = ["group_id", "trajectory_id", "prompt_ids", "completion_ids"]
     with pq.ParquetFile(shard) as file:
-        for batch in file.iter_batches(_ROWS, columns=["trajectory_id", "prompt_ids", "completion_ids"]):
-            names = batch.column("trajectory_id").to_pylist()
-            prompts, completions = (_arrays(batch.column(name)) for name in ("prompt_ids", "completion_ids"))
-            for name, prompt, completion in zip(names, prompts, completions, strict=True):
-                yield name, Span(prompt, completion, first=0, owner=0)
+        for batch in file.iter_batches(_ROWS, columns=columns):
+            groups, trajectories = (batch.column(name).to_pylist() for name in columns[:2])
+            prompts, completions = (_arrays(batch.column(name)) for name in columns[2:])
+            for group, trajectory, prompt, completion in zip(groups, trajectories, prompts, completions, strict=True):
+                yield group, trajectory, Call(np.concatenate([prompt, completion]), len(prompt), first=0)
 
 
 def _arrays(column: pa.ListArray) -> list[Any]:

@@ -15,14 +15,21 @@ from rich.console import Console
 
 from treadle.cli.console import make_console, make_table, print_table
 from treadle.cli.options import Commands, add_command, add_json, require_record
+from treadle.cli.show import shown_tokens
 from treadle.orchestration.metrics import shown
 
 _EXAMPLES = """examples:
   treadle report runs/demo
-  treadle report runs/demo --json | jq .packing
+  treadle report runs/demo --json | jq .packing,.relations.breaks
 
 The run may be finished, in progress or killed. Every recorded step is in exactly one state:
   trained, evaluated, dropped (with a reason), or recorded: durable, but in no checkpoint yet.
+
+Each step opens a conversation, extends an earlier step of its trajectory, forks off from one, or breaks with it:
+  tokenization   it holds the same text in other tokens
+  truncated      something that was there is left out
+  changed        something else stands in its place
+"Computed again" is what a break costs: tokens that an appended prompt of that length would have had for nothing.
 """
 Facts = dict[str, Any]
 
@@ -77,6 +84,10 @@ def _print(console: Console, facts: Facts) -> None:
     _print_breakdown(console, facts)
     _print_trouble(console, facts)
     _print_packing(console, facts["packing"])
+    _print_relations(console, facts["relations"])
+    if facts["missing_shards"]:
+        line = f"missing, not counted: {', '.join(facts['missing_shards'])}"
+        console.print(line + "\n", style="red", soft_wrap=True)
     _print_evaluations(console, facts["evaluations"])
     checkpoints = ", ".join(n + (" (latest)" if n == facts["latest_checkpoint"] else "") for n in facts["checkpoints"])
     console.print(f"checkpoints: {checkpoints or 'none yet'}", soft_wrap=True)
@@ -127,14 +138,57 @@ def _print_trouble(console: Console, facts: Facts) -> None:
         console.print()
 
 
+_WAYS = {"step": "step", "chain": "chain", "tree": "tree, within trajectories", "group_tree": "tree, within groups"}
+
+
 def _print_packing(console: Console, packing: Facts) -> None:
-    if packing["chain"]:
-        console.print(
-            f"tokens to compute in training, {packing['trajectories']:,} trajectories: "
-            f"packing step {packing['step']:,}, chain {packing['chain']:,} (ratio {packing['ratio']:.2f})"
-        )
-    if packing["missing_shards"]:
-        console.print(f"missing, not counted: {', '.join(packing['missing_shards'])}", style="red", soft_wrap=True)
+    if not packing["step"]:
+        return
+    counts = f"trajectories {packing['trajectories']:,}, groups {packing['groups']:,}"
+    console.print(f"tokens to compute in training ({counts})", style="bold", soft_wrap=True)
+    table = make_table("packing", "tokens", "times fewer", text=("packing",))
+    for way, name in _WAYS.items():
+        ratio = packing["ratios"].get(way)
+        table.add_row(name, f"{packing[way]:,}", f"{ratio:.2f}" if ratio else "")
+    print_table(console, table)
+    console.print()
+
+
+def _print_relations(console: Console, relations: Facts) -> None:
+    """How steps relate to the earlier ones of their trajectories, and what broke."""
+    if relations["no_tokenizer"]:
+        line = f"breaks not counted, there is no tokenizer: {relations['no_tokenizer']}"
+        console.print(line + "\n", style="red", soft_wrap=True)
+    if not relations["splits"]:
+        return
+    kinds = ("opens", "extends", "fork", "break")
+    title = "steps and the earlier tokens of their trajectories"
+    table = make_table("split", "steps", *kinds, "computed again", title=title, text=("split",))
+    for row in relations["splits"]:
+        figures = (row[name] for name in ("steps", *kinds, "extra_tokens"))
+        table.add_row(row["split"], *(f"{figure:,}" for figure in figures))
+    print_table(console, table)
+    console.print()
+    if relations["breaks"]:
+        _print_breaks(console, relations["breaks"])
+
+
+def _print_breaks(console: Console, breaks: list[Facts]) -> None:
+    table = make_table("cause", "breaks", "computed again", title="breaks", text=("cause",))
+    for row in breaks:
+        table.add_row(row["cause"], f"{row['count']:,}", f"{row['extra_tokens']:,}")
+    print_table(console, table)
+    console.print()
+    text = ("trajectory", "cause", "was", "now")
+    columns = ("trajectory", "step", "cause", "at token", "computed again", "was", "now")
+    table = make_table(*columns, title="costliest breaks of each cause", text=text)
+    for row in breaks:
+        for example in row["examples"]:
+            figures = (f"{example['shared']:,}", f"{example['extra_tokens']:,}")
+            sides = (shown_tokens(example[side]) for side in ("was", "now"))
+            table.add_row(example["trajectory_id"], str(example["step"]), row["cause"], *figures, *sides)
+    print_table(console, table)
+    console.print()
 
 
 def _print_evaluations(console: Console, evaluations: list[Facts]) -> None:
@@ -142,7 +196,6 @@ def _print_evaluations(console: Console, evaluations: list[Facts]) -> None:
         return
     keys = list(dict.fromkeys(key for row in evaluations for key in row["by"]))
     columns = ("update", "T", "tasks", "success", *keys, "reward", "steps", "failed")
-    console.print()
     table = make_table(*columns, title="held-out tasks")
     for row in evaluations:
         temperature = "greedy" if row["temperature"] == 0 else f"{row['temperature']:g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from treadle.core.types import Step
+    from treadle.packing.breaks import Relation
 
 _EXAMPLES = """examples:
   treadle show runs/demo                   the newest trajectories
@@ -92,24 +94,23 @@ def _figure(value: float | None, form: str) -> str:
 
 def as_json(row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer) -> dict[str, Any]:
     """Everything on record about a trajectory as plain data; the printed form shows the same."""
+    from treadle.cli.transcript import decoder, step_relations
+
     head = {key: value for key, value in row.items() if key not in ("task", "shard", "oldest_version", "steps")}
     head["task"] = json.loads(row["task"])
-    return {**head, "steps": [_step(steps, number, row["advantage"], tokenizer) for number in range(len(steps))]}
+    related = step_relations(steps, decoder(tokenizer))
+    numbered = enumerate(zip(steps, related, strict=True))
+    return {**head, "steps": [_step(n, step, r, row["advantage"], tokenizer) for n, (step, r) in numbered]}
 
 
-def _step(steps: list[Step], number: int, advantage: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    from treadle.cli.transcript import known_tokens
-
-    step = steps[number]
-    known, continues = known_tokens(steps, number)
+def _step(number: int, step: Step, relation: Relation, advantage: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
     columns = (step.completion_ids, step.mask, step.logprobs, step.policy_versions)
     return {
         "step": number,
         "prompt_tokens": len(step.prompt_ids),
-        "new_prompt_tokens": len(step.prompt_ids) - known,
-        "continues": continues,
-        "appends": continues is not None and known == len(steps[continues].full_ids),
-        "new_prompt_text": tokenizer.decode(step.prompt_ids[known:].tolist(), skip_special_tokens=False),
+        "new_prompt_tokens": len(step.prompt_ids) - relation.shared,
+        "new_prompt_text": tokenizer.decode(step.prompt_ids[relation.shared :].tolist(), skip_special_tokens=False),
+        "relation": asdict(relation),
         "stop_reason": str(step.stop_reason),
         "temperature": step.sampling.temperature,
         "reward": step.reward,
@@ -155,16 +156,41 @@ def _print_trajectory(console: Console, found: dict[str, Any]) -> None:
 def _print_step(console: Console, step: dict[str, Any]) -> None:
     versions = sorted({token["policy_version"] for token in step["tokens"]})
     version = "-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))) if versions else "none"
-    fork = "" if step["step"] == 0 or step["appends"] else f", BREAK: does not append to step {step['step'] - 1}"
     line = (
-        f"prompt {step['prompt_tokens']} tokens ({step['new_prompt_tokens']} new{fork}), "
+        f"prompt {step['prompt_tokens']} tokens ({step['new_prompt_tokens']} new), "
         f"stop {step['stop_reason']}, temperature {step['temperature']:g}, "
         f"reward {step['reward']:g}, version {version}"
     )
     console.print(Text.assemble((f"\nstep {step['step']}", "bold"), f"  {line}"), soft_wrap=True)
+    if said := relation_line(step["relation"], step["step"]):
+        console.print(said, style="yellow", soft_wrap=True)
     text = "".join(f"  {line}\n" for line in step["new_prompt_text"].strip("\n").split("\n"))
     console.print(text, style="dim", soft_wrap=True)
     print_table(console, _token_table(step["tokens"]))
+
+
+def relation_line(relation: dict[str, Any], step: int) -> str:
+    """What there is to say about a step that does not just go on; for example
+
+    `break from step 2: tokenization at token 153, 42 tokens computed again: 'par is' [7, 9] -> 'paris' [31]`.
+    """
+    match relation["kind"]:
+        case "fork":
+            return f"fork: shares {relation['shared']} tokens with step {relation['base']}"
+        case "break":
+            return (
+                f"break from step {relation['base']}: {relation['cause']} at token {relation['shared']}, "
+                f"{relation['extra_tokens']} tokens computed again: {shown_tokens(relation['was'])} -> "
+                f"{shown_tokens(relation['now'])}"
+            )
+        case "opens" if step:
+            return "opens: shares nothing with the steps before it"
+    return ""
+
+
+def shown_tokens(tokens: dict[str, Any]) -> str:
+    """`'par is' [7, 9]`."""
+    return f"{tokens['text']!r} {list(tokens['ids'])}"
 
 
 def _token_table(tokens: list[dict[str, Any]]) -> Table:

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 from tokenizers import Tokenizer
 
 from treadle.core.errors import RunError
-from treadle.core.types import Ids, Step
+from treadle.core.types import Step
 from treadle.orchestration.ledger import Ledger
 from treadle.orchestration.rollout_store import read_steps
 from treadle.orchestration.run_directory import RunDirectory
+from treadle.packing.breaks import Decode, Relation, relations
+from treadle.packing.flat import Call
 
 
 def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
@@ -46,25 +47,14 @@ def load_run_tokenizer(run: Path) -> Tokenizer:
     return Tokenizer.from_file(str(files[-1]))
 
 
-def known_tokens(steps: Sequence[Step], number: int) -> tuple[int, int | None]:
-    """How many tokens of a step's prompt an earlier step held, and which one held most of them (None for none).
-
-    A step that continues another one knows all of its tokens; one that forked off knows what the two share.
-    """
-    best, holder = 0, None
-    for earlier in reversed(range(number)):
-        shared = _common_prefix(steps[number].prompt_ids, steps[earlier].full_ids)
-        if shared > best:
-            best, holder = shared, earlier
-        if holder == number - 1 and best == len(steps[earlier].full_ids):
-            break  # the usual case: nothing before it can share more
-    return best, holder
+def decoder(tokenizer: Tokenizer) -> Decode:
+    """Ids -> text, special tokens included."""
+    return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
-def _common_prefix(a: Ids, b: Ids) -> int:
-    size = min(len(a), len(b))
-    different = np.flatnonzero(a[:size] != b[:size])
-    return int(different[0]) if len(different) else size
+def step_relations(steps: Sequence[Step], decode: Decode) -> list[Relation]:
+    """How each step of a trajectory relates to the earlier ones."""
+    return relations([Call(step.full_ids, len(step.prompt_ids), first=0) for step in steps], decode)
 
 
 def ending(row: dict[str, Any]) -> str:
@@ -77,11 +67,10 @@ def ending(row: dict[str, Any]) -> str:
 def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
     """What the model read (dim) and wrote (bold), and how it ended."""
     row, steps = load_trajectory(run, trajectory_id)
-    tokenizer = load_run_tokenizer(run)
+    decode = decoder(load_run_tokenizer(run))
     text = Text()
-    for number, step in enumerate(steps):
-        new = step.prompt_ids[known_tokens(steps, number)[0] :]
-        text.append(tokenizer.decode(new.tolist(), skip_special_tokens=False), style="dim")
-        text.append(tokenizer.decode(step.completion_ids.tolist(), skip_special_tokens=False), style="bold cyan")
+    for step, relation in zip(steps, step_relations(steps, decode), strict=True):
+        text.append(decode(step.prompt_ids[relation.shared :]), style="dim")
+        text.append(decode(step.completion_ids), style="bold cyan")
     console.print(text, soft_wrap=True)
     console.print(f"-> {ending(row)}, {len(steps)} step{'s' if len(steps) != 1 else ''}", style="bold", soft_wrap=True)

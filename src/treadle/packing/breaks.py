@@ -1,0 +1,210 @@
+"""How each step relates to what its trajectory held before, as far as ids and a tokenizer tell, and what breaks cost.
+
+An agent that only appends sends, with each call, all it sent and sampled before, and new tokens. Where it sends what it
+had in another form, tokens that were there must be computed again: a break. For example, `|` before what was sampled:
+
+    0  <s> rules <u> sum | par is <e>                   opens
+    1  <s> rules <u> sum par is <e> <u> more | 4 <e>    extends 0
+    2  <s> rules <u> help | 7 <e>                       fork of 1: shares 3 tokens, leaves all replies alone
+    3  <s> rules <u> sum paris <e> <u> more 4 <e> <u> why | so <e>
+                                                        break from 1 at token 4, tokenization, 7 tokens: `par is`
+    4  <s> rules <u> more 4 <e> <u> why so <e> <u> ok | fine <e>
+                                                        break from 3 at token 3, truncated, 9 tokens: `sum`, `paris`
+    5  <s> rules <u> more five <e> <u> why so <e> <u> ok fine <e> <u> then | bye <e>
+                                                        break from 4 at token 4, changed, 10 tokens: `4`
+
+A sequence is a prompt and its completion; it is open until a step extends it. A step
+  `opens`    if it is the first, or shares no token with any before it;
+  `extends`  an open sequence if its prompt begins with all of it;
+  is a `fork` of the sequence it shares most with (of equals, the newest), if it leaves that sequence's replies alone;
+  is a `break` of it, if it writes them anew: it departs from it within or right before a reply, or before one that it
+             carries along, or it goes on with the same text. A reply that is carried along stands behind the departure
+             as it stood in the sequence, told by the tokens on both sides of its beginning or of its end: a prompt
+             that quotes a reply is a fork.
+The cause of a break is that of its first differing token:
+  `tokenization`  both go on with the same text, cut into other tokens, up to a place where both end a token. Two texts
+                  tokenized by BPE have no such place unless their tokens agree up to it, so an edit is none.
+  `truncated`     something was left out: the prompt goes on with what comes further on in the sequence.
+  `changed`       neither.
+The price of a break, `extra_tokens`, is what a prompt of that length that had kept the sequence would have shared with
+it beyond what this one does: min(length of sequence, of prompt) - shared. Forks carry nothing along and cost nothing.
+
+Ids cannot tell a conversation that starts anew with a summary of the old one from a sub-agent's: both are forks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from treadle.core.types import Ids
+from treadle.packing.flat import Call
+from treadle.packing.tree import common_prefix
+
+Decode = Callable[[Ids], str]
+
+_SHOWN = 5  # differing tokens kept on either side
+_CONTEXT = 4  # tokens decoded before a difference: a character may be cut into four, a first blank swallowed
+_SAME_TEXT = 64  # differing tokens whose text is compared
+_RUN = 12  # tokens in a row by which a prompt that leaves something out is told: more than a turn's header has
+_SIDE = 4  # tokens on either side of a reply's beginning, or end, by which it is told
+_PIECE = "\ufffd"  # what an unfinished character decodes to
+
+
+class Kind(StrEnum):
+    """How a step relates to the earlier sequences of its trajectory."""
+
+    OPENS = "opens"
+    EXTENDS = "extends"
+    FORK = "fork"
+    BREAK = "break"
+
+
+class BreakCause(StrEnum):
+    """Why a step does not extend a sequence it carries on."""
+
+    TOKENIZATION = "tokenization"  # the same text in other tokens
+    TRUNCATED = "truncated"  # something left out
+    CHANGED = "changed"  # something else in its place
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Some tokens: their ids and what they decode to."""
+
+    ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """How one step relates to its trajectory's earlier sequences.
+
+    base: the step whose sequence (prompt and completion) it is compared with; None if it opens.
+    shared: leading tokens of its prompt that are that sequence's.
+    Of a break: its cause, the first differing tokens of the sequence (`was`) and of the prompt (`now`), from token
+    `shared` on, and `extra_tokens`, its price in tokens.
+    """
+
+    kind: Kind
+    base: int | None = None
+    shared: int = 0
+    cause: BreakCause | None = None
+    was: Tokens | None = None
+    now: Tokens | None = None
+    extra_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sequence:
+    """A sequence that nothing extends yet. replies: (start, end) of all that was sampled on the way to it."""
+
+    ids: Ids
+    replies: tuple[tuple[int, int], ...]
+
+    def samples(self, at: int) -> bool:
+        return any(start <= at < end for start, end in self.replies)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def relations(calls: Sequence[Call], decode: Decode) -> list[Relation]:
+    """The relation of each call of one trajectory, in call order. decode: ids -> text, special tokens included.
+
+    One comparison a call where each extends the one before it, else one a call and open sequence.
+    """
+    sequences: dict[int, _Sequence] = {}  # those that are open, by their last step, oldest first
+    found = []
+    for number, call in enumerate(calls):
+        relation = _relation(call.token_ids[: call.prompt_length], sequences, decode)
+        extended = sequences.pop(relation.base) if relation.base is not None and relation.kind is Kind.EXTENDS else None
+        replies = extended.replies if extended else ()
+        sequences[number] = _Sequence(call.token_ids, (*replies, (call.prompt_length, len(call.token_ids))))
+        found.append(relation)
+    return found
+
+
+def _relation(prompt: Ids, sequences: dict[int, _Sequence], decode: Decode) -> Relation:
+    shared: dict[int, int] = {}
+    for step in reversed(sequences):
+        shared[step] = common_prefix(prompt, sequences[step].ids)
+        if shared[step] == len(sequences[step]) and len(shared) == 1:
+            return Relation(Kind.EXTENDS, step, shared[step])  # the usual case: the step before
+    if whole := [step for step in shared if shared[step] == len(sequences[step])]:
+        base = max(whole, key=lambda step: (shared[step], step))
+        return Relation(Kind.EXTENDS, base, shared[base])
+    if not sequences:
+        return Relation(Kind.OPENS)
+    base = max(shared, key=lambda step: (shared[step], step))
+    at = shared[base]
+    if at == len(prompt):
+        return Relation(Kind.FORK, base, at)
+    rewritten = sequences[base].samples(at)
+    if not rewritten and (carried := _carried(prompt[at:], sequences)) is not None:
+        rewritten, base, at = True, carried, shared[carried]
+    if _same_text(sequences[base].ids, prompt, at, decode):
+        return _break(BreakCause.TOKENIZATION, base, sequences[base].ids, prompt, at, decode)
+    if rewritten:
+        left_out = _left_out(sequences[base].ids[at:], prompt[at:])
+        cause = BreakCause.TRUNCATED if left_out else BreakCause.CHANGED
+        return _break(cause, base, sequences[base].ids, prompt, at, decode)
+    return Relation(Kind.FORK, base, at) if at else Relation(Kind.OPENS)
+
+
+def _break(cause: BreakCause, base: int, was: Ids, now: Ids, at: int, decode: Decode) -> Relation:
+    before, after = (Tokens(tuple(ids.tolist()), decode(ids)) for ids in (was[at : at + _SHOWN], now[at : at + _SHOWN]))
+    return Relation(Kind.BREAK, base, at, cause, before, after, extra_tokens=min(len(was), len(now)) - at)
+
+
+def _carried(rest: Ids, sequences: dict[int, _Sequence]) -> int | None:
+    """The newest sequence of which `rest` holds a reply, in its place."""
+    held = rest.tobytes()
+    for step in reversed(sequences):
+        ids = sequences[step].ids
+        for start, end in reversed(sequences[step].replies):
+            if start == end:
+                continue
+            beginning = ids[max(start - _SIDE, 0) : min(start + _SIDE, end)]
+            ending = ids[max(end - _SIDE, start) : end + _SIDE]
+            if _occurs(beginning, held) or (end < len(ids) and _occurs(ending, held)):
+                return step
+    return None
+
+
+def _occurs(part: Ids, whole: bytes) -> bool:
+    """Whether the ids stand in a row among those in `whole`."""
+    wanted = part.tobytes()
+    at = whole.find(wanted)
+    while at > 0 and at % part.itemsize:
+        at = whole.find(wanted, at + 1)
+    return at >= 0
+
+
+def _same_text(was: Ids, now: Ids, at: int, decode: Decode) -> bool:
+    """Whether both go on with the same text: up to where both end a token, or where `was` or the comparison ends."""
+    begin, old, new = max(at - _CONTEXT, 0), at + 1, at + 1
+    while max(old, new) <= at + _SAME_TEXT:
+        before, after = decode(was[begin:old]), decode(now[begin:new])
+        if before == after and not before.endswith(_PIECE):
+            return True
+        before, after = before.rstrip(_PIECE), after.rstrip(_PIECE)
+        if not before.startswith(after) and not after.startswith(before):
+            return False
+        if len(before) <= len(after):  # the shorter text goes on
+            if old == len(was):
+                return True
+            old += 1
+        else:
+            if new == len(now):
+                return False
+            new += 1
+    return True
+
+
+def _left_out(was: Ids, now: Ids) -> bool:
+    """Whether `now`, which begins otherwise, begins with what stands further on in `was`, for a run or to its end."""
+    if _occurs(now[:_RUN], was[1:].tobytes()):
+        return True
+    return any((was[-n:] == now[:n]).all() for n in range(1, min(_RUN, len(was), len(now) + 1)))
