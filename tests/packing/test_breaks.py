@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 
 import treadle.packing.breaks as breaks
 from tests.models import ragged_groups
+from treadle.core.prefix import common_prefix
 from treadle.core.types import Group, Ids
 from treadle.packing.breaks import BreakCause, Decode, Kind, Relation, Tokens, relations
 from treadle.packing.flat import Call
 from treadle.packing.layout import Packing, arrange
-from treadle.packing.tree import common_prefix
 
 TRUNCATED, CHANGED, TOKENIZATION = BreakCause.TRUNCATED, BreakCause.CHANGED, BreakCause.TOKENIZATION
 

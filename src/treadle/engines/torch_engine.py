@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
+from treadle.core.prefix import common_prefix
 from treadle.core.types import Floats, Ids, SamplingParams, StopReason
 from treadle.engines.kv_cache import ATTENTION, KVCache, KVCall
 from treadle.engines.sampling import sample
@@ -439,13 +440,6 @@ def _failure(work: asyncio.Future[list[Completion]]) -> BaseException | None:
         failure.__cause__ = error
         return failure
     return error
-
-
-def common_prefix(a: Ids, b: Ids) -> int:
-    """Length of the longest common prefix."""
-    size = min(len(a), len(b))
-    different = np.flatnonzero(a[:size] != b[:size])
-    return int(different[0]) if len(different) else size
 
 
 def _as_slice(rows: list[int], index: Tensor) -> slice | Tensor:

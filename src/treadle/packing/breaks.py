@@ -38,9 +38,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from treadle.core.prefix import common_prefix
 from treadle.core.types import Ids
 from treadle.packing.flat import Call
-from treadle.packing.tree import common_prefix
 
 Decode = Callable[[Ids], str]
 

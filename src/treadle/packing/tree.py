@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from treadle.core.prefix import common_prefix
 from treadle.core.types import Ids
 from treadle.packing.flat import Call, Indices
 
@@ -46,14 +47,6 @@ def _words(calls: Sequence[Call]) -> list[NDArray[np.int32]]:
     missing = np.full((max(len(c.token_ids) for c in calls), width), -1, np.int32)
     keys = [missing[: len(c.token_ids)] if c.keys is None else c.keys for c in calls]
     return [np.concatenate([c.token_ids[:, None], k], 1) for c, k in zip(calls, keys, strict=True)]
-
-
-def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """How many leading words of a and b ([L] or [L, width]) agree."""
-    size = min(len(a), len(b))
-    different = (a[:size] != b[:size]).reshape(size, -1).any(1)
-    first = int(different.argmax()) if size else 0
-    return first if size and different[first] else size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
