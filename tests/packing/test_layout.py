@@ -191,6 +191,11 @@ def test_two_continuations_of_one_call_share_it_only_once() -> None:
     assert sorted(sequences(arrange(made, Packing.CHAIN))) == [[1, 2, 5, 6], [1, 2, 7, 8]]
 
 
+def test_chain_continues_the_longest_call_it_can() -> None:
+    made = calls_of(([1], [2]), ([1], [2, 3]), ([1, 2, 3], [4]))
+    assert sorted(sequences(arrange(made, Packing.CHAIN))) == [[1, 2], [1, 2, 3, 4]]
+
+
 def test_equal_calls_are_continued_by_a_call_each() -> None:
     made = calls_of(([1], [2]), ([1], [2]), ([1, 2], [3]), ([1, 2], [3]), ([1, 2], [3]))
     assert arrange(made, Packing.CHAIN).nodes == 3 * 3
