@@ -1,131 +1,170 @@
-"""Packing loses nothing, invents nothing and shares exactly what may be shared."""
+"""Packing loses nothing, invents nothing, shares exactly what may be shared, and cuts where it costs least."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.models import make_group, make_step, ragged_groups
+from tests.models import ragged_groups, random_groups
+from tests.packing.tries import (
+    call,
+    calls_of,
+    nodes,
+    readings,
+    readings_of_chunk,
+    readings_of_tree,
+    some_calls,
+    trained,
+    words,
+)
 from treadle.core.errors import DataError
 from treadle.core.types import Group, Ids
-from treadle.packing.flat import Span, flatten, spans
-from treadle.packing.layout import MicroBatch, PackedSequence, Packing, micro_batches, pack
+from treadle.packing.flat import Call, calls, flatten
+from treadle.packing.layout import Arrangement, Packing, Sharing, arrange, chunks, micro_batches
 
 EVERY = st.sampled_from(list(Packing))
+ANY_SHARING = st.sampled_from(list(Sharing))
+BUDGETS = st.integers(1, 40)
 
 
-def span(prompt: Sequence[int], completion: Sequence[int], first: int = 0, owner: int = 0) -> Span:
-    return Span(np.array(prompt, np.int32), np.array(completion, np.int32), first, owner)
+def owners(calls: Sequence[Call], sharing: Sharing) -> list[int]:
+    match sharing:
+        case Sharing.TRAJECTORY:
+            return [c.trajectory for c in calls]
+        case Sharing.GROUP:
+            return [c.group for c in calls]
+        case Sharing.BATCH:
+            return [0] * len(calls)
 
 
-def calls_of(*calls: tuple[Sequence[int], Sequence[int]], owner: int = 0, first: int = 0) -> list[Span]:
-    made = []
-    for prompt, completion in calls:
-        made.append(span(prompt, completion, first, owner))
-        first += len(completion)
-    return made
+def lengths(calls: Sequence[Call]) -> list[int]:
+    return [len(c.token_ids) for c in calls]
 
 
-def tokens(sequences: Sequence[PackedSequence]) -> list[list[int]]:
-    return [s.token_ids.tolist() for s in sequences]
+def sequences(arranged: Arrangement) -> list[list[int]]:
+    """The chains of an arrangement: every call that shares nothing opens one, and the last one has all its tokens."""
+    opens = [i for i, shared in enumerate(arranged.shared.tolist()) if not shared]
+    return [arranged.calls[end - 1].token_ids.tolist() for _, end in pairwise([*opens, len(arranged.calls)])]
 
 
-def before(call: Span, number: int) -> list[int]:
-    """All a completion's token `number` was sampled after."""
-    return [*call.prompt_ids.tolist(), *call.completion_ids[:number].tolist()]
+def flats(arranged: Arrangement) -> list[int]:
+    return [c.first for c in arranged.calls]
 
 
-def split(batch: MicroBatch) -> list[Ids]:
-    return np.split(batch.token_ids, np.cumsum(batch.lengths)[:-1].tolist())
+# arrange
 
 
-@given(ragged_groups(vocabulary=3), EVERY, st.integers(1, 120))
-def test_every_pair_is_read_once_after_exactly_what_preceded_it(
-    groups: list[Group], packing: Packing, budget: int
+@given(some_calls(keyed=True), EVERY, ANY_SHARING)
+def test_an_arrangement_is_the_calls_with_completions_each_sharing_what_agrees(
+    made: list[Call], packing: Packing, sharing: Sharing
 ) -> None:
-    """For each completion token: its id, and everything the model sees before it, are those of the recorded call."""
-    batch = flatten(groups)
-    calls = spans(batch)
-    wanted = {
-        call.first + number: (int(token), before(call, number))
-        for call in calls
-        for number, token in enumerate(call.completion_ids)
-    }
-    found: dict[int, tuple[int, list[int]]] = {}
-    for part in micro_batches(pack(calls, packing), budget):
-        starts = np.cumsum(part.lengths) - part.lengths
-        for source, target, flat in zip(part.source, part.target_ids, part.flat, strict=True):
-            start = starts[np.searchsorted(starts, source, side="right") - 1]
-            assert int(flat) not in found
-            found[int(flat)] = (int(target), part.token_ids[start : source + 1].tolist())
-    assert found == wanted
-    assert sorted(found) == list(range(len(batch)))
+    arranged = arrange(made, packing, sharing)
+    assert sorted(map(id, arranged.calls)) == sorted(map(id, trained(made)))
+    assert arranged.lengths.tolist() == lengths(arranged.calls)
+    assert arranged.shared[:1].sum() == 0
+    assert arranged.lengths.dtype == arranged.shared.dtype == "int64"
+    for (before, this), shared in zip(pairwise(arranged.calls), arranged.shared.tolist()[1:], strict=True):
+        assert words(before)[:shared] == words(this)[:shared]
+        assert 0 <= shared <= min(lengths([before, this]))
+        assert not shared or len(set(owners([before, this], sharing))) == 1 or packing is Packing.CHAIN
 
 
-@given(ragged_groups(vocabulary=3), EVERY, st.integers(1, 120))
-def test_micro_batches_are_the_sequences_laid_end_to_end_within_the_budget(
-    groups: list[Group], packing: Packing, budget: int
+@given(some_calls(keyed=True), EVERY, st.data())
+def test_the_order_of_the_calls_changes_neither_cost_nor_what_is_read(
+    made: list[Call], packing: Packing, data: st.DataObject
 ) -> None:
-    sequences = pack(spans(flatten(groups)), packing)
-    parts = micro_batches(sequences, budget)
-    assert sorted(s.tolist() for part in parts for s in split(part)) == sorted(tokens(sequences))
-    for part in parts:
-        assert len(part.token_ids) <= budget or len(part.lengths) == 1
-        assert part.position_ids.tolist() == [i for n in part.lengths for i in range(n)]
-        assert part.lengths.min() > 0
-        assert (part.position_ids[part.source] >= 0).all()
-        assert (part.position_ids[part.source + 1] == part.position_ids[part.source] + 1).all()
-        assert part.lengths.tolist() == sorted(part.lengths.tolist(), reverse=True)
-        dtypes = [getattr(part, f).dtype for f in ("token_ids", "position_ids", "source", "target_ids", "flat")]
-        assert dtypes == ["int32", "int64", "int64", "int32", "int64"]
-    needed = sum(map(len, tokens(sequences)))
-    assert not parts or len(parts) <= 1 + 2 * needed // budget + sum(len(s) > budget for s in tokens(sequences))
+    one, other = arrange(made, packing), arrange(data.draw(st.permutations(made)), packing)
+    assert one.nodes == other.nodes
+    trees = [tree for arranged in (one, other) for tree in micro_batches(arranged, 1000)]
+    assert [readings_of_tree(tree) for tree in trees] == [readings(made)] * len(trees)
 
 
-@given(ragged_groups(vocabulary=3))
-def test_step_packing_gives_every_call_with_a_completion_its_own_sequence(groups: list[Group]) -> None:
-    calls = spans(flatten(groups))
-    wanted = [before(c, len(c.completion_ids)) for c in calls if len(c.completion_ids)]
-    assert tokens(pack(calls, Packing.STEP)) == wanted
+@given(some_calls(keyed=True), ANY_SHARING)
+def test_a_tree_computes_every_distinct_prefix_once_per_owner(made: list[Call], sharing: Sharing) -> None:
+    assert arrange(made, Packing.TREE, sharing).nodes == len(nodes(trained(made), owners(trained(made), sharing)))
+
+
+def test_a_tree_shares_within_a_group_unless_told_otherwise() -> None:
+    made = [call([1, 2, 3], 2, i, trajectory=i, group=i // 2) for i in range(4)]
+    assert arrange(made, Packing.TREE).nodes == 6
+    assert [arrange(made, Packing.TREE, sharing).nodes for sharing in Sharing] == [12, 6, 3]
+
+
+@given(some_calls(keyed=True), ANY_SHARING)
+def test_step_shares_nothing_and_keeps_the_order(made: list[Call], sharing: Sharing) -> None:
+    arranged = arrange(made, Packing.STEP, sharing)
+    assert flats(arranged) == [c.first for c in trained(made)]
+    assert arranged.nodes == sum(lengths(trained(made)))
+
+
+def continues(earlier: Call, later: Call) -> bool:
+    """Whether the later call's prompt begins with all of the earlier one."""
+    end = len(earlier.token_ids)
+    same = earlier.trajectory == later.trajectory and words(earlier) == words(later)[:end]
+    return same and end <= later.prompt_length
+
+
+def most_saved(made: Sequence[Call], at: int = 0, continued: frozenset[int] = frozenset()) -> int:
+    """By trying all ways to continue each call at most once."""
+    if at == len(made):
+        return 0
+    ways = [i for i in range(len(made)) if i not in continued and continues(made[i], made[at])]
+    return max(
+        most_saved(made, at + 1, continued),
+        *(len(made[i].token_ids) + most_saved(made, at + 1, continued | {i}) for i in ways),
+        0,
+    )
+
+
+@given(some_calls(max_calls=6, keyed=True), ANY_SHARING)
+def test_chain_saves_the_most_that_continuing_each_call_at_most_once_can(made: list[Call], sharing: Sharing) -> None:
+    """Sharing is for trees: chains stay within their trajectory."""
+    arranged = arrange(made, Packing.CHAIN, sharing)
+    assert arranged.nodes == sum(lengths(trained(made))) - most_saved(trained(made))
+    for (before, this), shared in zip(pairwise(arranged.calls), arranged.shared.tolist()[1:], strict=True):
+        assert shared in (0, len(before.token_ids))
+        assert not shared or continues(before, this)
 
 
 @given(ragged_groups(vocabulary=2))
-def test_chain_merges_exactly_when_an_open_chain_ends_in_a_prefix(groups: list[Group]) -> None:
-    """Against the definition: the newest chain of the same trajectory whose last call is a prefix is continued."""
-    calls = [c for c in spans(flatten(groups)) if len(c.completion_ids)]
-    chains: list[list[Span]] = []
-    for call in calls:
-        prompt = call.prompt_ids.tolist()
-        fitting = []
-        for chain in chains:
-            whole = before(chain[-1], len(chain[-1].completion_ids))
-            if chain[-1].owner == call.owner and prompt[: len(whole)] == whole:
-                fitting.append(chain)
-        if fitting:
-            fitting[-1].append(call)
-        else:
-            chains.append([call])
-    sequences = pack(calls, Packing.CHAIN)
-    assert tokens(sequences) == [before(c[-1], len(c[-1].completion_ids)) for c in chains]
-    assert [s.flat.tolist() for s in sequences] == [
-        [call.first + i for call in chain for i in range(len(call.completion_ids))] for chain in chains
-    ]
+def test_chain_computes_no_less_than_the_tree_and_no_more_than_merging_consecutive_steps(groups: list[Group]) -> None:
+    made = trained(calls(flatten(groups)))
+    merged = sum(len(before.token_ids) for before, this in pairwise(made) if continues(before, this))
+    tree = arrange(made, Packing.TREE, Sharing.TRAJECTORY)
+    assert tree.nodes <= arrange(made, Packing.CHAIN).nodes <= sum(lengths(made)) - merged
+
+
+@given(st.integers(0, 2**16), st.integers(1, 5))
+def test_chain_is_the_tree_of_append_only_trajectories(seed: int, steps: int) -> None:
+    made = calls(flatten(random_groups(seed, steps=steps)))
+    chain, tree = arrange(made, Packing.CHAIN), arrange(made, Packing.TREE, Sharing.TRAJECTORY)
+    assert flats(chain) == flats(tree) == [c.first for c in made]
+    assert chain.shared.tolist() == tree.shared.tolist()
+    assert (chain.shared > 0).sum() == len(made) - len({c.trajectory for c in made})
 
 
 def test_an_append_only_trajectory_is_one_sequence() -> None:
-    calls = calls_of(([1, 2], [3]), ([1, 2, 3, 9], [4, 5]), ([1, 2, 3, 9, 4, 5], [6]))
-    (sequence,) = pack(calls, Packing.CHAIN)
-    assert sequence.token_ids.tolist() == [1, 2, 3, 9, 4, 5, 6]
-    assert sequence.target.tolist() == [2, 4, 5, 6]
-    assert sequence.flat.tolist() == [0, 1, 2, 3]
+    made = calls_of(([1, 2], [3]), ([1, 2, 3, 9], [4, 5]), ([1, 2, 3, 9, 4, 5], [6]))
+    arranged = arrange(made, Packing.CHAIN)
+    assert arranged.shared.tolist() == [0, 3, 6]
+    (tree,) = micro_batches(arranged, 100)
+    assert tree.token_ids.tolist() == [1, 2, 3, 9, 4, 5, 6]
+    assert tree.source.tolist() == [1, 3, 4, 5]
+    assert tree.target_ids.tolist() == [3, 4, 5, 6]
+    assert tree.flat.tolist() == [0, 1, 2, 3]
 
 
-def test_merging_does_not_need_consecutive_calls() -> None:
+def test_chain_merges_steps_that_are_not_consecutive() -> None:
     """A sub-agent's call in between does not break the main chain."""
     main, between, later = ([1, 2], [3]), ([7, 7], [8]), ([1, 2, 3, 9], [4])
-    assert tokens(pack(calls_of(main, between, later), Packing.CHAIN)) == [[1, 2, 3, 9, 4], [7, 7, 8]]
+    assert sequences(arrange(calls_of(main, between, later), Packing.CHAIN)) == [[1, 2, 3, 9, 4], [7, 7, 8]]
+    # one that sorts between them
+    between = ([1, 2, 3], [5])
+    found = sequences(arrange(calls_of(main, between, later, ([1, 2, 3, 5, 0], [0])), Packing.CHAIN))
+    assert sorted(found) == [[1, 2, 3, 5, 0, 0], [1, 2, 3, 9, 4]]
 
 
 @pytest.mark.parametrize(
@@ -137,94 +176,262 @@ def test_merging_does_not_need_consecutive_calls() -> None:
         [2, 3, 9],
     ],
 )
-def test_anything_but_a_prefix_is_not_merged(later: list[int]) -> None:
-    sequences = pack(calls_of(([1, 2], [3]), (later, [4])), Packing.CHAIN)
-    assert tokens(sequences) == [[1, 2, 3], [*later, 4]]
+def test_chain_merges_nothing_but_a_prefix(later: list[int]) -> None:
+    arranged = arrange(calls_of(([1, 2], [3]), (later, [4])), Packing.CHAIN)
+    assert sorted(sequences(arranged)) == sorted([[1, 2, 3], [*later, 4]])
+
+
+def test_chain_does_not_continue_inside_a_completion() -> None:
+    """A sampled token must not be another call's prompt."""
+    assert arrange(calls_of(([1, 2], [3]), ([1], [2, 3, 4])), Packing.CHAIN).nodes == 3 + 4
 
 
 def test_two_continuations_of_one_call_share_it_only_once() -> None:
-    calls = calls_of(([1], [2]), ([1, 2, 5], [6]), ([1, 2, 7], [8]))
-    sequences = pack(calls, Packing.CHAIN)
-    assert tokens(sequences) == [[1, 2, 5, 6], [1, 2, 7, 8]]
-    assert [s.flat.tolist() for s in sequences] == [[0, 1], [2]]
+    made = calls_of(([1], [2]), ([1, 2, 5], [6]), ([1, 2, 7], [8]))
+    assert sorted(sequences(arrange(made, Packing.CHAIN))) == [[1, 2, 5, 6], [1, 2, 7, 8]]
 
 
-def test_trajectories_never_share() -> None:
-    calls = [span([1], [2], 0, owner=0), span([1, 2, 3], [4], 1, owner=1)]
-    assert tokens(pack(calls, Packing.CHAIN)) == [[1, 2], [1, 2, 3, 4]]
+def test_chain_continues_the_longest_call_it_can() -> None:
+    made = calls_of(([1], [2]), ([1], [2, 3]), ([1, 2, 3], [4]))
+    assert sorted(sequences(arrange(made, Packing.CHAIN))) == [[1, 2], [1, 2, 3, 4]]
+
+
+def test_equal_calls_are_continued_by_a_call_each() -> None:
+    made = calls_of(([1], [2]), ([1], [2]), ([1, 2], [3]), ([1, 2], [3]), ([1, 2], [3]))
+    assert arrange(made, Packing.CHAIN).nodes == 3 * 3
+
+
+def test_chains_stay_within_a_trajectory() -> None:
+    made = [call([1, 2], 1, 0, trajectory=0), call([1, 2, 3, 4], 3, 1, trajectory=1)]
+    assert arrange(made, Packing.CHAIN, Sharing.BATCH).shared.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_an_empty_prompt_is_an_error_that_names_the_trajectory(packing: Packing) -> None:
+    with pytest.raises(DataError, match="trajectory 3 has an empty prompt"):
+        arrange([call([1, 2], 1), call([1], 0, 1, trajectory=3)], packing)
 
 
 @pytest.mark.parametrize("packing", list(Packing))
 def test_a_call_without_completion_takes_no_room(packing: Packing) -> None:
-    calls = calls_of(([1], [2]), ([1, 2, 3], []), ([1, 2, 3, 4], [5]))
-    assert tokens(pack(calls, packing)) == ([[1, 2], [1, 2, 3, 4, 5]] if packing is Packing.STEP else [[1, 2, 3, 4, 5]])
-    assert pack(calls_of(([1], [])), packing) == []
-    assert micro_batches([], 10) == []
+    made = calls_of(([1], [2]), ([1, 2, 3], []), ([1, 2, 3, 4], [5]))
+    assert arrange(made, packing).nodes == (7 if packing is Packing.STEP else 5)
+    nothing = arrange(calls_of(([1], []), ([], [])), packing)
+    assert (nothing.calls, nothing.nodes, micro_batches(nothing, 10)) == ((), 0, [])
 
 
-@pytest.mark.parametrize("packing", list(Packing))
-@pytest.mark.parametrize("completion", [[], [1]])
-def test_an_empty_prompt_is_an_error(packing: Packing, completion: list[int]) -> None:
-    with pytest.raises(DataError, match="owner 3 has an empty prompt"):
-        pack([span([], completion, owner=3)], packing)
+# micro_batches and chunks
 
 
-def test_a_sequence_longer_than_the_budget_is_alone() -> None:
-    calls = [span([1] * n, [1], 10 * n, owner=n) for n in (2, 9, 3, 2)]
-    parts = micro_batches(pack(calls, Packing.STEP), 7)
-    assert [part.lengths.tolist() for part in parts] == [[10], [4, 3], [3]]
+@given(ragged_groups(vocabulary=3), EVERY, ANY_SHARING, st.integers(1, 120))
+def test_every_pair_is_read_once_after_exactly_what_preceded_it(
+    groups: list[Group], packing: Packing, sharing: Sharing, budget: int
+) -> None:
+    """For each completion token: its id, and everything the model sees before it, are those of the recorded call."""
+    batch = flatten(groups)
+    parts = [readings_of_tree(tree) for tree in micro_batches(arrange(calls(batch), packing, sharing), budget)]
+    found = {flat: reading for part in parts for flat, reading in part.items()}
+    assert found == readings(calls(batch))
+    assert sum(map(len, parts)) == len(batch)
+    assert sorted(found) == list(range(len(batch)))
 
 
-def test_flatten_is_in_canonical_order_without_what_has_no_reward() -> None:
-    first = make_group(
-        [
-            ([make_step([1], [2, 3], 0.5, [True, False], [-1.0, -2.0]), make_step([4], [])], 1.0),
-            ([make_step([9], [9, 9])], None),
-            ([], 0.25),
-        ]
+@given(some_calls(keyed=True), EVERY, BUDGETS)
+def test_chunks_read_every_pair_once_after_exactly_what_preceded_it(
+    made: list[Call], packing: Packing, budget: int
+) -> None:
+    for tree in micro_batches(arrange(made, packing), 40):
+        parts = [readings_of_chunk(tree, chunk) for chunk in chunks(tree, budget)]
+        assert {flat: reading for part in parts for flat, reading in part.items()} == readings_of_tree(tree)
+        assert sum(map(len, parts)) == len(tree.flat)
+
+
+@given(some_calls(keyed=True), EVERY, BUDGETS)
+def test_chunks_are_the_tree_within_the_budget_after_their_ancestors(
+    made: list[Call], packing: Packing, budget: int
+) -> None:
+    for tree in micro_batches(arrange(made, packing), 40):
+        parts = chunks(tree, budget)
+        assert np.concatenate([c.token_ids for c in parts]).tolist() == tree.token_ids.tolist()
+        assert np.concatenate([c.position_ids for c in parts]).tolist() == tree.depth.tolist()
+        assert [c.start for c in parts] == list(range(0, len(tree), budget))
+        for chunk in parts:
+            above = [j for j in range(chunk.start) if tree.subtree_end[j] > chunk.start]
+            assert 0 < len(chunk.token_ids) <= budget
+            assert chunk.context.tolist() == above
+            assert tree.depth[chunk.context].tolist() == list(range(len(above)))
+            assert len(chunk.subtree_end) == len(above) + len(chunk.token_ids)
+            assert chunk.subtree_end.max() <= len(chunk.subtree_end)
+            assert ((chunk.source >= 0) & (chunk.source < len(chunk.token_ids))).all()
+            integers = (chunk.position_ids, chunk.context, chunk.subtree_end, chunk.source, chunk.flat)
+            assert {a.dtype.name for a in integers} == {"int64"}
+            assert chunk.token_ids.dtype == chunk.target_ids.dtype == "int32"
+
+
+@given(some_calls(keyed=True), EVERY, st.integers(0, 3))
+def test_a_tree_within_the_budget_is_one_chunk_without_context(made: list[Call], packing: Packing, room: int) -> None:
+    for tree in micro_batches(arrange(made, packing), 12):
+        (chunk,) = chunks(tree, len(tree) + room)
+        assert chunk.start == len(chunk.context) == 0
+        for field in ("token_ids", "subtree_end", "source", "target_ids", "flat"):
+            assert getattr(chunk, field).tolist() == getattr(tree, field).tolist()
+        assert chunk.position_ids.tolist() == tree.depth.tolist()
+
+
+def test_a_small_tree_in_chunks_in_full() -> None:
+    r"""5 - 6 - 7 - 8
+    \    \ 9
+     4 - 3"""
+    arranged = arrange(calls_of(([5, 6, 7], [8]), ([5, 6], [7, 9]), ([5], [4, 3])), Packing.TREE)
+    (tree,) = micro_batches(arranged, 7)
+    assert tree.token_ids.tolist() == [5, 4, 3, 6, 7, 8, 9]
+    first, second, third = chunks(tree, 3)
+    assert (first.start, first.context.tolist(), first.subtree_end.tolist()) == (0, [], [3, 3, 3])
+    assert (second.start, second.context.tolist(), second.subtree_end.tolist()) == (3, [0], [4, 4, 4, 4])
+    assert (third.start, third.context.tolist(), third.subtree_end.tolist()) == (6, [0, 3, 4], [4, 4, 4, 4])
+    assert (first.source.tolist(), first.target_ids.tolist(), first.flat.tolist()) == ([0, 1], [4, 3], [3, 4])
+    assert (second.source.tolist(), second.target_ids.tolist(), second.flat.tolist()) == (
+        [1, 0, 1],
+        [8, 7, 9],
+        [0, 1, 2],
     )
-    second = make_group([([], None)], 1)
-    third = make_group([([make_step([5], [6], 0.0, logprobs=[0.0]), make_step([7], [8], 2.0)], -1.0)], 2)
-    batch = flatten([first, second, third])
-    assert [g.group_id for g in batch.groups] == ["g000000", "g000001", "g000002"]
-    assert [t.trajectory_id for t in batch.trajectories] == ["g000000.0", "g000000.2", "g000002.0"]
-    assert batch.rewards.tolist() == [1.0, 0.25, -1.0]
-    assert batch.group_of_trajectory.tolist() == [0, 0, 2]
-    assert batch.trajectory_of_step.tolist() == [0, 0, 2, 2]
-    assert batch.step_start.tolist() == [0, 2, 2, 3, 4]
-    assert batch.step_id.tolist() == [0, 0, 2, 3]
-    assert batch.trajectory_id.tolist() == [0, 0, 2, 2]
-    assert batch.group_id.tolist() == [0, 0, 2, 2]
-    assert batch.mask.tolist() == [True, False, False, True]  # greedy tokens are never trained
-    assert batch.temperature.tolist() == [0.5, 0.5, 0.0, 2.0]
-    assert batch.logp_rollout.tolist() == [-1.0, -2.0, 0.0, -1.5]
-    assert len(batch) == 4
+    assert third.source.tolist() == []
 
 
-@given(ragged_groups(vocabulary=3))
-def test_flat_arrays_describe_the_same_tokens(groups: list[Group]) -> None:
-    batch = flatten(groups)
-    graded = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.reward is not None]
-    rows = [
-        (g, j, step, number)
-        for j, (g, trajectory) in enumerate(graded)
-        for step in trajectory.steps
-        for number in range(len(step.completion_ids))
-    ]
-    assert batch.group_id.tolist() == [g for g, *_ in rows]
-    assert batch.trajectory_id.tolist() == [j for _, j, *_ in rows]
-    assert batch.mask.tolist() == [bool(step.mask[i]) for *_, step, i in rows]
-    assert batch.logp_rollout.tolist() == [step.logprobs[i] for *_, step, i in rows]
-    assert batch.temperature.tolist() == [np.float32(step.sampling.temperature) for *_, step, _ in rows]
-    assert [id(batch.steps[s]) for s in batch.step_id] == [id(step) for *_, step, _ in rows]
-    assert len(batch.trajectories) == len(batch.rewards) == len(batch.group_of_trajectory) == len(graded)
+# Cuts
 
 
-@pytest.mark.parametrize("groups", [[], [make_group([])], [make_group([([], None)])], [make_group([([], 1.0)])]])
-def test_a_batch_without_tokens_has_arrays_of_the_right_types(groups: list[Group]) -> None:
-    batch = flatten(groups)
-    assert len(batch) == 0 and batch.step_start.tolist() == [0]
-    dtypes = [a.dtype for a in (batch.mask, batch.logp_rollout, batch.temperature, batch.step_id, batch.rewards)]
-    assert dtypes == ["bool", "float32", "float32", "int64", "float64"]
-    assert batch.trajectory_id.dtype == batch.group_id.dtype == "int64"
-    assert spans(batch) == []
+def thirds(tree_nodes: Sequence[int], budget: int) -> int:
+    """What trees of these sizes cost, in thirds of a node: a tree in chunks costs 4/3 a node."""
+    return sum(n * (4 if n > budget else 3) for n in tree_nodes)
+
+
+def ways_to_cut(arranged: Arrangement, budget: int, start: int = 0) -> Iterator[list[int]]:
+    """The sizes of the trees, for every allowed way: within the budget unless a longer call is in it, and then only if
+    each call shares more than an eighth of the budget with the one before."""
+    count = len(arranged.calls)
+    if start == count:
+        yield []
+    for end in range(start + 1, count + 1):
+        size = sum(lengths(arranged.calls[start:end])) - sum(arranged.shared[start + 1 : end].tolist())
+        tied = all(shared > budget / 8 for shared in arranged.shared[start + 1 : end].tolist())
+        if size <= budget or (tied and max(lengths(arranged.calls[start:end])) > budget):
+            yield from ([size, *rest] for rest in ways_to_cut(arranged, budget, end))
+
+
+@st.composite
+def arrangements(draw: st.DrawFn) -> Arrangement:
+    """Of calls that share anything with the one before and are longer than those of `some_calls`."""
+    made: list[Call] = []
+    shared = []
+    ids: list[int] = []
+    for number in range(draw(st.integers(0, 8))):
+        kept = draw(st.integers(0, len(ids)))
+        fresh = draw(st.integers(0 if kept > 1 else 2, 8))
+        ids = ids[:kept] + [100 * number + n for n in range(fresh)]
+        made.append(call(ids, len(ids) - 1, number))
+        shared.append(kept)
+    return Arrangement(tuple(made), np.array(shared, np.int64))
+
+
+@given(arrangements(), st.integers(2, 30))
+def test_no_other_cut_costs_less_or_as_much_with_fewer_trees(arranged: Arrangement, budget: int) -> None:
+    sizes = [len(tree) for tree in micro_batches(arranged, budget)]
+    best = min((thirds(way, budget), len(way)) for way in ways_to_cut(arranged, budget))
+    assert (thirds(sizes, budget), len(sizes)) == best
+
+
+@given(some_calls(max_calls=12, keyed=True), EVERY, BUDGETS)
+def test_trees_are_within_the_budget_unless_they_hold_a_longer_call(
+    made: list[Call], packing: Packing, budget: int
+) -> None:
+    arranged = arrange(made, packing)
+    length_of_flat = {c.first: len(c.token_ids) for c in arranged.calls}
+    trees = micro_batches(arranged, budget)
+    for tree in trees:
+        inside = [length_of_flat[flat] for flat in tree.flat.tolist() if flat in length_of_flat]
+        assert len(tree) <= budget or max(inside) > budget
+    if budget >= arranged.nodes:
+        assert [len(tree) for tree in trees] == [arranged.nodes] * bool(made and arranged.nodes)
+
+
+def test_a_cut_is_made_where_least_is_shared() -> None:
+    """Not where the budget happens to be full."""
+    made = calls_of(([1, 2], [3]), ([1, 2, 4, 5, 6], [7]), ([1, 2, 4, 5, 6], [8]))
+    assert [len(tree) for tree in micro_batches(arrange(made, Packing.TREE), 7)] == [3, 7]
+
+
+@pytest.mark.parametrize(("shared", "sizes"), [(24, [200, 100]), (25, [275]), (26, [274])])
+def test_calls_join_one_longer_than_the_budget_if_they_share_a_quarter(shared: int, sizes: list[int]) -> None:
+    """Chunks cost 4/3 a node: 75 in them are as much as 100 alone."""
+    long, other = call([0] * 200, 1), call([0] * shared + [1] * (100 - shared), 1, 199)
+    assert [len(tree) for tree in micro_batches(arrange([long, other], Packing.TREE), 150)] == sizes
+
+
+def test_calls_as_long_as_the_budget_are_alone_however_much_they_share() -> None:
+    made = calls_of(([1] * 6, [2]), ([1] * 6, [3]), ([1] * 6, [4]))
+    assert [len(tree) for tree in micro_batches(arrange(made, Packing.TREE), 7)] == [7, 7, 7]
+    assert [len(tree) for tree in micro_batches(arrange(made, Packing.TREE), 8)] == [8, 7]
+    assert [len(tree) for tree in micro_batches(arrange(made, Packing.TREE), 6)] == [9]
+
+
+def test_micro_batches_of_steps_fill_the_budget_in_order() -> None:
+    made = [call([1] * n + [2], n, 10 * n) for n in (2, 9, 3, 2)]
+    sizes = [len(tree) for tree in micro_batches(arrange(made, Packing.STEP), 7)]
+    assert sizes == [3, 10, 7]
+
+
+# Agents as they are
+
+
+def turns(rng: np.random.Generator, kind: str, prompt: Ids, count: int = 6) -> Iterator[tuple[Ids, Ids]]:
+    """The calls of one trajectory as (prompt, completion): about 80 tokens of thinking, 40 of action, 80 of answer."""
+
+    def ids(mean: int) -> Ids:
+        return rng.integers(0, 100_000, rng.integers(mean - mean // 4, mean + mean // 4)).astype(np.int32)
+
+    past: list[list[Ids]] = []  # of each turn, what the prompts after it repeat
+    for _ in range(count):
+        thinking, action, answer = ids(80), ids(40), ids(80)
+        yield np.concatenate([prompt, *(part for turn in past for part in turn)]), np.concatenate([thinking, action])
+        if kind == "drifting" and rng.random() < 0.2:
+            action = np.concatenate([action[:-3], ids(4)])  # the last tokens come back as others
+        past.append([action, answer] if kind == "thinking stripped" else [thinking, action, answer])
+        if kind == "sliding window":
+            past = past[-3:]
+
+
+def agents(kind: str, trajectories: int = 8) -> list[Call]:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 100_000, 256).astype(np.int32)
+    made, first = [], 0
+    for trajectory in range(trajectories):
+        for before, completion in turns(rng, kind, prompt):
+            made.append(Call(np.concatenate([before, completion]), len(before), first, trajectory))
+            first += len(completion)
+    return made
+
+
+def count_nodes(made: Sequence[Call]) -> int:
+    """Of the trie, by inserting token by token."""
+    trie: dict[tuple[int, int], int] = {}
+    for c in made:
+        at = 0
+        for token in c.token_ids.tolist():
+            at = trie.setdefault((at, token), len(trie) + 1)
+    return len(trie)
+
+
+@pytest.mark.parametrize("kind", ["append-only", "drifting", "thinking stripped", "sliding window"])
+def test_agents_compute_hardly_more_than_their_unique_tokens(kind: str) -> None:
+    made = agents(kind)
+    unique = count_nodes(made)
+    arranged = arrange(made, Packing.TREE)
+    assert arranged.nodes == unique
+    trees = micro_batches(arranged, 4096)
+    assert max(map(len, trees)) <= 4096
+    assert sum(map(len, trees)) <= 1.10 * unique
+    pairs = sum(len(c.token_ids) - c.prompt_length for c in made)
+    assert sorted(flat for tree in trees for flat in tree.flat.tolist()) == list(range(pairs))
+    chain = arrange(made, Packing.CHAIN)
+    assert unique < chain.nodes <= sum(lengths(made))

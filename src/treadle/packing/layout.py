@@ -88,13 +88,11 @@ def _chains(arranged: Arrangement) -> Arrangement:
     for this, (call, shared) in enumerate(zip(arranged.calls, arranged.shared.tolist(), strict=True)):
         while path and lengths[path[-1][0]] > shared:
             path.pop()
-        free = [c for at, c in path if chains[c][-1] == at and lengths[at] <= call.prompt_length]
-        if free:
-            chain = free[-1]
-            chains[chain].append(this)
-        else:
-            chain = len(chains)
-            chains.append([this])
+        fits = (c for at, c in reversed(path) if chains[c][-1] == at and lengths[at] <= call.prompt_length)
+        chain = next(fits, len(chains))
+        if chain == len(chains):
+            chains.append([])
+        chains[chain].append(this)
         path.append((this, chain))
     order = [at for chain in chains for at in chain]
     kept = [kept for chain in chains for kept in (0, *(lengths[at] for at in chain[:-1]))]
@@ -112,6 +110,9 @@ def micro_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:
 # A tree in chunks costs two forward passes and a backward pass, which is twice a forward pass: 4/3 of an ordinary one.
 _CHUNKED = 4 / 3
 _CUT = 1e-3  # among equals, fewer trees: less than a token
+# A tree over the budget keeps the keys and values of all its nodes. Calls join one only if they share with it more than
+# this share of the budget; where they share less, a cut costs little and bounds that memory.
+_LOOSE = 1 / 8
 
 
 def _cuts(arranged: Arrangement, budget: int) -> list[tuple[int, int]]:
@@ -126,12 +127,15 @@ def _cuts(arranged: Arrangement, budget: int) -> list[tuple[int, int]]:
     start_of = np.zeros(count + 1, np.int64)
     first = 0  # the widest range within the budget that ends here; it only moves on
     long = 0  # calls [0, long) end with the last one that no budget can hold
+    tied = 0  # calls [tied, end) share enough to go over the budget together
     for end in range(1, count + 1):
+        if shared[end - 1] <= _LOOSE * budget:
+            tied = end - 1
         if lengths[end - 1] > budget:
             long = end
         while first < end and upto[end] - upto[first] + shared[first] > budget:
             first += 1
-        starts = np.concatenate([np.arange(min(long, first)), np.arange(first, end)])
+        starts = np.concatenate([np.arange(tied, min(long, first)), np.arange(first, end)])
         nodes = upto[end] - upto[starts] + shared[starts]
         cost = least[starts] + np.where(nodes > budget, _CHUNKED, 1.0) * nodes + _CUT
         best = int(cost.argmin())
@@ -170,19 +174,27 @@ def chunks(tree: PrefixTree, budget: int) -> list[MicroBatch]:
     All that later nodes need of earlier ones are the keys and values of their ancestors, and all ancestors of a piece
     outside it are ancestors of its first node.
     """
-    return [_chunk(tree, a, min(a + budget, len(tree))) for a in range(0, len(tree), budget)]
+    pairs = np.argsort(tree.source, kind="stable")
+    sources = tree.source[pairs]
+    context = np.empty(0, np.int64)
+    found = []
+    for start in range(0, len(tree), budget):
+        end = min(start + budget, len(tree))
+        first, last = np.searchsorted(sources, (start, end))
+        found.append(_chunk(tree, start, end, context, pairs[first:last]))
+        keys = np.concatenate([context, np.arange(start, end)])
+        context = keys[tree.subtree_end[keys] > end]
+    return found
 
 
-def _chunk(tree: PrefixTree, start: int, end: int) -> MicroBatch:
-    earlier = np.flatnonzero(tree.subtree_end[:start] > start)
-    keys = np.concatenate([earlier, np.arange(start, end)])
-    pairs = np.flatnonzero((tree.source >= start) & (tree.source < end))
+def _chunk(tree: PrefixTree, start: int, end: int, context: Indices, pairs: Indices) -> MicroBatch:
+    keys = np.concatenate([context, np.arange(start, end)])
     return MicroBatch(
         start=start,
         token_ids=tree.token_ids[start:end],
         position_ids=tree.depth[start:end],
-        context=earlier,
-        subtree_end=np.minimum(tree.subtree_end[keys], end) - start + len(earlier),
+        context=context,
+        subtree_end=np.minimum(tree.subtree_end[keys], end) - start + len(context),
         source=tree.source[pairs] - start,
         target_ids=tree.target_ids[pairs],
         flat=tree.flat[pairs],

@@ -30,7 +30,7 @@ def depth_first(calls: Sequence[Call], roots: Sequence[int]) -> tuple[list[int],
     """
     words = _words(calls)
     # Big-endian bytes compare as the numbers do.
-    keys = [root.to_bytes(8, "big") + w.astype(">i4").tobytes() for root, w in zip(roots, words, strict=True)]
+    keys = [(root, w.astype(">i4").tobytes()) for root, w in zip(roots, words, strict=True)]
     order = sorted(range(len(calls)), key=keys.__getitem__)
     shared = np.zeros(len(calls), np.int64)
     for at, (before, this) in enumerate(pairwise(order), 1):
@@ -44,9 +44,12 @@ def _words(calls: Sequence[Call]) -> list[NDArray[np.int32]]:
     width = max((c.keys.shape[1] for c in calls if c.keys is not None), default=0)
     if not width:
         return [c.token_ids for c in calls]
-    missing = np.full((max(len(c.token_ids) for c in calls), width), -1, np.int32)
-    keys = [missing[: len(c.token_ids)] if c.keys is None else c.keys for c in calls]
-    return [np.concatenate([c.token_ids[:, None], k], 1) for c, k in zip(calls, keys, strict=True)]
+    words = [np.full((len(c.token_ids), 1 + width), -1, np.int32) for c in calls]  # -1: no such key
+    for word, call in zip(words, calls, strict=True):
+        word[:, 0] = call.token_ids
+        if call.keys is not None:
+            word[:, 1 : 1 + call.keys.shape[1]] = call.keys
+    return words
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +78,8 @@ class PrefixTree:
     def of(cls, calls: Sequence[Call], shared: Indices) -> PrefixTree:
         """The tree of calls in depth-first order; of `shared` (see `depth_first`) the first entry does not count."""
         lengths = np.array([len(c.token_ids) for c in calls], np.int64)
-        common = np.concatenate([[0], shared[1:]])
+        common = shared.copy()
+        common[:1] = 0
         nodes = int((lengths - common).sum())
         token_ids, depth = np.empty(nodes, np.int32), np.empty(nodes, np.int64)
         subtree_end = np.full(nodes, nodes, np.int64)

@@ -1,0 +1,78 @@
+"""The flat arrays describe the graded steps in canonical order, and so do the calls made of them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from tests.models import make_group, make_step, ragged_groups
+from treadle.core.types import Group
+from treadle.packing.flat import calls, flatten
+
+
+def test_flatten_is_in_canonical_order_without_what_has_no_reward() -> None:
+    first = make_group(
+        [
+            ([make_step([1], [2, 3], 0.5, [True, False], [-1.0, -2.0]), make_step([4], [])], 1.0),
+            ([make_step([9], [9, 9])], None),
+            ([], 0.25),
+        ]
+    )
+    second = make_group([([], None)], 1)
+    third = make_group([([make_step([5], [6], 0.0, logprobs=[0.0]), make_step([7], [8], 2.0)], -1.0)], 2)
+    batch = flatten([first, second, third])
+    assert [g.group_id for g in batch.groups] == ["g000000", "g000001", "g000002"]
+    assert [t.trajectory_id for t in batch.trajectories] == ["g000000.0", "g000000.2", "g000002.0"]
+    assert batch.rewards.tolist() == [1.0, 0.25, -1.0]
+    assert batch.group_of_trajectory.tolist() == [0, 0, 2]
+    assert batch.trajectory_of_step.tolist() == [0, 0, 2, 2]
+    assert batch.step_start.tolist() == [0, 2, 2, 3, 4]
+    assert batch.step_id.tolist() == [0, 0, 2, 3]
+    assert batch.trajectory_id.tolist() == [0, 0, 2, 2]
+    assert batch.group_id.tolist() == [0, 0, 2, 2]
+    assert batch.mask.tolist() == [True, False, False, True]  # greedy tokens are never trained
+    assert batch.temperature.tolist() == [0.5, 0.5, 0.0, 2.0]
+    assert batch.logp_rollout.tolist() == [-1.0, -2.0, 0.0, -1.5]
+    assert len(batch) == 4
+
+
+@given(ragged_groups(vocabulary=3))
+def test_flat_arrays_describe_the_same_tokens(groups: list[Group]) -> None:
+    batch = flatten(groups)
+    graded = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.reward is not None]
+    rows = [
+        (g, j, step, number)
+        for j, (g, trajectory) in enumerate(graded)
+        for step in trajectory.steps
+        for number in range(len(step.completion_ids))
+    ]
+    assert batch.group_id.tolist() == [g for g, *_ in rows]
+    assert batch.trajectory_id.tolist() == [j for _, j, *_ in rows]
+    assert batch.mask.tolist() == [bool(step.mask[i]) for *_, step, i in rows]
+    assert batch.logp_rollout.tolist() == [step.logprobs[i] for *_, step, i in rows]
+    assert batch.temperature.tolist() == [np.float32(step.sampling.temperature) for *_, step, _ in rows]
+    assert [id(batch.steps[s]) for s in batch.step_id] == [id(step) for *_, step, _ in rows]
+    assert len(batch.trajectories) == len(batch.rewards) == len(batch.group_of_trajectory) == len(graded)
+
+
+@pytest.mark.parametrize("groups", [[], [make_group([])], [make_group([([], None)])], [make_group([([], 1.0)])]])
+def test_a_batch_without_tokens_has_arrays_of_the_right_types(groups: list[Group]) -> None:
+    batch = flatten(groups)
+    assert len(batch) == 0 and batch.step_start.tolist() == [0]
+    dtypes = [a.dtype for a in (batch.mask, batch.logp_rollout, batch.temperature, batch.step_id, batch.rewards)]
+    assert dtypes == ["bool", "float32", "float32", "int64", "float64"]
+    assert batch.trajectory_id.dtype == batch.group_id.dtype == "int64"
+    assert calls(batch) == []
+
+
+@given(ragged_groups(vocabulary=3))
+def test_a_call_is_a_step_with_its_place(groups: list[Group]) -> None:
+    batch = flatten(groups)
+    made = calls(batch)
+    assert len(made) == len(batch.steps)
+    for number, (call, step) in enumerate(zip(made, batch.steps, strict=True)):
+        assert call.token_ids.tolist() == [*step.prompt_ids.tolist(), *step.completion_ids.tolist()]
+        assert call.token_ids.dtype == "int32" and call.keys is None
+        assert call.prompt_length == len(step.prompt_ids)
+        assert call.first == batch.step_start[number]
+        assert step in batch.trajectories[call.trajectory].steps
+        assert batch.trajectories[call.trajectory] in batch.groups[call.group].trajectories

@@ -1,0 +1,183 @@
+"""A prefix tree is the set of distinct prefixes, whatever the calls and their order."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.packing.tries import (
+    agreement,
+    call,
+    calls_of,
+    nodes,
+    parents_of_pairs,
+    readings,
+    readings_of_tree,
+    seen,
+    some_calls,
+    words,
+)
+from treadle.packing.flat import Call
+from treadle.packing.tree import PrefixTree, depth_first
+
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+
+
+def owners(calls: Sequence[Call]) -> list[int]:
+    return [c.trajectory for c in calls]
+
+
+def tree_of(calls: Sequence[Call], roots: Sequence[int] | None = None) -> PrefixTree:
+    order, shared = depth_first(calls, owners(calls) if roots is None else roots)
+    return PrefixTree.of([calls[i] for i in order], shared)
+
+
+# depth_first
+
+
+@given(some_calls(keyed=True))
+def test_depth_first_shares_with_the_predecessor_all_that_is_shared_with_any_before(calls: list[Call]) -> None:
+    order, shared = depth_first(calls, owners(calls))
+    assert sorted(order) == list(range(len(calls)))
+    for at, this in enumerate(order):
+        common = [agreement(words(calls[before]), words(calls[this])) for before in order[:at]]
+        within = [
+            c if calls[before].trajectory == calls[this].trajectory else 0
+            for c, before in zip(common, order[:at], strict=True)
+        ]
+        assert shared[at] == max(within, default=0) == (within[-1] if within else 0)
+
+
+@pytest.mark.parametrize("roots", [(-1, -1, 3), (0, 0, -(2**63)), (2**64, 2**64, 2**64 + 1)])
+def test_any_number_is_a_root(roots: Sequence[int]) -> None:
+    calls = calls_of(([1, 2], [3]), ([1, 2], [4]), ([1, 2], [3]))
+    tree = tree_of(calls, roots)
+    assert len(tree) == len(nodes(calls, roots)) == 4 + 3
+    assert readings_of_tree(tree) == readings(calls)
+
+
+# PrefixTree.of
+
+
+@given(some_calls(keyed=True))
+def test_nodes_are_the_distinct_prefixes(calls: list[Call]) -> None:
+    """Of a root, and with keys where there are any; `depth` counts the tokens before."""
+    tree = tree_of(calls)
+    found = [tuple(tree.token_ids[seen(tree.subtree_end, i)].tolist()) for i in range(len(tree))]
+    assert Counter(found) == Counter(tuple(token for token, _ in prefix) for _, prefix in nodes(calls, owners(calls)))
+    assert tree.depth.tolist() == [len(prefix) - 1 for prefix in found]
+
+
+@given(some_calls(keyed=True))
+def test_subtree_end_is_the_relation_of_ancestors(calls: list[Call]) -> None:
+    tree = tree_of(calls)
+    for i in range(len(tree)):
+        above = seen(tree.subtree_end, i)
+        assert above[-1] == i
+        assert tree.depth[above].tolist() == list(range(len(above)))
+        for j in above:
+            assert seen(tree.subtree_end, j) == above[: tree.depth[j] + 1]
+
+
+@given(some_calls(keyed=True))
+def test_each_pair_is_read_once_after_exactly_the_tokens_before_it(calls: list[Call]) -> None:
+    assert readings_of_tree(tree_of(calls)) == readings(calls)
+
+
+@given(some_calls(keyed=True))
+def test_pairs_are_read_at_one_node_exactly_if_root_ids_and_keys_before_them_agree(calls: list[Call]) -> None:
+    tree = tree_of(calls)
+    parents = parents_of_pairs(calls, owners(calls))
+    node_of = {(int(node), parents[int(flat)]) for node, flat in zip(tree.source, tree.flat, strict=True)}
+    assert len(node_of) == len({node for node, _ in node_of}) == len({parent for _, parent in node_of})
+    # and all of what they see is shared as far as it agrees
+    path_of = {parent: seen(tree.subtree_end, node) for node, parent in node_of}
+    for (root, a), path in path_of.items():
+        for (other, b), way in path_of.items():
+            assert agreement(path, way) == (agreement(a, b) if root == other else 0)
+
+
+@given(some_calls(keyed=True), st.data())
+def test_the_order_of_the_calls_does_not_matter(calls: list[Call], data: st.DataObject) -> None:
+    shuffled = data.draw(st.permutations(calls))
+    assert len(tree_of(shuffled)) == len(tree_of(calls))
+    assert readings_of_tree(tree_of(shuffled)) == readings_of_tree(tree_of(calls))
+
+
+@given(some_calls(keyed=True), st.integers(0, 7), st.integers(0, 7))
+def test_neighbours_alone_have_a_tree_of_their_own(calls: list[Call], start: int, size: int) -> None:
+    """What the first call shares with one before it that is not there does not count."""
+    order, shared = depth_first(calls, owners(calls))
+    part = [calls[i] for i in order[start : start + size]]
+    tree = PrefixTree.of(part, shared[start : start + size])
+    assert len(tree) == len(nodes(part, owners(part)))
+    assert readings_of_tree(tree) == readings(part)
+
+
+def test_a_small_tree_in_full() -> None:
+    calls = calls_of(([5], [6, 7]), ([5, 6, 7, 8], [9]), ([5], [6, 4]), ([5, 6, 7, 8], [9]))
+    order, shared = depth_first(calls, [0] * 4)
+    assert (order, shared.tolist()) == ([2, 0, 1, 3], [0, 2, 3, 5])
+    tree = PrefixTree.of([calls[i] for i in order], shared)
+    assert tree.token_ids.tolist() == [5, 6, 4, 7, 8, 9]
+    assert tree.depth.tolist() == [0, 1, 2, 2, 3, 4]
+    assert tree.subtree_end.tolist() == [6, 6, 3, 6, 6, 6]
+    assert tree.source.tolist() == [0, 1, 0, 1, 4, 4]
+    assert tree.target_ids.tolist() == [6, 4, 6, 7, 9, 9]
+    assert tree.flat.tolist() == [3, 4, 0, 1, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("calls", "unique"),
+    [
+        (calls_of(([1, 2], [3]), ([1, 2], [3])), 3),  # equal
+        (calls_of(([1], [2, 3]), ([1, 2], [3]), ([1, 2, 3], [])), 3),  # equal ids, other prompts
+        (calls_of(([1, 2, 3, 4], [5]), ([1], [2, 3])), 5),  # a prefix of the one before
+        (calls_of(([1], [2, 3, 4, 5]), ([1], [2, 3, 6, 5])), 7),  # they part inside the completion
+        (calls_of(([1], [2]), ([3], [2])), 4),
+        (calls_of(([LOWEST, HIGHEST], [-1, 0]), ([LOWEST, HIGHEST], [0]), ([HIGHEST], [LOWEST])), 7),
+        (calls_of(([7], [1]), ([7 + 2**16], [2]), ([7], [3]), ([7 + 2**24], [2]), ([7], [4])), 8),
+        ([], 0),
+    ],
+)
+def test_unique_tokens_of_typical_calls(calls: list[Call], unique: int) -> None:
+    tree = tree_of(calls)
+    assert len(tree) == unique == len(nodes(calls, owners(calls)))
+    assert readings_of_tree(tree) == readings(calls)
+
+
+def test_keys_part_what_ids_do_not() -> None:
+    """From the first word that differs; calls with other numbers of keys, or none, share nothing."""
+    ids, same, late = [1, 1, 1], [[1], [1], [1]], [[1], [1], [0]]
+    no_keys = Call(np.array(ids, np.int32), 1, 2, keys=np.empty((3, 0), np.int32))
+    assert len(tree_of([call(ids, 1, keys=same), call(ids, 1, 2, keys=late)])) == 4
+    assert len(tree_of([call(ids, 1, keys=same), call(ids, 1, 2, keys=[[1, 1]] * 3), call(ids, 1, 4)])) == 9
+    assert len(tree_of([call(ids, 1, keys=same), no_keys])) == 6
+    assert len(tree_of([call(ids, 1), no_keys])) == 3
+
+
+def test_a_deep_tree_of_nested_calls() -> None:
+    """2,000 turns, each one token longer than the one before, and a call that leaves each of them."""
+    ids = list(range(2001))
+    nested = [call(ids[: n + 1], n, n) for n in range(1, 2001)]
+    leaving = [call([*ids[:n], -1], n, 3000 + n) for n in range(1, 2001)]
+    tree = tree_of(nested + leaving)
+    assert len(tree) == 4001
+    assert sorted(tree.depth.tolist()) == sorted([*range(2001), *range(1, 2001)])
+    ends = dict(zip(tree.flat.tolist(), tree.source.tolist(), strict=True))
+    for n in range(1, 2001):
+        assert ends[n] == ends[3000 + n]
+        assert tree.token_ids[ends[n]] == tree.depth[ends[n]] == n - 1
+    last = ends[2000]
+    assert ((np.arange(len(tree)) <= last) & (last < tree.subtree_end)).sum() == 2000
+
+
+@pytest.mark.parametrize("calls", [[], calls_of(([1], [2])), calls_of(([1], []))])
+def test_trees_have_arrays_of_the_right_types(calls: list[Call]) -> None:
+    tree = tree_of(calls)
+    fields = (tree.token_ids, tree.depth, tree.subtree_end, tree.source, tree.target_ids, tree.flat)
+    assert [array.dtype for array in fields] == ["int32", "int64", "int64", "int64", "int32", "int64"]
+    assert len(tree) == len(nodes(calls, owners(calls)))
