@@ -181,7 +181,7 @@ def chunks(tree: PrefixTree, budget: int) -> list[MicroBatch]:
     for start in range(0, len(tree), budget):
         end = min(start + budget, len(tree))
         first, last = np.searchsorted(sources, (start, end))
-        found.append(_chunk(tree, start, end, context, pairs[first:last]))
+        found.append(_chunk(tree, start, end, context, np.sort(pairs[first:last])))
         keys = np.concatenate([context, np.arange(start, end)])
         context = keys[tree.subtree_end[keys] > end]
     return found
