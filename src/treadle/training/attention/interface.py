@@ -5,7 +5,7 @@ Shapes: see `treadle.training.attention`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -97,6 +97,7 @@ def tree_attention(
         raise ConfigError(f"{name} has attention dropout {dropout}; packing needs 0 (set attention_dropout: 0)")
     if not getattr(module, "is_causal", True):
         raise ConfigError(f"{name} is not causal; it cannot be packed")
+    query, key, value = _autocast(query, key, value)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     tree.attended[layer] = sliding_window
     if tree.fresh is not None:
@@ -107,6 +108,16 @@ def tree_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return tree.kernel(q, k, v, scale, sliding_window)[None], None
+
+
+def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
+    """As autocast hands them to stock attention. Norms and rotary embeddings leave queries and keys in float32, while
+    values come in half precision."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return iter(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return (x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 AttentionInterface.register(ATTENTION, tree_attention)

@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
+from torch import Tensor
 
+from treadle.training.attention.dense import Dense
+from treadle.training.attention.flex import Flex
 from treadle.training.attention.interface import Kernel, Shape
 from treadle.training.attention.tiles import Tiles
+from treadle.training.attention.varlen import Varlen, gathered
+
+AUTO = "auto"
+KERNELS: Mapping[str, Callable[[Shape], Kernel]] = MappingProxyType(
+    {"tiles": Tiles, "dense": Dense, "varlen": Varlen, "flex": Flex}
+)
+
+_COPIES = 4  # `Varlen` holds its gathered keys and values until the backward pass: at most so many times the tree's own
 
 
-def kernel_for(device: torch.device) -> Callable[[Shape], Kernel]:
-    """What makes tree attention on this device."""
-    return Tiles
+def kernel_for(device: torch.device, name: str = AUTO) -> Callable[[Shape], Kernel]:
+    """What makes tree attention on this device; name: one of KERNELS instead of the device's own."""
+    if name != AUTO:
+        return KERNELS[name]
+    return Cuda.of if device.type == "cuda" else Tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Cuda:
+    """See `Kernel`. Of two, the one that can: `Varlen` for half precision and trees that are not mostly shared."""
+
+    shape: Shape
+    varlen: Kernel
+    flex: Kernel
+
+    @classmethod
+    def of(cls, shape: Shape) -> Cuda:
+        """With the kernels themselves."""
+        return cls(shape, Varlen(shape), Flex(shape))
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """See `Kernel`."""
+        size = query.shape[2]
+        flash = query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
+        few = gathered(self.shape, window) <= _COPIES * len(self.shape.depth)
+        kernel = self.varlen if flash and few else self.flex
+        return kernel(query, key, value, scale, window)

@@ -112,7 +112,7 @@ def _windowed(shape: Shape, window: int) -> list[list[Rectangle]]:
                     if len(rounds) <= number:
                         rounds.append([])
                     rounds[number].append(rectangle)
-            path.append((first, last, below if last == end else end))
+            path.append((first, last, below))
     return rounds
 
 

@@ -1,0 +1,120 @@
+"""Tree attention on GPUs by FlexAttention, in any precision.
+
+Which blocks of queries and keys have anything to compute follows from the extremes of `subtree_end` and `depth` in each
+block, so nothing larger than one entry a pair of blocks is ever made:
+
+    key block before the query block    sees all of it if all its subtrees end behind it, some if any ends inside it
+    key block beside the query block    some: each node sees itself
+
+Checked on the CPU against `Dense`, uncompiled and, forward, compiled; not yet run on a GPU.
+
+Shapes: see `treadle.training.attention`; A blocks of queries, B blocks of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from treadle.training.attention.interface import Shape
+
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key, all indices -> bool
+
+_BLOCK = 128  # queries, and keys, of a block
+
+# Kernels are compiled for any lengths, but apart for one block and several, lengths that are equal and not, windows,
+# with and without gradient, precisions.
+_VARIANTS = 64
+
+
+@cache
+def _attend(device: str) -> Callable[..., Any]:
+    """On GPUs never the uncompiled function, which makes all scores at once: past the limit this raises."""
+    if device != "cuda":
+        return flex_attention
+    compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]
+        flex_attention, dynamic=True, fullgraph=True, recompile_limit=_VARIANTS
+    )
+    return compiled
+
+
+def block_mask(shape: Shape, window: int | None, device: torch.device) -> BlockMask:
+    """What each block of queries needs of the keys. Blocks that pad the last nodes count as partial."""
+    depth, subtree_end = shape.depth.numpy(), shape.subtree_end.numpy()
+    key_end = _blocks(np.pad(subtree_end, (0, -len(depth) % _BLOCK)))
+    first_key = np.arange(len(key_end)) * _BLOCK
+    first_query = shape.context + np.arange(0, shape.nodes, _BLOCK)[:, None]
+    end_query = first_query + _BLOCK
+    some = (first_key < end_query) & (key_end.max(1) > first_query)
+    every = (first_key + _BLOCK <= first_query + 1) & (key_end.min(1) >= end_query)
+    if window is not None:
+        key_depth = _blocks(np.pad(depth, (0, -len(depth) % _BLOCK), mode="edge"))
+        query_depth = _blocks(np.pad(depth[shape.context :], (0, -shape.nodes % _BLOCK), mode="edge"))
+        some &= query_depth.min(1)[:, None] - key_depth.max(1) < window
+        every &= query_depth.max(1)[:, None] - key_depth.min(1) < window
+    return BlockMask.from_kv_blocks(
+        *_ordered(some & ~every, device),
+        *_ordered(every, device),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=_visible(shape, window, device),
+        seq_lengths=(shape.nodes, len(depth)),
+    )
+
+
+def _blocks(padded: NDArray[np.int64]) -> NDArray[np.int64]:
+    return padded.reshape(-1, _BLOCK)
+
+
+def _ordered(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
+    """bool[A, B] -> (int32[1, 1, A] how many in each row, int32[1, 1, A, B] which: those, then the others)."""
+    count, order = blocks.sum(1), np.argsort(~blocks, axis=1, kind="stable")
+    return _int32(count, device), _int32(order, device)
+
+
+def _int32(array: NDArray[np.int64], device: torch.device) -> Tensor:
+    return torch.from_numpy(array)[None, None].to(device, torch.int32)
+
+
+def _visible(shape: Shape, window: int | None, device: torch.device) -> Mask:
+    """The mask, element by element. Sizes are tensors since numbers would be compiled in."""
+    subtree_end, depth = (x.to(device, torch.int32) for x in (shape.subtree_end, shape.depth))
+    context = torch.tensor(shape.context, device=device, dtype=torch.int32)
+
+    def below(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        node = query + context
+        return (key <= node) & (node < subtree_end[key])
+
+    if window is None:
+        return below
+    reach = torch.tensor(window, device=device, dtype=torch.int32)
+
+    def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return below(batch, head, query, key) & (depth[query + context] - depth[key] < reach)
+
+    return near
+
+
+@dataclass(slots=True)
+class Flex:
+    """See `Kernel`. Plans once for each device and window."""
+
+    shape: Shape
+    masks: dict[tuple[torch.device, int | None], BlockMask] = field(default_factory=dict)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """See `Kernel`."""
+        place = query.device, window
+        if place not in self.masks:
+            self.masks[place] = block_mask(self.shape, window, query.device)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        attend, grouped = _attend(query.device.type), query.shape[1] != key.shape[1]
+        out: Tensor = attend(q, k, v, block_mask=self.masks[place], scale=scale, enable_gqa=grouped)
+        return out[0].transpose(0, 1)
