@@ -86,7 +86,11 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 2.0,
     },
     "cohere": {"model_type": "cohere", "logit_scale": 0.25},
-    "gemma3-capped": {"model_type": "gemma3_text", "final_logit_softcapping": 1.5},
+    "gemma3-capped": {
+        "model_type": "gemma3_text",
+        "final_logit_softcapping": 1.5,
+        "layer_types": ["full_attention", "full_attention"],
+    },
 }
 # Their layers cannot share prefixes: each step is a row of its own.
 ROW_FAMILIES: dict[str, dict[str, Any]] = {
@@ -112,12 +116,6 @@ ROW_FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 4,
         "linear_value_head_dim": 4,
     },
-    "recurrent-gemma": {
-        "model_type": "recurrent_gemma",
-        "lru_width": 16,
-        "block_types": ["recurrent", "attention"],
-        "attention_window_size": 64,
-    },
     "falcon-h1": {
         "model_type": "falcon_h1",
         "mamba_d_state": 4,
@@ -127,6 +125,9 @@ ROW_FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_chunk_size": 8,
     },
 }
+# In float64, how far from exact: what transformers computes in float32 whatever a model's type (rotary embeddings,
+# scans, gates) rounds at random.
+INEXACT = {"cohere": 1e-6, "mamba": 1e-6, "mamba2": 1e-6, "qwen3-next": 1e-5, "falcon-h1": 1e-6}
 _EVERY = {**FAMILIES, **MORE_FAMILIES, **ROW_FAMILIES}
 
 
@@ -180,6 +181,8 @@ def keep_norms_in_float64(model: PreTrainedModel) -> PreTrainedModel:
                 setattr(module, name, ExactNorm(child))
             elif type(child).__name__ == "Qwen3MoeTopKRouter":
                 setattr(module, name, ExactRouter(child))
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the default has no float64
     return model.double()
 
 
