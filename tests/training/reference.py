@@ -19,18 +19,17 @@ from tests.models import (
     gradients,
     make_group,
     make_step,
-    random_groups,
     step_logprobs,
 )
 from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
 from treadle.algorithms.losses import Tokens
 from treadle.core.registry import names, resolve
-from treadle.core.types import Group, Step
+from treadle.core.types import Group, Ids, Step
 from treadle.packing.flat import FlatBatch, flatten
 from treadle.packing.layout import Packing, Sharing, distribute
 from treadle.training.config import TrainingConfig
 from treadle.training.learner import Learner
-from treadle.training.objective import Scores, joined, looked_up
+from treadle.training.objective import Gradient, Scores, joined, looked_up
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "step": {"packing": Packing.STEP},
@@ -75,7 +74,7 @@ def over_ranks(
     objective = learner.objective(batch, advantages(batch, learner.algorithm), old)
     dealt = distribute(learner.trees(batch), ranks)
     assert len({len(own) for own in dealt}) == 1  # or collective operations would wait for each other for ever
-    gradient = objective.gradient
+    gradient: Gradient = objective.gradient
     if learner.policy_loss.couples:
         parts = [learner.forward.scores(tree, temperature) for own in dealt for tree in own]
         gradient = looked_up(*objective.gradient(joined(parts, temperature)))
@@ -233,21 +232,22 @@ def scale(batch: FlatBatch, algorithm: AlgorithmConfig) -> float:
 # Batches
 
 
-def forked_groups(seed: int = 0, groups: int = 2, length: int = 4) -> list[Group]:
+def forked_groups(seed: int = 0, groups: int = 2, length: int = 4, size: int = 2) -> list[Group]:
     """Some of everything that a tree shares: appended steps, forks inside prompts and completions, duplicates, steps
     that are prefixes of others; trajectories of one group from one opening, groups from one system prompt."""
     random = np.random.default_rng(seed)
-    system = random.integers(0, VOCABULARY, 3)
+    system = random.integers(0, VOCABULARY, 3).astype(np.int32)
 
-    def ids(size: int) -> NDArray[np.int64]:
-        return random.integers(0, VOCABULARY, size)
+    def ids(size: int) -> Ids:
+        return random.integers(0, VOCABULARY, size).astype(np.int32)
 
     made = []
     for index in range(groups):
         opening = np.concatenate([system, ids(length)])
         trajectories: list[tuple[list[Step], float | None]] = []
-        for attempt in range(3):
-            first = make_step(opening, ids(length), 0.8, random.random(length) < 0.8, -random.exponential(1, length))  # type: ignore[arg-type]
+        for attempt in range(size):
+            mask, logprobs = random.random(length) < 0.8, -random.exponential(1, length)
+            first = make_step(opening, ids(length), 0.8, mask.tolist(), logprobs)
             steps = [first]
             for _ in range(2):
                 last = steps[-1].full_ids
@@ -265,8 +265,3 @@ def forked_groups(seed: int = 0, groups: int = 2, length: int = 4) -> list[Group
         trajectories[1][0].append(make_step(shared.prompt_ids, shared.completion_ids))  # with another advantage
         made.append(make_group(trajectories, index))
     return made
-
-
-def plain_groups(seed: int = 0) -> list[Group]:
-    """Append-only."""
-    return random_groups(seed, steps=4)

@@ -1,5 +1,7 @@
 """Every family of models trains packed as it trains alone."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -80,7 +82,6 @@ def test_the_sliding_window_matters_in_these_tests(family: str) -> None:
 )
 def test_the_heads_scaling_matters_in_these_tests(family: str, field: str) -> None:
     groups = forked_groups()
-    own, other = (
-        full(make_learner(m).logprobs(flatten(groups))) for m in (exact(family), exact(family, **{field: 0.9}))
-    )
+    fields: dict[str, Any] = {field: 0.9}
+    own, other = (full(make_learner(m).logprobs(flatten(groups))) for m in (exact(family), exact(family, **fields)))
     assert np.abs(own - other).max() > 1e-3

@@ -24,6 +24,7 @@ from treadle.core.types import Group
 from treadle.packing.flat import flatten
 from treadle.training.forward import Forward
 from treadle.training.learner import Learner
+from treadle.training.objective import Gradient, joined, looked_up
 
 
 @contextmanager
@@ -51,7 +52,7 @@ def nodes(learner: Learner, groups: Sequence[Group]) -> list[int]:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("budget", [1, 2, 7, 16, 59])
+@pytest.mark.parametrize("budget", [1, 7, 16, 59])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_step_longer_than_the_budget_trains_as_it_does_alone(loss: str, budget: int, checkpointing: bool) -> None:
     groups = long_step()
@@ -69,14 +70,13 @@ def test_a_step_longer_than_the_budget_trains_as_it_does_alone(loss: str, budget
     assert distance(found, wanted) <= 1e-12 * norm(wanted)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3-half-sliding"])
-@pytest.mark.parametrize("budget", [5, 13])
+@pytest.mark.parametrize("budget", [7, 13])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_no_forward_pass_computes_more_nodes_than_the_budget(layout: dict[str, Any], budget: int, family: str) -> None:
+def test_no_forward_pass_computes_more_nodes_than_the_budget(layout: dict[str, Any], budget: int) -> None:
     """A hard bound, in training and in scoring, with a coupled loss too."""
-    groups = forked_groups(length=6)
+    groups = forked_groups(groups=1, length=6)
     learner = make_learner(
-        exact(family), AlgorithmConfig(policy_loss=COUPLED), max_tokens_per_microbatch=budget, **layout
+        exact("gemma3-half-sliding"), AlgorithmConfig(policy_loss=COUPLED), max_tokens_per_microbatch=budget, **layout
     )
     assert max(nodes(learner, groups)) > budget
     with computed(learner.model) as sizes:
@@ -99,13 +99,10 @@ def test_a_streamed_tree_that_forks_across_pieces_trains_as_each_step_alone(loss
         whole.forward.budget = budget  # the layout stays one tree
         whole.model.zero_grad()
         objective = whole.objective(batch, advantages(batch, algorithm))
-        gradient = objective.gradient
+        gradient: Gradient = objective.gradient
         temperature = torch.from_numpy(batch.temperature).double()
         if whole.policy_loss.couples:
-            logp = whole.forward.scores(tree, temperature)
-            both = objective.gradient(logp)
-            place = torch.from_numpy(logp.flat).argsort()
-            gradient = lambda s, both=both, place=place: tuple(g[place][torch.from_numpy(s.flat)] for g in both)  # type: ignore[misc, assignment, return-value] # noqa: E731
+            gradient = looked_up(*objective.gradient(joined([whole.forward.scores(tree, temperature)], temperature)))
         with computed(whole.model) as sizes:
             whole.forward.backward(tree, temperature, gradient, entropy_grad=True)
         assert max(sizes) <= budget
@@ -116,7 +113,7 @@ def test_a_streamed_tree_that_forks_across_pieces_trains_as_each_step_alone(loss
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_gradient_checkpointing_changes_nothing(layout: dict[str, Any], budget: int) -> None:
     """Whole and streamed, the same bits."""
-    groups = forked_groups()
+    groups = forked_groups(groups=1)
     found = []
     for checkpointing in (False, True):
         learner = make_learner(
@@ -185,10 +182,10 @@ def test_a_frozen_model_is_scored_and_gets_no_gradient() -> None:
     assert norm(gradients(model)) == 0
 
 
-@pytest.mark.parametrize("budget", [9, 60, 8192])
+@pytest.mark.parametrize("budget", [15, 8192])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_bfloat16_streams_and_stays_near_float32(layout: dict[str, Any], budget: int) -> None:
-    groups = forked_groups()
+    groups = forked_groups(groups=1)
     wanted, _ = separate_gradient(tiny(), groups, AlgorithmConfig(entropy_coef=0.05))
     learner = make_learner(
         tiny(),
