@@ -43,7 +43,7 @@ def test_a_tree_with_forks_trains_as_each_step_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", EVERY)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["step", "chain", "tree within batch"])
 def test_logprobs_are_those_of_a_plain_forward_pass_of_each_step(family: str, layout: str) -> None:
     model = exact(family)
     batch = flatten(forked_groups(1))

@@ -122,7 +122,7 @@ def check_against_each_step_alone(
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("loss", LOSSES)
-@settings(max_examples=3, phases=GENERATE)
+@settings(max_examples=2, phases=GENERATE)
 @given(data=st.data())
 def test_any_layout_gives_the_gradient_and_metrics_of_each_step_alone(
     loss: str, reduction: str, layout: dict[str, Any], data: st.DataObject
@@ -143,10 +143,9 @@ def test_any_layout_of_longer_trajectories_gives_the_gradient_and_metrics_of_eac
     check_against_each_step_alone(data, loss, reduction, layout, size=8)
 
 
-@pytest.mark.parametrize("budget", [12, 8192])
+@pytest.mark.parametrize(("budget", "anchored"), [(12, True), (25, False), (8192, False)])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("anchored", [True, False])
 def test_forks_duplicates_and_prefixes_give_the_gradient_of_each_step_alone(
     loss: str, layout: dict[str, Any], budget: int, anchored: bool
 ) -> None:
@@ -305,7 +304,7 @@ def test_weights_agree_with_separate_training_after_ten_optimizer_steps(layout: 
         assert result.metrics["gradient_norm"] == pytest.approx(size, rel=1e-9)
         for name, value in metrics.items():
             assert result.metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-10), name
-    assert distance(wanted, weights_of(learner.model)) <= 1e-10 * norm(wanted)
+    assert distance(wanted, weights_of(learner.model)) <= 1e-13 * norm(wanted)
 
 
 @pytest.mark.parametrize("budget", [9, 30, 8192])
@@ -326,7 +325,7 @@ def test_several_updates_of_one_batch_agree_under_every_packing(budget: int) -> 
         ends.append((weights_of(learner.model), results))
     (one, results), *rest = ends
     for other, others in rest:
-        assert distance(one, other) <= 1e-10 * norm(one)
+        assert distance(one, other) <= 1e-13 * norm(one)
         for mine, theirs in zip(results, others, strict=True):
             assert mine.advantage == theirs.advantage
             for name in mine.metrics:
