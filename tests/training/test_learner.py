@@ -24,12 +24,9 @@ from tests.models import (
     weights_of,
 )
 from treadle.algorithms.config import AlgorithmConfig, advantages
-from treadle.core.errors import ConfigError
 from treadle.core.types import Group
-from treadle.packing.flat import flatten, spans
-from treadle.packing.layout import Packing, micro_batches, pack
+from treadle.packing.flat import flatten
 from treadle.training.config import OptimizerConfig, TrainingConfig
-from treadle.training.forward import packed_attention, prepare, token_logprobs
 from treadle.training.learner import Learner
 from treadle.training.optimizer import learning_rate
 
@@ -212,44 +209,6 @@ def test_the_same_updates_give_the_same_bits() -> None:
             learner.train_batch(random_groups(seed, groups=4))
         ends.append(weights_of(learner.model))
     assert same_bits(*ends)
-
-
-def test_a_layer_that_does_not_attend_through_the_layout_is_an_error() -> None:
-    """It would mix the sequences of a micro-batch, or see none of what came before."""
-    groups = random_groups(0)
-    learner = make_learner(tiny())
-    layer: Any = learner.model.model.layers[1]
-    layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with pytest.raises(ConfigError, match="1 of 2 layers of Qwen3ForCausalLM attended through the packed layout"):
-        learner.train_batch(groups)
-
-
-def test_a_model_that_drops_the_layout_on_the_way_is_an_error() -> None:
-    learner = make_learner(tiny())
-    with pytest.raises(ConfigError, match="Qwen3Attention drops keyword arguments"):
-        learner.model(input_ids=torch.tensor([[1, 2, 3]]))
-
-
-def test_attention_that_packing_does_not_implement_is_an_error() -> None:
-    learner = make_learner(tiny("gemma3-half-sliding", model_type="gemma2"))
-    with pytest.raises(ConfigError, match="soft-capped or sink attention"):
-        learner.train_batch(random_groups(0))
-    none = torch.zeros(1, 1, 1, 1)
-    with pytest.raises(ConfigError, match="drops keyword arguments"):
-        packed_attention(torch.nn.Linear(1, 1), none, none, none, attention_mask=None)
-
-
-def test_entropy_carries_a_gradient_only_if_asked() -> None:
-    model = tiny()
-    prepare(model, gradient_checkpointing=False)
-    batch = flatten(random_groups(0))
-    (part,) = micro_batches(pack(spans(batch), Packing.CHAIN), 8192)
-    temperature = torch.ones(len(part.flat))
-    for asked in (False, True):
-        logp, entropy = token_logprobs(model, part, temperature, asked)
-        assert logp.requires_grad and entropy.requires_grad is asked
-    with torch.no_grad():
-        assert not token_logprobs(model, part, temperature, True)[1].requires_grad
 
 
 @pytest.mark.parametrize(

@@ -170,17 +170,15 @@ class Forward:
         return hidden[0]
 
     def _hidden_rows(self, part: MicroBatch) -> Tensor:
-        """[T, d], each sequence a row, padded behind."""
+        """[T, d], each sequence a row, padded behind, out of sight of a causal layer: it needs no mask."""
         starts = np.append(np.flatnonzero(part.position_ids == 0), len(part.token_ids))
         lengths = np.diff(starts)
         place = np.repeat(np.arange(len(lengths)) * lengths.max(), lengths) + part.position_ids
-        ids, mask = (np.zeros(len(lengths) * int(lengths.max()), np.int64) for _ in range(2))
-        ids[place], mask[place] = part.token_ids, 1
-        device, rows = self.model.device, (len(lengths), -1)
+        ids = np.zeros(len(lengths) * int(lengths.max()), np.int64)
+        ids[place] = part.token_ids
+        device = self.model.device
         hidden: Tensor = self.model.get_decoder()(
-            input_ids=torch.from_numpy(ids).view(rows).to(device),
-            attention_mask=torch.from_numpy(mask).view(rows).to(device),
-            use_cache=False,
+            input_ids=torch.from_numpy(ids).view(len(lengths), -1).to(device), use_cache=False
         ).last_hidden_state
         return hidden.flatten(0, 1).index_select(0, torch.from_numpy(place).to(device))
 

@@ -89,7 +89,7 @@ class Learner:
     def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
         """The current log-probability of every completion token [N], each at its recorded temperature."""
         temperature = self._temperature(batch)
-        logp = joined([self.forward.scores(tree, temperature) for tree in self.trees(batch)]).logp
+        logp = joined([self.forward.scores(tree, temperature) for tree in self.trees(batch)], temperature).logp
         return logp.cpu().numpy()
 
     def update(self, batch: FlatBatch, logp_old: NDArray[np.floating] | None = None) -> UpdateResult:
@@ -115,11 +115,11 @@ class Learner:
         objective = self.objective(batch, per_trajectory, logp_old)
         gradient: Gradient = objective.gradient
         if self.policy_loss.couples:
-            whole = joined([self.forward.scores(tree, temperature) for tree in trees])
+            whole = joined([self.forward.scores(tree, temperature) for tree in trees], temperature)
             gradient = looked_up(*objective.gradient(whole))
         scores = [self.forward.backward(tree, temperature, gradient, objective.entropy_coef > 0) for tree in trees]
         return {
-            **objective.metrics(joined(scores)),
+            **objective.metrics(joined(scores, temperature)),
             "packed_tokens": sum(len(tree) for tree in trees),
             "packed_sequences": sum(int((tree.depth == 0).sum()) for tree in trees),
         }

@@ -79,13 +79,11 @@ class Objective:
         return index, replace(tokens, logp_old=scores.logp.detach()) if self.anchored else tokens
 
 
-def joined(parts: Sequence[Scores]) -> Scores:
-    """All N tokens, in order, of parts that hold each once."""
+def joined(parts: Sequence[Scores], like: Tensor) -> Scores:
+    """All N tokens, in order, of parts that hold each once. like: has the type and device of no part at all."""
     flat = np.concatenate([np.empty(0, np.int64), *(part.flat for part in parts)])
-    if not parts:
-        return Scores(flat, torch.empty(0), torch.empty(0))
     order = torch.from_numpy(np.argsort(flat))
-    logp, entropy = (torch.cat([getattr(part, name) for part in parts]) for name in ("logp", "entropy"))
+    logp, entropy = (torch.cat([like[:0], *(getattr(part, name) for part in parts)]) for name in ("logp", "entropy"))
     return Scores(np.arange(len(flat)), logp[order.to(logp.device)], entropy[order.to(logp.device)])
 
 

@@ -10,6 +10,7 @@ from treadle.core.errors import ConfigError
 _LAYERS = {"full_attention", "attention", "sliding_attention"}
 # Configurations of state-space and gated-delta models that name no layer types.
 _RECURRENT = ("ssm_cfg", "state_size", "ssm_state_size", "mamba_d_state", "mamba_num_heads", "lru_width", "wkv_version")
+_RECURRENT_TYPES = {"rwkv", "xlstm"}  # nor any field of that kind
 
 
 def native_only(config: PretrainedConfig) -> str | None:
@@ -23,6 +24,8 @@ def native_only(config: PretrainedConfig) -> str | None:
         return f"it has {', '.join(sorted(strange))} layers"
     if found := [name for name in _RECURRENT if getattr(text, name, None) is not None]:
         return f"it has recurrent layers ({found[0]} is set)"
+    if text.model_type in _RECURRENT_TYPES:
+        return f"it has recurrent layers (model_type is {text.model_type})"
     if config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
         return "it has cross-attention"
     if getattr(text, "attn_logit_softcapping", None) is not None:
@@ -34,7 +37,7 @@ def refuse_randomness(model: PreTrainedModel) -> None:
     """Raise ConfigError for dropout or routing noise: what is trained would not be the policy that sampled."""
     found = {f"dropout of {name}": m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
     for name, value in model.config.get_text_config().to_dict().items():
-        if "dropout" in name or name.endswith(("_pdrop", "jitter_noise")):
+        if "dropout" in name or "jitter" in name or name.endswith("_pdrop"):
             found[name] = value
     for name, value in found.items():
         if isinstance(value, float) and value > 0:

@@ -93,6 +93,8 @@ def tree_attention(
         raise ConfigError(f"{name} drops keyword arguments on the way to attention; it cannot be packed")
     if softcap is not None or s_aux is not None:
         raise ConfigError(f"{name} uses soft-capped or sink attention, which tree attention does not implement")
+    if attention_mask is not None:  # transformers makes none for attention that it does not know
+        raise ConfigError(f"{name} makes an attention mask of its own, which tree attention does not implement")
     if dropout > 0:
         raise ConfigError(f"{name} has attention dropout {dropout}; packing needs 0 (set attention_dropout: 0)")
     if not getattr(module, "is_causal", True):

@@ -1,0 +1,267 @@
+"""What every layout must give: each step computed alone, and the helpers to compute it in layouts."""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.models import (
+    VOCABULARY,
+    full,
+    gradients,
+    make_group,
+    make_step,
+    step_logprobs,
+)
+from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
+from treadle.algorithms.losses import Tokens
+from treadle.core.registry import names, resolve
+from treadle.core.types import Group, Ids, Step
+from treadle.packing.flat import FlatBatch, flatten
+from treadle.packing.layout import Packing, Sharing, distribute
+from treadle.training.config import TrainingConfig
+from treadle.training.learner import Learner
+from treadle.training.objective import Gradient, Scores, joined, looked_up
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "step": {"packing": Packing.STEP},
+    "chain": {"packing": Packing.CHAIN},
+    **{f"tree within {s}": {"packing": Packing.TREE, "sharing": s} for s in Sharing},
+}
+COUPLED = "tests.training.coupled:NORMALISED"
+LOSSES = [*names("policy_losses"), COUPLED]
+REDUCTIONS: tuple[str, ...] = get_args(AlgorithmConfig.model_fields["reduction"].annotation)
+SCOPES: tuple[str, ...] = get_args(AlgorithmConfig.model_fields["scope"].annotation)
+
+
+def algorithm_with(**fields: Any) -> AlgorithmConfig:
+    """With the `length_norm` that some reductions need and others refuse."""
+    try:
+        return AlgorithmConfig(**fields)
+    except ValidationError:
+        return AlgorithmConfig(**fields, length_norm=7.0)
+
+
+def make_learner(model: PreTrainedModel, algorithm: AlgorithmConfig | None = None, **training: Any) -> Learner:
+    """Of a copy of the model."""
+    return Learner(copy.deepcopy(model), TrainingConfig(**training), algorithm or AlgorithmConfig(), updates=10)
+
+
+def accumulated(
+    learner: Learner, groups: Sequence[Group], old: NDArray[np.floating] | None = None
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The gradient that a learner adds to nothing, and its metrics."""
+    batch = flatten(groups)
+    learner.model.zero_grad()
+    metrics = learner.accumulate(batch, advantages(batch, learner.algorithm), old)
+    return gradients(learner.model), metrics
+
+
+def over_ranks(
+    learner: Learner, groups: Sequence[Group], old: NDArray[np.floating] | None, ranks: int
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """As `accumulated`, with trees dealt to so many replicas, whose gradients add up."""
+    batch = flatten(groups)
+    temperature = torch.from_numpy(np.where(batch.temperature > 0, batch.temperature, 1)).to(learner.model.dtype)
+    objective = learner.objective(batch, advantages(batch, learner.algorithm), old)
+    dealt = distribute(learner.trees(batch), ranks)
+    assert len({len(own) for own in dealt}) == 1  # or collective operations would wait for each other for ever
+    gradient: Gradient = objective.gradient
+    if learner.policy_loss.couples:
+        parts = [learner.forward.scores(tree, temperature) for own in dealt for tree in own]
+        gradient = looked_up(*objective.gradient(joined(parts, temperature)))
+    total: dict[str, Tensor] = {}
+    scores: list[Scores] = []
+    for own in dealt:
+        learner.model.zero_grad()
+        scores += [learner.forward.backward(t, temperature, gradient, objective.entropy_coef > 0) for t in own]
+        for name, value in gradients(learner.model).items():
+            total[name] = total[name] + value if name in total else value
+    return total, objective.metrics(joined(scores, temperature))
+
+
+# Each step alone
+
+
+@dataclass(frozen=True, slots=True)
+class Separate:
+    """Loss and metrics of steps computed one by one; `loss` carries the gradient."""
+
+    loss: Tensor
+    metrics: dict[str, float]
+
+
+def separate(
+    model: PreTrainedModel,
+    groups: Sequence[Group],
+    algorithm: AlgorithmConfig,
+    old: NDArray[np.floating] | None = None,
+) -> Separate:
+    """Any policy loss and reduction. One plain call of the model for each step; then the loss over all tokens."""
+    batch = flatten(groups)
+    dtype = model.dtype
+
+    def tensor(array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(dtype)
+
+    found = [step_logprobs(model, step) for step in batch.steps if len(step.completion_ids)]
+    empty = torch.zeros(0, dtype=dtype)
+    logp, entropy = (torch.cat([empty, *(pair[at] for pair in found)]) for at in (0, 1))
+    anchor = logp.detach() if old is None else tensor(old)
+    trained = torch.from_numpy(batch.mask)
+    tokens = Tokens(
+        logp_old=anchor,
+        logp_rollout=tensor(batch.logp_rollout),
+        advantage=tensor(advantages(batch, algorithm)[batch.trajectory_id]),
+        mask=trained,
+        step=torch.from_numpy(batch.step_id),
+        trajectory=torch.from_numpy(batch.trajectory_id),
+    )
+    policy = resolve("policy_losses", algorithm.policy_loss).per_token(logp, tokens, algorithm)
+    loss = (tensor(token_weights(batch, algorithm)) * (policy - algorithm.entropy_coef * entropy)).sum()
+    ratio = (logp.detach() - anchor).exp()[trained]
+    positive, negative = tokens.advantage[trained] > 0, tokens.advantage[trained] < 0
+    cut = positive & (ratio > 1 + algorithm.eps_high) | negative & (ratio < 1 - algorithm.eps_low)
+    gap = (anchor - tokens.logp_rollout).abs()[trained]
+    count = max(int(trained.sum()), 1)
+    return Separate(
+        loss,
+        {
+            "loss": float(loss.detach()),
+            "entropy": float(entropy.detach()[trained].sum()) / count,
+            "clip_fraction": float(cut.sum()) / count,
+            "logprob_gap_mean": float(gap.sum()) / count,
+            "logprob_gap_max": max([0.0, *gap.tolist()]),
+            "trainable_tokens": int(trained.sum()),
+        },
+    )
+
+
+def separate_gradient(
+    model: PreTrainedModel,
+    groups: Sequence[Group],
+    algorithm: AlgorithmConfig,
+    old: NDArray[np.floating] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The gradient of `separate`, and its metrics."""
+    model.zero_grad()
+    reference = separate(model, groups, algorithm, old)
+    if reference.loss.requires_grad:
+        reference.loss.backward()
+    found = gradients(model)
+    model.zero_grad()
+    return found, reference.metrics
+
+
+def literal_loss(
+    model: PreTrainedModel,
+    groups: Sequence[Group],
+    algorithm: AlgorithmConfig,
+    old: NDArray[np.float64] | None,
+) -> Separate:
+    """PPO-clip token by token from the definitions: no flat arrays, no packing, stock attention."""
+    trained = [
+        (group, trajectory, step)
+        for group in groups
+        for trajectory in group.trajectories
+        if trajectory.reward is not None
+        for step in trajectory.steps
+    ]
+    tokens = sum(int(step.mask.sum()) for *_, step in trained)
+    trajectories = len({t.trajectory_id for _, t, step in trained if step.mask.any()})
+    steps = sum(bool(step.mask.any()) for *_, step in trained)
+    if algorithm.length_norm is None:
+        weight = 1 / max(tokens, 1)
+    else:
+        weight = 1 / (algorithm.length_norm * max(trajectories if algorithm.scope == "trajectory" else steps, 1))
+    loss = torch.zeros((), dtype=torch.float64)
+    metrics = {"entropy": 0.0, "clip_fraction": 0.0, "logprob_gap_mean": 0.0, "logprob_gap_max": 0.0}
+    at = 0
+    for group, trajectory, step in trained:
+        rewards = [t.reward for t in group.trajectories if t.reward is not None]
+        assert trajectory.reward is not None
+        mean = sum(rewards) / len(rewards)
+        std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(len(rewards) - 1, 1))
+        advantage = trajectory.reward - mean if max(rewards) > min(rewards) else 0.0
+        if algorithm.norm_by_std:
+            advantage /= std + 1e-6
+        if not len(step.completion_ids):
+            continue
+        logp, entropy = step_logprobs(model, step)
+        for number in range(len(step.completion_ids)):
+            if step.mask[number]:
+                ratio = (logp[number] - (logp[number].detach() if old is None else old[at])).exp()
+                bounded = ratio.clamp(1 - algorithm.eps_low, 1 + algorithm.eps_high)
+                policy = -torch.minimum(ratio * advantage, bounded * advantage)
+                loss = loss + weight * (policy - algorithm.entropy_coef * entropy[number])
+                anchor = float(logp[number].detach()) if old is None else float(old[at])
+                gap = abs(anchor - float(step.logprobs[number]))
+                cut = (advantage > 0 and ratio > 1 + algorithm.eps_high) or (
+                    advantage < 0 and ratio < 1 - algorithm.eps_low
+                )
+                metrics["entropy"] += float(entropy[number].detach()) / tokens
+                metrics["clip_fraction"] += float(cut) / tokens
+                metrics["logprob_gap_mean"] += gap / tokens
+                metrics["logprob_gap_max"] = max(metrics["logprob_gap_max"], gap)
+            at += 1
+    return Separate(loss, {**metrics, "loss": float(loss.detach()), "trainable_tokens": tokens})
+
+
+def earlier_policy(model: PreTrainedModel, groups: Sequence[Group], seed: int = 0) -> NDArray[np.float64]:
+    """Log-probabilities [N] a little off the model's, so that some ratios are clipped."""
+    with torch.no_grad():
+        own = [full(step_logprobs(model, s)[0]) for s in flatten(groups).steps if len(s.completion_ids)]
+    logp = np.concatenate([np.empty(0), *own])
+    return logp + np.random.default_rng(seed).normal(0, 0.3, len(logp))
+
+
+def scale(batch: FlatBatch, algorithm: AlgorithmConfig) -> float:
+    """How large the gradient's terms are. Where they cancel, their rounding is all that is left."""
+    size = np.abs(advantages(batch, algorithm)[batch.trajectory_id]) + algorithm.entropy_coef
+    return float((token_weights(batch, algorithm) * size).sum())
+
+
+# Batches
+
+
+def forked_groups(seed: int = 0, groups: int = 2, length: int = 4, size: int = 2) -> list[Group]:
+    """Some of everything that a tree shares: appended steps, forks inside prompts and completions, duplicates, steps
+    that are prefixes of others; trajectories of one group from one opening, groups from one system prompt."""
+    random = np.random.default_rng(seed)
+    system = random.integers(0, VOCABULARY, 3).astype(np.int32)
+
+    def ids(size: int) -> Ids:
+        return random.integers(0, VOCABULARY, size).astype(np.int32)
+
+    made = []
+    for index in range(groups):
+        opening = np.concatenate([system, ids(length)])
+        trajectories: list[tuple[list[Step], float | None]] = []
+        for attempt in range(size):
+            mask, logprobs = random.random(length) < 0.8, -random.exponential(1, length)
+            first = make_step(opening, ids(length), 0.8, mask.tolist(), logprobs)
+            steps = [first]
+            for _ in range(2):
+                last = steps[-1].full_ids
+                steps.append(make_step(np.concatenate([last, ids(2)]), ids(length)))
+            whole = steps[-1]
+            half = length // 2
+            steps += [
+                make_step(whole.prompt_ids, whole.completion_ids),  # a duplicate
+                make_step(whole.prompt_ids, whole.completion_ids[:half]),  # a prefix of another
+                make_step(whole.prompt_ids, np.concatenate([whole.completion_ids[:half], ids(2)])),  # leaves it inside
+                make_step(np.concatenate([steps[1].full_ids[:-half], ids(1)]), ids(length)),  # forks inside the history
+            ]
+            trajectories.append((steps, (0.0, 1.0, 0.7)[attempt]))
+        shared = trajectories[0][0][1]
+        trajectories[1][0].append(make_step(shared.prompt_ids, shared.completion_ids))  # with another advantage
+        made.append(make_group(trajectories, index))
+    return made

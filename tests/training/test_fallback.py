@@ -1,0 +1,211 @@
+"""A model whose layers cannot share prefixes says so once and trains each step as a row of its own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from tests.models import INEXACT, ROW_FAMILIES, distance, exact, full, make_group, make_step, norm, step_logprobs, tiny
+from tests.training.reference import (
+    COUPLED,
+    LAYOUTS,
+    accumulated,
+    earlier_policy,
+    forked_groups,
+    make_learner,
+    over_ranks,
+    separate_gradient,
+)
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.core.errors import DataError
+from treadle.packing.flat import flatten
+from treadle.training.forward import Forward
+from treadle.training.learner import Learner
+from treadle.training.support import native_only
+
+REASONS = {
+    "lfm2": "it has conv layers",
+    "gemma2": r"its attention scores are soft-capped \(attn_logit_softcapping is set\)",
+    "mamba": "it has linear_attention layers",
+    "mamba2": "it has linear_attention layers",
+    "qwen3-next": "it has linear_attention layers",
+    "falcon-h1": "it has hybrid layers",
+}
+
+
+def rows_learner(family: str, *args: Any, **training: Any) -> Learner:
+    with pytest.warns(UserWarning, match="cannot share prefixes") as record:
+        learner = make_learner(exact(family), *args, **training)
+    assert len(record) == 1
+    return learner
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """transformers tells on standard error which faster kernels it lacks."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(before)
+
+
+@pytest.mark.parametrize("family", list(ROW_FAMILIES))
+def test_it_warns_once_with_the_reason_and_trains_as_each_step_alone(family: str) -> None:
+    """In rows that, padding included, never exceed the budget: a hard bound."""
+    groups = forked_groups(groups=1)
+    algorithm = AlgorithmConfig(entropy_coef=0.05)
+    model = exact(family)
+    old = earlier_policy(model, groups)
+    wanted, metrics = separate_gradient(model, groups, algorithm, old)
+    for budget in (26, 60, 8192):
+        with pytest.warns(UserWarning, match=rf"{REASONS[family]}\): it is trained with packing 'step'") as record:
+            learner = make_learner(exact(family), algorithm, max_tokens_per_microbatch=budget)
+        assert len(record) == 1
+        sizes: list[tuple[int, int]] = []
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            sizes.append(kwargs["input_ids"].shape)  # noqa: B023
+
+        learner.model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+        found, totals = accumulated(learner, groups, old)
+        assert max(rows * longest for rows, longest in sizes) <= budget
+        assert max(rows for rows, _ in sizes) > 1 or budget == 26  # padding is tested
+        assert distance(found, wanted) <= INEXACT.get(family, 1e-12) * norm(wanted)
+        for name, value in metrics.items():
+            assert totals[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_packing_is_step_there(layout: str) -> None:
+    groups = forked_groups()
+    wanted, _ = separate_gradient(exact("lfm2"), groups, AlgorithmConfig(policy_loss=COUPLED))
+    learner = rows_learner(
+        "lfm2",
+        AlgorithmConfig(policy_loss=COUPLED),
+        max_tokens_per_microbatch=70,
+        gradient_checkpointing=True,
+        **LAYOUTS[layout],
+    )
+    for ranks in (1, 3):
+        found, _ = over_ranks(learner, groups, None, ranks)
+        assert distance(found, wanted) <= 1e-12 * norm(wanted)
+    _, metrics = accumulated(learner, groups)
+    trained = [step for step in flatten(groups).steps if len(step.completion_ids)]
+    assert metrics["packed_sequences"] == len(trained)
+    assert metrics["packed_tokens"] == sum(len(step.full_ids) for step in trained)
+
+
+def test_logprobs_in_rows_are_those_of_each_step_alone() -> None:
+    batch = flatten(forked_groups())
+    model = exact("lfm2")
+    with torch.no_grad():
+        wanted = np.concatenate([full(step_logprobs(model, step)[0]) for step in batch.steps])
+    found = rows_learner("lfm2", max_tokens_per_microbatch=50).logprobs(batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_longer_than_the_budget_is_an_error_there() -> None:
+    learner = rows_learner("lfm2", max_tokens_per_microbatch=9)
+    fits, long = make_step([1] * 5, [2] * 4), make_step([1] * 5, [2] * 5)
+    learner.train_batch([make_group([([fits], 1.0)])])
+    with pytest.raises(DataError, match=r"a call of 10 tokens exceeds max_tokens_per_microbatch = 9.*raise the budget"):
+        learner.train_batch([make_group([([fits, long], 1.0)])])
+
+
+def test_a_batch_of_nothing_is_fine_there() -> None:
+    learner = rows_learner("lfm2")
+    (result,) = learner.train_batch([make_group([([], 1.0)])])
+    assert result.metrics["packed_tokens"] == 0
+
+
+def test_packing_matters_to_these_models() -> None:
+    """A guard: sharing prefixes anyway would train something else."""
+    groups = forked_groups()
+    wanted, _ = separate_gradient(exact("lfm2"), groups, AlgorithmConfig())
+    learner = rows_learner("lfm2")
+    real = learner.forward.trees
+    learner.forward.shares = True
+    trees = learner.trees(flatten(groups))
+    learner.forward.shares = False
+    assert len(trees[0]) < sum(len(step.full_ids) for step in flatten(groups).steps)
+    learner.forward.trees = lambda *_: trees  # type: ignore[method-assign]
+    try:
+        found, _ = accumulated(learner, groups)
+    except (IndexError, RuntimeError, ValueError):
+        return
+    finally:
+        learner.forward.trees = real  # type: ignore[method-assign]
+    assert distance(found, wanted) > 1e-2 * norm(wanted)
+
+
+# Which models
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "reason"),
+    [
+        ("mamba", {}, "linear_attention"),
+        ("falcon_mamba", {}, "linear_attention"),
+        ("jamba", {}, "linear_attention"),
+        ("bamba", {}, "linear_attention"),
+        ("recurrent_gemma", {}, "linear_attention"),
+        ("minimax", {}, "linear_attention"),
+        ("qwen3_5_text", {}, "linear_attention"),
+        ("rwkv", {}, "model_type is rwkv"),
+        ("xlstm", {}, "model_type is xlstm"),
+        ("falcon_h1", {}, "hybrid"),
+        ("llama4_text", {}, "chunked_attention"),
+        ("deepseek_v32", {}, "indexed_attention"),
+        ("bart", {}, "cross-attention"),
+        ("whisper", {}, "cross-attention"),
+        ("gpt2", {"add_cross_attention": True}, "cross-attention"),
+        ("gemma2", {}, "soft-capped"),
+    ],
+)
+def test_layers_that_cannot_share_prefixes_are_told_from_the_configuration(
+    model_type: str, fields: dict[str, Any], reason: str
+) -> None:
+    assert reason in (native_only(AutoConfig.for_model(model_type, **fields)) or "")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "ministral", "phi", "phi3", "gemma", "gemma3"),
+        *(
+            "gemma3_text",
+            "gemma4_text",
+            "olmo2",
+            "olmo3",
+            "olmoe",
+            "granite",
+            "granitemoe",
+            "cohere",
+            "cohere2",
+            "glm4",
+        ),
+        *("smollm3", "starcoder2", "ernie4_5", "exaone4", "deepseek_v3", "opt", "gpt2", "gpt_neox", "seed_oss"),
+    ],
+)
+def test_plain_attention_is_told_from_the_configuration(model_type: str) -> None:
+    assert native_only(AutoConfig.for_model(model_type)) is None
+
+
+def test_soft_capping_that_is_switched_off_shares_prefixes() -> None:
+    assert native_only(tiny("gemma2", attn_logit_softcapping=None).config) is None
+    groups = forked_groups()
+    model = exact("gemma2", attn_logit_softcapping=None)
+    wanted, _ = separate_gradient(model, groups, AlgorithmConfig())
+    found, _ = accumulated(make_learner(model, max_tokens_per_microbatch=9), groups)
+    assert distance(found, wanted) <= INEXACT["gemma2"] * norm(wanted)
+
+
+def test_an_ordinary_model_does_not_warn() -> None:
+    """Warnings are errors here."""
+    assert Forward(tiny(), 8).shares

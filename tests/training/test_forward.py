@@ -1,0 +1,304 @@
+"""What a model must be like to be packed, and log-probabilities in row chunks."""
+
+import os
+import subprocess
+import sys
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Qwen3ForCausalLM
+
+from tests.models import distance, exact, make_group, make_step, norm, tiny
+from tests.training.reference import accumulated, forked_groups, make_learner, separate_gradient
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.core.errors import ConfigError
+from treadle.packing.flat import calls, flatten
+from treadle.packing.layout import Packing, Sharing, chunks
+from treadle.training import distribution
+from treadle.training.attention.interface import tree_attention
+from treadle.training.distribution import Head, pair_logprobs
+from treadle.training.forward import Forward
+from treadle.training.support import refuse_randomness
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "name"),
+    [
+        ("qwen3", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ("phi3", {"resid_pdrop": 0.2}, "resid_pdrop = 0.2"),
+        ("phi3", {"embd_pdrop": 0.2}, "embd_pdrop = 0.2"),
+        ("qwen3-moe", {"model_type": "mixtral", "router_jitter_noise": 0.01}, "router_jitter_noise = 0.01"),
+        (
+            "qwen3-moe",
+            {"model_type": "phimoe", "router_jitter_noise": 0.0, "input_jitter_noise": 0.01},
+            "input_jitter_noise = 0.01",
+        ),
+    ],
+)
+def test_dropout_and_routing_noise_are_refused(family: str, fields: dict[str, Any], name: str) -> None:
+    """What is trained would not be the policy that sampled."""
+    with pytest.raises(ConfigError, match=rf"has (dropout of .*|{name}); set it to 0 in the model's config"):
+        make_learner(tiny(family, **fields))
+
+
+def test_a_dropout_module_is_refused_whatever_the_configuration_says() -> None:
+    model = tiny()
+    refuse_randomness(model)
+    layer: Any = model.model.layers[1]
+    layer.mlp.extra = nn.Dropout(0.0)
+    refuse_randomness(model)
+    layer.mlp.extra = nn.Dropout(0.3)
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM has dropout of model\.layers\.1\.mlp\.extra = 0\.3"):
+        make_learner(model)
+
+
+class Deaf(nn.Module):
+    """Attention that does not go through transformers' interface: the mean of values up to each token."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.values, self.out, self.repeat = own.v_proj, own.o_proj, own.num_key_value_groups
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        values = self.values(hidden_states).repeat(1, 1, self.repeat)
+        count = torch.arange(1, values.shape[1] + 1)[:, None]
+        return self.out(values.cumsum(1) / count), None
+
+
+class Forgetful(nn.Module):
+    """Attention that hands on only the arguments it knows."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **_: Any) -> Any:
+        return self.own(hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask)
+
+
+def with_layer(model: PreTrainedModel, attention: Any, layer: int = 1) -> PreTrainedModel:
+    block: Any = model.model.layers[layer]
+    block.self_attn = attention(block.self_attn)
+    return model
+
+
+def test_a_layer_that_does_not_attend_through_the_tree_is_refused() -> None:
+    """It would mix the sequences of a micro-batch."""
+    with pytest.raises(ConfigError, match="1 of 2 layers of Qwen3ForCausalLM attended through the prefix tree"):
+        make_learner(with_layer(tiny(), Deaf))
+
+
+def test_a_layer_that_stops_attending_through_the_tree_later_is_an_error() -> None:
+    learner = make_learner(tiny())
+    layer: Any = learner.model.model.layers[1]
+    layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ConfigError, match="1 of 2 layers of Qwen3ForCausalLM attended through the prefix tree"):
+        learner.train_batch(forked_groups())
+
+
+def test_a_layer_that_drops_the_tree_on_the_way_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Qwen3Attention drops keyword arguments"):
+        make_learner(with_layer(tiny(), Forgetful))
+    learner = make_learner(tiny())
+    with pytest.raises(ConfigError, match="Qwen3Attention drops keyword arguments"):
+        learner.model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+def test_a_sliding_layer_that_keeps_its_window_to_itself_is_refused() -> None:
+    model = tiny("gemma3-half-sliding")
+    layers: Any = model.model.layers
+    layers[0].self_attn.sliding_window = None
+    with pytest.raises(ConfigError, match=r"layer 0 of Gemma3ForCausalLM has a sliding window that it does not tell"):
+        make_learner(model)
+
+
+class Louder(Qwen3ForCausalLM):
+    """A head that its configuration does not name."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * 1.01
+        return out
+
+
+class Shifted(nn.Module):
+    """Attention with positions of its own making: those of the row, not those that it was given."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, **more: Any) -> Any:
+        cos, sin = (
+            torch.linspace(0, 1, hidden_states.shape[1])[None, :, None].expand_as(p) for p in position_embeddings
+        )
+        return self.own(hidden_states, position_embeddings=(cos, sin), **more)
+
+
+def test_a_model_that_computes_something_else_packed_than_alone_is_refused() -> None:
+    stock = tiny()
+    louder = Louder(cast(Any, stock.config))
+    louder.load_state_dict(stock.state_dict())
+    with pytest.raises(ConfigError, match=r"Louder computes other logits packed than alone \(they differ by 1\.0%\)"):
+        make_learner(louder)
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM computes other logits packed than alone"):
+        make_learner(with_layer(tiny(), Shifted))
+
+
+def test_attention_sinks_are_refused() -> None:
+    model = tiny("qwen3-moe", model_type="gpt_oss", num_local_experts=4, rope_parameters={"rope_type": "default"})
+    with pytest.raises(ConfigError, match="GptOssAttention uses soft-capped or sink attention"):
+        make_learner(model)
+
+
+def test_attention_with_a_mask_of_its_own_is_refused() -> None:
+    """Not found by comparing logits: a fresh Doge's mask is constant."""
+    with pytest.raises(ConfigError, match="DogeAttention makes an attention mask of its own"):
+        make_learner(tiny("llama", model_type="doge"))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({}, "drops keyword arguments"),
+        ({"tree": object(), "softcap": 3.0}, "soft-capped"),
+        ({"tree": object(), "s_aux": torch.zeros(1)}, "sink"),
+        ({"tree": object(), "dropout": 0.1}, "has attention dropout 0.1"),
+        ({"tree": object(), "attention_mask": torch.zeros(1)}, "mask of its own"),
+    ],
+)
+def test_attention_that_tree_attention_does_not_implement_is_refused(more: dict[str, Any], message: str) -> None:
+    none = torch.zeros(1, 1, 1, 1)
+    with pytest.raises(ConfigError, match=message):
+        tree_attention(nn.Linear(1, 1), none, none, none, **{"attention_mask": None, **more})
+
+
+def test_attention_that_looks_ahead_is_refused() -> None:
+    module = nn.Linear(1, 1)
+    module.is_causal = False  # type: ignore[assignment]
+    none = torch.zeros(1, 1, 1, 1)
+    with pytest.raises(ConfigError, match="Linear is not causal"):
+        tree_attention(module, none, none, none, None, tree=object())  # type: ignore[arg-type]
+
+
+# Row chunks
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    return Head.of(model)
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
+@pytest.mark.parametrize("family", ["qwen3", "granite", "cohere", "gemma3-capped"])
+@pytest.mark.parametrize("rows", [3, 10])
+def test_logits_in_row_chunks_give_the_same_values_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, family: str, rows: int, entropy_coef: float
+) -> None:
+    groups = forked_groups(groups=1)
+    model = exact(family)
+    algorithm = AlgorithmConfig(entropy_coef=entropy_coef)
+    whole, metrics = accumulated(make_learner(model, algorithm), groups)
+    learner = make_learner(model, algorithm)
+    heights: list[int] = []
+    learner.model.get_output_embeddings().register_forward_pre_hook(lambda _, args: heights.append(len(args[0])))
+    monkeypatch.setattr(distribution, "CHUNK_BYTES", rows * 32 * 8 + 7)
+    found, totals = accumulated(learner, groups)
+    assert max(heights) == rows
+    assert distance(found, whole) <= 1e-13 * norm(whole)
+    assert totals == pytest.approx(metrics, rel=1e-13)
+    wanted, _ = separate_gradient(model, groups, algorithm)
+    assert distance(found, wanted) <= (1e-6 if family == "cohere" else 1e-12) * norm(wanted)
+
+
+def test_a_chunk_that_would_hold_less_than_a_row_holds_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distribution, "CHUNK_BYTES", 1)
+    hidden = torch.randn(5, 16)
+    head = head_of(tiny())
+    logp, entropy = pair_logprobs(head, hidden, torch.arange(5), torch.ones(5), True)
+    expected = head(hidden).log_softmax(-1)
+    assert torch.allclose(logp, expected[range(5), range(5)]) and torch.allclose(
+        entropy, -(expected.exp() * expected).sum(-1)
+    )
+
+
+def test_no_pairs_are_no_rows() -> None:
+    logp, entropy = pair_logprobs(
+        head_of(tiny()), torch.zeros(0, 16), torch.zeros(0, dtype=torch.int64), torch.ones(0), True
+    )
+    assert logp.shape == entropy.shape == (0,)
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+def test_entropy_carries_a_gradient_only_if_asked(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(distribution, "CHUNK_BYTES", rows * 32 * 4)
+    model = tiny()
+    head, hidden = head_of(model), torch.randn(7, 16, requires_grad=True)
+    for asked in (False, True):
+        logp, entropy = pair_logprobs(head, hidden, torch.arange(7), torch.ones(7), asked)
+        assert logp.requires_grad and entropy.requires_grad is asked
+    with torch.no_grad():
+        assert not pair_logprobs(head, hidden, torch.arange(7), torch.ones(7), True)[1].requires_grad
+
+
+MEASURE = """
+import resource, torch
+from treadle.training import distribution
+from treadle.training.distribution import Head, pair_logprobs
+torch.set_num_threads(1)
+distribution.CHUNK_BYTES //= {part}
+V, P = 151_669, {rows}
+head = Head(torch.nn.Linear(8, V, bias=False), 1.0, None)
+
+def train(rows):
+    hidden = torch.randn(rows, 8, requires_grad=True)
+    logp, entropy = pair_logprobs(head, hidden, torch.arange(rows), torch.ones(rows), {entropy})
+    (logp.sum() + entropy.sum()).backward()
+    assert torch.isfinite(hidden.grad).all()
+
+train(1)
+torch.utils.checkpoint.checkpoint(torch.sin, torch.ones(1), use_reentrant=False)  # imports a lot
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+train(P)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, 4 * P * V)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "part", "entropy"),
+    [
+        (150, 32, True),  # the like of the next, small
+        pytest.param(3000, 1, True, marks=pytest.mark.slow),
+        pytest.param(3000, 1, False, marks=pytest.mark.slow),
+    ],
+)
+def test_peak_memory_at_a_large_vocabulary_stays_far_below_the_logits(rows: int, part: int, entropy: bool) -> None:
+    """Forward and backward, in a fresh process; several arrays of the size of the logits would be needed whole."""
+    script = MEASURE.format(rows=rows, part=part, entropy=entropy)
+    # The C library keeps small blocks that were freed; those of the full size it gives back.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"} if part > 1 else dict(os.environ)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
+    peak, logits = map(int, done.stdout.split())
+    assert peak < 0.5 * logits
+
+
+# Layout
+
+
+def test_trees_fit_the_budget_or_are_computed_in_pieces_that_do() -> None:
+    forward = Forward(tiny(), 20)
+    batch = flatten(forked_groups())
+    for sharing in Sharing:
+        for tree in forward.trees(calls(batch), Packing.TREE, sharing):
+            assert all(len(part.token_ids) <= 20 for part in chunks(tree, 20))
+
+
+def test_a_vocabulary_smaller_than_the_probes_ids_is_fine() -> None:
+    model = tiny(vocab_size=3)
+    (result,) = make_learner(model).train_batch(
+        [make_group([([make_step([1], [2])], 1.0), ([make_step([1], [0])], 0.0)])]
+    )
+    assert result.metrics["gradient_norm"] > 0
