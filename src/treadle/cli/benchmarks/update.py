@@ -47,11 +47,7 @@ def measure(threads: int, repeats: int, tasks: int = 32) -> Report:
     """CPU seconds of forward, backward and optimizer step for the same recorded groups."""
     torch.set_num_threads(threads)
     groups = recorded_groups(tasks)
-    learners = {
-        (packing, budget): _learner(packing, budget)
-        for budget in (2048, 8192)
-        for packing in Packing
-    }
+    learners = {(packing, budget): _learner(packing, budget) for budget in (2048, 8192) for packing in Packing}
     taken = cpu_seconds(
         {f"{packing} {budget}": partial(own.train_batch, groups) for (packing, budget), own in learners.items()},
         repeats,
