@@ -4,7 +4,8 @@
     list merge          consecutive calls of a trajectory that continue each other, as `chain` packing; lists of ids
     SkyRL               `merge_stepwise_output` of skyrl 0.3.0, where it is installed: a list merge of whole records
 
-The last two share no more than `chain` packing does, so they leave more tokens wherever calls do not simply continue.
+Each is given the calls in its own form, arrays or lists, outside the timing. The last two share no more than
+`chain` packing does, so they leave more tokens wherever calls do not simply continue.
 """
 
 from __future__ import annotations
