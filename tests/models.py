@@ -64,6 +64,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SLIDING = [name for name in FAMILIES if "sliding" in name]
 # Trained, but not what the tests of engines and files go through.
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek-latent": {  # values smaller than keys
+        "model_type": "deepseek_v3",
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 8,
+        "first_k_dense_replace": 1,
+    },
     "qwen3-moe": {
         "model_type": "qwen3_moe",
         "num_experts": 4,
@@ -127,7 +144,15 @@ ROW_FAMILIES: dict[str, dict[str, Any]] = {
 }
 # In float64, how far from exact: what transformers computes in float32 whatever a model's type (rotary embeddings,
 # scans, gates, eager attention) rounds at random.
-INEXACT = {"cohere": 1e-6, "gemma2": 1e-6, "mamba": 1e-6, "mamba2": 1e-6, "qwen3-next": 1e-5, "falcon-h1": 1e-6}
+INEXACT = {
+    "cohere": 1e-6,
+    "deepseek-latent": 1e-6,
+    "gemma2": 1e-6,
+    "mamba": 1e-6,
+    "mamba2": 1e-6,
+    "qwen3-next": 1e-5,
+    "falcon-h1": 1e-6,
+}
 _EVERY = {**FAMILIES, **MORE_FAMILIES, **ROW_FAMILIES}
 
 

@@ -54,6 +54,8 @@ class Forward:
         self.model, self.budget, self.half = model, budget, half
         self._make_kernel = make_kernel or kernel_for(model.device)
         self._head = Head.of(model)
+        if model.get_decoder() is model:
+            raise ConfigError(f"{type(model).__name__} does not tell its decoder from its head; it cannot be trained")
         refuse_randomness(model)
         reason = native_only(model.config)
         self.shares = reason is None

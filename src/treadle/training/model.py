@@ -23,8 +23,8 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import ConfigError
-from treadle.engines.weights import require_plain_attention
 from treadle.training.config import ModelConfig
+from treadle.training.support import refuse_randomness
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -63,12 +63,10 @@ def make_model(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedMod
     the tokenizer's `vocabulary` ids, dropout, or layers that cannot be packed.
     """
     model = _load(Path(config.path)) if config.path is not None else _build(config, vocabulary, seed)
-    require_plain_attention(model)
     text = model.config.get_text_config()
     if text.vocab_size < vocabulary:
         raise ConfigError(f"the model's vocabulary of {text.vocab_size} is smaller than the tokenizer's {vocabulary}")
-    if dropout := {k: v for k, v in text.to_dict().items() if "drop" in k and isinstance(v, float) and v}:
-        raise ConfigError(f"dropout makes log-probabilities random; set {dropout} to 0 in the model's config")
+    refuse_randomness(model)
     return model
 
 

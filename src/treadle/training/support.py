@@ -37,7 +37,8 @@ def refuse_randomness(model: PreTrainedModel) -> None:
     """Raise ConfigError for dropout or routing noise: what is trained would not be the policy that sampled."""
     found = {f"dropout of {name}": m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
     for name, value in model.config.get_text_config().to_dict().items():
-        if "dropout" in name or "jitter" in name or name.endswith("_pdrop"):
+        unused = name.startswith(("summary_", "classifier_"))  # of heads that a causal LM does not have
+        if not unused and ("dropout" in name or "jitter" in name or name.endswith("_pdrop")):
             found[name] = value
     for name, value in found.items():
         if isinstance(value, float) and value > 0:

@@ -23,11 +23,14 @@ class Report:
     note: str
     rows: Sequence[Row]
 
+    def data(self) -> dict[str, object]:
+        """As plain data."""
+        return {"benchmark": self.name, "note": self.note, "machine": machine(), "rows": list(self.rows)}
+
     def print(self, as_json: bool) -> None:
         """To standard output."""
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
         if as_json:
-            print(json.dumps({"benchmark": self.name, "note": self.note, "machine": machine, "rows": list(self.rows)}))
+            print(json.dumps(self.data()))
             return
         columns = list(self.rows[0])
         text = tuple(column for column in columns if isinstance(self.rows[0][column], str))
@@ -36,17 +39,51 @@ class Report:
             table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
         console = make_console()
         print_table(console, table)
-        console.print(f"{self.note}; {machine}")
+        console.print(f"{self.note}; {machine()}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """Several tables of one benchmark."""
+
+    name: str
+    tables: Sequence[Report]
+
+    def data(self) -> dict[str, object]:
+        """As plain data."""
+        tables = [{"table": t.name, "note": t.note, "rows": list(t.rows)} for t in self.tables]
+        return {"benchmark": self.name, "machine": machine(), "tables": tables}
+
+    def print(self, as_json: bool) -> None:
+        """To standard output."""
+        if as_json:
+            print(json.dumps(self.data()))
+            return
+        for number, table in enumerate(self.tables):
+            print("\n" if number else "", end="")
+            table.print(as_json=False)
+
+
+def machine() -> str:
+    """What the figures were taken on."""
+    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def cpu_seconds(alternatives: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median CPU seconds of each alternative: one warm-up each, then `repeats` rounds of all of them in turn."""
+    """Median CPU seconds of each alternative, after one warm-up each."""
     for run in alternatives.values():
         run()
+    return median_seconds(alternatives, repeats, time.process_time)
+
+
+def median_seconds(
+    alternatives: Mapping[str, Callable[[], object]], repeats: int, clock: Callable[[], float]
+) -> dict[str, float]:
+    """Median seconds of each alternative by the clock: `repeats` rounds of all of them in turn."""
     taken: dict[str, list[float]] = {name: [] for name in alternatives}
     for _ in range(repeats):
         for name, run in alternatives.items():
-            started = time.process_time()
+            started = clock()
             run()
-            taken[name].append(time.process_time() - started)
+            taken[name].append(clock() - started)
     return {name: median(values) for name, values in taken.items()}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -108,8 +109,10 @@ def tree_attention(
         earlier_key, earlier_value = tree.context[layer]
         key, value = torch.cat([earlier_key, key], 2), torch.cat([earlier_value, value], 2)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    size = value.shape[-1]
+    value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has smaller values; kernels want one size
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return tree.kernel(q, k, v, scale, sliding_window)[None], None
+    return tree.kernel(q, k, v, scale, sliding_window)[None, ..., :size], None
 
 
 def _autocast(*tensors: Tensor) -> Iterator[Tensor]:

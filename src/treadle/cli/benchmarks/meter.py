@@ -1,0 +1,47 @@
+"""Seconds and memory of a piece of work, by device."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+from torch.autograd.profiler import profile
+
+MIB = 2**20
+
+
+def clock(device: torch.device) -> Callable[[], float]:
+    """Seconds since some moment: of this process on a CPU, of the wall on a GPU, once it has nothing left to do."""
+    return _cuda_clock if device.type == "cuda" else time.process_time
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """The most tensor memory that `run` has allocated at a time, beyond what was there before.
+
+    On a CPU every allocation of torch is counted: unlike the process's resident memory, that is the same in every run
+    and knows no remains of earlier work.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated() - before)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
+    with profile(profile_memory=True) as found:
+        run()
+    assert found.kineto_results is not None
+    changes = sorted((e.start_ns(), e.nbytes()) for e in found.kineto_results.events() if e.name() == "[memory]")
+    now = peak = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+def _cuda_clock() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
