@@ -20,7 +20,7 @@ _EXAMPLES = """benchmarks:
 examples:
   treadle bench rollout
   treadle bench update --threads 2 --repeats 5 --json
-  treadle bench update --run runs/demo
+  treadle bench update --replay runs/demo
   treadle bench packing --repeats 1
   treadle bench packing --device cuda --output packing.json
 """
@@ -35,7 +35,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds; medians are reported (default: 3)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of packing; the others use the CPU")
-    parser.add_argument("--run", type=Path, metavar="RUN", help="of update: replay recorded batches of this run")
+    parser.add_argument("--replay", type=Path, metavar="RUN", help="of update: replay recorded batches of this run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object there too")
 
 
@@ -43,12 +43,12 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print."""
     if options.device != "cpu" and options.name != "packing":
         raise ConfigError(f"--device {options.device}: 'treadle bench {options.name}' runs on the CPU alone")
-    if options.run is not None and options.name != "update":
-        raise ConfigError(f"--run {options.run}: only 'treadle bench update' replays a run")
+    if options.replay is not None and options.name != "update":
+        raise ConfigError(f"--replay {options.replay}: only 'treadle bench update' replays a run")
     if options.output is not None and not options.output.parent.is_dir():
         raise ConfigError(f"--output {options.output}: there is no directory {str(options.output.parent)!r}")
     module = import_module(f"treadle.cli.benchmarks.{_MODULES[options.name]}")
-    own = {"packing": {"device": options.device}, "update": {"run": options.run}}.get(options.name, {})
+    own = {"packing": {"device": options.device}, "update": {"run": options.replay}}.get(options.name, {})
     report = module.measure(max(1, options.threads), max(1, options.repeats), **own)
     report.print(options.json)
     if options.output is not None:

@@ -20,7 +20,7 @@ from treadle.packing.tree import PrefixTree
 from treadle.training.attention.dense import visible
 from treadle.training.attention.interface import Shape
 from treadle.training.attention.tiles import Tiles
-from treadle.training.distribution import pair_logprobs
+from treadle.training.distribution import Head, pair_logprobs
 
 _HEADS, _KEY_HEADS, _HEAD_SIZE = 8, 4, 64
 _QWEN = 151_669  # ids of Qwen3's tokenizer
@@ -83,8 +83,8 @@ def _stock(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Te
 def logprobs(rows: int = 8192, whole_rows: int = 1024, vocabulary: int = _QWEN, hidden_size: int = 256) -> Report:
     """Log-probabilities and entropies of many tokens: all logits at once, where they fit, and in chunks of rows."""
     generator = torch.Generator().manual_seed(0)
-    head = torch.nn.Linear(hidden_size, vocabulary, bias=False)
-    head.weight.grad = torch.zeros_like(head.weight)
+    head = Head(torch.nn.Linear(hidden_size, vocabulary, bias=False), scale=1.0, cap=None)
+    head.embedding.weight.grad = torch.zeros_like(head.embedding.weight)
 
     def differentiate(way: Callable[..., tuple[Tensor, Tensor]], count: int) -> None:
         hidden = torch.randn(count, hidden_size, generator=generator, requires_grad=True)
@@ -116,7 +116,7 @@ def logprobs(rows: int = 8192, whole_rows: int = 1024, vocabulary: int = _QWEN, 
 
 
 def _at_once(
-    head: torch.nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor, entropy_grad: bool
+    head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     distribution = (head(hidden) / temperature[:, None]).log_softmax(-1)
     with torch.set_grad_enabled(entropy_grad):
