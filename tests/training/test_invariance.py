@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ from tests.models import (
     ragged_groups,
     random_groups,
     same_bits,
+    step_logprobs,
     tiny,
     weights_of,
 )
@@ -203,6 +205,25 @@ def test_a_node_shared_at_opposite_advantages_trains_nothing() -> None:
     found, _ = accumulated(make_learner(exact()), groups)
     one, _ = accumulated(make_learner(exact()), [make_group([([make_step(A, B)], 1.0), ([make_step(A, C)], 0.0)])])
     assert norm(found) <= 1e-12 * norm(one) and norm(one) > 1e-2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.parametrize("budget", [9, 8192])
+def test_every_token_may_have_an_advantage_of_its_own(layout: dict[str, Any], budget: int) -> None:
+    """Rewards of steps and of tokens reach the loss as advantages [N]; no layout loses one or moves it."""
+    groups = forked_groups(5)
+    batch, model = flatten(groups), exact()
+    own = torch.from_numpy(np.random.default_rng(0).normal(size=len(batch)))
+    learner = make_learner(model, max_tokens_per_microbatch=budget, **layout)
+    objective = learner.objective(batch, np.zeros(len(batch.trajectories)))
+    objective = replace(objective, tokens=replace(objective.tokens, advantage=own))
+    temperature = torch.from_numpy(np.where(batch.temperature > 0, batch.temperature, 1)).double()
+    for tree in learner.trees(batch):
+        learner.forward.backward(tree, temperature, objective.gradient)
+    alone = torch.cat([step_logprobs(model, one)[0] for one in batch.steps])
+    (-(objective.weight * own * alone).sum()).backward()  # at its anchor, the ratio's gradient is the logprob's
+    wanted = gradients(model)
+    assert distance(gradients(learner.model), wanted) <= 1e-12 * norm(wanted) and norm(wanted) > 1e-2
 
 
 def test_the_coupled_loss_of_these_tests_is_no_sum_over_parts() -> None:
