@@ -62,7 +62,7 @@ class Forward:
         if reason is not None:
             warnings.warn(
                 f"{type(model).__name__} cannot share prefixes ({reason}): it is trained with packing 'step'",
-                stacklevel=2,
+                stacklevel=1,  # one place for warm start and learner: it is shown once
             )
         model.train()
         self._probe()
