@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cli.conftest import Trained
 from treadle.cli.benchmarks import kernels, merge, packing, rollout, update
 from treadle.cli.benchmarks.meter import peak_bytes
 from treadle.cli.benchmarks.report import Report, Reports
@@ -43,6 +44,13 @@ def test_a_benchmark_prints_a_table_or_one_json_object(name: str, capsys: pytest
 def test_chain_computes_fewer_tokens_than_step() -> None:
     tokens = {row["packing"]: float(row["tokens computed"]) for row in update.measure(1, 1, tasks=2).rows}
     assert tokens["chain"] < tokens["step"]
+
+
+def test_recorded_updates_are_replayed_under_each_packing(finished: Trained) -> None:
+    rows = {row["packing"]: row for row in update.measure(1, 1, run=finished.path).rows}
+    tokens = {packing: float(row["tokens computed"]) for packing, row in rows.items()}
+    assert tokens["tree"] < tokens["step"] and tokens["chain"] == tokens["step"]  # one turn: nothing to chain
+    assert all(float(row["CPU s"]) > 0 for row in rows.values())
 
 
 def test_an_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
