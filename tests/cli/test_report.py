@@ -15,7 +15,8 @@ from tests.cli.broken import TRAJECTORIES, Calls, text_of, whole
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
 from treadle.cli.facts import PackingCount, RelationCount, _calls
-from treadle.packing.breaks import BreakCause, Kind, Relation
+from treadle.core.types import BreakCause
+from treadle.packing.breaks import Kind, Relation
 from treadle.packing.flat import Call
 
 

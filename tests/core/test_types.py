@@ -203,7 +203,14 @@ def test_messages_from_outside_are_copied() -> None:
     source = [{"role": "user", "content": "hi", "name": "Anna"}]
     messages = as_messages(source, "row 3")
     source[0]["content"] = "changed"
-    assert messages == ({"role": "user", "content": "hi"},)
+    assert messages == ({"role": "user", "content": "hi", "name": "Anna"},)
+
+
+def test_tool_calls_come_in_with_their_arguments_as_json_text() -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    [message] = as_messages([{"role": "assistant", "content": "", "tool_calls": [call]}], "row 3")
+    made = {"id": "", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    assert message == {"role": "assistant", "content": "", "tool_calls": [made]}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +221,9 @@ def test_messages_from_outside_are_copied() -> None:
         ["hi"],
         [{"role": "user"}],
         [{"role": "user", "content": None}],
+        [{"role": "user", "content": "hi", "contents": "ho"}],
+        [{"role": "tool", "content": "hi", "tool_call_id": 3}],
+        [{"role": "assistant", "content": "", "tool_calls": ["add"]}],
     ],
 )
 def test_malformed_messages_are_refused_with_their_place(value: Any) -> None:

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 import treadle.packing.breaks as breaks
 from tests.models import ragged_groups
 from treadle.core.prefix import common_prefix
-from treadle.core.types import Group, Ids
-from treadle.packing.breaks import BreakCause, Decode, Kind, Relation, Tokens, relations
+from treadle.core.types import BreakCause, Group, Ids
+from treadle.packing.breaks import Decode, Kind, Relation, Tokens, relations
 from treadle.packing.flat import Call
 from treadle.packing.layout import Packing, arrange
 

@@ -79,7 +79,7 @@ def converse(
         conversation, seen = [user("begin")], []
         for _, observations in turns:
             seen.append(list(conversation))
-            reply = await session.chat(conversation)
+            reply = (await session.chat(conversation)).message["content"]
             conversation += [Message(role="assistant", content=reply), *observations]
         session.close()
         return session.steps, seen

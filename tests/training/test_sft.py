@@ -51,7 +51,7 @@ async def test_calls_are_what_a_session_would_have_recorded(index: int) -> None:
     session = Session("s", engine, renderer(), SamplingParams(max_tokens=99), 9999, address)
     for at, message in enumerate(messages):
         if message["role"] == "assistant":
-            assert await session.chat(messages[:at]) == message["content"]
+            assert (await session.chat(messages[:at])).message == message
     assert len(session.steps) == len(calls) == len(replies(messages))
     for step, (prompt, completion) in zip(session.steps, calls, strict=True):
         assert step.prompt_ids.tolist() == prompt.tolist()

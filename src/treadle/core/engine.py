@@ -62,8 +62,13 @@ class Engine(Protocol):
         """The session makes no further calls. Unknown or closed sessions are ignored."""
         ...
 
-    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str) -> Completion:
-        """Sample one completion. Raises EngineError."""
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
+        """Sample one completion; a session may make several calls at once. Cancelling the call aborts it.
+
+        cache_salt: calls of different salts share no cached prefix. Raises EngineError.
+        """
         ...
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:

@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,11 +29,33 @@ Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
 
 
+class FunctionCall(TypedDict):
+    """Which function is called with what; `arguments` is JSON text, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """One tool call of an assistant message, in the shape of OpenAI's chat completions."""
+
+    id: str
+    type: str
+    function: FunctionCall
+
+
 class Message(TypedDict):
-    """One chat message; `role` is system, user, assistant or tool."""
+    """One chat message; `role` is system, user, assistant or tool.
+
+    reasoning_content, tool_calls: of an assistant message. tool_call_id: which call a tool message answers.
+    """
 
     role: str
     content: str
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
 
 
 class StopReason(StrEnum):
@@ -68,6 +90,22 @@ class DropReason(StrEnum):
     FAILED = "failed"  # its trajectory has no reward
     RESAMPLED = "resampled"  # the batch was interrupted and sampled again whole
     REFUSED = "refused"  # the learner's model cannot train its trajectory
+    CANCELLED = "cancelled"  # nobody waited for the answer any more
+
+
+class BreakCause(StrEnum):
+    """Why a step's prompt does not carry on the ids of the step that it continues.
+
+    The first three are told from ids and text alone (`packing.breaks`), the others from messages by whoever renders.
+    """
+
+    TOKENIZATION = "tokenization"  # the same text in other tokens
+    TRUNCATED = "truncated"  # something left out
+    CHANGED = "changed"  # something else in its place
+    THINKING_STRIPPED = "thinking stripped"  # the template leaves out an earlier thought
+    HISTORY_EDITED = "history edited"  # the agent sent an earlier message in another form, or left it out
+    TOOL_CALL_REWRITTEN = "tool call rewritten"  # the template leaves out or rewrites a tool call
+    END_TOKEN_REWRITTEN = "end token rewritten"  # sampled one stop token, the template writes another
 
 
 def _array(owner: str, name: str, value: ArrayLike, dtype: type[np.generic], kinds: str) -> NDArray[Any]:
@@ -90,12 +128,18 @@ class SamplingParams:
 
     temperature: 0 is greedy (such tokens are never trained). max_tokens: most tokens of the completion.
     stop: strings that end the completion. seed: of this call's draws (`core.draws.call_seed`).
+    top_k: only the k most probable tokens (0: all). top_p: the fewest tokens whose probabilities add up to at least p.
+    min_p: only tokens at least min_p times as probable as the most probable one. They apply in this order, after
+    temperature, and what is left is normalised again: that is the distribution that logprobs are of.
     """
 
     temperature: float = 1.0
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not (0.0 <= self.temperature < float("inf")):
@@ -106,6 +150,12 @@ class SamplingParams:
             raise DataError(f"seed must lie in [0, 2**63), got {self.seed}")
         if any(not s for s in self.stop):
             raise DataError("a stop string must not be empty")
+        if self.top_k < 0:
+            raise DataError(f"top_k must be >= 0, got {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise DataError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise DataError(f"min_p must lie in [0, 1], got {self.min_p}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +194,8 @@ class Step:
     mask            bool[C]     trainable tokens; default: all, or none if greedy
     reward          what the environment gave for this step (0.0 where it only rewards at the end)
     seconds         spent in the engine call
+    break_cause     why the prompt does not carry on an earlier step's ids, where the recorder knows it from messages
+    dropped         why the step will never be trained, where that is known when it is recorded
 
     Raises DataError, naming the field, where lengths, dtypes or values break this.
     """
@@ -157,6 +209,8 @@ class Step:
     mask: Mask = None  # type: ignore[assignment]  # filled in __post_init__
     reward: float = 0.0
     seconds: float = 0.0
+    break_cause: BreakCause | None = None
+    dropped: DropReason | None = None
 
     def __post_init__(self) -> None:
         fix = object.__setattr__
@@ -266,12 +320,38 @@ def as_messages(value: Sequence[Mapping[str, Any]], where: str) -> tuple[Message
     """Check and copy chat messages that came from outside; raises DataError naming `where`."""
     if isinstance(value, str | Mapping):
         raise DataError(f"{where} must be a list of messages, got {type(value).__name__}")
-    messages = []
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise DataError(f"{where}: message {number} needs 'role' and 'content', got {message!r}")
-        role, content = message["role"], message["content"]
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise DataError(f"{where}: message {number} needs string role and content, got {message!r}")
-        messages.append(Message(role=role, content=content))
-    return tuple(messages)
+    return tuple(_as_message(message, f"{where}: message {number}") for number, message in enumerate(value))
+
+
+_OPTIONAL = ("reasoning_content", "tool_call_id", "name")
+
+
+def _as_message(value: Any, where: str) -> Message:
+    if not isinstance(value, Mapping) or not {"role", "content"} <= value.keys():
+        raise DataError(f"{where} needs 'role' and 'content', got {value!r}")
+    if not isinstance(value["role"], str) or not isinstance(value["content"], str):
+        raise DataError(f"{where} needs string role and content, got {value!r}")
+    message = Message(role=value["role"], content=value["content"])
+    if unknown := sorted(map(str, value.keys() - {"role", "content", "tool_calls", *_OPTIONAL})):
+        raise DataError(f"{where} has unknown keys {unknown}; known: role, content, tool_calls, {', '.join(_OPTIONAL)}")
+    for key in _OPTIONAL:
+        if value.get(key) is not None:
+            if not isinstance(value[key], str):
+                raise DataError(f"{where}: {key} must be a string, got {value[key]!r}")
+            message[key] = value[key]  # type: ignore[literal-required]
+    if value.get("tool_calls"):
+        message["tool_calls"] = [_as_tool_call(call, where) for call in value["tool_calls"]]
+    return message
+
+
+def _as_tool_call(value: Any, where: str) -> ToolCall:
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where}: a tool call needs function.name and function.arguments, got {value!r}")
+    arguments = function.get("arguments", "{}")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(
+        id=str(value.get("id", "")),
+        type="function",
+        function=FunctionCall(name=function["name"], arguments=text),
+    )

@@ -36,7 +36,9 @@ class FakeEngine:
         if session in self.open:
             self.open.remove(session)
 
-    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str) -> Completion:
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
         """The scripted completion. Raises EngineError for a session that is not open."""
         if session not in self.open:
             raise EngineError(f"session {session!r} is not open")

@@ -128,7 +128,9 @@ class TorchEngine:
         self._fail_waiting([session], f"session {session!r} was closed while its call waited")
         self._start_wave()
 
-    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str) -> Completion:
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
         """Sample one completion; returns when its wave is done.
 
         Raises EngineError: unknown session, a second call of the same session at once, ids outside the vocabulary, a

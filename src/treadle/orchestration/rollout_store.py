@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
-from treadle.core.types import Group, SamplingParams, Step, StopReason
+from treadle.core.types import BreakCause, DropReason, Group, SamplingParams, Step, StopReason
 
 _SCHEMA = pa.schema(
     [
@@ -28,9 +28,14 @@ _SCHEMA = pa.schema(
         ("max_tokens", pa.int32()),
         ("stop", pa.list_(pa.string())),
         ("seed", pa.int64()),
+        ("top_k", pa.int32()),
+        ("top_p", pa.float64()),
+        ("min_p", pa.float64()),
         ("stop_reason", pa.string()),
         ("reward", pa.float64()),
         ("seconds", pa.float64()),
+        ("break_cause", pa.string()),
+        ("dropped", pa.string()),
     ]
 )
 
@@ -88,14 +93,27 @@ def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str
         "max_tokens": step.sampling.max_tokens,
         "stop": list(step.sampling.stop),
         "seed": step.sampling.seed,
+        "top_k": step.sampling.top_k,
+        "top_p": step.sampling.top_p,
+        "min_p": step.sampling.min_p,
         "stop_reason": str(step.stop_reason),
         "reward": step.reward,
         "seconds": step.seconds,
+        "break_cause": step.break_cause,
+        "dropped": step.dropped,
     }
 
 
 def _step(row: dict[str, Any]) -> Step:
-    sampling = SamplingParams(row["temperature"], row["max_tokens"], tuple(row["stop"]), row["seed"])
+    sampling = SamplingParams(
+        temperature=row["temperature"],
+        max_tokens=row["max_tokens"],
+        stop=tuple(row["stop"]),
+        seed=row["seed"],
+        top_k=row["top_k"],
+        top_p=row["top_p"],
+        min_p=row["min_p"],
+    )
     return Step(
         prompt_ids=np.array(row["prompt_ids"], np.int32),
         completion_ids=np.array(row["completion_ids"], np.int32),
@@ -106,4 +124,6 @@ def _step(row: dict[str, Any]) -> Step:
         stop_reason=StopReason(row["stop_reason"]),
         reward=row["reward"],
         seconds=row["seconds"],
+        break_cause=BreakCause(row["break_cause"]) if row["break_cause"] else None,
+        dropped=DropReason(row["dropped"]) if row["dropped"] else None,
     )

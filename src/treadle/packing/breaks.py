@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from treadle.core.prefix import common_prefix
-from treadle.core.types import Ids
+from treadle.core.types import BreakCause, Ids
 from treadle.packing.flat import Call
 
 Decode = Callable[[Ids], str]
@@ -59,14 +59,6 @@ class Kind(StrEnum):
     EXTENDS = "extends"
     FORK = "fork"
     BREAK = "break"
-
-
-class BreakCause(StrEnum):
-    """Why a step does not extend a sequence it carries on."""
-
-    TOKENIZATION = "tokenization"  # the same text in other tokens
-    TRUNCATED = "truncated"  # something left out
-    CHANGED = "changed"  # something else in its place
 
 
 @dataclass(frozen=True, slots=True)

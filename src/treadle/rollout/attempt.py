@@ -122,7 +122,7 @@ class Rollouts:
         conversation: list[Message] = list(checked_messages(opening, "reset"))
         for _ in range(self.config.max_steps):
             try:
-                reply = await session.chat(conversation)
+                reply = (await session.chat(conversation)).message
             except ContextExceeded as error:
                 if not session.steps:
                     raise TrajectoryFailure(Cause.CONTEXT, str(error)) from error
@@ -131,14 +131,11 @@ class Rollouts:
                 raise TrajectoryFailure(Cause.ENGINE, str(error)) from error
             except DataError as error:
                 raise TrajectoryFailure(Cause.ENVIRONMENT, str(error)) from error
-            answer = await self._step(environment, reply)
+            answer = await self._step(environment, reply["content"])
             session.reward_last(answer.reward)
             if answer.done:
                 return Status.DONE
-            conversation += [
-                Message(role="assistant", content=reply),
-                *checked_messages(answer.observations, "step"),
-            ]
+            conversation += [reply, *checked_messages(answer.observations, "step")]
         return Status.MAX_STEPS
 
     async def _step(self, environment: Environment, reply: str) -> EnvStep:
