@@ -206,7 +206,8 @@ class Forward:
         if self.shares:
             model.set_attn_implementation("eager")
         with torch.no_grad():
-            own = [model(torch.from_numpy(ids).long()[None].to(model.device)).logits[0] for ids in sequences]
+            rows = [torch.from_numpy(ids).long()[None].to(model.device) for ids in sequences]
+            own = [model(row, use_cache=False).logits[0] for row in rows]
             if self.shares:
                 model.set_attn_implementation(ATTENTION)
             calls = [Call(ids, 1, 0) for ids in sequences]
