@@ -113,6 +113,20 @@ def test_a_sliding_layer_that_keeps_its_window_to_itself_is_refused() -> None:
         make_learner(model)
 
 
+def test_a_window_that_only_the_models_own_mask_knows_is_refused() -> None:
+    """Unless no sequence is long enough to meet it."""
+    noiseless: dict[str, Any] = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "num_local_experts": 4}
+    narrow, wide = (tiny("llama", model_type="phimoe", sliding_window=size, **noiseless) for size in (5, 256))
+    make_learner(wide)
+    with pytest.raises(ConfigError, match=r"layer 0 of PhimoeForCausalLM has a sliding window that it does not tell"):
+        make_learner(narrow)
+
+
+def test_a_window_that_every_layer_has_and_tells_is_fine() -> None:
+    """Though the configuration names no layer types."""
+    make_learner(tiny("llama", model_type="mistral", sliding_window=5))
+
+
 class Louder(Qwen3ForCausalLM):
     """A head that its configuration does not name."""
 
