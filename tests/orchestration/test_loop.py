@@ -65,6 +65,7 @@ def test_what_the_learner_refuses_is_dropped_told_and_not_trained(
     for row in rows:
         refused = row["trajectory_id"].endswith(".0")
         assert (row["state"], row["reason"]) == (("dropped", "refused") if refused else ("trained", None))
+    assert [row["refused"] for row in updates(tmp_path / "run")] == [2] * 4
     told = [line for line in progress.lines if line.startswith("not trained: task ")]
     assert len(told) == 8 and all("the completion is empty" in line for line in told)
 

@@ -147,6 +147,7 @@ class Loop:
                 "update": self.state.update + number + 1,
                 "version": self.state.version,
                 **trajectory_metrics(groups[number * size : (number + 1) * size], self.config.evaluation.success_at),
+                "refused": len(result.refused),
                 **result.metrics,
                 **{f"seconds_{phase}": value / len(results) for phase, value in seconds.items()},
                 "wall_seconds": wall,
