@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jinja2 import TemplateError
 
 from tests.worlds import (
+    CHATML,
     END,
+    PLAIN,
     PlainTokenizer,
     Ragged,
     Told,
@@ -307,11 +308,8 @@ def test_an_unexpected_exception_of_the_engine_is_no_trajectory_but_still_cleans
 
 
 def test_a_conversation_the_chat_template_refuses_fails_its_attempt_alone() -> None:
-    def strict(conversation: Any, generation_prompt: bool) -> str:
-        if any(message["role"] == "tool" for message in conversation):
-            raise TemplateError("roles must alternate")
-        return chatml(conversation, generation_prompt)
-
+    refusal = "{{ raise_exception('roles must alternate') }}"
+    strict = f"{{% for m in messages if m.role == 'tool' %}}{refusal}{{% endfor %}}{CHATML}"
     worlds = [Told(MORE, DONE), Told(EnvStep([user("more")]), DONE)]
     failed, healthy = play([lambda: worlds[0], lambda: worlds[1]], saying("a"), tokenizer=PlainTokenizer(strict))
     assert failed.failure is not None
@@ -433,5 +431,5 @@ def test_groups_keep_the_order_of_attempts_whatever_finishes_first() -> None:
 
 
 def test_the_plain_tokenizer_is_what_these_tests_take_it_for() -> None:
-    assert PlainTokenizer().decode(plain_ids("abacab<|im_end|>"), skip_special_tokens=False) == "abacab<|im_end|>"
+    assert PLAIN.decode(plain_ids("abacab<|im_end|>"), skip_special_tokens=False) == "abacab<|im_end|>"
     assert RolloutConfig().max_steps >= 1
