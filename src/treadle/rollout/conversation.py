@@ -26,7 +26,6 @@ from treadle.rollout.rendering import identity
 from treadle.rollout.rendering.causes import agents_change
 from treadle.rollout.rendering.marks import Marked, Marks
 from treadle.rollout.rendering.splices import Written, locate
-from treadle.rollout.rendering.structure import GUARD, plain
 from treadle.rollout.rendering.template import ChatTemplate, Plain
 
 
@@ -48,7 +47,7 @@ class Prompt:
 class Rendering:
     """How the ids of a prompt came about.
 
-    text: what the template wrote. spans: (start, end in the text, start, end in the ids) of each recorded reply that
+    text: what the template wrote, guarded (`rendering.structure.plain` undoes that). spans: (start, end in the text, start, end in the ids) of each recorded reply that
     stands in the prompt with its own ids; outside them, the ids are those of the text.
     turn: where in the ids the assistant's turn begins. head: with which text, as far as history repeats it.
     opened: the text of the turn's message that is continued, "" if it is a new one.
@@ -311,7 +310,7 @@ class Conversation:
         opening = self._structure.encode(text[begin:], None if between else after)
         ids = np.concatenate([*pieces, *between, *opening]) if text else np.zeros(0, np.int32)
         rendering = Rendering(
-            text=plain(text) if GUARD in text else text,
+            text=text,
             spans=tuple(spans),
             turn=length + sum(map(len, between)),
             head=head,
