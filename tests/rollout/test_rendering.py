@@ -189,7 +189,9 @@ class Talk:
     def finish(self) -> Counter[str]:
         """No step that breaks does so without a recorded cause, and none has the same text in other tokens."""
         told = relations(self.calls, self.world.decode, self.causes)
-        assert [r.cause for r in told] == [c if r.kind is not Kind.EXTENDS else None for c, r in zip(self.causes, told, strict=True)]
+        assert [r.cause for r in told] == [
+            c if r.kind is not Kind.EXTENDS else None for c, r in zip(self.causes, told, strict=True)
+        ]
         return self.counts
 
 

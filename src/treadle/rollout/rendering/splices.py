@@ -56,7 +56,8 @@ class Located:
 class _Window:
     """Where a turn can stand: its head from `start` on, its parts from `first` to `last`, its end before `limit`.
 
-    first, last: None where no part shows a mark. hidden: an earlier message may stand in the window too.
+    first, last: None where no part shows a mark. hidden: an earlier message may stand in the window too. tight: the limit
+    is a mark of the very next message.
     """
 
     start: int
@@ -64,6 +65,7 @@ class _Window:
     last: int | None
     limit: int
     hidden: bool
+    tight: bool
 
 
 def locate(
@@ -92,7 +94,8 @@ def locate(
         inside = [place for pair in parts.values() for place in pair]
         found: Splice | BreakCause | None = None
         if number in replies:
-            window = _Window(at, min(inside, default=None), max(inside, default=None), limits[number], hidden)
+            ends_of = min(inside, default=None), max(inside, default=None)
+            window = _Window(at, *ends_of, limits[number], hidden, limits[number] < limits[number + 1])
             found = _change(text, message, parts) if marked else None
             found = found or _turn(text, number, message, replies[number], window, ends)
         if isinstance(found, Splice):
@@ -108,8 +111,8 @@ def locate(
 
 
 def _limits(places: Marked, messages: int, end: int) -> list[int]:
-    """For each message, the first mark of those behind it."""
-    limits = [end] * messages
+    """For each message, and for the end, the first mark of the messages behind it."""
+    limits = [end] * (messages + 1)
     for number in range(messages - 2, -1, -1):
         behind = number + 1
         marks = [places.fences.get(behind, end), *(start for start, _ in places.parts.get(behind, {}).values())]
@@ -144,8 +147,10 @@ def _turn(
     """The turn, from its head to the end token."""
     if window.first is not None:
         start = text.rfind(reply.head, window.start, window.first)
+    elif window.hidden:  # of several turns that say nothing, the last
+        start = text.rfind(reply.head, window.start, window.limit) if window.tight else -1
     else:
-        start = -1 if window.hidden else text.find(reply.head, window.start, window.limit)
+        start = text.find(reply.head, window.start, window.limit)
     behind = start + len(reply.head) if window.last is None else window.last
     end = ends.search(text, behind, window.limit) if start >= 0 else None
     if end is None:
