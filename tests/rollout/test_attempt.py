@@ -318,6 +318,19 @@ def test_a_conversation_the_chat_template_refuses_fails_its_attempt_alone() -> N
     assert healthy.reward == 1.0
 
 
+# Single-message mode
+
+
+def test_in_single_message_mode_observations_go_into_the_assistants_turn() -> None:
+    worlds = Told(EnvStep([tool("one"), tool("two")]), EnvStep([tool("three")]), DONE)
+    trajectory = one(worlds, saying("ab", end=False), conversation="single_message")
+    prompts = [PLAIN.decode(step.prompt_ids) for step in trajectory.steps]
+    opening = chatml([user("hello")])
+    assert prompts == [opening, opening + "abonetwo", opening + "abonetwoabthree"]
+    for step, following in zip(trajectory.steps, trajectory.steps[1:], strict=False):
+        assert following.prompt_ids[: len(step.full_ids)].tolist() == step.full_ids.tolist()
+
+
 # Cancellation
 
 

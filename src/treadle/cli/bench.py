@@ -15,6 +15,7 @@ _EXAMPLES = """benchmarks:
   update    one optimizer update of the demo's shape, or recorded ones of a run, under every packing
   packing   forward and backward passes of step, chain and tree packing on six workloads; their parts alone
   merge     building prefix trees alone, against plain Python
+  render    the next prompt of conversations of 10 to 80 messages, against tokenizing them anew
   import    how long `import treadle` takes
 
 examples:
@@ -24,7 +25,14 @@ examples:
   treadle bench packing --repeats 1
   treadle bench packing --device cuda --output packing.json
 """
-_MODULES = {"rollout": "rollout", "update": "update", "packing": "packing", "merge": "merge", "import": "imports"}
+_MODULES = {
+    "rollout": "rollout",
+    "update": "update",
+    "packing": "packing",
+    "merge": "merge",
+    "render": "render",
+    "import": "imports",
+}
 
 
 def add_parser(commands: Commands) -> None:

@@ -111,7 +111,7 @@ def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfi
                 f"the first prompt of task {task.task_id} has {tokens} tokens, rollout.max_input_tokens is "
                 f"{config.rollout.max_input_tokens}; raise it or shorten the prompt"
             )
-        check_turns(renderer, messages, several=config.rollout.max_steps > 1)
+        check_turns(renderer, messages, several=config.rollout.max_steps > 1 and config.rollout.conversation == "turns")
         return
     raise ConfigError("no environment could be started; " + "; ".join(problems))
 

@@ -47,8 +47,9 @@ class Prompt:
 class Rendering:
     """How the ids of a prompt came about.
 
-    text: what the template wrote, guarded (`rendering.structure.plain` undoes that). spans: (start, end in the text, start, end in the ids) of each recorded reply that
-    stands in the prompt with its own ids; outside them, the ids are those of the text.
+    text: what the template wrote, guarded (`rendering.structure.plain` undoes that). spans: (start, end in the text,
+    start, end in the ids) of each recorded reply that stands in the prompt with its own ids; outside them, the ids are
+    those of the text.
     turn: where in the ids the assistant's turn begins. head: with which text, as far as history repeats it.
     opened: the text of the turn's message that is continued, "" if it is a new one.
     values, replies: what each message says, and the recorded reply it is. lost: why replies could not be kept.

@@ -77,13 +77,17 @@ class Session:
         """What has been recorded so far, in the order of calls."""
         return [self._steps[number] for number in sorted(self._steps)]
 
-    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, continue_final_message: bool = False
+    ) -> Reply:
         """Sample the assistant's next reply to the whole conversation so far and record the call.
+
+        continue_final_message: the last message is the assistant's; the reply goes on with it, in the same turn.
 
         Raises ContextExceeded if the prompt that would be sent is longer than `max_input_tokens`, DataError if the
         chat template refuses the conversation, EngineError from the engine or for an answer that cannot be recorded.
         """
-        prompt = self._conversation.render(messages, tools)
+        prompt = self._conversation.render(messages, tools, continue_final_message=continue_final_message)
         if len(prompt.ids) > self._max_input_tokens:
             raise ContextExceeded(len(prompt.ids), self._max_input_tokens)
         number, self._calls = self._calls, self._calls + 1

@@ -56,8 +56,8 @@ class Located:
 class _Window:
     """Where a turn can stand: its head from `start` on, its parts from `first` to `last`, its end before `limit`.
 
-    first, last: None where no part shows a mark. hidden: an earlier message may stand in the window too. tight: the limit
-    is a mark of the very next message.
+    first, last: None where no part shows a mark. hidden: an earlier message may stand in the window too.
+    tight: the limit is a mark of the very next message.
     """
 
     start: int
