@@ -127,7 +127,7 @@ class World:
         self.tokenizer = Tokenizer.from_str(vocabulary.to_str())
         self.tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in family.special])
         self.stops = [self._id(s) for s in family.stops]
-        self.hf: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        self.hf: Any = PreTrainedTokenizerFast(
             tokenizer_object=self.tokenizer,
             chat_template=(TEMPLATES / f"{family.template}.jinja").read_text(),
             bos_token=family.bos or "<|endoftext|>",

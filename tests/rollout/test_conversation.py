@@ -20,7 +20,8 @@ RESERVED = "\U000f0000\U000f0001\U000f7fff\U0010fffd\U0010fffc\U00108000\U001000
 
 
 def said(text: str, **more: Any) -> Message:
-    return Message(role="assistant", content=text, **more)  # type: ignore[typeddict-item]
+    message: Message = {"role": "assistant", "content": text, **more}  # type: ignore[typeddict-item]
+    return message
 
 
 def calling(name: str, ident: str, **arguments: Any) -> Message:

@@ -90,7 +90,7 @@ class Talk:
         self.calls: list[Call] = []
         self.causes: list[BreakCause | None] = []
         self.counts: Counter[str] = Counter()
-        self._naive: list[int] = []
+        self._naive: list[int] = []  # the call before, had all been tokenized anew
 
     def _say(self, message: Message) -> None:
         self.sent.append(message)
@@ -101,15 +101,16 @@ class Talk:
         prompt = self.conversation.render(self.sent, self.tools)
         text = self._oracle()
         self._check_text(prompt, text)
+        anew = list(self.world.tokenizer.encode(text or "", add_special_tokens=False).ids)
         if self.calls:
             self._check_history(prompt)
-            self._count_naive(text)
+            self.counts["naive breaks"] += anew[: len(self._naive)] != self._naive
         completion = self.world.sample(self.rng, bool(self.tools))
         message = self.world.message(self.rng, completion, bool(self.tools))
         self.conversation.record(prompt, np.array(completion, np.int32), message)
         self.calls.append(Call(np.concatenate([prompt.ids, np.array(completion, np.int32)]), len(prompt.ids), 0))
         self.causes.append(prompt.break_cause)
-        self._naive = self._encoded(text) + completion
+        self._naive = anew + completion
         self.known.append(message)
         self.sent.append(returned(message, self.rng))
         for call in message.get("tool_calls", ()):
@@ -178,13 +179,6 @@ class Talk:
         if self.known[-1]["role"] != "user" or len(questions) < 2:
             return True
         return not any(m.get("reasoning_content", "").strip() for m in self.known[questions[-2] : questions[-1]])
-
-    def _encoded(self, text: str | None) -> list[int]:
-        return list(self.world.tokenizer.encode(text or "", add_special_tokens=False).ids)
-
-    def _count_naive(self, text: str | None) -> None:
-        """Whether tokenizing the conversation anew would have kept the ids of the call before."""
-        self.counts["naive breaks"] += self._encoded(text)[: len(self._naive)] != self._naive
 
     def finish(self) -> Counter[str]:
         """No step that breaks does so without a recorded cause, and none has the same text in other tokens."""

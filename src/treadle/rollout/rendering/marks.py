@@ -23,7 +23,8 @@ Part = int | str
 
 _FENCE = "fence"
 _MARKS = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
-_IN_A_WORD = re.compile(r"(?s).*[A-Za-z0-9](?=[A-Za-z0-9])")  # never inside a tag or at an edge: templates look there
+# Where a fence may stand: inside a word, else behind a character; not in a tag, which templates look for.
+_PLACES = (re.compile(r"(?s).*\w(?=\w)(?!\w*>)"), re.compile(r"(?s).*[^\s<>](?!\w*>)"))
 _LOOKED_AT = 400  # characters at the end of a content in which a place for a fence is looked for
 
 
@@ -101,7 +102,8 @@ class Marks:
 
     def _fence(self, number: int, message: Plain) -> Plain:
         content = message["content"]
-        found = _IN_A_WORD.match(content, max(0, len(content) - _LOOKED_AT))
+        begin = max(0, len(content) - _LOOKED_AT)
+        found = next(filter(None, (place.match(content, begin) for place in _PLACES)), None)
         if message["role"] == "system" or not found:
             return message
         return {**message, "content": content[: found.end()] + self._new(number, _FENCE, 0) + content[found.end() :]}

@@ -136,7 +136,8 @@ def _wanted(message: Plain) -> Iterator[tuple[Part, str, BreakCause]]:
     if thought := reasoning(message):
         yield "reasoning", thought, BreakCause.THINKING_STRIPPED
     for number, call in enumerate(message.get("tool_calls") or ()):
-        yield number, call["function"]["name"].strip(), BreakCause.TOOL_CALL_REWRITTEN
+        if name := call["function"]["name"].strip():
+            yield number, name, BreakCause.TOOL_CALL_REWRITTEN
     if content := message["content"].strip():
         yield "content", content, BreakCause.REWRITTEN
 
