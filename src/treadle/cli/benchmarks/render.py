@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -37,7 +38,6 @@ _TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-_MESSAGES = (10, 20, 40, 80)
 _IDS = 250  # of a message
 
 
@@ -50,13 +50,13 @@ class _Work:
     ids: Ids
 
 
-def measure(threads: int, repeats: int) -> Report:
-    """Milliseconds of CPU time of the next prompt of conversations of several lengths. threads: there is only one."""
+def measure(threads: int, repeats: int, messages: Sequence[int] = (10, 20, 40, 80)) -> Report:
+    """Milliseconds of CPU time of the next prompt, for conversations of so many messages, on one thread."""
     tokenizer: Any = load_tokenizer(Path(str(files("treadle.recipes") / "tokenizer")))
     tokenizer.chat_template = _TEMPLATE
     renderer = ChatRenderer(tokenizer, [int(tokenizer.eos_token_id)])
     rows: list[Row] = []
-    for count in _MESSAGES:
+    for count in messages:
         work, growing = _grow(renderer, tokenizer, count)
         taken = cpu_seconds(
             {"exact": partial(_render, work), "anew": partial(_tokenize, tokenizer, work)}, max(repeats, 20)
