@@ -101,10 +101,6 @@ class Structure:
         """Text of the ids, structural tokens by their usual names."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def is_structural(self, ident: int) -> bool:
-        """Whether the id is that of a structural token."""
-        return ident in self._token_at
-
     def tokens(self, text: str) -> Iterator[re.Match[str]]:
         """The structural tokens in guarded text."""
         return self.pattern.finditer(text)
