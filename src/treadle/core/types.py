@@ -163,8 +163,10 @@ class Task:
     """One dataset row. `task_id` is stable; everything in it is plain JSON data.
 
     prompt: the messages an agent starts from, unless the environment's `reset` makes its own.
-    environment: which environment runs it (a registered name or `module:attribute`); empty: the recipe's.
-    ground_truth, extras: whatever the environment needs to run and grade it.
+    environment, agent: which of the two plays it, at most one of them (a registered name or `module:attribute`); both
+    empty: the recipe's. ground_truth, extras: whatever that needs to run and grade it.
+
+    Raises DataError for what breaks this.
     """
 
     task_id: str
@@ -172,10 +174,16 @@ class Task:
     environment: str = ""
     ground_truth: Any = None
     extras: Mapping[str, Any] = field(default_factory=dict)
+    agent: str = ""
 
     def __post_init__(self) -> None:
         if not self.task_id:
             raise DataError("a task needs a task_id")
+        if self.environment and self.agent:
+            raise DataError(
+                f"task {self.task_id} names both the environment {self.environment!r} and the agent {self.agent!r}; "
+                "leave one out"
+            )
         object.__setattr__(self, "prompt", as_messages(self.prompt, f"task {self.task_id}: prompt"))
         try:
             json.dumps([self.ground_truth, dict(self.extras)])

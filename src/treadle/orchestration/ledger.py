@@ -189,5 +189,6 @@ def _step_rows(t: Trajectory, split: str) -> Iterator[tuple[Any, ...]]:
     elif t.reward is None:
         state, reason = StepState.DROPPED, DropReason.FAILED
     for number, step in enumerate(t.steps):
+        became = (state, reason) if step.dropped is None else (StepState.DROPPED, step.dropped)
         lengths = (len(step.prompt_ids), len(step.completion_ids))
-        yield (t.trajectory_id, number, state, reason, *lengths, step.stop_reason, step.reward)
+        yield (t.trajectory_id, number, *became, *lengths, step.stop_reason, step.reward)

@@ -10,8 +10,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from numbers import Real
-from typing import TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -20,7 +18,6 @@ from treadle.core.config import Config
 from treadle.core.engine import Engine
 from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, TrajectoryFailure
 from treadle.core.types import (
-    Failure,
     Group,
     Message,
     SamplingParams,
@@ -31,10 +28,11 @@ from treadle.core.types import (
     trajectory_id,
 )
 from treadle.envs.base import Environment, EnvStep
+from treadle.rollout.agents import AgentHost
 from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.foreign import Outcome, guarded, is_finite, raised
 from treadle.rollout.session import Address, Session
 
-T = TypeVar("T")
 EnvironmentFactory = Callable[[], Environment]
 
 
@@ -47,10 +45,11 @@ class RolloutConfig(Config):
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
     stop: tuple[str, ...] = Field((), description="strings that end a completion")
     environment_timeout: float = Field(60.0, gt=0, description="limit on each call of an environment, seconds")
+    agent_timeout: float = Field(600.0, gt=0, description="limit on a whole attempt of an agent program, seconds")
 
 
 class Rollouts:
-    """Plays attempts: everything they share, in one place."""
+    """Plays attempts: everything they share, in one place. agents: needed by tasks that name an agent."""
 
     def __init__(
         self,
@@ -58,8 +57,10 @@ class Rollouts:
         renderer: ChatRenderer,
         environments: dict[str, EnvironmentFactory],
         config: RolloutConfig,
+        agents: AgentHost | None = None,
     ) -> None:
         self.engine, self.renderer, self.environments, self.config = engine, renderer, environments, config
+        self.agents = agents
 
     def start(
         self, group_id: str, task: Task, addresses: list[Address], temperature: float | None = None
@@ -93,7 +94,22 @@ class Rollouts:
 
     async def _attempt(self, task: Task, session: Session, attempt: int) -> Trajectory:
         started = time.perf_counter()
-        status, failure, warning, reward = Status.FAILED, None, "", None
+        play = self._play_environment if self.agents is None or not task.agent else self.agents.play
+        outcome = await play(task, session)
+        return Trajectory(
+            trajectory_id=session.name,
+            task_id=task.task_id,
+            attempt=attempt,
+            steps=tuple(session.steps),
+            reward=outcome.reward,
+            status=outcome.status,
+            failure=outcome.failure,
+            warning=outcome.warning,
+            seconds=time.perf_counter() - started,
+        )
+
+    async def _play_environment(self, task: Task, session: Session) -> Outcome:
+        warning = ""
         try:
             environment = make_environment(self.environments[task.environment])
             try:
@@ -101,20 +117,9 @@ class Rollouts:
             finally:
                 session.close()  # first: the engine waits for it, and the environment may take its time
                 warning = await self._close(environment)
-            reward = _total(step.reward for step in session.steps)
+            return Outcome(status, _total(step.reward for step in session.steps), warning=warning)
         except TrajectoryFailure as error:
-            failure = Failure(error.cause, error.message)
-        return Trajectory(
-            trajectory_id=session.name,
-            task_id=task.task_id,
-            attempt=attempt,
-            steps=tuple(session.steps),
-            reward=reward,
-            status=status if failure is None else Status.FAILED,
-            failure=failure,
-            warning=warning,
-            seconds=time.perf_counter() - started,
-        )
+            return Outcome.failed(error, warning)
 
     async def _play(self, environment: Environment, task: Task, session: Session) -> Status:
         limit = self.config.environment_timeout
@@ -156,40 +161,7 @@ def make_environment(factory: EnvironmentFactory) -> Environment:
     try:
         return factory()
     except Exception as error:  # foreign code: attributed here, once. Not awaited, so that cancelling leaks nothing
-        raise TrajectoryFailure(Cause.ENVIRONMENT, _raised("create", error)) from error
-
-
-async def guarded(call: Callable[[], Awaitable[T]], cause: Cause, timeout: float, what: str) -> T:
-    """Call foreign code and await it for at most `timeout` seconds.
-
-    Whatever it raises becomes a TrajectoryFailure of this cause, once, here; what it raised is chained. Code that knows
-    better raises TrajectoryFailure itself (an environment whose verifier failed: `Cause.VERIFIER`).
-    """
-
-    async def called() -> T:  # also what is raised before there is anything to await
-        try:
-            return await call()
-        except SystemExit as error:  # asyncio would let it end the run
-            raise TrajectoryFailure(cause, f"{what} tried to exit the process ({error})") from error
-
-    work = asyncio.ensure_future(called())
-    try:
-        done, _pending = await asyncio.wait({work}, timeout=timeout)
-    finally:
-        work.cancel()  # of no effect if it is done
-    if not done:
-        raise TrajectoryFailure(Cause.TIMEOUT, f"{what} took longer than {timeout:g} s")
-    error = work.exception() if not work.cancelled() else asyncio.CancelledError("cancelled itself")
-    if isinstance(error, TrajectoryFailure):
-        raise error
-    if error is not None:
-        raise TrajectoryFailure(cause, _raised(what, error)) from error
-    return work.result()
-
-
-def _raised(what: str, error: BaseException) -> str:
-    """Text that any file, terminal and database takes: foreign messages may hold lone surrogates."""
-    return f"{what} raised {type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+        raise TrajectoryFailure(Cause.ENVIRONMENT, raised("create", error)) from error
 
 
 def checked_messages(value: object, where: str) -> tuple[Message, ...]:
@@ -219,20 +191,13 @@ def _checked_step(value: object) -> EnvStep:
             f"step must return EnvStep(observations, reward, done, info), got {value!r:.100}",
         )
     step = EnvStep(*value)
-    if not _is_finite(step.reward):
+    if not is_finite(step.reward):
         raise TrajectoryFailure(
             Cause.ENVIRONMENT, f"step gave the reward {step.reward!r:.100}; it must be a finite number"
         )
     if not isinstance(step.done, bool | np.bool_):
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave done={step.done!r:.100}; it must be true or false")
     return step._replace(reward=float(step.reward), done=bool(step.done))
-
-
-def _is_finite(value: object) -> bool:
-    try:
-        return isinstance(value, Real | np.bool_) and math.isfinite(value)
-    except OverflowError:  # an integer beyond any float
-        return False
 
 
 def _close_session(session: Session, _: object) -> None:
