@@ -18,8 +18,7 @@ from treadle.orchestration.evaluation import play_held_out
 from treadle.orchestration.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result
 from treadle.orchestration.progress import Progress
-from treadle.rollout.agents import hosting
-from treadle.rollout.attempt import Rollouts
+from treadle.rollout.attempt import open_rollouts
 from treadle.training.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -128,9 +127,11 @@ async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Prog
     progress.phase("evaluation", len(inputs.held_out))
     engine = policy.engine(config.orchestration.engine_batch)
     try:
-        async with hosting(inputs.agents, config.rollout.agent_timeout) as agents:
+        async with open_rollouts(
+            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout, policy.template
+        ) as rollouts:
             return await play_held_out(
-                Rollouts(engine, policy.renderer, inputs.environments, config.rollout, agents),
+                rollouts,
                 inputs.held_out,
                 name="evaluation",
                 seed=config.seed,

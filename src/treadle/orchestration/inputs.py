@@ -18,6 +18,7 @@ from treadle.rollout.agents import Agent, load_agent
 from treadle.rollout.attempt import EnvironmentFactory, checked_messages, make_environment
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.foreign import guarded
+from treadle.rollout.replies import reply_parser
 from treadle.training.demonstrations import load_demonstrations
 
 IN_MEMORY = "in memory"
@@ -44,6 +45,8 @@ def load_inputs(config: RunConfig) -> Inputs:
     train = _tasks(config.data.train, "train", config)
     held_out = _tasks(config.data.held_out, "held_out", config) if config.data.held_out else []
     inputs = make_inputs(train, held_out)
+    if inputs.agents:
+        reply_parser(config.rollout.reply_parser)
     if config.agent and config.agent not in inputs.agents:
         raise ConfigError(
             f"agent {config.agent!r} would play nothing: each task names its own environment or agent, for example "

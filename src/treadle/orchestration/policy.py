@@ -24,7 +24,7 @@ from treadle.training.model import load_tokenizer, make_model, tokenizer_directo
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model with what is needed to talk to it."""
+    """A model with what is needed to talk to it. template: the tokenizer's chat template."""
 
     model: PreTrainedModel
     renderer: ChatRenderer
@@ -32,6 +32,7 @@ class Policy:
     stop_token_ids: tuple[int, ...]
     context: int
     decode: Any
+    template: str
 
     def engine(self, max_batch: int) -> TorchEngine:
         """An embedded engine with its own weights, on the caller's thread: learner and engine take turns."""
@@ -51,7 +52,7 @@ def load_policy(config: ModelConfig, seed: int) -> Policy:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     context = int(model.config.get_text_config().max_position_embeddings)
-    return Policy(model, ChatRenderer(tokenizer, stop), directory, stop, context, decode)
+    return Policy(model, ChatRenderer(tokenizer, stop), directory, stop, context, decode, str(tokenizer.chat_template))
 
 
 def available_cores() -> int:

@@ -26,8 +26,7 @@ from treadle.orchestration.progress import Progress
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
-from treadle.rollout.agents import hosting
-from treadle.rollout.attempt import Rollouts
+from treadle.rollout.attempt import open_rollouts
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others
 from treadle.training.learner import Learner
 
@@ -124,14 +123,16 @@ async def _run_loop(
     engine = policy.engine(config.orchestration.engine_batch)
     stop = StopRequest()
     try:
-        async with hosting(inputs.agents, config.rollout.agent_timeout) as agents:
+        async with open_rollouts(
+            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout, policy.template
+        ) as rollouts:
             loop = Loop(
                 config=config,
                 run=run,
                 ledger=ledger,
                 learner=learner,
                 engine=engine,
-                rollouts=Rollouts(engine, policy.renderer, inputs.environments, config.rollout, agents),
+                rollouts=rollouts,
                 train=inputs.train,
                 held_out=inputs.held_out,
                 tokenizer=policy.tokenizer_path,

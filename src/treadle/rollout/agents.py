@@ -20,7 +20,8 @@ from treadle.core.types import Message, Status, Task
 from treadle.rollout.clients import openai_client
 from treadle.rollout.foreign import Outcome, guarded, is_finite
 from treadle.rollout.gateway.gateway import Gateway
-from treadle.rollout.session import CallOptions, Reply, Session, Tool
+from treadle.rollout.replies import ReplyParser, Tool
+from treadle.rollout.session import CallOptions, Reply, Session
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -81,10 +82,20 @@ class AgentSession(Session):
 
 
 class AgentHost:
-    """Plays attempts by agent programs. All of them reach the model through one gateway."""
+    """Plays attempts by agent programs. All of them reach the model through one gateway.
 
-    def __init__(self, agents: Mapping[str, Agent], gateway: Gateway, timeout: float) -> None:
-        self._agents, self._gateway, self._timeout = agents, gateway, timeout
+    parse: reads their replies. max_steps: most calls of an attempt. timeout: of an attempt, seconds.
+    """
+
+    def __init__(
+        self, agents: Mapping[str, Agent], gateway: Gateway, parse: ReplyParser, max_steps: int, timeout: float
+    ) -> None:
+        self._agents, self._gateway, self._parse = agents, gateway, parse
+        self._max_steps, self._timeout = max_steps, timeout
+
+    def open_session(self, *arguments: Any) -> AgentSession:
+        """A session for `play`; takes what `Session` takes, but for its parser."""
+        return AgentSession(*arguments, self._parse, max_calls=self._max_steps)
 
     async def play(self, task: Task, session: AgentSession) -> Outcome:
         """Run the task's agent on this session, and close it."""
@@ -114,11 +125,10 @@ class AgentHost:
 
 
 @asynccontextmanager
-async def hosting(agents: Mapping[str, Agent], timeout: float) -> AsyncIterator[AgentHost | None]:
-    """A host with its gateway on a free port of the loopback interface; None, and no server, if there are no agents.
-
-    timeout: of an attempt, seconds.
-    """
+async def hosting(
+    agents: Mapping[str, Agent], parse: ReplyParser, max_steps: int, timeout: float
+) -> AsyncIterator[AgentHost | None]:
+    """A host with its gateway on a free port of the loopback interface; None, and no server, if there are no agents."""
     if not agents:
         yield None
         return
@@ -126,7 +136,7 @@ async def hosting(agents: Mapping[str, Agent], timeout: float) -> AsyncIterator[
 
     gateway = Gateway()
     async with serving(gateway, host="127.0.0.1", port=0):
-        yield AgentHost(agents, gateway, timeout)
+        yield AgentHost(agents, gateway, parse, max_steps, timeout)
 
 
 def load_agent(name: str) -> Agent:

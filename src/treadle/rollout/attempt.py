@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
 import numpy as np
@@ -28,9 +29,10 @@ from treadle.core.types import (
     trajectory_id,
 )
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.agents import AgentHost
+from treadle.rollout.agents import Agent, AgentHost, hosting
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.foreign import Outcome, guarded, is_finite, raised
+from treadle.rollout.replies import AUTO, reply_parser
 from treadle.rollout.session import Address, Session
 
 EnvironmentFactory = Callable[[], Environment]
@@ -46,6 +48,9 @@ class RolloutConfig(Config):
     stop: tuple[str, ...] = Field((), description="strings that end a completion")
     environment_timeout: float = Field(60.0, gt=0, description="limit on each call of an environment, seconds")
     agent_timeout: float = Field(600.0, gt=0, description="limit on a whole attempt of an agent program, seconds")
+    reply_parser: str = Field(
+        AUTO, description="how agent programs' tool calls are read: a registered name, module:function, or auto"
+    )
 
 
 class Rollouts:
@@ -55,7 +60,7 @@ class Rollouts:
         self,
         engine: Engine,
         renderer: ChatRenderer,
-        environments: dict[str, EnvironmentFactory],
+        environments: Mapping[str, EnvironmentFactory],
         config: RolloutConfig,
         agents: AgentHost | None = None,
     ) -> None:
@@ -74,28 +79,30 @@ class Rollouts:
             max_tokens=self.config.max_completion_tokens,
             stop=self.config.stop,
         )
-        sessions = [
-            Session(
-                trajectory_id(group_id, a.attempt),
-                self.engine,
-                self.renderer,
-                sampling,
-                self.config.max_input_tokens,
-                a,
-            )
-            for a in addresses
-        ]
         attempts: list[asyncio.Future[Trajectory]] = []
-        for session, a in zip(sessions, addresses, strict=True):
-            attempt = asyncio.ensure_future(self._attempt(task, session, a.attempt))
+        for session, play, a in [(*self._open(group_id, task, a, sampling), a) for a in addresses]:
+            attempt = asyncio.ensure_future(self._attempt(task, session, play, a.attempt))
             attempt.add_done_callback(partial(_close_session, session))  # also if it was cancelled before it began
             attempts.append(attempt)
         return attempts
 
-    async def _attempt(self, task: Task, session: Session, attempt: int) -> Trajectory:
+    def _open(
+        self, group_id: str, task: Task, address: Address, sampling: SamplingParams
+    ) -> tuple[Session, Callable[[], Awaitable[Outcome]]]:
+        """A new session, and how the task is played on it."""
+        name = trajectory_id(group_id, address.attempt)
+        arguments = (name, self.engine, self.renderer, sampling, self.config.max_input_tokens, address)
+        if self.agents is not None and task.agent:
+            driven = self.agents.open_session(*arguments)
+            return driven, partial(self.agents.play, task, driven)
+        session = Session(*arguments)
+        return session, partial(self._play_environment, task, session)
+
+    async def _attempt(
+        self, task: Task, session: Session, play: Callable[[], Awaitable[Outcome]], attempt: int
+    ) -> Trajectory:
         started = time.perf_counter()
-        play = self._play_environment if self.agents is None or not task.agent else self.agents.play
-        outcome = await play(task, session)
+        outcome = await play()
         return Trajectory(
             trajectory_id=session.name,
             task_id=task.task_id,
@@ -154,6 +161,21 @@ class Rollouts:
         except TrajectoryFailure as error:
             return error.message
         return ""
+
+
+@asynccontextmanager
+async def open_rollouts(
+    engine: Engine,
+    renderer: ChatRenderer,
+    environments: Mapping[str, EnvironmentFactory],
+    agents: Mapping[str, Agent],
+    config: RolloutConfig,
+    template: str,
+) -> AsyncIterator[Rollouts]:
+    """`Rollouts` with a gateway, where there are agents. template: the chat template, by which `auto` finds a parser."""
+    parse = reply_parser(config.reply_parser, template)
+    async with hosting(agents, parse, config.max_steps, config.agent_timeout) as host:
+        yield Rollouts(engine, renderer, environments, config, host)
 
 
 def make_environment(factory: EnvironmentFactory) -> Environment:
