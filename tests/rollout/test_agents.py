@@ -317,11 +317,12 @@ def test_cancelled_attempts_close_their_sessions(seconds: float) -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.wait(others)
+        async with asyncio.timeout(20):
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others)
         return engine
 
-    assert asyncio.run(asyncio.wait_for(go(), 20)).open == []
+    assert asyncio.run(go()).open == []
 
 
 def test_the_client_is_of_no_use_afterwards() -> None:

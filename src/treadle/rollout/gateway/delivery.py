@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from treadle.core.errors import ContextExceeded, DataError, EngineError
+from treadle.core.errors import ContextExceeded, DataError, EngineError, StepsExceeded
 from treadle.rollout.gateway.asked import Answer, Dialect, Refusal
 from treadle.rollout.gateway.exchanges import Exchange, Exchanges, Origin
 
@@ -86,6 +86,8 @@ def _outcome(task: asyncio.Task[Answer]) -> Answer | Refusal:
             return error
         case ContextExceeded():
             return Refusal(400, str(error), "messages", "context_length_exceeded")
+        case StepsExceeded():
+            return Refusal(400, str(error), code="max_steps_exceeded")
         case DataError():
             return Refusal(400, str(error))
         case EngineError():
