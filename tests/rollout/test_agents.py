@@ -33,7 +33,7 @@ TASK = Task("t", (user("hello"),), agent="a")
 
 
 async def played(
-    agents: Mapping[str, AnyAgent], engine: FakeEngine, tasks: list[Task], worlds: Any = None, **settings: Any
+    agents: Mapping[str, Any], engine: FakeEngine, tasks: list[Task], worlds: Any = None, **settings: Any
 ) -> list[Trajectory]:
     """One attempt at each task, side by side; every session must be closed afterwards."""
     config = RolloutConfig(**{"max_completion_tokens": 16, "agent_timeout": 20.0, **settings})
@@ -54,7 +54,7 @@ def play(agent: AnyAgent, engine: FakeEngine | None = None, task: Task = TASK, *
 
 async def ask(client: AsyncOpenAI, messages: list[Any], **options: Any) -> str:
     answer = await client.chat.completions.create(model="any", messages=messages, **options)
-    content = answer.choices[0].message.content
+    content: str | None = answer.choices[0].message.content
     assert content is not None
     return content
 
@@ -106,7 +106,7 @@ async def counting_claude(task: Task, client: AsyncOpenAI) -> float:
 def by_seed(prompt: Ids, sampling: SamplingParams) -> list[int]:
     """Random ids, often not the canonical tokenization ("a", "b" instead of "ab"), sometimes cut by length."""
     draws = np.random.default_rng(sampling.seed)
-    return [*(int(i) for i in draws.choice(plain_ids("abc") + [3, 4], draws.integers(1, 20))), END]
+    return [*(int(i) for i in draws.choice([*plain_ids("abc"), 3, 4], draws.integers(1, 20))), END]
 
 
 def test_an_agent_leaves_the_trajectory_that_an_environment_would_have() -> None:
@@ -379,7 +379,8 @@ def test_a_program_plays_an_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     agent = program(
         """
         print("some talk")
-        told = {name: os.environ.get(name) for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN", "NO_PROXY", "MINE")}
+        names = ("ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN", "NO_PROXY", "MINE")
+        told = {name: os.environ.get(name) for name in names}
         json.dump([task, told, os.getcwd()], open("told.json", "w"))
         print(json.dumps({"reward": float(said == task["ground_truth"])}))
         print()
@@ -405,7 +406,7 @@ def test_a_program_plays_an_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ("os.kill(os.getpid(), 9)", "exited with status -9"),
         ("print(0.5)", """the last line of its output must be its reward, as in {"reward": 0.5}; it is '0.5'"""),
         ("", "it is ''"),
-        ("print('{\"reward\": \"1\"}')", "the agent returned '1'"),
+        ('print(\'{"reward": "1"}\')', "the agent returned '1'"),
         ("print('{\"reward\": NaN}')", "the agent returned nan"),
         ("print('x' * 10**7)", "it is 'xxx"),
     ],

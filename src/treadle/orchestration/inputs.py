@@ -1,4 +1,4 @@
-"""What a run plays with: tasks, environments, agents and the first prompts, checked before anything expensive starts."""
+"""What a run plays with: tasks, environments, agents, first prompts; checked before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def _with_players(
     named = {(task.environment, task.agent) for task in (*train, *held_out)}
     if ("", "") in named:
         raise ConfigError(
-            "some tasks name neither an environment nor an agent; set 'environment' or 'agent' in the recipe or in each "
-            "task"
+            "some tasks name neither an environment nor an agent; "
+            "set 'environment' or 'agent' in the recipe or in each task"
         )
     return Inputs(
         train,

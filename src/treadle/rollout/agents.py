@@ -26,6 +26,7 @@ from treadle.rollout.session import CallOptions, Reply, Session
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
+_DEFAULT = CallOptions()
 _PACKAGES = ("openai", "fastapi", "uvicorn")  # the extra `agents`
 _GRACE = 5.0  # seconds that an agent whose time is over has to clean up
 
@@ -58,13 +59,13 @@ class AgentSession(Session):
         self.last_error: StepsExceeded | ContextExceeded | EngineError | None = None
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = CallOptions()
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = _DEFAULT
     ) -> Reply:
         """As of any session, and raises StepsExceeded for one call too many."""
         with self._watched():
             return await super().chat(messages, tools, options)
 
-    async def complete(self, prompt: str | Sequence[int], options: CallOptions = CallOptions()) -> Reply:
+    async def complete(self, prompt: str | Sequence[int], options: CallOptions = _DEFAULT) -> Reply:
         """As of any session, and raises StepsExceeded for one call too many."""
         with self._watched():
             return await super().complete(prompt, options)

@@ -172,7 +172,7 @@ async def open_rollouts(
     config: RolloutConfig,
     template: str,
 ) -> AsyncIterator[Rollouts]:
-    """`Rollouts` with a gateway, where there are agents. template: the chat template, by which `auto` finds a parser."""
+    """`Rollouts`, with a gateway if there are agents. template: the chat template, by which `auto` finds a parser."""
     parse = reply_parser(config.reply_parser, template)
     async with hosting(agents, parse, config.max_steps, config.agent_timeout) as host:
         yield Rollouts(engine, renderer, environments, config, host)

@@ -1,4 +1,4 @@
-"""Ready clients of the OpenAI and Anthropic SDKs, for one attempt's session. The SDKs are imported when first needed."""
+"""Ready clients of the OpenAI and Anthropic SDKs, for one attempt's session; imports the SDKs when first needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def anthropic_client(client: AsyncOpenAI) -> AsyncAnthropic:
     return anthropic.AsyncAnthropic(
         base_url=anthropic_base_url(client),
         api_key=client.api_key,
-        timeout=client.timeout,
+        timeout=client.timeout if isinstance(client.timeout, float) else anthropic.NOT_GIVEN,
         http_client=anthropic.DefaultAsyncHttpxClient(trust_env=False, verify=_tls()),
     )
 

@@ -54,7 +54,8 @@ class Command:
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float:
         """Run it; returns its reward. Raises TrajectoryFailure (agent)."""
         # Files, not pipes: a background process that keeps a pipe open cannot keep anybody waiting.
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complaints:
+        file = tempfile.TemporaryFile
+        with file() as given, file() as said, file() as complaints:
             given.write(_task_line(task))
             given.seek(0)
             status = await self._run(self._variables(client), given, said, complaints)
@@ -63,9 +64,7 @@ class Command:
                 raise TrajectoryFailure(Cause.AGENT, f"{self.words[0]} exited with status {status}: {last[-500:]}")
             return _reward(_tail(said))
 
-    async def _run(
-        self, variables: Mapping[str, str], given: IO[bytes], said: IO[bytes], complaints: IO[bytes]
-    ) -> int:
+    async def _run(self, variables: Mapping[str, str], given: IO[bytes], said: IO[bytes], complaints: IO[bytes]) -> int:
         process = await asyncio.create_subprocess_exec(
             *self.words,
             stdin=given,
@@ -121,6 +120,7 @@ def _reward(said: str) -> float:
         row = None
     if not isinstance(row, dict) or "reward" not in row:
         raise TrajectoryFailure(
-            Cause.AGENT, f'the last line of its output must be its reward, as in {{"reward": 0.5}}; it is {line[-200:]!r}'
+            Cause.AGENT,
+            f'the last line of its output must be its reward, as in {{"reward": 0.5}}; it is {line[-200:]!r}',
         )
     return row["reward"]  # type: ignore[no-any-return]  # checked as any agent's reward

@@ -11,7 +11,12 @@ from treadle.core.types import Task
 from treadle.recipes.agents import questions
 from treadle.rollout.clients import anthropic_client
 
-TOOL: Any = {"name": questions.NAME, "description": questions.ABOUT, "input_schema": questions.PARAMETERS}
+_FUNCTION = questions.TOOL["function"]
+TOOL: Any = {
+    "name": _FUNCTION["name"],
+    "description": _FUNCTION["description"],
+    "input_schema": _FUNCTION["parameters"],
+}
 
 
 async def solve(task: Task, client: AsyncOpenAI) -> float:

@@ -20,5 +20,6 @@ async def solve(task: Task, client: AsyncOpenAI) -> float:
             return questions.grade(task, reply.content)
         messages.append(reply.model_dump(exclude_none=True))
         for call in reply.tool_calls:
+            assert call.type == "function"
             page = questions.search(task, questions.read_arguments(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": page})
