@@ -47,10 +47,11 @@ def load_inputs(config: RunConfig) -> Inputs:
     inputs = make_inputs(train, held_out)
     if inputs.agents:
         reply_parser(config.rollout.reply_parser)
-    if config.agent and config.agent not in inputs.agents:
+    if config.agent and config.agent not in {task.agent for task in train}:
+        first = train[0]
         raise ConfigError(
             f"agent {config.agent!r} would play nothing: each task names its own environment or agent, for example "
-            f"{train[0].task_id} {train[0].environment or train[0].agent!r}; use tasks that name none"
+            f"{first.task_id} {first.environment or first.agent!r}; use tasks that name none"
         )
     return inputs
 
