@@ -106,7 +106,7 @@ class AgentHost:
                 reward = _checked_reward(await self._run(task, session))
             except TrajectoryFailure as error:
                 reward, warning = _reward_after(error, session), error.message
-            if all(step.dropped for step in session.steps):
+            if all(step.dropped is not None for step in session.steps):
                 raise _nothing_recorded(session)
         except TrajectoryFailure as error:
             return Outcome.failed(error)
