@@ -6,14 +6,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.models import random_groups
 from tests.orchestration.runs import start
 from tests.worlds import END, PlainTokenizer, Ragged, Told, chatml, hang, plain_ids, tiny, user
 from treadle.core.errors import ConfigError, DataError, EngineError, RunError
 from treadle.core.types import Task
 from treadle.orchestration.inputs import Inputs, check_first_prompts, load_inputs, make_inputs
 from treadle.orchestration.policy import Policy, check_engine, load_policy
+from treadle.packing.flat import flatten
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.learner import Learner
 
@@ -116,8 +119,8 @@ def policies() -> list[Policy]:
     return [load_policy(tiny().model, seed) for seed in (0, 1)]
 
 
-def learner_of(policy: Policy) -> Learner:
-    config = tiny()
+def learner_of(policy: Policy, *overrides: str) -> Learner:
+    config = tiny(*overrides)
     return Learner(policy.model, config.training, config.algorithm, 4)
 
 
@@ -125,6 +128,24 @@ def test_an_engine_with_the_learners_weights_passes(policies: list[Policy]) -> N
     async def go() -> None:
         engine = policies[1].engine(4)  # publication brings the weights of the other policy
         await check_engine(engine, learner_of(policies[0]), policies[0])
+        await engine.close()
+
+    asyncio.run(go())
+
+
+def test_a_learner_in_bfloat16_is_not_taken_for_another_policy() -> None:
+    """Its rounding is no difference of weights."""
+    policy = load_policy(tiny().model, 0)
+    for parameter in policy.model.parameters():
+        parameter.data *= 5  # fresh weights make nearly uniform distributions, which hardly round
+    learners = [learner_of(policy, f"training.precision={precision}") for precision in ("float32", "bfloat16")]
+    exact, rounded = (learner.logprobs(flatten(random_groups(0))) for learner in learners)
+    assert np.abs(exact - rounded).max() > 1e-2
+
+    async def go() -> None:
+        engine = policy.engine(4)
+        for learner in learners:
+            await check_engine(engine, learner, policy)
         await engine.close()
 
     asyncio.run(go())

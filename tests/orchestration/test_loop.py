@@ -65,8 +65,11 @@ def test_what_the_learner_refuses_is_dropped_told_and_not_trained(
     for row in rows:
         refused = row["trajectory_id"].endswith(".0")
         assert (row["state"], row["reason"]) == (("dropped", "refused") if refused else ("trained", None))
+    assert [row["refused"] for row in updates(tmp_path / "run")] == [2] * 4
     told = [line for line in progress.lines if line.startswith("not trained: task ")]
     assert len(told) == 8 and all("the completion is empty" in line for line in told)
+    with pytest.raises(TrainingStopped, match=r"2 of 6 trajectories of update 1 could not be trained .* is empty"):
+        start(tmp_path / "stricter", "orchestration.max_failed_fraction=0.3")
 
 
 def test_no_two_calls_of_a_run_share_a_seed(reference: tuple[Path, Summary]) -> None:

@@ -129,18 +129,12 @@ def test_packing_matters_to_these_models() -> None:
     groups = forked_groups()
     wanted, _ = separate_gradient(exact("lfm2"), groups, AlgorithmConfig())
     learner = rows_learner("lfm2")
-    real = learner.forward.trees
     learner.forward.shares = True
     trees = learner.trees(flatten(groups))
     learner.forward.shares = False
     assert len(trees[0]) < sum(len(step.full_ids) for step in flatten(groups).steps)
     learner.forward.trees = lambda *_: trees  # type: ignore[method-assign]
-    try:
-        found, _ = accumulated(learner, groups)
-    except (IndexError, RuntimeError, ValueError):
-        return
-    finally:
-        learner.forward.trees = real  # type: ignore[method-assign]
+    found, _ = accumulated(learner, groups)
     assert distance(found, wanted) > 1e-2 * norm(wanted)
 
 

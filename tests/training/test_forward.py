@@ -14,12 +14,9 @@ from tests.models import distance, exact, make_group, make_step, norm, tiny
 from tests.training.reference import accumulated, forked_groups, make_learner, separate_gradient
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import ConfigError
-from treadle.packing.flat import calls, flatten
-from treadle.packing.layout import Packing, Sharing, chunks
 from treadle.training import distribution
 from treadle.training.attention.interface import tree_attention
 from treadle.training.distribution import Head, pair_logprobs
-from treadle.training.forward import Forward
 from treadle.training.support import refuse_randomness
 
 # Refusals
@@ -116,6 +113,20 @@ def test_a_sliding_layer_that_keeps_its_window_to_itself_is_refused() -> None:
         make_learner(model)
 
 
+def test_a_window_that_only_the_models_own_mask_knows_is_refused() -> None:
+    """Unless no sequence is long enough to meet it."""
+    noiseless: dict[str, Any] = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "num_local_experts": 4}
+    narrow, wide = (tiny("llama", model_type="phimoe", sliding_window=size, **noiseless) for size in (5, 256))
+    make_learner(wide)
+    with pytest.raises(ConfigError, match=r"layer 0 of PhimoeForCausalLM has a sliding window that it does not tell"):
+        make_learner(narrow)
+
+
+def test_a_window_that_every_layer_has_and_tells_is_fine() -> None:
+    """Though the configuration names no layer types."""
+    make_learner(tiny("llama", model_type="mistral", sliding_window=5))
+
+
 class Louder(Qwen3ForCausalLM):
     """A head that its configuration does not name."""
 
@@ -188,10 +199,6 @@ def test_attention_that_looks_ahead_is_refused() -> None:
 # Row chunks
 
 
-def head_of(model: PreTrainedModel) -> Head:
-    return Head.of(model)
-
-
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
 @pytest.mark.parametrize("family", ["qwen3", "granite", "cohere", "gemma3-capped"])
 @pytest.mark.parametrize("rows", [3, 10])
@@ -217,7 +224,7 @@ def test_logits_in_row_chunks_give_the_same_values_and_gradients(
 def test_a_chunk_that_would_hold_less_than_a_row_holds_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distribution, "CHUNK_BYTES", 1)
     hidden = torch.randn(5, 16)
-    head = head_of(tiny())
+    head = Head.of(tiny())
     logp, entropy = pair_logprobs(head, hidden, torch.arange(5), torch.ones(5), True)
     expected = head(hidden).log_softmax(-1)
     assert torch.allclose(logp, expected[range(5), range(5)]) and torch.allclose(
@@ -227,7 +234,7 @@ def test_a_chunk_that_would_hold_less_than_a_row_holds_one(monkeypatch: pytest.M
 
 def test_no_pairs_are_no_rows() -> None:
     logp, entropy = pair_logprobs(
-        head_of(tiny()), torch.zeros(0, 16), torch.zeros(0, dtype=torch.int64), torch.ones(0), True
+        Head.of(tiny()), torch.zeros(0, 16), torch.zeros(0, dtype=torch.int64), torch.ones(0), True
     )
     assert logp.shape == entropy.shape == (0,)
 
@@ -236,7 +243,7 @@ def test_no_pairs_are_no_rows() -> None:
 def test_entropy_carries_a_gradient_only_if_asked(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(distribution, "CHUNK_BYTES", rows * 32 * 4)
     model = tiny()
-    head, hidden = head_of(model), torch.randn(7, 16, requires_grad=True)
+    head, hidden = Head.of(model), torch.randn(7, 16, requires_grad=True)
     for asked in (False, True):
         logp, entropy = pair_logprobs(head, hidden, torch.arange(7), torch.ones(7), asked)
         assert logp.requires_grad and entropy.requires_grad is asked
@@ -285,15 +292,7 @@ def test_peak_memory_at_a_large_vocabulary_stays_far_below_the_logits(rows: int,
     assert peak < 0.5 * logits
 
 
-# Layout
-
-
-def test_trees_fit_the_budget_or_are_computed_in_pieces_that_do() -> None:
-    forward = Forward(tiny(), 20)
-    batch = flatten(forked_groups())
-    for sharing in Sharing:
-        for tree in forward.trees(calls(batch), Packing.TREE, sharing):
-            assert all(len(part.token_ids) <= 20 for part in chunks(tree, 20))
+# Vocabulary
 
 
 def test_a_vocabulary_smaller_than_the_probes_ids_is_fine() -> None:

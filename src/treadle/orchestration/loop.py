@@ -128,7 +128,8 @@ class Loop:
         with _timed(seconds, "publish"):
             await self.engine.publish(self.learner.weights(), self.state.version + 1)
         self.ledger.note_advantages({t: a for result in results for t, a in result.advantage.items()})
-        self._refuse({t: why for result in results for t, why in result.refused.items()})
+        refused = {t: why for result in results for t, why in result.refused.items()}
+        self._refuse(refused)
         self._log(groups, results, seconds)
         self.state = replace(
             self.state,
@@ -136,6 +137,7 @@ class Loop:
             version=self.state.version + 1,
             cursor=self.state.cursor + len(groups),
         )
+        self._give_up_if_refusing(refused, groups)
 
     def _log(self, groups: list[Group], results: list[UpdateResult], seconds: dict[str, float]) -> None:
         """One line of metrics.jsonl per optimizer update, each about its own groups."""
@@ -147,6 +149,7 @@ class Loop:
                 "update": self.state.update + number + 1,
                 "version": self.state.version,
                 **trajectory_metrics(groups[number * size : (number + 1) * size], self.config.evaluation.success_at),
+                "refused": len(result.refused),
                 **result.metrics,
                 **{f"seconds_{phase}": value / len(results) for phase, value in seconds.items()},
                 "wall_seconds": wall,
@@ -183,6 +186,18 @@ class Loop:
             f"{len(failures)} of {len(everyone)} trajectories of update {self.state.update + 1} failed "
             f"(orchestration.max_failed_fraction is {self.config.orchestration.max_failed_fraction}); "
             f"most often ({count}x) {cause}: {message}. "
+            f"A checkpoint of update {self.state.update} is saved: fix the cause, then --resume"
+        )
+
+    def _give_up_if_refusing(self, refused: dict[str, str], groups: list[Group]) -> None:
+        everyone = sum(len(group.trajectories) for group in groups)
+        if len(refused) <= self.config.orchestration.max_failed_fraction * everyone:
+            return
+        self._checkpoint()
+        raise TrainingStopped(
+            f"{len(refused)} of {everyone} trajectories of update {self.state.update} could not be trained "
+            f"(orchestration.max_failed_fraction is {self.config.orchestration.max_failed_fraction}), "
+            f"for example {next(iter(refused.values()))}. "
             f"A checkpoint of update {self.state.update} is saved: fix the cause, then --resume"
         )
 

@@ -18,6 +18,7 @@ from treadle.packing.flat import Call
 from treadle.packing.layout import Packing, Sharing
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.config import ModelConfig
+from treadle.training.forward import Forward
 from treadle.training.learner import Learner
 from treadle.training.model import load_tokenizer, make_model, tokenizer_directory
 
@@ -77,8 +78,9 @@ async def check_engine(engine: TorchEngine, learner: Learner, policy: Policy) ->
     answer = await engine.generate(prompt, SamplingParams(temperature=1.0, max_tokens=8, seed=1), session="probe")
     engine.close_session("probe")
     call = Call(np.concatenate([prompt, answer.token_ids]), len(prompt), 0)
-    [tree] = learner.forward.trees([call], Packing.STEP, Sharing.TRAJECTORY)
-    learned = learner.forward.scores(tree, torch.ones(len(answer.token_ids))).logp.cpu().numpy()
+    exact = Forward(learner.model, len(call.token_ids))  # in float32: bfloat16 rounds by more than other weights may do
+    [tree] = exact.trees([call], Packing.STEP, Sharing.TRAJECTORY)
+    learned = exact.scores(tree, torch.ones(len(answer.token_ids))).logp.cpu().numpy()
     scored = (await engine.score(call.token_ids))[len(prompt) - 1 :]
     for name, other in (("its own scoring pass", scored), ("the learner", learned)):
         gap = float(np.abs(answer.logprobs - other).max())

@@ -85,7 +85,10 @@ class Forward:
             return self._first_pass(parts, temperature, store)
 
     def backward(self, tree: PrefixTree, temperature: Tensor, gradient: Gradient, entropy_grad: bool = False) -> Scores:
-        """Add a loss's gradient to the parameters' `.grad`. The loss is known by its `gradient` alone."""
+        """Add a loss's gradient to the parameters' `.grad`. The loss is known by its `gradient` alone.
+
+        temperature [N]: as for `scores`. entropy_grad: `gradient` gives one by entropies, too.
+        """
         parts = self._chunks(tree)
         if len(parts) > 1:
             return self._stream(parts, len(tree), temperature, gradient, entropy_grad)
@@ -206,7 +209,8 @@ class Forward:
         if self.shares:
             model.set_attn_implementation("eager")
         with torch.no_grad():
-            own = [model(torch.from_numpy(ids).long()[None].to(model.device)).logits[0] for ids in sequences]
+            rows = [torch.from_numpy(ids).long()[None].to(model.device) for ids in sequences]
+            own = [model(row, use_cache=False).logits[0] for row in rows]
             if self.shares:
                 model.set_attn_implementation(ATTENTION)
             calls = [Call(ids, 1, 0) for ids in sequences]

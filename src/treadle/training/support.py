@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -46,6 +48,12 @@ def refuse_randomness(model: PreTrainedModel) -> None:
 
 
 def slides(config: PretrainedConfig, layer: int) -> bool:
-    """Whether the configuration says that this layer's attention has a sliding window."""
+    """Whether the configuration says that this layer's attention has a sliding window.
+
+    Without layer types, a window is every layer's; one as long as the model's context is none.
+    """
     kinds = getattr(config, "layer_types", None)
-    return kinds is not None and kinds[layer] == "sliding_attention"
+    if kinds is not None:
+        return bool(kinds[layer] == "sliding_attention")
+    window = getattr(config, "sliding_window", None)
+    return window is not None and window < getattr(config, "max_position_embeddings", math.inf)
