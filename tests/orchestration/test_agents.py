@@ -162,3 +162,31 @@ def test_a_task_is_played_by_one_of_the_two() -> None:
 def test_what_cannot_work_is_refused_when_inputs_are_loaded(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_inputs(recipe("lookup_agent", "warm_start=null", *overrides))
+
+
+class Flaky:
+    """An agent of which every third attempt raises and every fourth never asks."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+
+    async def __call__(self, task: Task, client: Any) -> float:
+        self.attempts = number = self.attempts + 1
+        if number % 4 == 0:
+            return 1.0
+        reward = await solve(task, client)
+        if number % 3 == 0:
+            raise LookupError("nothing to grade with")
+        return reward
+
+
+def test_every_step_of_failing_agents_is_accounted_for(tmp_path: Path) -> None:
+    tasks = [Task(f"t{i}", (user(f"be brief {i}"),)) for i in range(4)]
+    run = tmp_path / "run"
+    settings = {**SETTINGS, "training.group_size": 6, "orchestration.max_failed_fraction": 0.9}
+    treadle.train(Flaky(), tasks, model=MODEL, run=run, settings=settings, progress=Quiet())
+    states = query(run, "SELECT state, reason, count(*) AS n FROM steps GROUP BY 1, 2 ORDER BY 1")
+    assert [(row["state"], row["reason"], row["n"]) for row in states] == [("dropped", "failed", 3), ("trained", None, 6)]
+    failures = query(run, "SELECT failure_cause, failure_message FROM trajectories WHERE status = 'failed'")
+    assert {row["failure_cause"] for row in failures} == {"agent"}
+    assert {row["failure_message"].split()[2] for row in failures} == {"raised", "ended"}

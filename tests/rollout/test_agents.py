@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from openai import APIStatusError, AsyncOpenAI, BadRequestError
+from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError
 
 from tests.worlds import END, PlainTokenizer, hang, plain_ids, saying, tool, user
 from treadle.core.draws import Stream
+from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, EngineError, TrajectoryFailure
-from treadle.core.types import Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
+from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.agents import check_agent, load_agent
@@ -306,6 +307,48 @@ def test_a_timed_out_agent_may_clean_up_and_leaves_no_task() -> None:
 
     assert asyncio.run(go()) == 1
     assert cleaned == ["t"]
+
+
+class Stuck(FakeEngine):
+    """Never answers its first call."""
+
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, **where: Any) -> Completion:
+        completion = await super().generate(prompt_ids, sampling, **where)
+        if len(self.calls) == 1:
+            await hang()
+        return completion
+
+    async def asked(self, client: AsyncOpenAI) -> asyncio.Task[str]:
+        """A call that hangs, once it has reached the engine."""
+        call = asyncio.create_task(ask(client.with_options(max_retries=0), [user("slow")]))
+        while not self.calls:
+            await asyncio.sleep(0.01)
+        return call
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_call_that_the_agent_does_not_wait_for_is_recorded_and_never_trained(cancelled: bool) -> None:
+    engine = Stuck(lambda prompt, sampling: [*plain_ids("a"), END])
+
+    async def impatient(task: Task, client: AsyncOpenAI) -> float:
+        call = await engine.asked(client)
+        if cancelled:
+            call.cancel()
+        reward = float(await ask(client, [user("fast")]) == "a")
+        left.append(call)
+        return reward
+
+    async def go() -> Trajectory:
+        [trajectory] = await played({"a": impatient}, engine, [TASK])
+        with pytest.raises(asyncio.CancelledError if cancelled else APIError):
+            await left[0]
+        return trajectory
+
+    left: list[asyncio.Task[str]] = []
+    trajectory = asyncio.run(go())
+    assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.DONE, 1.0, None)
+    assert [step.dropped for step in trajectory.steps] == [DropReason.CANCELLED, None]
+    assert len(trajectory.live_steps) == 1
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.4])
