@@ -135,7 +135,7 @@ def test_an_agent_can_be_trained_from_python(tmp_path: Path) -> None:
     assert summary["updates"] == 1
     assert RunDirectory.open(run).config().agent == "solve"
     with pytest.raises(ConfigError, match="too many positional arguments"):
-        treadle.train(too_few, tasks, model=MODEL, run=tmp_path / "other", settings=SETTINGS)
+        treadle.train(too_few, tasks, model=MODEL, run=tmp_path / "other", settings=SETTINGS)  # type: ignore[arg-type]
 
 
 def test_a_task_is_played_by_one_of_the_two() -> None:
@@ -186,7 +186,10 @@ def test_every_step_of_failing_agents_is_accounted_for(tmp_path: Path) -> None:
     settings = {**SETTINGS, "training.group_size": 6, "orchestration.max_failed_fraction": 0.9}
     treadle.train(Flaky(), tasks, model=MODEL, run=run, settings=settings, progress=Quiet())
     states = query(run, "SELECT state, reason, count(*) AS n FROM steps GROUP BY 1, 2 ORDER BY 1")
-    assert [(row["state"], row["reason"], row["n"]) for row in states] == [("dropped", "failed", 3), ("trained", None, 6)]
+    assert [(row["state"], row["reason"], row["n"]) for row in states] == [
+        ("dropped", "failed", 3),
+        ("trained", None, 6),
+    ]
     failures = query(run, "SELECT failure_cause, failure_message FROM trajectories WHERE status = 'failed'")
     assert {row["failure_cause"] for row in failures} == {"agent"}
     assert {row["failure_message"].split()[2] for row in failures} == {"raised", "ended"}

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import resource
 import sys
 import textwrap
 import time
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError
 
-from tests.worlds import END, PlainTokenizer, hang, plain_ids, saying, tool, user
+from tests.worlds import END, HELLO, PlainTokenizer, hang, plain_ids, saying, tool, user
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, EngineError, TrajectoryFailure
@@ -163,6 +164,19 @@ def test_concurrent_attempts_do_not_mix() -> None:
             text = PlainTokenizer().decode(step.prompt_ids, skip_special_tokens=False)
             assert f"\n{n} turn {turn}<" in text
             assert step.dropped is None
+
+
+def test_many_attempts_side_by_side_may_open_their_files() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/dev/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, limits[1]))
+    try:
+        trajectories = asyncio.run(
+            played({"a": once}, saying("a"), [Task(str(n), HELLO, agent="a") for n in range(80)])
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [trajectory.reward for trajectory in trajectories] == [1.0] * 80
 
 
 # Limits

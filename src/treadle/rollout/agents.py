@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import resource
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _DEFAULT = CallOptions()
 _PACKAGES = ("openai", "fastapi", "uvicorn")  # the extra `agents`
+_FILES = 65536
 _GRACE = 5.0  # seconds that an agent whose time is over has to clean up
 
 
@@ -135,9 +137,18 @@ async def hosting(
         return
     from treadle.rollout.gateway.serving import serving  # FastAPI and uvicorn
 
+    _allow_files()
     gateway = Gateway()
     async with serving(gateway, host="127.0.0.1", port=0):
         yield AgentHost(agents, gateway, parse, max_steps, timeout)
+
+
+def _allow_files() -> None:
+    """Let this process open more files: an attempt holds a few sockets and files, and hundreds are played at a time."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def load_agent(name: str) -> Agent:
