@@ -43,7 +43,7 @@ CHAT_TEMPLATE = """\
 {{ '<|im_start|>assistant\\n' }}
 {%- endif -%}
 """
-"""ChatML, and tool calls as the demo writes a search: `<search> Anna</search>`. The whitespace control keeps it the same
+"""ChatML; a tool call as the demo writes a search: `<search> Anna</search>`. The whitespace control keeps it the same
 under any Jinja trimming options."""
 
 _CORPUS = 1500  # demonstrations; enough for every name to occur hundreds of times
