@@ -267,7 +267,7 @@ FAILURES: list[tuple[AnyAgent, Cause, str, int]] = [
     (returning("1"), Cause.AGENT, "the agent returned '1'", 1),
     (returning(SystemExit(3)), Cause.AGENT, "the agent tried to exit the process (3)", 1),
     (returning(TrajectoryFailure(Cause.VERIFIER, "no tests")), Cause.VERIFIER, "no tests", 1),
-    (returning(hang), Cause.TIMEOUT, "the agent took longer than 0.5 s", 1),
+    (returning(hang), Cause.TIMEOUT, "the agent took longer than 2 s", 1),
     (silent, Cause.AGENT, "ended without a single answer of the model", 0),
     (elsewhere, Cause.AGENT, "the agent raised APIConnectionError", 0),
 ]
@@ -279,7 +279,7 @@ def test_a_failure_is_attributed_and_leaves_its_siblings_alone(
 ) -> None:
     tasks = [Task("t", (user("hello"),), agent=name) for name in ("well", "ill", "well")]
     before, failed, after = asyncio.run(
-        played({"well": once, "ill": agent}, saying("a"), tasks, agent_timeout=0.5 if cause is Cause.TIMEOUT else 20.0)
+        played({"well": once, "ill": agent}, saying("a"), tasks, agent_timeout=2.0 if cause is Cause.TIMEOUT else 20.0)
     )
     assert (failed.status, failed.reward, len(failed.steps)) == (Status.FAILED, None, steps)
     assert failed.failure is not None and failed.failure.cause is cause
@@ -316,7 +316,7 @@ def test_a_timed_out_agent_may_clean_up_and_leaves_no_task() -> None:
             cleaned.append(task.task_id)
 
     async def go() -> int:
-        await played({"a": slow}, saying("a"), [TASK], agent_timeout=0.3)
+        await played({"a": slow}, saying("a"), [TASK], agent_timeout=1.5)
         return len(asyncio.all_tasks())
 
     assert asyncio.run(go()) == 1
@@ -506,13 +506,13 @@ def test_nothing_a_program_started_outlives_the_attempt(rest: str, cause: Cause 
     """The child inherits the outputs; neither of the two keeps the attempt waiting."""
     started = time.perf_counter()
     agent = program(CHILD + rest, environment={"PIDS": str(tmp_path / "pids")})
-    trajectory = play(agent, agent_timeout=3.0)
+    trajectory = play(agent, agent_timeout=6.0)
     assert (trajectory.failure and trajectory.failure.cause) == cause
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 20
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     while any(alive(pid) for pid in pids):  # killed already; the parent of a child may yet have to fetch it
-        assert time.perf_counter() - started < 10
+        assert time.perf_counter() - started < 20
         time.sleep(0.01)
 
 
