@@ -13,6 +13,7 @@ from treadle.core.errors import (
     DataError,
     EngineError,
     RunError,
+    StepsExceeded,
     TrainingStopped,
     TrajectoryFailure,
     TreadleError,
@@ -28,6 +29,7 @@ EXAMPLES: list[TreadleError] = [
     TrainingStopped("every trajectory failed"),
     TrajectoryFailure(Cause.TIMEOUT, "no answer in 5 s"),
     ContextExceeded(1025, 1024),
+    StepsExceeded(8),
 ]
 
 

@@ -25,9 +25,9 @@ from treadle.training.learner import Learner
 
 def test_a_task_without_an_environment_is_refused() -> None:
     task = Task("t", (user("?"),))
-    with pytest.raises(ConfigError, match="name no environment"):
+    with pytest.raises(ConfigError, match="name neither an environment nor an agent"):
         make_inputs([task], [], {})
-    assert make_inputs([task], [], {"w": Ragged}, default="w").train[0].environment == "w"
+    assert make_inputs([task], [], {"w": Ragged}).train[0].environment == "w"
 
 
 def test_environments_that_are_not_given_are_looked_up() -> None:

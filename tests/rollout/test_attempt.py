@@ -32,7 +32,8 @@ from treadle.core.errors import Cause, EngineError, TrajectoryFailure
 from treadle.core.types import Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.attempt import RolloutConfig, gather_group, guarded
+from treadle.rollout.attempt import RolloutConfig, gather_group
+from treadle.rollout.foreign import guarded
 from treadle.rollout.session import Address
 
 DONE = EnvStep(reward=1.0, done=True)

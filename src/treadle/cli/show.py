@@ -142,7 +142,8 @@ def _print_trajectory(console: Console, found: dict[str, Any]) -> None:
     console.print(
         Text.assemble((found["trajectory_id"], "bold"), f"   {found['split']}, {ending(found)}"), soft_wrap=True
     )
-    console.print(f"task {task['task_id']}, environment {task['environment']}", soft_wrap=True)
+    player = f"agent {task['agent']}" if task.get("agent") else f"environment {task['environment']}"
+    console.print(f"task {task['task_id']}, {player}", soft_wrap=True)
     if task["ground_truth"] is not None:
         console.print(f"ground truth {task['ground_truth']!r}", soft_wrap=True)
     advantage = "" if found["advantage"] is None else f", advantage {found['advantage']:.4f}"

@@ -74,3 +74,14 @@ class ContextExceeded(TreadleError, RuntimeError):
             f"the prompt has {self.prompt_tokens} tokens, max_input_tokens is {self.max_input_tokens}; "
             "raise rollout.max_input_tokens or shorten the prompt"
         )
+
+
+class StepsExceeded(TreadleError, RuntimeError):
+    """An agent program asked for one call more than `max_steps`."""
+
+    def __init__(self, max_steps: int) -> None:
+        super().__init__(max_steps)
+        self.max_steps = max_steps
+
+    def __str__(self) -> str:
+        return f"the attempt has made its {self.max_steps} calls; raise rollout.max_steps if it needs more"

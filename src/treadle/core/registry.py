@@ -67,7 +67,10 @@ def _load(target: str, where: str) -> Any:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
         # Anything else that importing a module raises is a bug in it, and its traceback helps most.
-        raise ConfigError(f"{where}: cannot import {module_name!r}: {error}") from error
+        missing = (isinstance(error, ModuleNotFoundError) and error.name) or module_name
+        own = f"{module_name}.".startswith(f"{missing}.")
+        hint = "" if own else f"; install the package that has {missing.partition('.')[0]!r}"
+        raise ConfigError(f"{where}: cannot import {module_name!r}: {error}{hint}") from error
     try:
         return reduce(getattr, attribute.split("."), module)
     except AttributeError as error:

@@ -167,8 +167,10 @@ class Task:
     """One dataset row. `task_id` is stable; everything in it is plain JSON data.
 
     prompt: the messages an agent starts from, unless the environment's `reset` makes its own.
-    environment: which environment runs it (a registered name or `module:attribute`); empty: the recipe's.
-    ground_truth, extras: whatever the environment needs to run and grade it.
+    environment, agent: which of the two plays it, at most one of them (a registered name or `module:attribute`); both
+    empty: the recipe's. ground_truth, extras: whatever that needs to run and grade it.
+
+    Raises DataError for what breaks this.
     """
 
     task_id: str
@@ -176,10 +178,16 @@ class Task:
     environment: str = ""
     ground_truth: Any = None
     extras: Mapping[str, Any] = field(default_factory=dict)
+    agent: str = ""
 
     def __post_init__(self) -> None:
         if not self.task_id:
             raise DataError("a task needs a task_id")
+        if self.environment and self.agent:
+            raise DataError(
+                f"task {self.task_id} names both the environment {self.environment!r} and the agent {self.agent!r}; "
+                "leave one out"
+            )
         object.__setattr__(self, "prompt", as_messages(self.prompt, f"task {self.task_id}: prompt"))
         try:
             json.dumps([self.ground_truth, dict(self.extras)])
@@ -282,15 +290,20 @@ class Trajectory:
             raise DataError(f"trajectory {self.trajectory_id}: reward must be finite, got {self.reward}")
 
     @property
+    def live_steps(self) -> tuple[Step, ...]:
+        """The steps that count: those that were not dropped already when they were recorded."""
+        return tuple(step for step in self.steps if step.dropped is None)
+
+    @property
     def completion_tokens(self) -> int:
-        """Sampled tokens over all steps."""
-        return sum(len(step.completion_ids) for step in self.steps)
+        """Sampled tokens over the steps that count."""
+        return sum(len(step.completion_ids) for step in self.live_steps)
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version that sampled any of its tokens; None without tokens."""
+        """The oldest policy version that sampled any of the tokens that count; None without tokens."""
         return min(
-            (int(step.policy_versions.min()) for step in self.steps if len(step.policy_versions)),
+            (int(step.policy_versions.min()) for step in self.live_steps if len(step.policy_versions)),
             default=None,
         )
 

@@ -22,17 +22,19 @@ from treadle.envs.base import Environment
 
 SPLITS = ("train", "held_out")
 
-_KEYS = ("task_id", "prompt", "environment", "ground_truth", "extras")
+_KEYS = ("task_id", "prompt", "environment", "agent", "ground_truth", "extras")
 _METHODS = {"reset": "task", "step": "text", "close": ""}  # name -> what it takes besides self
 
 
-def load_tasks(source: str, split: str, options: Mapping[str, Any], default_environment: str = "") -> list[Task]:
+def load_tasks(
+    source: str, split: str, options: Mapping[str, Any], default_environment: str = "", default_agent: str = ""
+) -> list[Task]:
     """All tasks of `source`, in order: never none, and no `task_id` twice.
 
     source: the path of a `.jsonl` file (one file a split: `split` selects nothing in it, and it takes no
     options), or a generator's registered name or `module:attribute`, called as
     `generator(split=split, **options)`.
-    default_environment: for tasks that name none.
+    default_environment, default_agent: for tasks that name neither an environment nor an agent.
 
     Raises ConfigError: no such file or generator, or options it does not take. DataError: a row, or what a
     generator returned, breaks the contract; the message names file and line.
@@ -40,16 +42,18 @@ def load_tasks(source: str, split: str, options: Mapping[str, Any], default_envi
     if source.endswith(".jsonl"):
         if options:
             raise ConfigError(f"tasks: the file {source} takes no options, got {', '.join(options)}; remove them")
-        tasks = _read_jsonl(Path(source), default_environment)
+        tasks = _read_jsonl(Path(source), default_environment, default_agent)
     else:
-        tasks = [
-            task if task.environment else replace(task, environment=default_environment)
-            for task in _generate(source, split, options)
-        ]
+        tasks = [with_player(task, default_environment, default_agent) for task in _generate(source, split, options)]
     if not tasks:
         raise DataError(f"{source} has no tasks (split {split!r}, options {dict(options)})")
     _check_distinct(source, tasks)
     return tasks
+
+
+def with_player(task: Task, environment: str, agent: str) -> Task:
+    """The task, played by this environment or agent if it names neither itself."""
+    return task if task.environment or task.agent else replace(task, environment=environment, agent=agent)
 
 
 def load_environment(name: str) -> type[Environment]:
@@ -130,7 +134,7 @@ def _check_distinct(source: str, tasks: Sequence[Task]) -> None:
             )
 
 
-def _read_jsonl(path: Path, default_environment: str) -> list[Task]:
+def _read_jsonl(path: Path, default_environment: str, default_agent: str) -> list[Task]:
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -142,7 +146,7 @@ def _read_jsonl(path: Path, default_environment: str) -> list[Task]:
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             row = _parse_row(line, f"{path}:{number}")
-            tasks[number] = _task(row, path, number, default_environment)
+            tasks[number] = with_player(_task(row, path, number), default_environment, default_agent)
     _check_prompts(path, tasks)
     return list(tasks.values())
 
@@ -164,22 +168,24 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _task(row: Mapping[str, Any], path: Path, line: int, default_environment: str) -> Task:
+def _task(row: Mapping[str, Any], path: Path, line: int) -> Task:
     where = f"{path}:{line}"
     task_id = _typed(row, "task_id", f"{path.stem}-{line:06d}", str, where)
-    environment = _typed(row, "environment", "", str, where) or default_environment
+    environment, agent = _typed(row, "environment", "", str, where), _typed(row, "agent", "", str, where)
     prompt = as_messages(_typed(row, "prompt", [], list, where), f"{where}: prompt")
     extras = _typed(row, "extras", {}, dict, where)
     if not task_id:
         raise DataError(f"{where}: task_id must not be empty; leave it out to get one from the line number")
-    return Task(task_id, prompt, environment, row.get("ground_truth"), extras)
+    if environment and agent:
+        raise DataError(f"{where}: names both environment {environment!r} and agent {agent!r}; leave one out")
+    return Task(task_id, prompt, environment, row.get("ground_truth"), extras, agent)
 
 
 def _check_prompts(path: Path, tasks: Mapping[int, Task]) -> None:
-    """Raise DataError for a task without a prompt, unless its environment's `reset` makes one."""
+    """Raise DataError for a task without a prompt, unless an agent or its environment's `reset` makes one."""
     lines: dict[str, int] = {}  # environment -> the first line that relies on it for the prompt
     for line, task in tasks.items():
-        if not task.prompt:
+        if not task.prompt and not task.agent:
             lines.setdefault(task.environment, line)
     for environment, line in lines.items():
         if not environment or load_environment(environment).reset is Environment.reset:

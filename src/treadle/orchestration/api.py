@@ -1,4 +1,4 @@
-"""`treadle.train`: training from Python, on your own environment and tasks."""
+"""`treadle.train`: training from Python, on your own environment or agent and tasks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from treadle.core.types import Task
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.inputs import IN_MEMORY, make_inputs
 from treadle.orchestration.progress import PlainProgress, Progress
+from treadle.rollout.agents import Agent, check_agent, is_agent
 from treadle.rollout.attempt import EnvironmentFactory
 
 
 def train(
-    environment: EnvironmentFactory,
+    environment: EnvironmentFactory | Agent,
     tasks: Sequence[Task],
     *,
     model: str | dict[str, Any],
@@ -31,7 +32,8 @@ def train(
 ) -> dict[str, Any]:
     """Train `model` to do `tasks` in `environment`; returns the run's summary (what summary.json holds).
 
-    environment: called once per attempt, for a fresh `Environment` (the class itself will do).
+    environment: called once per attempt, for a fresh `Environment` (the class itself will do); or an agent program,
+    `async def agent(task, client)`, which is called once per attempt to play it (`treadle.rollout.agents.Agent`).
     model: directory of a Hugging Face causal LM, or a `model` section (`{"build": {...}, "tokenizer": "demo"}`).
     run: directory of the new run. held_out: tasks to evaluate on before and after.
     settings: any configuration by its path, as on the command line: `{"training.group_size": 16}`.
@@ -46,14 +48,14 @@ def train(
     source = {"source": IN_MEMORY}  # tasks made in Python are no file that a config could name
     data: dict[str, Any] = {
         "recipe": Path(run).name,
-        "environment": name,
+        "agent" if is_agent(environment) else "environment": name,
         "data": {"train": source, "held_out": source if held_out else None},
         "model": section,
     }
     for path, value in (settings or {}).items():
         data = _with_setting(data, path, value)
     config = build(RunConfig, data, "treadle.train")
-    inputs = make_inputs(tasks, held_out, {name: environment}, default=name)
+    inputs = make_inputs(tasks, held_out, **_player(environment, name))
 
     from treadle.orchestration.run_directory import RunDirectory
     from treadle.orchestration.train import resume_run, start_run  # torch
@@ -67,6 +69,13 @@ def train(
         return start()
     with ThreadPoolExecutor(1) as thread:  # in a notebook an event loop is running already: ours needs another thread
         return thread.submit(start).result()
+
+
+def _player(environment: EnvironmentFactory | Agent, name: str) -> dict[str, Any]:
+    """Environment or agent, as `make_inputs` takes it."""
+    if is_agent(environment):
+        return {"agents": {name: check_agent(environment, name)}}
+    return {"environments": {name: environment}}
 
 
 def _check_same(started: RunConfig, now: RunConfig) -> None:

@@ -73,7 +73,8 @@ class RunConfig(Config):
     recipe: str = Field("custom", description="name of the recipe; run directories start with it")
     about: str = Field("", description="what the recipe does, in a line")
     seed: int = Field(0, ge=0, lt=2**48, description="keys every random draw of the run")
-    environment: str = Field("", description="environment of tasks that name none")
+    environment: str = Field("", description="environment of tasks that name neither an environment nor an agent")
+    agent: str = Field("", description="agent program of such tasks, instead of an environment")
     data: DataConfig = Field(description="tasks")
     model: ModelConfig = Field(description="the trained model")
     warm_start: WarmStartConfig | None = Field(None, description="supervised learning before RL")
@@ -82,6 +83,15 @@ class RunConfig(Config):
     training: TrainingConfig = Field(TrainingConfig(), description="the learner")
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="held-out evaluation")
     orchestration: OrchestrationConfig = Field(OrchestrationConfig(), description="the loop")
+
+    @model_validator(mode="after")
+    def _one_player(self) -> RunConfig:
+        if self.environment and self.agent:
+            raise ValueError(
+                f"environment {self.environment!r} and agent {self.agent!r} are both set; "
+                "leave one out (a task may name another of its own)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _whole_batches(self) -> RunConfig:

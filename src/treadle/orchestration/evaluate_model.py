@@ -18,7 +18,7 @@ from treadle.orchestration.evaluation import play_held_out
 from treadle.orchestration.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result
 from treadle.orchestration.progress import Progress
-from treadle.rollout.attempt import Rollouts
+from treadle.rollout.attempt import open_rollouts
 from treadle.training.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -127,16 +127,19 @@ async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Prog
     progress.phase("evaluation", len(inputs.held_out))
     engine = policy.engine(config.orchestration.engine_batch)
     try:
-        return await play_held_out(
-            Rollouts(engine, policy.renderer, inputs.environments, config.rollout),
-            inputs.held_out,
-            name="evaluation",
-            seed=config.seed,
-            epoch=subject.update,
-            temperature=config.evaluation.temperature,
-            concurrency=config.evaluation.concurrency,
-            on_trajectory=on_trajectory,
-        )
+        async with open_rollouts(
+            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout
+        ) as rollouts:
+            return await play_held_out(
+                rollouts,
+                inputs.held_out,
+                name="evaluation",
+                seed=config.seed,
+                epoch=subject.update,
+                temperature=config.evaluation.temperature,
+                concurrency=config.evaluation.concurrency,
+                on_trajectory=on_trajectory,
+            )
     finally:
         await engine.close()
 

@@ -1,21 +1,25 @@
-"""What a run plays with: tasks, environments and the first prompts, checked before anything expensive starts."""
+"""What a run plays with: tasks, environments, agents, first prompts; checked before anything expensive starts."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.registry import resolve
 from treadle.core.types import Message, Task
-from treadle.envs.tasks import load_environment, load_tasks
+from treadle.envs.tasks import load_environment, load_tasks, with_player
 from treadle.orchestration.config import RunConfig, TaskSetConfig
-from treadle.rollout.attempt import EnvironmentFactory, checked_messages, guarded, make_environment
+from treadle.rollout.agents import Agent, load_agent
+from treadle.rollout.attempt import EnvironmentFactory, checked_messages, make_environment
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation, check_turns
+from treadle.rollout.foreign import guarded
+from treadle.rollout.replies import reply_parser
 from treadle.training.demonstrations import load_demonstrations
 
 IN_MEMORY = "in memory"
@@ -24,15 +28,16 @@ IN_MEMORY = "in memory"
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tasks, and the environments they name."""
+    """Tasks, and the environments and agents they name."""
 
     train: list[Task]
     held_out: list[Task]
     environments: dict[str, EnvironmentFactory]
+    agents: dict[str, Agent] = field(default_factory=dict)
 
 
 def load_inputs(config: RunConfig) -> Inputs:
-    """Load tasks and environments as configured, and look at a first demonstration. Needs no torch.
+    """Load tasks, environments and agents as configured, and look at a first demonstration. Needs no torch.
 
     Raises ConfigError or DataError.
     """
@@ -40,25 +45,35 @@ def load_inputs(config: RunConfig) -> Inputs:
         load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
     train = _tasks(config.data.train, "train", config)
     held_out = _tasks(config.data.held_out, "held_out", config) if config.data.held_out else []
-    return make_inputs(train, held_out, {})
+    inputs = make_inputs(train, held_out)
+    if inputs.agents:
+        reply_parser(config.rollout.reply_parser)
+    if config.agent and config.agent not in {task.agent for task in train}:
+        first = train[0]
+        raise ConfigError(
+            f"agent {config.agent!r} would play nothing: each task names its own environment or agent, for example "
+            f"{first.task_id} {first.environment or first.agent!r}; use tasks that name none"
+        )
+    return inputs
 
 
 def load_held_out(config: RunConfig) -> Inputs:
     """Only what an evaluation needs. Needs no torch. Raises ConfigError or DataError."""
     if config.data.held_out is None:
         raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
-    return _with_environments([], _tasks(config.data.held_out, "held_out", config), {})
+    return _with_players([], _tasks(config.data.held_out, "held_out", config), {}, {})
 
 
 def make_inputs(
     train: Sequence[Task],
     held_out: Sequence[Task],
-    environments: dict[str, EnvironmentFactory],
-    default: str = "",
+    environments: Mapping[str, EnvironmentFactory] = MappingProxyType({}),
+    agents: Mapping[str, Agent] = MappingProxyType({}),
 ) -> Inputs:
-    """From tasks in memory; environments not given are looked up in the registry.
+    """From tasks in memory; environments and agents not given are looked up in the registry.
 
-    Raises DataError for no training tasks or a held-out task that is trained on, ConfigError for an environment.
+    The one that is given, if any, plays the tasks that name none. Raises DataError for no training tasks or a held-out
+    task that is trained on, ConfigError for an environment or agent.
     """
     if not train:
         raise DataError("there are no training tasks")
@@ -66,15 +81,29 @@ def make_inputs(
         raise DataError(
             f"{len(shared)} held-out tasks are training tasks too, for example {shared[0]!r}; keep them apart"
         )
-    train, held_out = ([replace(t, environment=t.environment or default) for t in tasks] for tasks in (train, held_out))
-    return _with_environments(train, held_out, environments)
+    default = next(iter(environments), ""), next(iter(agents), "")
+    train, held_out = ([with_player(task, *default) for task in tasks] for tasks in (train, held_out))
+    return _with_players(train, held_out, environments, agents)
 
 
-def _with_environments(train: list[Task], held_out: list[Task], environments: dict[str, EnvironmentFactory]) -> Inputs:
-    named = {t.environment for t in (*train, *held_out)}
-    if "" in named:
-        raise ConfigError("some tasks name no environment; set 'environment' in the recipe or in each task")
-    return Inputs(train, held_out, {n: environments.get(n) or load_environment(n) for n in sorted(named)})
+def _with_players(
+    train: list[Task],
+    held_out: list[Task],
+    environments: Mapping[str, EnvironmentFactory],
+    agents: Mapping[str, Agent],
+) -> Inputs:
+    named = {(task.environment, task.agent) for task in (*train, *held_out)}
+    if ("", "") in named:
+        raise ConfigError(
+            "some tasks name neither an environment nor an agent; "
+            "set 'environment' or 'agent' in the recipe or in each task"
+        )
+    return Inputs(
+        train,
+        held_out,
+        {name: environments.get(name) or load_environment(name) for name, _ in sorted(named) if name},
+        {name: agents.get(name) or load_agent(name) for _, name in sorted(named) if name},
+    )
 
 
 def _tasks(section: TaskSetConfig, split: str, config: RunConfig) -> list[Task]:
@@ -83,14 +112,14 @@ def _tasks(section: TaskSetConfig, split: str, config: RunConfig) -> list[Task]:
     if not section.source.endswith(".jsonl"):
         parameters = inspect.signature(resolve("tasks", section.source)).parameters
         options = {"seed": config.seed, **options} if "seed" in parameters else options
-    return load_tasks(section.source, split, options, config.environment)
+    return load_tasks(section.source, split, options, config.environment, config.agent)
 
 
 def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, context: int) -> None:
     """Raise ConfigError now for what would fail every attempt later.
 
     context: the model's. Checks that prompt and completion fit it, that an environment can be reset (three tasks may
-    try), and that the first prompt is within `rollout.max_input_tokens`.
+    try), and that the first prompt is within `rollout.max_input_tokens`. What an agent will ask first is unknown.
     """
     longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens
     if longest > context:
@@ -99,7 +128,7 @@ def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfi
             f"{config.rollout.max_completion_tokens} = {longest} exceeds the model's context of {context}"
         )
     problems = []
-    for task in inputs.train[:3]:
+    for task in [task for task in inputs.train if task.environment][:3]:
         try:
             messages = asyncio.run(_first_messages(inputs.environments[task.environment], task, config))
         except TrajectoryFailure as failure:
@@ -113,7 +142,8 @@ def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfi
             )
         check_turns(renderer, messages, several=config.rollout.max_steps > 1 and config.rollout.conversation == "turns")
         return
-    raise ConfigError("no environment could be started; " + "; ".join(problems))
+    if problems:
+        raise ConfigError("no environment could be started; " + "; ".join(problems))
 
 
 async def _first_messages(factory: EnvironmentFactory, task: Task, config: RunConfig) -> tuple[Message, ...]:

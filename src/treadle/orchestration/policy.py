@@ -26,7 +26,7 @@ from treadle.training.model import load_tokenizer, make_model, tokenizer_directo
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model with what is needed to talk to it."""
+    """A model with what is needed to talk to it. template: the tokenizer's chat template."""
 
     model: PreTrainedModel
     renderer: ChatRenderer

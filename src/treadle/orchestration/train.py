@@ -26,7 +26,7 @@ from treadle.orchestration.progress import Progress
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
-from treadle.rollout.attempt import Rollouts
+from treadle.rollout.attempt import open_rollouts
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others
 from treadle.training.learner import Learner
 
@@ -122,25 +122,28 @@ async def _run_loop(
     """Returns the final state and whether the run was asked to stop before its end."""
     engine = policy.engine(config.orchestration.engine_batch)
     stop = StopRequest()
-    loop = Loop(
-        config=config,
-        run=run,
-        ledger=ledger,
-        learner=learner,
-        engine=engine,
-        rollouts=Rollouts(engine, policy.renderer, inputs.environments, config.rollout),
-        train=inputs.train,
-        held_out=inputs.held_out,
-        tokenizer=policy.tokenizer_path,
-        state=state,
-        clock=clock,
-        progress=progress,
-        stop=stop,
-    )
     try:
-        await check_engine(engine, learner, policy)
-        with stop_on_signals(stop):
-            final = await loop.run()
+        async with open_rollouts(
+            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout
+        ) as rollouts:
+            loop = Loop(
+                config=config,
+                run=run,
+                ledger=ledger,
+                learner=learner,
+                engine=engine,
+                rollouts=rollouts,
+                train=inputs.train,
+                held_out=inputs.held_out,
+                tokenizer=policy.tokenizer_path,
+                state=state,
+                clock=clock,
+                progress=progress,
+                stop=stop,
+            )
+            await check_engine(engine, learner, policy)
+            with stop_on_signals(stop):
+                final = await loop.run()
     finally:
         await engine.close()
     return final, final.update < config.orchestration.updates

@@ -30,13 +30,21 @@ TAGS = ("<search>", "</search>", "<answer>", "</answer>")
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set arguments = call['function']['arguments'] -%}
+{{ '<' + call['function']['name'] + '> ' }}
+{{- arguments.values() | join(' ') if arguments is mapping else arguments }}
+{{- '</' + call['function']['name'] + '>' }}
+{%- endfor -%}
+{{ '<|im_end|>\\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{ '<|im_start|>assistant\\n' }}
 {%- endif -%}
 """
-"""ChatML; the whitespace control keeps it the same under any Jinja trimming options."""
+"""ChatML; a tool call as the demo writes a search: `<search> Anna</search>`. The whitespace control keeps it the same
+under any Jinja trimming options."""
 
 _CORPUS = 1500  # demonstrations; enough for every name to occur hundreds of times
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from numbers import Real
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
@@ -20,7 +20,6 @@ from treadle.core.config import Config
 from treadle.core.engine import Engine
 from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, TrajectoryFailure
 from treadle.core.types import (
-    Failure,
     Group,
     Message,
     SamplingParams,
@@ -31,11 +30,15 @@ from treadle.core.types import (
     trajectory_id,
 )
 from treadle.envs.base import Environment, EnvStep
+from treadle.rollout.agents import Agent, AgentHost, hosting
 from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.session import Address, Session
+from treadle.rollout.foreign import Outcome, guarded, is_finite, raised
+from treadle.rollout.replies import AUTO, reply_parser
+from treadle.rollout.session import Address, CallOptions, Session
 
-T = TypeVar("T")
 EnvironmentFactory = Callable[[], Environment]
+
+_NEW, _CONTINUED = CallOptions(), CallOptions(continue_final_message=True)
 
 
 class RolloutConfig(Config):
@@ -51,19 +54,25 @@ class RolloutConfig(Config):
         description="where observations go: into messages of their own, or into the assistant's one message, as text",
     )
     environment_timeout: float = Field(60.0, gt=0, description="limit on each call of an environment, seconds")
+    agent_timeout: float = Field(600.0, gt=0, description="limit on a whole attempt of an agent program, seconds")
+    reply_parser: str = Field(
+        AUTO, description="how agent programs' tool calls are read: a registered name, module:function, or auto"
+    )
 
 
 class Rollouts:
-    """Plays attempts: everything they share, in one place."""
+    """Plays attempts: everything they share, in one place. agents: needed by tasks that name an agent."""
 
     def __init__(
         self,
         engine: Engine,
         renderer: ChatRenderer,
-        environments: dict[str, EnvironmentFactory],
+        environments: Mapping[str, EnvironmentFactory],
         config: RolloutConfig,
+        agents: AgentHost | None = None,
     ) -> None:
         self.engine, self.renderer, self.environments, self.config = engine, renderer, environments, config
+        self.agents = agents
 
     def start(
         self, group_id: str, task: Task, addresses: list[Address], temperature: float | None = None
@@ -77,27 +86,44 @@ class Rollouts:
             max_tokens=self.config.max_completion_tokens,
             stop=self.config.stop,
         )
-        sessions = [
-            Session(
-                trajectory_id(group_id, a.attempt),
-                self.engine,
-                self.renderer,
-                sampling,
-                self.config.max_input_tokens,
-                a,
-            )
-            for a in addresses
-        ]
         attempts: list[asyncio.Future[Trajectory]] = []
-        for session, a in zip(sessions, addresses, strict=True):
-            attempt = asyncio.ensure_future(self._attempt(task, session, a.attempt))
+        for session, play, a in [(*self._open(group_id, task, a, sampling), a) for a in addresses]:
+            attempt = asyncio.ensure_future(self._attempt(task, session, play, a.attempt))
             attempt.add_done_callback(partial(_close_session, session))  # also if it was cancelled before it began
             attempts.append(attempt)
         return attempts
 
-    async def _attempt(self, task: Task, session: Session, attempt: int) -> Trajectory:
+    def _open(
+        self, group_id: str, task: Task, address: Address, sampling: SamplingParams
+    ) -> tuple[Session, Callable[[], Awaitable[Outcome]]]:
+        """A new session, and how the task is played on it."""
+        name = trajectory_id(group_id, address.attempt)
+        arguments = (name, self.engine, self.renderer, sampling, self.config.max_input_tokens, address)
+        if self.agents is not None and task.agent:
+            driven = self.agents.open_session(*arguments)
+            return driven, partial(self.agents.play, task, driven)
+        session = Session(*arguments)
+        return session, partial(self._play_environment, task, session)
+
+    async def _attempt(
+        self, task: Task, session: Session, play: Callable[[], Awaitable[Outcome]], attempt: int
+    ) -> Trajectory:
         started = time.perf_counter()
-        status, failure, warning, reward = Status.FAILED, None, "", None
+        outcome = await play()
+        return Trajectory(
+            trajectory_id=session.name,
+            task_id=task.task_id,
+            attempt=attempt,
+            steps=tuple(session.steps),
+            reward=outcome.reward,
+            status=outcome.status,
+            failure=outcome.failure,
+            warning=outcome.warning,
+            seconds=time.perf_counter() - started,
+        )
+
+    async def _play_environment(self, task: Task, session: Session) -> Outcome:
+        warning = ""
         try:
             environment = make_environment(self.environments[task.environment])
             try:
@@ -105,20 +131,9 @@ class Rollouts:
             finally:
                 session.close()  # first: the engine waits for it, and the environment may take its time
                 warning = await self._close(environment)
-            reward = _total(step.reward for step in session.steps)
+            return Outcome(status, _total(step.reward for step in session.steps), warning=warning)
         except TrajectoryFailure as error:
-            failure = Failure(error.cause, error.message)
-        return Trajectory(
-            trajectory_id=session.name,
-            task_id=task.task_id,
-            attempt=attempt,
-            steps=tuple(session.steps),
-            reward=reward,
-            status=status if failure is None else Status.FAILED,
-            failure=failure,
-            warning=warning,
-            seconds=time.perf_counter() - started,
-        )
+            return Outcome.failed(error, warning)
 
     async def _play(self, environment: Environment, task: Task, session: Session) -> Status:
         limit = self.config.environment_timeout
@@ -127,7 +142,7 @@ class Rollouts:
         for _ in range(self.config.max_steps):
             try:
                 going_on = self.config.conversation == "single_message" and conversation[-1]["role"] == "assistant"
-                reply = (await session.chat(conversation, continue_final_message=going_on)).message
+                reply = (await session.chat(conversation, options=_CONTINUED if going_on else _NEW)).message
             except ContextExceeded as error:
                 if not session.steps:
                     raise TrajectoryFailure(Cause.CONTEXT, str(error)) from error
@@ -165,45 +180,26 @@ def _one_turn(conversation: Sequence[Message]) -> list[Message]:
     return [*conversation[:begin], Message(role="assistant", content=text)]
 
 
+@asynccontextmanager
+async def open_rollouts(
+    engine: Engine,
+    renderer: ChatRenderer,
+    environments: Mapping[str, EnvironmentFactory],
+    agents: Mapping[str, Agent],
+    config: RolloutConfig,
+) -> AsyncIterator[Rollouts]:
+    """`Rollouts`, with a gateway if there are agents."""
+    parse = reply_parser(config.reply_parser, renderer.source)
+    async with hosting(agents, parse, config.max_steps, config.agent_timeout) as host:
+        yield Rollouts(engine, renderer, environments, config, host)
+
+
 def make_environment(factory: EnvironmentFactory) -> Environment:
     """A fresh environment. Raises TrajectoryFailure (environment) for whatever the factory raises."""
     try:
         return factory()
     except Exception as error:  # foreign code: attributed here, once. Not awaited, so that cancelling leaks nothing
-        raise TrajectoryFailure(Cause.ENVIRONMENT, _raised("create", error)) from error
-
-
-async def guarded(call: Callable[[], Awaitable[T]], cause: Cause, timeout: float, what: str) -> T:
-    """Call foreign code and await it for at most `timeout` seconds.
-
-    Whatever it raises becomes a TrajectoryFailure of this cause, once, here; what it raised is chained. Code that knows
-    better raises TrajectoryFailure itself (an environment whose verifier failed: `Cause.VERIFIER`).
-    """
-
-    async def called() -> T:  # also what is raised before there is anything to await
-        try:
-            return await call()
-        except SystemExit as error:  # asyncio would let it end the run
-            raise TrajectoryFailure(cause, f"{what} tried to exit the process ({error})") from error
-
-    work = asyncio.ensure_future(called())
-    try:
-        done, _pending = await asyncio.wait({work}, timeout=timeout)
-    finally:
-        work.cancel()  # of no effect if it is done
-    if not done:
-        raise TrajectoryFailure(Cause.TIMEOUT, f"{what} took longer than {timeout:g} s")
-    error = work.exception() if not work.cancelled() else asyncio.CancelledError("cancelled itself")
-    if isinstance(error, TrajectoryFailure):
-        raise error
-    if error is not None:
-        raise TrajectoryFailure(cause, _raised(what, error)) from error
-    return work.result()
-
-
-def _raised(what: str, error: BaseException) -> str:
-    """Text that any file, terminal and database takes: foreign messages may hold lone surrogates."""
-    return f"{what} raised {type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+        raise TrajectoryFailure(Cause.ENVIRONMENT, raised("create", error)) from error
 
 
 def checked_messages(value: object, where: str) -> tuple[Message, ...]:
@@ -233,20 +229,13 @@ def _checked_step(value: object) -> EnvStep:
             f"step must return EnvStep(observations, reward, done, info), got {value!r:.100}",
         )
     step = EnvStep(*value)
-    if not _is_finite(step.reward):
+    if not is_finite(step.reward):
         raise TrajectoryFailure(
             Cause.ENVIRONMENT, f"step gave the reward {step.reward!r:.100}; it must be a finite number"
         )
     if not isinstance(step.done, bool | np.bool_):
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave done={step.done!r:.100}; it must be true or false")
     return step._replace(reward=float(step.reward), done=bool(step.done))
-
-
-def _is_finite(value: object) -> bool:
-    try:
-        return isinstance(value, Real | np.bool_) and math.isfinite(value)
-    except OverflowError:  # an integer beyond any float
-        return False
 
 
 def _close_session(session: Session, _: object) -> None:

@@ -71,6 +71,19 @@ class ChatRenderer:
         text = self.structure.decode(ids)
         return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
 
+    @property
+    def source(self) -> str:
+        """The template's own text."""
+        return self._sources["default"]
+
+    def encode(self, text: str) -> Ids:
+        """Token ids of raw text, special tokens included, int32[T]."""
+        return np.concatenate([np.empty(0, np.int32), *self.structure.encode(text)])
+
+    def decode(self, ids: Ids) -> str:
+        """Text of the ids, special tokens included."""
+        return self.structure.decode([int(i) for i in ids])
+
     def reply(self, message: Message) -> Ids:
         """A reply as a model would ideally sample it: its tokens and the template's end token (for demonstrations).
 

@@ -1,0 +1,195 @@
+"""The shipped agent programs, trained: the same weights as the demo's environment, also when interrupted."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import treadle
+from tests.orchestration.runs import Summary, check_finished, query
+from tests.worlds import Quiet, tiny, user
+from treadle.core.errors import ConfigError, DataError
+from treadle.core.types import Task
+from treadle.orchestration.config import RunConfig, load_recipe
+from treadle.orchestration.inputs import load_inputs, make_inputs
+from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.train import resume_run, start_run
+
+AGENTS = ["with_openai", "with_anthropic", "as_program"]
+SMALL = [
+    "model.build.hidden_size=32",
+    "model.build.intermediate_size=64",
+    "model.build.num_hidden_layers=1",
+    "model.build.num_attention_heads=2",
+    "model.build.num_key_value_heads=2",
+    "warm_start.steps=60",
+    "warm_start.batch_size=16",
+    "warm_start.max_loss=null",
+    "warm_start.options={expert: 0.2, drill: 0.0}",
+    "warm_start.optimizer.learning_rate=1e-2",
+    "training.tasks_per_update=2",
+    "training.group_size=3",
+    "training.threads=1",
+    "data.held_out.options.count=2",
+    "orchestration.updates=2",
+    "rollout.max_steps=3",
+]
+
+
+def recipe(name: str, *overrides: str) -> RunConfig:
+    return load_recipe(name, [*SMALL, *overrides])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One warm start for all runs of this module."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _cached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREADLE_CACHE", str(cache))
+
+
+def started(config: RunConfig, path: Path, progress: Quiet | None = None) -> Summary:
+    return start_run(config, load_inputs(config), path, progress or Quiet())
+
+
+@pytest.fixture(scope="module")
+def by_environment(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TREADLE_CACHE", str(cache))
+        path = tmp_path_factory.mktemp("environment") / "run"
+        started(recipe("demo", "evaluation.greedy_too=false"), path)
+    return path
+
+
+class Interrupted(Quiet):
+    """Ctrl-C in the first batch, which is finished all the same."""
+
+    def phase(self, name: str, total: int) -> None:
+        if name == "rollout" and "interrupted" not in self.lines:
+            self.say("interrupted")
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+SAME = "SELECT trajectory_id, status, reward, advantage, steps, completion_tokens FROM trajectories ORDER BY 1"
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_an_agent_program_trains_as_the_environment_does_also_resumed(
+    agent: str, by_environment: Path, tmp_path: Path
+) -> None:
+    config = recipe("lookup_agent", f"agent=treadle.recipes.agents.{agent}:solve")
+    path = tmp_path / "run"
+    stopped = started(config, path, Interrupted())
+    assert (stopped["stopped_early"], stopped["updates"]) == (True, 1)
+    saved = RunDirectory.open(path).config()
+    summary = resume_run(saved, load_inputs(saved), path, Quiet())
+    check_finished(path)
+    expected = query(by_environment, SAME)
+    assert query(path, SAME) == expected
+    assert {row["status"] for row in expected} == {"done", "max_steps"}
+    assert any(row["steps"] > 1 for row in expected)
+    assert summary["weights_sha256"] == _weights(by_environment)
+
+
+def _weights(path: Path) -> Any:
+    return json.loads(RunDirectory.open(path).summary_file.read_text())["weights_sha256"]
+
+
+# What is refused before anything runs
+
+PLAIN = Task("t", (user("?"),))
+
+
+async def solve(task: Task, client: Any) -> float:
+    """An agent from Python: the shorter the reply, the better."""
+    answer = await client.chat.completions.create(model="m", messages=list(task.prompt))
+    return 1 / (1 + len(answer.choices[0].message.content))
+
+
+async def too_few(task: Task) -> float:
+    return 0.0
+
+
+MODEL = tiny().model.model_dump(exclude_none=True)
+SETTINGS: dict[str, Any] = {
+    "training.tasks_per_update": 2,
+    "training.group_size": 3,
+    "training.threads": 1,
+    "rollout.max_input_tokens": 64,
+    "rollout.max_completion_tokens": 4,
+    "orchestration.updates": 1,
+}
+
+
+def test_an_agent_can_be_trained_from_python(tmp_path: Path) -> None:
+    tasks = [Task(f"t{i}", (user(f"be brief {i}"),)) for i in range(3)]
+    run = tmp_path / "run"
+    summary = treadle.train(solve, tasks, model=MODEL, run=run, settings=SETTINGS, progress=Quiet())
+    check_finished(run)
+    assert summary["updates"] == 1
+    assert RunDirectory.open(run).config().agent == "solve"
+    with pytest.raises(ConfigError, match="too many positional arguments"):
+        treadle.train(too_few, tasks, model=MODEL, run=tmp_path / "other", settings=SETTINGS)  # type: ignore[arg-type]
+
+
+def test_a_task_is_played_by_one_of_the_two() -> None:
+    with pytest.raises(DataError, match="names both the environment 'e' and the agent 'a'; leave one out"):
+        Task("t", (), "e", agent="a")
+    with pytest.raises(ConfigError, match="environment 'lookup' and agent 'm:f' are both set; leave one out"):
+        load_recipe("demo", ["agent=m:f"])
+    with pytest.raises(ConfigError, match="name neither an environment nor an agent"):
+        make_inputs([PLAIN], [])
+    inputs = make_inputs([PLAIN], [], agents={"a": solve})
+    assert (inputs.train[0].agent, inputs.environments, inputs.agents) == ("a", {}, {"a": solve})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["agent=tests.orchestration.test_agents:too_few"], "called as agent"),
+        (["agent=tests.orchestration.test_agents:nowhere"], "has no 'nowhere'"),
+        (["agent=nowhere"], "agents: 'nowhere' is not registered"),
+        (["data.train.source=lookup"], "would play nothing: each task names its own .* 'lookup'"),
+        (["rollout.reply_parser=nowhere"], "reply_parsers: 'nowhere' is not registered"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_inputs_are_loaded(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_inputs(recipe("lookup_agent", "warm_start=null", *overrides))
+
+
+class Flaky:
+    """An agent of which every third attempt raises and every fourth never asks."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+
+    async def __call__(self, task: Task, client: Any) -> float:
+        self.attempts = number = self.attempts + 1
+        if number % 4 == 0:
+            return 1.0
+        reward = await solve(task, client)
+        if number % 3 == 0:
+            raise LookupError("nothing to grade with")
+        return reward
+
+
+def test_every_step_of_failing_agents_is_accounted_for(tmp_path: Path) -> None:
+    tasks = [Task(f"t{i}", (user(f"be brief {i}"),)) for i in range(4)]
+    run = tmp_path / "run"
+    settings = {**SETTINGS, "training.group_size": 6, "orchestration.max_failed_fraction": 0.9}
+    treadle.train(Flaky(), tasks, model=MODEL, run=run, settings=settings, progress=Quiet())
+    states = query(run, "SELECT state, reason, count(*) AS n FROM steps GROUP BY 1, 2 ORDER BY 1")
+    assert [(row["state"], row["reason"], row["n"]) for row in states] == [
+        ("dropped", "failed", 3),
+        ("trained", None, 6),
+    ]
+    failures = query(run, "SELECT failure_cause, failure_message FROM trajectories WHERE status = 'failed'")
+    assert {row["failure_cause"] for row in failures} == {"agent"}
+    assert {row["failure_message"].split()[2] for row in failures} == {"raised", "ended"}

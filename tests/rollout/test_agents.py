@@ -1,0 +1,585 @@
+"""Agent programs over real sockets: the same trajectories as an environment's, and every failure attributed."""
+
+import asyncio
+import json
+import math
+import os
+import resource
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError
+
+from tests.worlds import END, HELLO, PlainTokenizer, hang, plain_ids, saying, tool, user
+from treadle.core.draws import Stream
+from treadle.core.engine import Completion
+from treadle.core.errors import Cause, ConfigError, EngineError, TrajectoryFailure
+from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
+from treadle.engines.fake import FakeEngine
+from treadle.envs.base import Environment, EnvStep
+from treadle.rollout.agents import check_agent, load_agent
+from treadle.rollout.attempt import RolloutConfig, open_rollouts
+from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.clients import anthropic_client
+from treadle.rollout.command import Command
+from treadle.rollout.session import Address
+
+AnyAgent = Callable[[Task, AsyncOpenAI], Awaitable[Any]]
+TASK = Task("t", (user("hello"),), agent="a")
+
+
+async def played(
+    agents: Mapping[str, Any], engine: FakeEngine, tasks: list[Task], worlds: Any = None, **settings: Any
+) -> list[Trajectory]:
+    """One attempt at each task, side by side; every session must be closed afterwards."""
+    config = RolloutConfig(**{"max_completion_tokens": 16, "agent_timeout": 20.0, **settings})
+    renderer = ChatRenderer(PlainTokenizer(), [END])
+    async with open_rollouts(engine, renderer, worlds or {}, agents, config) as rollouts:
+        running = [
+            rollouts.start(f"g{n}", task, [Address(1, Stream.TRAIN, 0, n, 0)])[0] for n, task in enumerate(tasks)
+        ]
+        trajectories = list(await asyncio.gather(*running))
+    assert not engine.open
+    return trajectories
+
+
+def play(agent: AnyAgent, engine: FakeEngine | None = None, task: Task = TASK, **settings: Any) -> Trajectory:
+    [trajectory] = asyncio.run(played({"a": agent}, engine or saying("a"), [task], **settings))
+    return trajectory
+
+
+async def ask(client: AsyncOpenAI, messages: list[Any], **options: Any) -> str:
+    answer = await client.chat.completions.create(model="any", messages=messages, **options)
+    content: str | None = answer.choices[0].message.content
+    assert content is not None
+    return content
+
+
+async def once(task: Task, client: AsyncOpenAI) -> float:
+    return float(await ask(client, [*task.prompt]) == "a")
+
+
+# The same trajectories
+
+
+class Counting(Environment):
+    """Answers each reply with its length, three times; the reward is the number of letters a."""
+
+    async def reset(self, task: Task) -> list[Message]:
+        self.replies: list[str] = []
+        return [user("go")]
+
+    async def step(self, text: str) -> EnvStep:
+        self.replies.append(text)
+        if len(self.replies) < 3:
+            return EnvStep([tool(f"{len(text)}!")])
+        return EnvStep(reward=float("".join(self.replies).count("a")), done=True)
+
+
+async def counting(task: Task, client: AsyncOpenAI) -> float:
+    messages: list[Any] = [user("go")]
+    replies = []
+    for _ in range(3):
+        replies.append(await ask(client, messages))
+        messages += [
+            {"role": "assistant", "content": replies[-1]},
+            {"role": "tool", "tool_call_id": "x", "content": f"{len(replies[-1])}!"},
+        ]
+    return float("".join(replies).count("a"))
+
+
+async def counting_claude(task: Task, client: AsyncOpenAI) -> float:
+    messages: list[Any] = [user("go")]
+    replies = []
+    async with anthropic_client(client) as claude:
+        for _ in range(3):
+            answer = await claude.messages.create(model="any", max_tokens=16, messages=messages)
+            replies.append("".join(block.text for block in answer.content if block.type == "text"))
+            messages += [{"role": "assistant", "content": replies[-1]}, user(f"{len(replies[-1])}!")]
+    return float("".join(replies).count("a"))
+
+
+def by_seed(prompt: Ids, sampling: SamplingParams) -> list[int]:
+    """Random ids, often not the canonical tokenization ("a", "b" instead of "ab"), sometimes cut by length."""
+    draws = np.random.default_rng(sampling.seed)
+    return [*(int(i) for i in draws.choice([*plain_ids("abc"), 3, 4], draws.integers(1, 20))), END]
+
+
+def test_an_agent_leaves_the_trajectory_that_an_environment_would_have() -> None:
+    tasks = [Task("t", environment="e"), Task("t", agent="a")]
+
+    async def both() -> list[list[Trajectory]]:
+        return [await played({"a": counting}, FakeEngine(by_seed), [t] * 4, {"e": Counting}) for t in tasks]
+
+    for expected, got in zip(*asyncio.run(both()), strict=True):
+        assert (got.status, got.reward, got.failure) == (Status.DONE, expected.reward, None)
+        assert len(got.steps) == len(expected.steps) == 3
+        for mine, theirs in zip(got.steps, expected.steps, strict=True):
+            assert mine.prompt_ids.tolist() == theirs.prompt_ids.tolist()
+            assert mine.completion_ids.tolist() == theirs.completion_ids.tolist()
+            assert (mine.sampling, mine.reward, mine.dropped) == (theirs.sampling, theirs.reward, None)
+
+
+def test_anthropics_client_reaches_the_same_session() -> None:
+    claude, other = play(counting_claude, FakeEngine(by_seed)), play(counting, FakeEngine(by_seed))
+    assert claude.status is Status.DONE and len(claude.steps) == 3
+    assert claude.steps[0].completion_ids.tolist() == other.steps[0].completion_ids.tolist()
+    for before, after in zip(claude.steps, claude.steps[1:], strict=False):
+        assert after.prompt_ids[: len(before.full_ids)].tolist() == before.full_ids.tolist()
+
+
+def test_sub_agents_are_forks_of_the_trajectory() -> None:
+    async def fanned(task: Task, client: AsyncOpenAI) -> float:
+        first = await ask(client, [user("plan")])
+        shared = [user("plan"), {"role": "assistant", "content": first}]
+        parts = await asyncio.gather(*(ask(client, [*shared, user(f"part {n}")]) for n in range(4)))
+        await ask(client, [*shared, user(" ".join(parts))])
+        return 1.0
+
+    trajectory = play(fanned, FakeEngine(by_seed))
+    assert (trajectory.status, trajectory.reward, len(trajectory.steps)) == (Status.DONE, 1.0, 6)
+    first, *others = (step.full_ids.tolist() for step in trajectory.steps)
+    assert all(ids[: len(first)] == first for ids in others)
+    assert len({step.sampling.seed for step in trajectory.steps}) == 6
+    assert all(step.dropped is None for step in trajectory.steps)
+
+
+def test_concurrent_attempts_do_not_mix() -> None:
+    async def named(task: Task, client: AsyncOpenAI) -> float:
+        for turn in range(3):
+            await ask(client, [user(f"{task.task_id} turn {turn}")])
+        return float(task.task_id)
+
+    engine = FakeEngine(by_seed)
+    trajectories = asyncio.run(played({"a": named}, engine, [Task(str(n), agent="a") for n in range(40)]))
+    for n, trajectory in enumerate(trajectories):
+        assert (trajectory.reward, len(trajectory.steps)) == (float(n), 3)
+        for turn, step in enumerate(trajectory.steps):
+            text = PlainTokenizer().decode(step.prompt_ids, skip_special_tokens=False)
+            assert f"\n{n} turn {turn}<" in text
+            assert step.dropped is None
+
+
+def test_many_attempts_side_by_side_may_open_their_files() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/dev/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, limits[1]))
+    try:
+        trajectories = asyncio.run(
+            played({"a": once}, saying("a"), [Task(str(n), HELLO, agent="a") for n in range(80)])
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [trajectory.reward for trajectory in trajectories] == [1.0] * 80
+
+
+# Limits
+
+
+async def endless(task: Task, client: AsyncOpenAI) -> float:
+    messages: list[Any] = [*task.prompt]
+    while True:
+        messages += [{"role": "assistant", "content": await ask(client, messages)}, user("more")]
+
+
+async def endless_but_polite(task: Task, client: AsyncOpenAI) -> float:
+    try:
+        return await endless(task, client)
+    except BadRequestError:
+        return 0.25
+
+
+def test_one_call_too_many_ends_the_attempt_without_reward() -> None:
+    engine = saying("a")
+    trajectory = play(endless, engine, max_steps=3)
+    assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.MAX_STEPS, 0.0, None)
+    assert len(trajectory.steps) == len(engine.calls) == 3
+    assert "the agent raised BadRequestError" in trajectory.warning and "3 calls" in trajectory.warning
+
+
+def test_an_agent_may_give_its_own_reward_at_the_limit() -> None:
+    trajectory = play(endless_but_polite, max_steps=3)
+    assert (trajectory.status, trajectory.reward, trajectory.warning) == (Status.MAX_STEPS, 0.25, "")
+
+
+@pytest.mark.parametrize(("agent", "reward"), [(endless, 0.0), (endless_but_polite, 0.25)])
+def test_a_conversation_that_outgrows_the_context_is_an_outcome(agent: AnyAgent, reward: float) -> None:
+    trajectory = play(agent, max_input_tokens=80)
+    assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.CONTEXT, reward, None)
+    assert 0 < len(trajectory.steps) < 8 and all(len(step.prompt_ids) <= 80 for step in trajectory.steps)
+
+
+@pytest.mark.parametrize("agent", [endless, endless_but_polite])
+def test_a_first_prompt_that_is_too_long_fails_as_it_does_in_an_environment(agent: AnyAgent) -> None:
+    trajectory = play(agent, max_input_tokens=5)
+    assert (trajectory.status, trajectory.reward, trajectory.steps) == (Status.FAILED, None, ())
+    assert trajectory.failure is not None and trajectory.failure.cause is Cause.CONTEXT
+    assert "max_input_tokens is 5" in trajectory.failure.message
+
+
+def test_an_agent_that_makes_do_after_a_limit_is_done() -> None:
+    async def shortening(task: Task, client: AsyncOpenAI) -> float:
+        with pytest.raises(BadRequestError):
+            await ask(client, [user("x" * 200)])
+        await ask(client, [user("x")])
+        return 1.0
+
+    trajectory = play(shortening, max_input_tokens=80)
+    assert (trajectory.status, trajectory.reward, len(trajectory.steps)) == (Status.DONE, 1.0, 1)
+
+
+# Failures
+
+
+class Boom(Exception):
+    pass
+
+
+def returning(value: Any) -> AnyAgent:
+    async def agent(task: Task, client: AsyncOpenAI) -> Any:
+        await ask(client, [*task.prompt])
+        if isinstance(value, BaseException):
+            raise value
+        return await value() if callable(value) else value
+
+    return agent
+
+
+async def silent(task: Task, client: AsyncOpenAI) -> float:
+    return 1.0
+
+
+async def elsewhere(task: Task, client: AsyncOpenAI) -> float:
+    async with AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="real", max_retries=0) as other:
+        return float(await ask(other, [*task.prompt]) == "a")
+
+
+FAILURES: list[tuple[AnyAgent, Cause, str, int]] = [
+    (returning(Boom("bang \ud800")), Cause.AGENT, "the agent raised Boom: bang \\ud800", 1),
+    (returning(None), Cause.AGENT, "the agent returned None; it must return its reward", 1),
+    (returning(math.nan), Cause.AGENT, "the agent returned nan", 1),
+    (returning("1"), Cause.AGENT, "the agent returned '1'", 1),
+    (returning(SystemExit(3)), Cause.AGENT, "the agent tried to exit the process (3)", 1),
+    (returning(TrajectoryFailure(Cause.VERIFIER, "no tests")), Cause.VERIFIER, "no tests", 1),
+    (returning(hang), Cause.TIMEOUT, "the agent took longer than 2 s", 1),
+    (silent, Cause.AGENT, "ended without a single answer of the model", 0),
+    (elsewhere, Cause.AGENT, "the agent raised APIConnectionError", 0),
+]
+
+
+@pytest.mark.parametrize(("agent", "cause", "message", "steps"), FAILURES, ids=[f[2][:40] for f in FAILURES])
+def test_a_failure_is_attributed_and_leaves_its_siblings_alone(
+    agent: AnyAgent, cause: Cause, message: str, steps: int
+) -> None:
+    tasks = [Task("t", (user("hello"),), agent=name) for name in ("well", "ill", "well")]
+    before, failed, after = asyncio.run(
+        played({"well": once, "ill": agent}, saying("a"), tasks, agent_timeout=2.0 if cause is Cause.TIMEOUT else 20.0)
+    )
+    assert (failed.status, failed.reward, len(failed.steps)) == (Status.FAILED, None, steps)
+    assert failed.failure is not None and failed.failure.cause is cause
+    assert message in failed.failure.message
+    for healthy in (before, after):
+        assert (healthy.status, healthy.reward, len(healthy.steps)) == (Status.DONE, 1.0, 1)
+
+
+def test_a_failing_engine_is_to_blame_itself() -> None:
+    def reply(prompt: Ids, sampling: SamplingParams) -> list[int]:
+        raise EngineError("out of memory")
+
+    async def patient(task: Task, client: AsyncOpenAI) -> float:
+        with pytest.raises(APIStatusError):
+            await ask(client.with_options(max_retries=0), [*task.prompt])
+        raise Boom("no answer")
+
+    trajectory = play(patient, FakeEngine(reply))
+    assert trajectory.failure == Failure(Cause.ENGINE, "out of memory")
+
+
+def test_any_number_is_a_reward() -> None:
+    assert [play(returning(value)).reward for value in (True, np.float32(0.5), -2)] == [1.0, 0.5, -2.0]
+
+
+def test_a_timed_out_agent_may_clean_up_and_leaves_no_task() -> None:
+    cleaned = []
+
+    async def slow(task: Task, client: AsyncOpenAI) -> float:
+        try:
+            return await returning(hang)(task, client)  # type: ignore[no-any-return]
+        finally:
+            await asyncio.sleep(0.05)
+            cleaned.append(task.task_id)
+
+    async def go() -> int:
+        await played({"a": slow}, saying("a"), [TASK], agent_timeout=1.5)
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(go()) == 1
+    assert cleaned == ["t"]
+
+
+class Stuck(FakeEngine):
+    """Never answers its first call."""
+
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, **where: Any) -> Completion:
+        completion = await super().generate(prompt_ids, sampling, **where)
+        if len(self.calls) == 1:
+            await hang()
+        return completion
+
+    async def asked(self, client: AsyncOpenAI) -> asyncio.Task[str]:
+        """A call that hangs, once it has reached the engine."""
+        call = asyncio.create_task(ask(client.with_options(max_retries=0), [user("slow")]))
+        while not self.calls:
+            await asyncio.sleep(0.01)
+        return call
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_call_that_the_agent_does_not_wait_for_is_recorded_and_never_trained(cancelled: bool) -> None:
+    engine = Stuck(lambda prompt, sampling: [*plain_ids("a"), END])
+
+    async def impatient(task: Task, client: AsyncOpenAI) -> float:
+        call = await engine.asked(client)
+        if cancelled:
+            call.cancel()
+        reward = float(await ask(client, [user("fast")]) == "a")
+        left.append(call)
+        return reward
+
+    async def go() -> Trajectory:
+        [trajectory] = await played({"a": impatient}, engine, [TASK])
+        with pytest.raises(asyncio.CancelledError if cancelled else APIError):
+            await left[0]
+        return trajectory
+
+    left: list[asyncio.Task[str]] = []
+    trajectory = asyncio.run(go())
+    assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.DONE, 1.0, None)
+    assert [step.dropped for step in trajectory.steps] == [DropReason.CANCELLED, None]
+    assert len(trajectory.live_steps) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.4])
+def test_cancelled_attempts_close_their_sessions(seconds: float) -> None:
+    async def go() -> FakeEngine:
+        engine = saying("a")
+        running = asyncio.ensure_future(played({"a": returning(hang)}, engine, [TASK] * 3))
+        await asyncio.sleep(seconds)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        async with asyncio.timeout(20):
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others)
+        return engine
+
+    assert asyncio.run(go()).open == []
+
+
+def test_the_client_is_of_no_use_afterwards() -> None:
+    kept: list[AsyncOpenAI] = []
+
+    async def keeping(task: Task, client: AsyncOpenAI) -> float:
+        kept.append(client.copy(http_client=None))
+        return await once(task, client)
+
+    async def go() -> None:
+        engine = saying("a")
+
+        async def late(task: Task, client: AsyncOpenAI) -> float:
+            async with AsyncOpenAI(base_url=kept[0].base_url, api_key=kept[0].api_key) as again:
+                with pytest.raises(APIStatusError) as refused:
+                    await ask(again, [*task.prompt])
+                assert refused.value.status_code in (401, 404)
+            return await once(task, client)
+
+        agents = {"first": keeping, "late": late}
+        config = RolloutConfig(max_completion_tokens=16)
+        async with open_rollouts(engine, ChatRenderer(PlainTokenizer(), [END]), {}, agents, config) as rollouts:
+            for name in agents:
+                task = Task(name, (user("hello"),), agent=name)
+                trajectory = await rollouts.start(name, task, [Address(1, Stream.TRAIN, 0, 0, 0)])[0]
+                assert (trajectory.reward, len(trajectory.steps)) == (1.0, 1), trajectory.failure
+
+    asyncio.run(go())
+
+
+# Commands
+
+PROGRAM = """
+import json, os, sys, urllib.request
+task = json.loads(sys.stdin.readline())
+body = {"model": "m", "messages": task["prompt"]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+with urllib.request.urlopen(request) as answer:
+    said = json.load(answer)["choices"][0]["message"]["content"]
+"""
+
+
+def program(rest: str, **options: Any) -> Command:
+    return Command([sys.executable, "-c", PROGRAM + textwrap.dedent(rest)], **options)
+
+
+def test_a_program_plays_an_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "real")
+    agent = program(
+        """
+        print("some talk")
+        names = ("ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN", "NO_PROXY", "MINE")
+        told = {name: os.environ.get(name) for name in names}
+        json.dump([task, told, os.getcwd()], open("told.json", "w"))
+        print(json.dumps({"reward": float(said == task["ground_truth"])}))
+        print()
+        """,
+        environment={"MINE": "1"},
+        directory=tmp_path,
+    )
+    task = Task("t", (user("hello"),), "", "a", {"n": [1, None]}, agent="a")
+    trajectory = play(agent, task=task)
+    assert (trajectory.status, trajectory.reward, len(trajectory.steps)) == (Status.DONE, 1.0, 1), trajectory.failure
+    told, variables, where = json.loads((tmp_path / "told.json").read_text())
+    assert told == {"task_id": "t", "prompt": [user("hello")], "ground_truth": "a", "extras": {"n": [1, None]}}
+    assert (variables["MINE"], variables["ANTHROPIC_AUTH_TOKEN"]) == ("1", None)
+    assert variables["NO_PROXY"] == "example.org,127.0.0.1"
+    assert not variables["ANTHROPIC_BASE_URL"].endswith("/v1")
+    assert Path(where) == tmp_path.resolve()
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        ("print('no such luck', file=sys.stderr)\nsys.exit(3)", "exited with status 3: no such luck"),
+        ("os.kill(os.getpid(), 9)", "exited with status -9"),
+        ("print(0.5)", """the last line of its output must be its reward, as in {"reward": 0.5}; it is '0.5'"""),
+        ("", "it is ''"),
+        ('print(\'{"reward": "1"}\')', "the agent returned '1'"),
+        ("print('{\"reward\": NaN}')", "the agent returned nan"),
+        ("print('x' * 10**7)", "it is 'xxx"),
+    ],
+)
+def test_a_program_that_fails(rest: str, message: str) -> None:
+    trajectory = play(program(rest))
+    assert trajectory.failure is not None and trajectory.failure.cause is Cause.AGENT
+    assert message in trajectory.failure.message
+    assert len(trajectory.failure.message) < 1000 and len(trajectory.steps) == 1
+
+
+def test_a_program_that_does_not_exist() -> None:
+    trajectory = play(Command(["/nowhere/agent"]))
+    assert trajectory.failure is not None and trajectory.failure.cause is Cause.AGENT
+    assert "the agent raised FileNotFoundError" in trajectory.failure.message
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+CHILD = """
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open(os.environ["PIDS"], "w").write(f"{os.getpid()} {child.pid}")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
+@pytest.mark.parametrize(
+    ("rest", "cause"),
+    [("import time; time.sleep(60)", Cause.TIMEOUT), ("print('{\"reward\": 1}')", None)],
+    ids=["hangs", "leaves a child behind"],
+)
+def test_nothing_a_program_started_outlives_the_attempt(rest: str, cause: Cause | None, tmp_path: Path) -> None:
+    """The child inherits the outputs; neither of the two keeps the attempt waiting."""
+    started = time.perf_counter()
+    agent = program(CHILD + rest, environment={"PIDS": str(tmp_path / "pids")})
+    trajectory = play(agent, agent_timeout=6.0)
+    assert (trajectory.failure and trajectory.failure.cause) == cause
+    assert time.perf_counter() - started < 20
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    while any(alive(pid) for pid in pids):  # killed already; the parent of a child may yet have to fetch it
+        assert time.perf_counter() - started < 20
+        time.sleep(0.01)
+
+
+def test_a_program_is_killed_when_its_attempt_is_cancelled(tmp_path: Path) -> None:
+    agent = program(CHILD + "import time; time.sleep(60)", environment={"PIDS": str(tmp_path / "pids")})
+
+    async def go() -> None:
+        running = asyncio.ensure_future(played({"a": agent}, saying("a"), [TASK]))
+        while not (tmp_path / "pids").exists():
+            await asyncio.sleep(0.02)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+    [parent, _] = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert not alive(parent)
+    with pytest.raises(ProcessLookupError):
+        os.kill(parent, 0)  # reaped
+
+
+def test_a_program_that_runs_into_the_limit() -> None:
+    trajectory = play(program("urllib.request.urlopen(request)"), max_steps=1)
+    assert (trajectory.status, trajectory.reward) == (Status.MAX_STEPS, 0.0)
+    assert "HTTP Error 400" in trajectory.warning
+
+
+# What is refused before anything runs
+
+
+def not_async(task: Task, client: AsyncOpenAI) -> float:
+    return 0.0
+
+
+async def too_many(task: Task, client: AsyncOpenAI, tools: Any) -> float:
+    return 0.0
+
+
+async def no_client(task: Task) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (not_async, r"is of type function and not async; write 'async def it\(task, client\)'"),
+        (too_many, r"is called as agent\(task, client\), but: missing a required argument: 'tools'"),
+        (no_client, r"is called as agent\(task, client\), but: too many positional arguments"),
+        (Counting, r"is of type .* and not async"),
+        (3, "is of type int"),
+    ],
+)
+def test_what_is_no_agent_is_refused(found: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_agent(found, "mine:it")
+
+
+@pytest.mark.parametrize("found", [once, Command(["true"])])
+def test_async_functions_and_callable_objects_are_agents(found: Any) -> None:
+    assert check_agent(found, "mine:it") is found
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_a_package.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="No module named 'no_such_package'; install the package that has 'no_such"):
+        load_agent("needs_a_package:solve")
+    monkeypatch.setattr("treadle.rollout.agents._PACKAGES", ("openai", "no_such_package"))
+    with pytest.raises(ConfigError, match=r"needs no_such_package; pip install 'treadle\[agents\]'"):
+        check_agent(once, "mine:it")
