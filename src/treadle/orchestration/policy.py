@@ -38,7 +38,12 @@ class Policy:
     def engine(self, max_batch: int) -> TorchEngine:
         """An embedded engine with its own weights, on the caller's thread: learner and engine take turns."""
         return TorchEngine(
-            self.model, stop_token_ids=self.stop_token_ids, decode=self.decode, max_batch=max_batch, own_thread=False
+            self.model,
+            stop_token_ids=self.stop_token_ids,
+            decode=self.decode,
+            max_batch=max_batch,
+            lock_step=True,
+            own_thread=False,
         )
 
 
