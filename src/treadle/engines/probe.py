@@ -93,7 +93,10 @@ class _Probe:
         return EngineFacts(self.name, self.prompt, first, version, gap, tempered_gap, self.tokens)
 
     async def _ask(self, sampling: SamplingParams) -> Completion:
-        answer = await self.engine.generate(self.prompt, sampling, session=self.session)
+        try:
+            answer = await self.engine.generate(self.prompt, sampling, session=self.session)
+        except EngineError as error:
+            raise self._refused(f"failed a call: {error}", f"it must take {sampling}, several at once") from error
         self.tokens += len(answer.token_ids)
         self._check_form(answer, sampling)
         self._check_stop(answer, sampling)

@@ -85,7 +85,7 @@ def processed_logprobs(logits: Tensor, how: Rules) -> Tensor:
 
 def _outside_nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
     """bool[B, V]: tokens beyond the fewest, most probable first, whose probabilities add up to at least top_p."""
-    ascending, index = logits.sort(-1, stable=True)
+    ascending, index = logits.sort(dim=-1, stable=True)
     outside = (ascending.double().softmax(-1).cumsum(-1) <= 1 - top_p) & (top_p < 1)
     outside[:, -1] = False
     return torch.zeros_like(outside).scatter_(1, index, outside)

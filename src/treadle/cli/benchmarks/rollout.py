@@ -111,9 +111,7 @@ async def _sessions(engine: Engine, reuse: bool, work: Work) -> None:
     async def play(name: str, number: int, ids: Ids) -> None:
         engine.open_session(name)
         for turn in range(work.turns):
-            sampling = SamplingParams(
-                max_tokens=work.completion, seed=call_seed(0, Stream.BENCH, 0, number, 0, turn)
-            )
+            sampling = SamplingParams(max_tokens=work.completion, seed=call_seed(0, Stream.BENCH, 0, number, 0, turn))
             salt = None if reuse else str(turn)  # calls of different salts share nothing
             answer = await engine.generate(ids, sampling, session=name, cache_salt=salt)
             ids = np.concatenate([ids, answer.token_ids, observations[turn][number]])
