@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 from tests.models import VOCABULARY, full, tiny
@@ -270,7 +271,7 @@ def moved(model: PreTrainedModel, by: int) -> PreTrainedModel:
     return model
 
 
-def wanted_logprobs(models: Sequence[PreTrainedModel], prompt: Ids, answer: Completion) -> Ids:
+def wanted_logprobs(models: Sequence[PreTrainedModel], prompt: Ids, answer: Completion) -> NDArray[Any]:
     """Each token's logprob from the weights of its version, over keys that each older weights left behind."""
     cache = DynamicCache(config=models[0].config)
     versions = answer.versions_per_token()

@@ -84,21 +84,31 @@ class KVCall:
     positions: Tensor
     length: int
     _mask: dict[int | None, Tensor] = field(default_factory=dict)
+    _index: dict[int, Tensor] = field(default_factory=dict)  # by number of heads
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new keys and values [B, K, C, D]; returns all [B, K, length, D]."""
         pair = self.cache.layer(layer, key, value)
+        for held, new in zip(pair, (key, value), strict=True):
+            # [B, C, K, D] is how projections leave them in memory
+            vectors = new.transpose(1, 2).reshape(-1, new.shape[3])
+            held.view(-1, new.shape[3]).index_copy_(0, self._places(new.shape[1]), vectors)
         if isinstance(self.rows, slice):
-            views = tuple(t[self.rows] for t in pair)
-            index = torch.arange(key.shape[0], device=key.device)[:, None]
+            keys, values = (t[self.rows, :, : self.length] for t in pair)
         else:
-            views, index = pair, self.rows[:, None]
-        for view, new in zip(views, (key, value), strict=True):
-            view[index, :, self.positions] = new.transpose(1, 2)
-        keys, values = (view[:, :, : self.length] for view in views)
-        if not isinstance(self.rows, slice):
-            keys, values = keys.index_select(0, self.rows), values.index_select(0, self.rows)
+            keys, values = (t[:, :, : self.length].index_select(0, self.rows) for t in pair)
         return keys, values
+
+    def _places(self, heads: int) -> Tensor:
+        """int64[B * C * K]: which vector of a layer, counted over [R, K, T], each new one becomes."""
+        if heads not in self._index:
+            device = self.positions.device
+            rows = self.rows
+            if isinstance(rows, slice):
+                rows = torch.arange(rows.start, rows.stop, device=device)
+            head = rows[:, None, None] * heads + torch.arange(heads, device=device)
+            self._index[heads] = (head * self.cache.capacity + self.positions[:, :, None]).reshape(-1)
+        return self._index[heads]
 
     def mask(self, window: int | None) -> Tensor:
         """bool[B, 1, C, length]: key position <= query position, and within the sliding window if there is one."""
