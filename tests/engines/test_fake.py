@@ -1,5 +1,7 @@
 """The scripted engine keeps the Engine protocol's promises."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -56,3 +58,34 @@ async def test_a_reply_may_fail() -> None:
     engine.open_session("a")
     with pytest.raises(EngineError, match="played to fail"):
         await engine.generate(PROMPT, SamplingParams(), session="a")
+
+
+async def test_calls_take_time_side_by_side_and_tokens_carry_the_version_they_come_at() -> None:
+    engine = FakeEngine(lambda prompt, sampling: [5, 6, 7, 8], delay=lambda: 0.2)
+    engine.open_session("a")
+    calls = [asyncio.create_task(engine.generate(PROMPT, SamplingParams(), session="a")) for _ in range(3)]
+    await asyncio.sleep(0.12)
+    assert engine.running == 3
+    await engine.publish({}, 2)
+    for answer in await asyncio.gather(*calls):
+        assert set(answer.versions_per_token().tolist()) == {0, 2}
+        assert [span.version for span in answer.policy_versions] == [0, 2]
+    assert engine.running == engine.aborted == 0
+
+
+async def test_a_call_that_is_cancelled_ends_at_once() -> None:
+    engine = FakeEngine(lambda prompt, sampling: [5, 6], delay=lambda: 60.0)
+    engine.open_session("a")
+    call = asyncio.create_task(engine.generate(PROMPT, SamplingParams(), session="a"))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (engine.running, engine.aborted) == (0, 1)
+
+
+async def test_a_token_without_alternative_is_certain() -> None:
+    engine = FakeEngine(lambda prompt, sampling: [5, 6])
+    engine.open_session("a")
+    for sampling in (SamplingParams(temperature=0.0), SamplingParams(top_k=1)):
+        assert (await engine.generate(PROMPT, sampling, session="a")).logprobs.tolist() == [0.0, 0.0]

@@ -11,7 +11,7 @@ from treadle.cli.options import Commands, add_command
 from treadle.core.errors import ConfigError
 
 _EXAMPLES = """benchmarks:
-  rollout   multi-turn sampling: TorchEngine against transformers' generate
+  rollout   multi-turn sampling: TorchEngine, with and without prefix reuse, against transformers' generate
   update    one optimizer update of the demo's shape, or recorded ones of a run, under every packing
   packing   forward and backward passes of step, chain and tree packing on six workloads; their parts alone
   merge     building prefix trees alone, against plain Python

@@ -53,8 +53,8 @@ def call_seed(seed: int, stream: Stream, epoch: int, task: int, attempt: int, st
     return (int(high) << 31 | int(low) >> 1) & 0x7FFFFFFFFFFFFFFF
 
 
-def token_uniforms(seeds: Words, token: int) -> NDArray[np.float64]:
-    """The draw in [0, 1) for token number `token` of each call: uint64[B] -> float64[B], 53 bits each."""
+def token_uniforms(seeds: Words, token: ArrayLike) -> NDArray[np.float64]:
+    """The draw in [0, 1) for token number `token` of each call: uint64[B] -> float64[B], broadcast, 53 bits each."""
     a, b, _, _ = philox4x32((token, 0, 0, 0), (seeds & _LOW, seeds >> _32))
     return ((a >> np.uint64(5)) * np.uint64(1 << 26) + (b >> np.uint64(6))).astype(np.float64) * _TO_UNIT
 

@@ -132,9 +132,10 @@ class SamplingParams:
 
     temperature: 0 is greedy (such tokens are never trained). max_tokens: most tokens of the completion.
     stop: strings that end the completion. seed: of this call's draws (`core.draws.call_seed`).
-    top_k: only the k most probable tokens (0: all). top_p: the fewest tokens whose probabilities add up to at least p.
-    min_p: only tokens at least min_p times as probable as the most probable one. They apply in this order, after
-    temperature, and what is left is normalised again: that is the distribution that logprobs are of.
+    min_p: only tokens at least min_p times as probable as the most probable one. top_k: only the k most probable
+    tokens, and those as probable as the last of them (0: all). top_p: the fewest tokens whose probabilities add up to
+    at least p. They apply in this order (vLLM's), after temperature, each to what the one before has left, normalised
+    again: that is the distribution that logprobs are of.
     """
 
     temperature: float = 1.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -15,15 +17,25 @@ from treadle.core.types import Floats, Ids, SamplingParams, StopReason
 class FakeEngine:
     """Answers each call with `reply(prompt_ids, sampling)`, cut to `max_tokens`, every token at logprob `logprob`.
 
-    A completion counts as stopped if it was not cut. `reply` may raise to play a failing engine.
-    `calls` keeps every prompt it was sent.
+    A completion counts as stopped if it was not cut. `reply` may raise to play a failing engine. Where sampling leaves
+    no choice (temperature 0, top_k 1) tokens have logprob 0.
+    delay: seconds that a call takes, asked once a call; its tokens come evenly over that time, each of the version
+    published last. A call that is cancelled meanwhile ends at once.
+    `calls` keeps every prompt it was sent, `running` counts calls in flight, `aborted` those that were cancelled.
     """
 
-    def __init__(self, reply: Callable[[Ids, SamplingParams], Sequence[int]], *, logprob: float = -0.5) -> None:
-        self.reply, self.logprob = reply, logprob
+    def __init__(
+        self,
+        reply: Callable[[Ids, SamplingParams], Sequence[int]],
+        *,
+        logprob: float = -0.5,
+        delay: Callable[[], float] | None = None,
+    ) -> None:
+        self.reply, self.logprob, self.delay = reply, logprob, delay
         self.version = 0
         self.calls: list[Ids] = []
         self.open: list[str] = []
+        self.running = self.aborted = 0
 
     def open_session(self, session: str) -> None:
         """Announce a session."""
@@ -45,11 +57,12 @@ class FakeEngine:
         self.calls.append(np.asarray(prompt_ids))
         wanted = list(self.reply(prompt_ids, sampling))
         ids = wanted[: sampling.max_tokens]
+        certain = sampling.temperature == 0 or sampling.top_k == 1
         return Completion(
             token_ids=np.array(ids, np.int32),
-            logprobs=np.full(len(ids), self.logprob, np.float32),
+            logprobs=np.full(len(ids), 0.0 if certain else self.logprob, np.float32),
             stop_reason=StopReason.STOP if ids == wanted else StopReason.LENGTH,
-            policy_versions=(VersionSpan(self.version, 0, len(ids)),),
+            policy_versions=_spans(await self._versions(len(ids))),
         )
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
@@ -57,8 +70,35 @@ class FakeEngine:
         return np.full(len(ids) - 1, self.logprob, np.float32)
 
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """Note the version; later completions report it."""
+        """Note the version; tokens that come later report it."""
         self.version = version
 
     async def close(self) -> None:
         """Nothing to release."""
+
+    async def _versions(self, tokens: int) -> list[int]:
+        """Let the tokens come; the version of each."""
+        if self.delay is None:
+            return [self.version] * tokens
+        pause = self.delay() / max(tokens, 1)
+        versions = []
+        self.running += 1
+        try:
+            for _ in range(tokens):
+                await asyncio.sleep(pause)
+                versions.append(self.version)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+        return versions
+
+
+def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    spans, start = [], 0
+    for version, tokens in groupby(versions):
+        end = start + len(list(tokens))
+        spans.append(VersionSpan(version, start, end))
+        start = end
+    return tuple(spans)

@@ -8,6 +8,7 @@ called with `attention="treadle_kv"` and the keyword `kv=KVCall(...)`, which rea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,41 +20,53 @@ from transformers import AttentionInterface
 from treadle.core.errors import EngineError
 
 ATTENTION = "treadle_kv"
-_GROW = 64  # positions
 
 
 @dataclass(slots=True)
 class KVCache:
-    """Keys and values of every layer: layer -> (K, V), each [R, K, T, D]. Layers allocate at their first write."""
+    """Keys and values of every layer: layer -> (K, V), each [R, K, T, D]. Layers allocate at their first write.
+
+    Memory starts as zeros: what no query may look at is multiplied by 0 all the same, and must be finite.
+    """
 
     rows: int
     capacity: int
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's (K, V), allocated with the heads, head size and dtype of `like` [B, K, C, D]."""
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's (K, V), allocated with the heads, head sizes and dtype of new ones [B, K, C, D]."""
         if index not in self.layers:
-            shape = (self.rows, like.shape[1], self.capacity, like.shape[3])
-            self.layers[index] = (like.new_zeros(shape), like.new_zeros(shape))
+            keys, values = (t.new_zeros((self.rows, t.shape[1], self.capacity, t.shape[3])) for t in (key, value))
+            self.layers[index] = (keys, values)
         return self.layers[index]
 
-    def arrange(self, sources: list[int], capacity: int) -> None:
-        """Make row i hold what row sources[i] held, with room for at least `capacity` positions."""
-        capacity = max(self.capacity, -(-capacity // _GROW) * _GROW)
-        if sources == list(range(self.rows)) and capacity == self.capacity:
-            return
-        index = torch.tensor(sources)
+    def position_bytes(self) -> int:
+        """What one position of one row takes in all layers."""
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for pair in self.layers.values() for t in pair)
+
+    def resize(self, rows: int, capacity: int) -> None:
+        """Another number of rows, at least `capacity` positions; what still has a place stays."""
+        kept, held = min(rows, self.rows), self.capacity
+        self.rows, self.capacity = rows, capacity
         for number, pair in self.layers.items():
-            keys, values = (
-                F.pad(t.index_select(0, index.to(t.device)), (0, 0, 0, capacity - self.capacity)) for t in pair
-            )
-            self.layers[number] = (keys, values)
-        self.rows, self.capacity = len(sources), capacity
+            larger = [t.new_zeros((rows, t.shape[1], capacity, t.shape[3])) for t in pair]
+            for new, old in zip(larger, pair, strict=True):
+                new[:kept, :, :held] = old[:kept]
+            self.layers[number] = (larger[0], larger[1])
+
+    def move(self, sources: Mapping[int, int], length: int) -> None:
+        """At once, each row takes the first `length` positions of the row that `sources` names."""
+        if not sources or not length:
+            return
+        for pair in self.layers.values():
+            for t in pair:
+                rows, origins = (torch.tensor(list(r), device=t.device) for r in (sources.keys(), sources.values()))
+                t[:, :, :length].index_copy_(0, rows, t[:, :, :length].index_select(0, origins))
 
     def copy_rows(self, other: KVCache, sources: Tensor, rows: Tensor, length: int) -> None:
         """Row rows[i] takes the first `length` positions of `other`'s row sources[i]."""
         for number, pair in other.layers.items():
-            mine = self.layer(number, pair[0])
+            mine = self.layer(number, *pair)
             for target, origin in zip(mine, pair, strict=True):
                 target[rows, :, :length] = origin[sources, :, :length]
 
@@ -71,21 +84,31 @@ class KVCall:
     positions: Tensor
     length: int
     _mask: dict[int | None, Tensor] = field(default_factory=dict)
+    _index: dict[int, Tensor] = field(default_factory=dict)  # by number of heads
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new keys and values [B, K, C, D]; returns all [B, K, length, D]."""
-        pair = self.cache.layer(layer, key)
+        pair = self.cache.layer(layer, key, value)
+        for held, new in zip(pair, (key, value), strict=True):
+            # [B, C, K, D] is how projections leave them in memory
+            vectors = new.transpose(1, 2).reshape(-1, new.shape[3])
+            held.view(-1, new.shape[3]).index_copy_(0, self._places(new.shape[1]), vectors)
         if isinstance(self.rows, slice):
-            views = tuple(t[self.rows] for t in pair)
-            index = torch.arange(key.shape[0], device=key.device)[:, None]
+            keys, values = (t[self.rows, :, : self.length] for t in pair)
         else:
-            views, index = pair, self.rows[:, None]
-        for view, new in zip(views, (key, value), strict=True):
-            view[index, :, self.positions] = new.transpose(1, 2)
-        keys, values = (view[:, :, : self.length] for view in views)
-        if not isinstance(self.rows, slice):
-            keys, values = keys.index_select(0, self.rows), values.index_select(0, self.rows)
+            keys, values = (t[:, :, : self.length].index_select(0, self.rows) for t in pair)
         return keys, values
+
+    def _places(self, heads: int) -> Tensor:
+        """int64[B * C * K]: which vector of a layer, counted over [R, K, T], each new one becomes."""
+        if heads not in self._index:
+            device = self.positions.device
+            rows = self.rows
+            if isinstance(rows, slice):
+                rows = torch.arange(rows.start, rows.stop, device=device)
+            head = rows[:, None, None] * heads + torch.arange(heads, device=device)
+            self._index[heads] = (head * self.cache.capacity + self.positions[:, :, None]).reshape(-1)
+        return self._index[heads]
 
     def mask(self, window: int | None) -> Tensor:
         """bool[B, 1, C, length]: key position <= query position, and within the sliding window if there is one."""

@@ -1,28 +1,91 @@
-"""Drawing tokens: an inverse CDF in float64, with the draw addressed by (call seed, token number)."""
+"""Drawing tokens: temperature, filters, then an inverse CDF in float64 at draws that the caller addresses.
+
+Filters mean what they mean in vLLM, in its order: min_p, top_k, top_p, each on what the one before has left.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from treadle.core.draws import token_uniforms
+from treadle.core.types import SamplingParams
 
 
-def sample(logits: Tensor, temperature: Tensor, seeds: NDArray[np.uint64], token: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How each of B rows is sampled; None where every row has the neutral value.
+
+    temperature float32[B, 1], 1 for greedy rows; greedy bool[B]; min_p float32[B, 1]; top_k int64[B, 1], 0: all;
+    top_p float64[B, 1].
+    """
+
+    temperature: Tensor | None
+    greedy: Tensor | None
+    min_p: Tensor | None
+    top_k: Tensor | None
+    top_p: Tensor | None
+
+
+def rules(params: Sequence[SamplingParams], device: torch.device | None = None) -> Rules:
+    """The rules of rows with these parameters."""
+
+    def column(values: list[float] | list[int], neutral: float, dtype: torch.dtype) -> Tensor | None:
+        return torch.tensor(values, dtype=dtype, device=device)[:, None] if set(values) != {neutral} else None
+
+    greedy = [p.temperature == 0 for p in params]
+    return Rules(
+        temperature=column([p.temperature or 1.0 for p in params], 1.0, torch.float32),
+        greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+        min_p=column([p.min_p for p in params], 0.0, torch.float32),
+        top_k=column([p.top_k for p in params], 0, torch.int64),
+        top_p=column([p.top_p for p in params], 1.0, torch.float64),
+    )
+
+
+def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor]:
     """One token a row.
 
-    logits float32[B, V], temperature float32[B] (0: greedy), seeds uint64[B], token: its number in the completion.
-    Returns token ids int64[B] and logprobs float32[B] of the distribution really sampled from: of
-    softmax(logits / temperature), and 0 for a greedy token, which is certain.
+    logits float32[B, V], draws float64[B] in [0, 1).
+    Returns token ids int64[B] and logprobs float32[B] of the distribution really sampled from, after temperature and
+    filters; 0 for a greedy token, which is certain.
     """
-    greedy = temperature == 0
-    logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
+    logprobs = processed_logprobs(logits, how)
     # float64: a float32 CDF moves the boundaries between tokens by up to 7e-5
     cdf = logprobs.double().exp_().cumsum(-1)
-    draws = torch.from_numpy(token_uniforms(seeds, token)).to(cdf.device)
-    ids = torch.searchsorted(cdf, draws[:, None] * cdf[:, -1:], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
-    ids = torch.where(greedy, logits.argmax(-1), ids)
+    total = cdf[:, -1:]
+    # below the total, or a rounded product could choose a last token of probability 0
+    target = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    ids = torch.searchsorted(cdf, target, right=True)[:, 0]
+    if how.greedy is not None:
+        ids = torch.where(how.greedy, logits.argmax(-1), ids)
     chosen = logprobs.gather(1, ids[:, None])[:, 0]
-    return ids, torch.where(greedy, 0.0, chosen)
+    return ids, chosen if how.greedy is None else torch.where(how.greedy, 0.0, chosen)
+
+
+def processed_logprobs(logits: Tensor, how: Rules) -> Tensor:
+    """float32[B, V]: log-probabilities after temperature and filters, -inf for what is filtered out."""
+    if how.temperature is not None:
+        logits = logits / how.temperature
+    if how.min_p is not None:
+        probabilities = logits.softmax(-1)
+        unlikely = probabilities < how.min_p * probabilities.amax(-1, keepdim=True)
+        logits = logits.masked_fill(unlikely, float("-inf"))
+    if how.top_k is not None:
+        size = logits.shape[-1]
+        rank = torch.where(how.top_k == 0, size, how.top_k.clamp(max=size))
+        least = logits.topk(int(rank.max())).values.gather(1, rank - 1)
+        logits = logits.masked_fill(logits < least, float("-inf"))  # a tie with the last one stays, as in vLLM
+    if how.top_p is not None:
+        logits = logits.masked_fill(_outside_nucleus(logits, how.top_p), float("-inf"))
+    return logits.log_softmax(-1)
+
+
+def _outside_nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
+    """bool[B, V]: tokens beyond the fewest, most probable first, whose probabilities add up to at least top_p."""
+    ascending, index = logits.sort(dim=-1, stable=True)
+    outside = (ascending.double().softmax(-1).cumsum(-1) <= 1 - top_p) & (top_p < 1)
+    outside[:, -1] = False
+    return torch.zeros_like(outside).scatter_(1, index, outside)

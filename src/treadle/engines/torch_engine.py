@@ -1,71 +1,45 @@
 """`TorchEngine`: the embedded inference engine. A Hugging Face causal LM on this machine, no server.
 
-    generate() x sessions -> wave (all open sessions wait) -> prefill what is new -> decode together -> futures
+    generate() x calls -> waiting -> admission -> running batch, token by token -> futures
 
-Lock-step waves: a wave starts when every open session waits for a completion, and its rows stand in the order in
-which sessions were opened. When answers arrive would otherwise decide batch shapes, and with them float rounding.
-Thus the same calls give the same bits, however slow the environments in between.
+Two rules of admission, one loop. Continuous: a call joins between two tokens, as soon as there is room. Lock-step
+waves: a wave starts when every open session waits, its rows stand in the order in which sessions were opened, and
+nothing joins before all of it is answered. When answers arrive would otherwise decide batch shapes, and with them
+float rounding; thus the same calls give the same bits, however slow the environments in between.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from treadle.core.engine import Completion, VersionSpan
+from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
-from treadle.core.prefix import common_prefix
-from treadle.core.types import Floats, Ids, SamplingParams, StopReason
-from treadle.engines.kv_cache import ATTENTION, KVCache, KVCall
-from treadle.engines.sampling import sample
-from treadle.engines.weights import require_plain_attention, unique_weights
+from treadle.core.types import Floats, Ids, SamplingParams
+from treadle.engines.stop_strings import Decode
+from treadle.engines.torch_batch import Batch, Call, EngineCounters
+from treadle.engines.torch_model import CachedModel
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_SHARED = 0.75  # share of live rows from which computing all rows is cheaper than gathering the live ones
 
 
-@dataclass(slots=True)
-class _Session:
-    """order: of opening. busy: a call is in flight.
-
-    row, ids: the cache row that holds keys and values of these tokens, as long as the cache is of that generation.
-    """
-
-    order: int
-    busy: bool = False
-    generation: int = -1
-    row: int = 0
-    ids: Ids = field(default_factory=lambda: np.empty(0, np.int32))
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Request:
+    """A call with who made it and who waits for its answer."""
+
     session: str
-    prompt: Ids
-    sampling: SamplingParams
+    call: Call
     future: asyncio.Future[Completion]
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Tokens the model computed or was spared, since the start."""
-
-    prefilled: int = 0  # prompt tokens computed
-    reused: int = 0  # prompt tokens found in the session's own cache
-    shared: int = 0  # prompt tokens computed once for several sessions
-    sampled: int = 0
 
 
 class TorchEngine:
@@ -75,11 +49,17 @@ class TorchEngine:
     publication is a copy of weights and never races the optimizer.
     stop_token_ids: tokens that end a completion (they are part of it). decode: ids -> text, for stop strings.
     max_batch: most rows decoded together. prefill_tokens: most (padded) tokens of one prefill pass.
-    own_thread: compute beside the event loop, so that environments keep stepping. Without, waves run on the loop's
-    thread: right where nothing else has anything to do meanwhile, as in synchronous training, because OpenMP keeps a
-    team of workers per calling thread, and several teams on a small machine slow each other down (1.5 times here).
+    cache_gib: most memory for keys and values; calls wait, and sequences that were not used for long go, to keep it.
+    dtype: of weights and cache (None: the model's); logits are float32.
+    lock_step: admit in waves, as above: right for synchronous training. A publication waits for the end of the wave.
+    recompute_on_publish: compute the cache of calls in flight anew with new weights; otherwise they keep the old one.
+    own_thread: compute beside the event loop, so that environments keep stepping. Without, tokens are computed on the
+    loop's thread: right where nothing else has anything to do meanwhile, as in synchronous training, because OpenMP
+    keeps a team of workers per calling thread, and several teams on a small machine slow each other down (1.5 times
+    here).
 
-    Invariant: cached keys and values always belong to the current weights and to a prefix of what the session sends.
+    Invariant: a call starts from cached keys and values of the current weights only, of a prefix of what it sends,
+    computed for the same session and salt.
     """
 
     def __init__(
@@ -87,69 +67,78 @@ class TorchEngine:
         model: PreTrainedModel,
         *,
         stop_token_ids: Sequence[int],
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Decode | None = None,
         max_batch: int = 256,
         prefill_tokens: int = 16384,
+        cache_gib: float = 4.0,
         dtype: torch.dtype | None = None,
+        lock_step: bool = False,
+        recompute_on_publish: bool = False,
         own_thread: bool = True,
     ) -> None:
-        self._model = _copy_in(dtype or model.dtype, model).requires_grad_(False).eval()
-        self._model.set_attn_implementation(ATTENTION)
-        require_plain_attention(self._model)
-        self._stop = np.array(sorted(stop_token_ids), np.int64)
-        self._decode = decode
-        self._max_batch, self._prefill_tokens = max_batch, prefill_tokens
-        self._device = self._model.device
-        self._vocabulary = int(self._model.config.get_text_config().vocab_size)
-        self._context = int(self._model.config.get_text_config().max_position_embeddings)
-        self._version = 0
-        self._cache = KVCache(rows=0, capacity=0)
-        self._generation = 0  # of the cache: another one from the start of each wave and with each publication
+        self._model = CachedModel(model, dtype or model.dtype, prefill_tokens)
+        self._batch = Batch(
+            self._model,
+            stop_token_ids=stop_token_ids,
+            decode=decode,
+            max_batch=max_batch,
+            cache_bytes=int(cache_gib * 2**30),
+        )
+        self._can_decode = decode is not None
+        self._lock_step, self._recompute = lock_step, recompute_on_publish
         self._closed = False
-        self._sessions: dict[str, _Session] = {}
         self._opened = 0
-        self._waiting: dict[str, _Request] = {}
-        self._wave: asyncio.Task[None] | None = None
+        self._sessions: dict[str, int] = {}  # name -> number, in the order of opening
+        self._gone: list[int] = []  # closed sessions of which the batch has not been told
+        self._waiting: dict[Call, _Request] = {}  # in order of arrival
+        self._admitted: list[Call] = []  # the batch takes them as it has room
+        self._running: dict[Call, _Request] = {}
+        self._driver: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()  # the batch, between two tokens (in lock-step: between two waves)
+        self._pause = False  # somebody wants something: do not go on to the next token
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="treadle-engine") if own_thread else None
-        self.counters = EngineCounters()
+
+    @property
+    def counters(self) -> EngineCounters:
+        """Tokens computed or spared so far."""
+        return self._batch.counters
 
     # --- the Engine protocol -------------------------------------------------------------------------------------
 
     def open_session(self, session: str) -> None:
-        """Announce a session; no wave starts before it waits or closes."""
+        """Announce a session; in lock-step no wave starts before it waits or closes."""
         if session in self._sessions:
             raise EngineError(f"session {session!r} is open already")
-        self._sessions[session] = _Session(order=self._opened)
+        self._sessions[session] = self._opened
         self._opened += 1
 
     def close_session(self, session: str) -> None:
-        """Forget a session and its cache; the others may be waiting for this. A call that still waits fails."""
-        self._sessions.pop(session, None)
-        self._fail_waiting([session], f"session {session!r} was closed while its call waited")
-        self._start_wave()
+        """Forget a session and its cache; a wave may be waiting for this. Its calls that wait fail, others end."""
+        if session not in self._sessions:
+            return
+        self._gone.append(self._sessions.pop(session))
+        self._fail_waiting(f"session {session!r} was closed while its call waited", session)
+        self._start()
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
-        """Sample one completion; returns when its wave is done.
+        """Sample one completion; cancelling the call frees its row at the next token.
 
-        Raises EngineError: unknown session, a second call of the same session at once, ids outside the vocabulary, a
-        prompt that leaves no room for `max_tokens` in the model's context, or whatever its wave failed of.
+        A session may make several calls at once; in lock-step it waits as soon as one of them does.
+        Raises EngineError: unknown session, ids outside the vocabulary, a prompt that leaves no room for `max_tokens`
+        in the model's context, or whatever the batch failed of.
         """
         self._check(prompt_ids, sampling, session)
-        request = _Request(
-            session, np.asarray(prompt_ids, np.int32), sampling, asyncio.get_running_loop().create_future()
-        )
-        caller = self._sessions[session]
-        caller.busy = True
-        self._waiting[session] = request
-        self._start_wave()
+        call = Call(self._sessions[session], np.array(prompt_ids, np.int32), sampling, cache_salt)
+        request = _Request(session, call, asyncio.get_running_loop().create_future())
+        self._waiting[call] = request
+        self._start()
         try:
             return await request.future
         finally:
-            caller.busy = False
-            if self._waiting.get(session) is request:  # cancelled before its wave began
-                del self._waiting[session]
+            call.cancelled = True  # of no effect on a call that was answered
+            self._waiting.pop(call, None)
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
         """Log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1].
@@ -158,43 +147,46 @@ class TorchEngine:
         """
         self._check_open()
         self._check_ids(ids, "ids to score")
-        if len(ids) > self._context:
-            raise EngineError(f"{len(ids)} tokens exceed the model's context of {self._context}")
+        if len(ids) > self._model.context:
+            raise EngineError(f"{len(ids)} tokens exceed the model's context of {self._model.context}")
         if not temperature > 0:
             raise EngineError(f"scoring needs a temperature above 0, got {temperature}")
-        return await self._computed(self._score, np.asarray(ids), temperature)
+        return await self._between_tokens(self._model.score, np.asarray(ids), temperature)
 
     async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy `weights` (as `unique_weights` names them) in, between waves; drops every cached prefix.
+        """Copy `weights` (as `unique_weights` names them) in, between two tokens; drops every cached prefix.
 
-        Raises EngineError, and changes nothing, where weights are missing or of another shape.
+        Calls in flight go on with the new weights. Raises EngineError, and changes nothing, where weights are missing
+        or of another shape.
         """
         self._check_open()
-        await self._computed(self._publish, weights, version)
+        await self._between_tokens(self._batch.publish, weights, version, recompute=self._recompute)
 
     async def close(self) -> None:
-        """Stop the worker thread and free the cache; calls that wait fail."""
+        """Stop the worker thread and free the cache; calls that wait or run fail."""
         self._closed = True
-        self._fail_waiting(list(self._waiting), "the engine was closed")
+        self._fail_waiting("the engine was closed")
+        for call in self._running:
+            call.cancelled = True
+        if self._driver is not None:
+            await asyncio.wait([self._driver])
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
-        self._cache = KVCache(rows=0, capacity=0)
+        self._batch.clear()
 
-    # --- scheduling (event loop) ---------------------------------------------------------------------------------
+    # --- what is asked for ---------------------------------------------------------------------------------------
 
     def _check(self, prompt: Ids, sampling: SamplingParams, session: str) -> None:
         self._check_open()
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
-        if self._sessions[session].busy:
-            raise EngineError(f"session {session!r} has a call in flight; one session makes one call at a time")
         self._check_ids(prompt, f"prompt ids of session {session!r}")
-        if len(prompt) + sampling.max_tokens > self._context:
+        if len(prompt) + sampling.max_tokens > self._model.context:
             raise EngineError(
                 f"prompt of {len(prompt)} + max_tokens {sampling.max_tokens} exceeds the model's context "
-                f"of {self._context}"
+                f"of {self._model.context}"
             )
-        if sampling.stop and self._decode is None:
+        if sampling.stop and not self._can_decode:
             raise EngineError(f"stop strings {sampling.stop} need an engine that was given `decode`")
 
     def _check_open(self) -> None:
@@ -202,42 +194,88 @@ class TorchEngine:
             raise EngineError("the engine was closed")
 
     def _check_ids(self, ids: Ids, what: str) -> None:
-        if not len(ids) or ids.min() < 0 or ids.max() >= self._vocabulary:
-            raise EngineError(f"{what} must be non-empty and in [0, {self._vocabulary})")
+        if not len(ids) or ids.min() < 0 or ids.max() >= self._model.vocabulary:
+            raise EngineError(f"{what} must be non-empty and in [0, {self._model.vocabulary})")
 
-    def _fail_waiting(self, sessions: Sequence[str], reason: str) -> None:
-        for session in sessions:
-            request = self._waiting.pop(session, None)
-            if request is not None and not request.future.done():
-                request.future.set_exception(EngineError(reason))
+    def _fail_waiting(self, reason: str, session: str | None = None) -> None:
+        for request in [r for r in self._waiting.values() if session in (None, r.session)]:
+            del self._waiting[request.call]
+            _fail(request, EngineError(reason))
 
-    def _start_wave(self) -> None:
-        if self._wave is None and self._everybody_waits():
-            self._wave = asyncio.get_running_loop().create_task(self._run_wave())
+    # --- scheduling (event loop) ---------------------------------------------------------------------------------
 
-    def _everybody_waits(self) -> bool:
-        return bool(self._waiting) and self._waiting.keys() == self._sessions.keys()
+    def _start(self) -> None:
+        """Something has changed: see to it that the loop runs if there is something to do."""
+        self._pause = not self._lock_step
+        if self._driver is None and self._may_admit():
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
 
-    async def _run_wave(self) -> None:
-        await asyncio.sleep(0)  # a session closed in this same tick may have changed who waits
-        if not self._everybody_waits():
-            self._wave = None
+    async def _drive(self) -> None:
+        """Admit and compute until nobody can go on."""
+        try:
+            while await self._work_to_do():
+                async with self._turn:
+                    self._pause = False
+                    await self._advance()
+        finally:
+            self._driver = None
+
+    async def _work_to_do(self) -> bool:
+        await asyncio.sleep(0)  # what was answered or closed in this same tick may change who waits
+        self._admit()
+        return bool(self._running)
+
+    def _admit(self) -> None:
+        """Hand to the batch what may join now."""
+        if not self._may_admit():
             return
-        requests = sorted(self._waiting.values(), key=lambda r: self._sessions[r.session].order)
-        self._waiting.clear()
-        sessions = [self._sessions[r.session] for r in requests]
-        work = asyncio.ensure_future(self._computed(self._compute, requests, sessions))
-        await asyncio.wait([work])
+        admitted, self._waiting = self._waiting, {}
+        self._running |= admitted
+        # a stable sort: calls of a session in order of arrival
+        self._admitted += sorted(admitted, key=lambda call: call.session) if self._lock_step else admitted
+
+    def _may_admit(self) -> bool:
+        """The engine's rule: whoever waits, or everybody once everybody waits."""
+        if not self._lock_step or not self._waiting:
+            return bool(self._waiting)
+        enough = len(self._waiting) >= len(self._sessions)  # counted first: the sets cost as much as they are large
+        return enough and {r.session for r in self._waiting.values()} == self._sessions.keys()
+
+    async def _advance(self) -> None:
+        self._drop_cancelled()
+        gone, self._gone = self._gone, []
+        work = asyncio.ensure_future(self._computed(self._compute, gone))
+        try:
+            await asyncio.wait([work])
+        finally:
+            if not work.done():  # the event loop is being torn down: leave nothing to compute
+                for call in self._running:
+                    call.cancelled = True
         error = _failure(work)
-        for number, request in enumerate(requests):
-            if request.future.done():  # cancelled meanwhile
-                continue
-            if error is None:
-                request.future.set_result(work.result()[number])
-            else:
-                request.future.set_exception(error)
-        self._wave = None
-        self._start_wave()
+        if error is not None:
+            self._batch.clear()
+            self._admitted.clear()
+            for request in self._running.values():
+                _fail(request, error)
+            self._running.clear()
+            return
+        for call, completion in work.result():
+            request = self._running.pop(call)
+            if self._closed:
+                _fail(request, EngineError("the engine was closed"))
+            elif not request.future.done():  # cancelled meanwhile
+                request.future.set_result(completion)
+
+    def _drop_cancelled(self) -> None:
+        """Calls that were admitted, but for which there was no room yet."""
+        for call in [call for call in self._admitted if call.cancelled]:
+            self._admitted.remove(call)
+            _fail(self._running.pop(call), EngineError("the engine was closed"))
+
+    async def _between_tokens(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        self._pause = not self._lock_step
+        async with self._turn:
+            return await self._computed(work, *arguments, **named)
 
     async def _computed(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         if self._thread is None:
@@ -246,194 +284,27 @@ class TorchEngine:
 
     # --- computing (worker thread) -------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def _compute(self, requests: list[_Request], sessions: list[_Session]) -> list[Completion]:
-        logits = self._prefill(requests, sessions)
-        answers: list[Completion] = []
-        for start in range(0, len(requests), self._max_batch):
-            rows = slice(start, min(start + self._max_batch, len(requests)))
-            answers += _Decoding(self, requests[rows], logits[rows], start).run()
-        for row, (request, session, answer) in enumerate(zip(requests, sessions, answers, strict=True)):
-            session.generation, session.row = self._generation, row
-            session.ids = np.concatenate([request.prompt, answer.token_ids])[:-1]  # the last one has no keys yet
-        self.counters.sampled += sum(len(a.token_ids) for a in answers)
-        return answers
-
-    def _prefill(self, requests: list[_Request], sessions: list[_Session]) -> Tensor:
-        """Bring every prompt into the cache, row i for request i; returns the next-token logits float32[B, V]."""
-        held = [s.generation == self._generation for s in sessions]
-        reuse = [
-            min(common_prefix(s.ids, r.prompt), len(r.prompt) - 1) if mine else 0
-            for r, s, mine in zip(requests, sessions, held, strict=True)
-        ]
-        self._generation += 1  # rows change hands now: if this wave fails, nobody reads what it leaves behind
-        need = max(len(r.prompt) + r.sampling.max_tokens for r in requests) + 1  # one spare position for padding
-        self._cache.arrange([s.row if mine else 0 for s, mine in zip(sessions, held, strict=True)], need)
-        logits = torch.empty(len(requests), self._vocabulary, device=self._device)
-        fresh: dict[bytes, list[int]] = {}
-        for row, request in enumerate(requests):
-            if not reuse[row]:
-                fresh.setdefault(request.prompt.tobytes(), []).append(row)
-        for part in self._parts(list(fresh.values()), lambda rows: len(requests[rows[0]].prompt)):
-            self._prefill_fresh([requests[rows[0]].prompt for rows in part], part, logits)
-        continued = [row for row, kept in enumerate(reuse) if kept]
-        for rows in self._parts(continued, lambda row: len(requests[row].prompt) - reuse[row]):
-            chunks = [requests[row].prompt[reuse[row] :] for row in rows]
-            index = torch.tensor(rows, device=self._device)
-            logits[index] = self._extend(self._cache, _as_slice(rows, index), chunks, [reuse[row] for row in rows])
-        self.counters.reused += sum(reuse)
-        self.counters.prefilled += sum(len(r.prompt) - k for r, k in zip(requests, reuse, strict=True) if k)
-        return logits
-
-    def _prefill_fresh(self, prompts: list[Ids], members: list[list[int]], logits: Tensor) -> None:
-        """Compute each distinct prompt once and hand its cache and logits to every row that sent it."""
-        longest = max(map(len, prompts))
-        once = KVCache(len(prompts), longest + 1)
-        answers = self._extend(once, slice(0, len(prompts)), prompts, [0] * len(prompts))
-        rows = torch.tensor([row for group in members for row in group], device=self._device)
-        sources = torch.tensor([i for i, group in enumerate(members) for _ in group], device=self._device)
-        self._cache.copy_rows(once, sources, rows, longest)
-        logits[rows] = answers[sources]
-        self.counters.prefilled += sum(map(len, prompts))
-        self.counters.shared += sum(len(p) * (len(m) - 1) for p, m in zip(prompts, members, strict=True))
-
-    def _extend(self, cache: KVCache, rows: slice | Tensor, chunks: list[Ids], starts: list[int]) -> Tensor:
-        """Append chunks[i] at position starts[i] of each row; returns the logits after each chunk, float32[B, V].
-
-        Chunks are padded on the left, so that every row's last token stands in the last column; padding is written to
-        the cache's last position, which no real query looks at.
-        """
-        width = max(map(len, chunks))
-        ids = np.zeros((len(chunks), width), np.int64)
-        positions = np.full((len(chunks), width), cache.capacity - 1, np.int64)
-        for row, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):
-            ids[row, width - len(chunk) :] = chunk
-            positions[row, width - len(chunk) :] = np.arange(start, start + len(chunk))
-        length = max(start + len(chunk) for chunk, start in zip(chunks, starts, strict=True))
-        return self._forward(cache, rows, torch.from_numpy(ids), torch.from_numpy(positions), length)
-
-    def _forward(self, cache: KVCache, rows: slice | Tensor, ids: Tensor, positions: Tensor, length: int) -> Tensor:
-        """ids, positions int64[B, C] -> logits after the last column, float32[B, V]."""
-        positions = positions.to(self._device)
-        call = KVCall(cache, rows, positions, length)
-        ids = ids.to(self._device)
-        logits: Tensor = self._model(
-            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, kv=call
-        ).logits
-        return logits[:, -1].float()
-
-    def _parts(self, items: list[T], tokens: Callable[[T], int]) -> list[list[T]]:
-        """Cut items into consecutive parts whose padded size stays within `prefill_tokens`."""
-        parts: list[list[T]] = []
-        width = 0
-        for item in items:
-            wider = max(width, tokens(item))
-            if parts and wider * (len(parts[-1]) + 1) <= self._prefill_tokens:
-                parts[-1].append(item)
-                width = wider
-            else:
-                parts.append([item])
-                width = tokens(item)
-        return parts
-
-    @torch.inference_mode()
-    def _score(self, ids: Ids, temperature: float) -> Floats:
-        tokens = torch.from_numpy(ids.astype(np.int64))[None].to(self._device)
-        positions = torch.arange(len(ids), device=self._device)[None]
-        call = KVCall(KVCache(1, len(ids)), slice(0, 1), positions, len(ids))
-        logits = self._model(input_ids=tokens, position_ids=positions, use_cache=False, kv=call).logits[0, :-1].float()
-        logprobs = (logits / temperature).log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-        return np.asarray(logprobs.cpu().numpy(), np.float32)
-
-    @torch.no_grad()
-    def _publish(self, weights: Mapping[str, Tensor], version: int) -> None:
-        mine = unique_weights(self._model)
-        unfit = sorted(name for name, t in mine.items() if name not in weights or weights[name].shape != t.shape)
-        if unfit:
-            raise EngineError(
-                f"publication of version {version} lacks {unfit[:3]} in the engine's shapes ({len(unfit)} weights)"
-            )
-        for name, tensor in mine.items():
-            tensor.copy_(weights[name])
-        self._version = version
-        self._cache = KVCache(rows=0, capacity=0)
-        self._generation += 1
-
-
-class _Decoding:
-    """Decodes some rows of the cache together until each has stopped."""
-
-    def __init__(self, engine: TorchEngine, requests: list[_Request], logits: Tensor, first_row: int) -> None:
-        self.engine, self.requests, self.logits, self.first_row = engine, requests, logits, first_row
-        size, longest = len(requests), max(r.sampling.max_tokens for r in requests)
-        self.temperature = torch.tensor([r.sampling.temperature for r in requests], device=logits.device)
-        self.seeds: NDArray[np.uint64] = np.array([r.sampling.seed for r in requests], np.uint64)
-        self.limit = np.array([r.sampling.max_tokens for r in requests])
-        self.position = np.array([len(r.prompt) for r in requests])
-        self.ids = np.zeros((size, longest), np.int32)
-        self.logprobs = np.zeros((size, longest), np.float32)
-        self.length = np.zeros(size, np.int64)
-        self.stopped = np.zeros(size, bool)
-
-    def run(self) -> list[Completion]:
-        """Completions in row order."""
-        live = computed = np.arange(len(self.requests))  # rows still sampling; rows that `logits` belongs to
-        logits = self.logits
-        for token in range(self.ids.shape[1]):
-            drawn, logprobs = sample(logits, self.temperature[computed], self.seeds[computed], token)
-            keep = np.isin(computed, live, assume_unique=True)
-            self.ids[live, token] = drawn.cpu().numpy()[keep]
-            self.logprobs[live, token] = logprobs.cpu().numpy()[keep]
-            self.length[live] += 1
-            self.stopped[live] = np.isin(self.ids[live, token], self.engine._stop) | self._hit_stop_string(live)
-            live = live[~self.stopped[live] & (self.length[live] < self.limit[live])]
-            if not len(live):
+    def _compute(self, gone: Sequence[int]) -> list[tuple[Call, Completion]]:
+        """Some tokens: to the end of the wave, or until a call has ended or somebody wants something."""
+        batch = self._batch
+        batch.forget(gone)
+        while self._admitted or batch.live:
+            if not (self._lock_step and batch.live):
+                del self._admitted[: batch.join(self._admitted)]
+            batch.step()
+            if not self._lock_step and (batch.finished or self._pause or self._thread is None):
                 break
-            computed = np.arange(len(self.requests)) if len(live) >= _SHARED * len(self.requests) else live
-            logits = self._next_logits(computed, live)
-        return [self._completion(row) for row in range(len(self.requests))]
-
-    def _next_logits(self, computed: NDArray[np.int64], live: NDArray[np.int64]) -> Tensor:
-        """Feed each computed row its last token. A row that is not live writes behind its end, where nobody looks."""
-        last = self.ids[computed, self.length[computed] - 1].astype(np.int64)
-        offset = np.where(np.isin(computed, live), self.length[computed] - 1, self.length[computed])
-        positions = np.minimum(self.position[computed] + offset, self.engine._cache.capacity - 1)
-        everything = len(computed) == len(self.requests)
-        rows: slice | Tensor = slice(self.first_row, self.first_row + len(computed))
-        if not everything:
-            rows = torch.from_numpy(computed + self.first_row).to(self.logits.device)
-        ids, at = torch.from_numpy(last)[:, None], torch.from_numpy(positions)[:, None]
-        return self.engine._forward(self.engine._cache, rows, ids, at, int(positions.max()) + 1)
-
-    def _hit_stop_string(self, live: NDArray[np.int64]) -> NDArray[np.bool_]:
-        hit = np.zeros(len(live), bool)
-        for number, row in enumerate(live):
-            stop = self.requests[row].sampling.stop
-            if stop and self.engine._decode is not None:
-                text = self.engine._decode(self.ids[row, : self.length[row]].tolist())
-                hit[number] = any(s in text for s in stop)
-        return hit
-
-    def _completion(self, row: int) -> Completion:
-        length = int(self.length[row])
-        return Completion(
-            token_ids=self.ids[row, :length].copy(),
-            logprobs=np.minimum(self.logprobs[row, :length], 0.0),
-            stop_reason=StopReason.STOP if self.stopped[row] else StopReason.LENGTH,
-            policy_versions=(VersionSpan(self.engine._version, 0, length),),
-        )
+        finished, batch.finished = batch.finished, []
+        return finished
 
 
-def _copy_in(dtype: torch.dtype, model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose weights are of that type. Buffers stay: rounded rotary frequencies would misplace late tokens."""
-    own = copy.deepcopy(model)
-    for parameter in own.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return own
+def _fail(request: _Request, error: BaseException) -> None:
+    if not request.future.done():
+        request.future.set_exception(error)
 
 
-def _failure(work: asyncio.Future[list[Completion]]) -> BaseException | None:
-    """What a wave failed of, as an EngineError."""
+def _failure(work: asyncio.Future[list[tuple[Call, Completion]]]) -> BaseException | None:
+    """What the batch failed of, as an EngineError."""
     if work.cancelled():
         return EngineError("the engine was closed")
     error = work.exception()
@@ -442,9 +313,3 @@ def _failure(work: asyncio.Future[list[Completion]]) -> BaseException | None:
         failure.__cause__ = error
         return failure
     return error
-
-
-def _as_slice(rows: list[int], index: Tensor) -> slice | Tensor:
-    """A slice where rows are consecutive (no copy), else the index."""
-    consecutive = rows == list(range(rows[0], rows[0] + len(rows)))
-    return slice(rows[0], rows[0] + len(rows)) if consecutive else index

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from treadle.core.engine import Engine
 from treadle.core.errors import EngineError
-from treadle.core.types import SamplingParams
+from treadle.engines.probe import EngineFacts, probe_engine
 from treadle.engines.torch_engine import TorchEngine
 from treadle.packing.flat import Call
 from treadle.packing.layout import Packing, Sharing
@@ -38,7 +39,12 @@ class Policy:
     def engine(self, max_batch: int) -> TorchEngine:
         """An embedded engine with its own weights, on the caller's thread: learner and engine take turns."""
         return TorchEngine(
-            self.model, stop_token_ids=self.stop_token_ids, decode=self.decode, max_batch=max_batch, own_thread=False
+            self.model,
+            stop_token_ids=self.stop_token_ids,
+            decode=self.decode,
+            max_batch=max_batch,
+            lock_step=True,
+            own_thread=False,
         )
 
 
@@ -70,22 +76,23 @@ def use_threads(threads: int | None) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-async def check_engine(engine: TorchEngine, learner: Learner, policy: Policy) -> None:
-    """Sample a few tokens and score them with engine and learner: they must be the same policy.
+async def check_engine(engine: Engine, learner: Learner, policy: Policy) -> EngineFacts:
+    """Probe the engine and score what it sampled with the learner: they must be the same policy.
 
-    Raises EngineError, before the first rollout, where their log-probabilities differ by more than rounding.
+    Raises EngineError, before the first rollout, where their log-probabilities differ by more than rounding, or the
+    engine lacks what training needs (`probe_engine`).
     """
     await engine.publish(learner.weights(), 0)
     prompt = Conversation(policy.renderer).render([{"role": "user", "content": "ok"}]).ids
-    engine.open_session("probe")
-    answer = await engine.generate(prompt, SamplingParams(temperature=1.0, max_tokens=8, seed=1), session="probe")
-    engine.close_session("probe")
-    call = Call(np.concatenate([prompt, answer.token_ids]), len(prompt), 0)
+    facts = await probe_engine(engine, prompt, stop_token_ids=policy.stop_token_ids, version=0)
+    call = Call(np.concatenate([prompt, facts.sampled.token_ids]), len(prompt), 0)
     exact = Forward(learner.model, len(call.token_ids))  # in float32: bfloat16 rounds by more than other weights may do
     [tree] = exact.trees([call], Packing.STEP, Sharing.TRAJECTORY)
-    learned = exact.scores(tree, torch.ones(len(answer.token_ids))).logp.cpu().numpy()
-    scored = (await engine.score(call.token_ids))[len(prompt) - 1 :]
-    for name, other in (("its own scoring pass", scored), ("the learner", learned)):
-        gap = float(np.abs(answer.logprobs - other).max())
-        if not gap < 1e-3:
-            raise EngineError(f"the engine's log-probabilities differ from those of {name} by up to {gap:.2e}")
+    learned = exact.scores(tree, torch.ones(len(facts.sampled.token_ids))).logp.cpu().numpy()
+    gap = float(np.abs(facts.sampled.logprobs - learned).max())
+    if not gap < 1e-3:
+        raise EngineError(
+            f"{facts.engine} reports log-probabilities that differ from those of the learner by up to {gap:.2e}; "
+            "it must serve the published weights in the learner's precision"
+        )
+    return facts

@@ -1,12 +1,13 @@
-"""Multi-turn sampling: `TorchEngine` against Hugging Face `generate`, same model, same work, random observations.
+"""Multi-turn sampling: engines against Hugging Face `generate`, same model, same work, random observations.
 
-Simplified: every completion has the same length and observations are random ids, so that both do the same work.
+Simplified: every completion has the same length and observations are random ids, so that all do the same work.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,19 +15,28 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from treadle.cli.benchmarks.report import Report, Row, cpu_seconds
+from treadle.cli.benchmarks.report import Report, Row, median_seconds
 from treadle.core.draws import Stream, call_seed
+from treadle.core.engine import Engine
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.torch_engine import TorchEngine
 from treadle.orchestration.config import load_recipe
 from treadle.training.model import make_model
 
 _VOCABULARY = 704
+_PAD, _STOP = 0, 2
+_BASE = "transformers generate"
+
+Player = Callable[["Work"], object]
+"""Plays all sessions of some work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """sessions in groups of `group` with a common first prompt; lengths in tokens."""
+    """sessions in groups of `group` with a common first prompt; lengths in tokens, those of the demo.
+
+    Prompts and observations vary between half and one and a half times as many, so that a batch is ragged.
+    """
 
     sessions: int
     group: int = 8
@@ -38,87 +48,108 @@ class Work:
     def first_prompts(self) -> list[Ids]:
         """One prompt per session."""
         rng = np.random.default_rng(0)
-        distinct = [rng.integers(3, _VOCABULARY, self.prompt).astype(np.int32) for _ in range(self.sessions)]
+        distinct = [_about(rng, self.prompt) for _ in range(-(-self.sessions // self.group))]
         return [distinct[i // self.group] for i in range(self.sessions)]
 
-    def observations(self, turn: int) -> Ids:
-        """int32[sessions, observation]."""
+    def observations(self, turn: int) -> list[Ids]:
+        """What each session is told after its turn."""
         rng = np.random.default_rng(turn + 1)
-        return rng.integers(3, _VOCABULARY, (self.sessions, self.observation)).astype(np.int32)
+        return [_about(rng, self.observation) for _ in range(self.sessions)]
+
+
+def _about(rng: np.random.Generator, count: int) -> Ids:
+    size = rng.integers(count // 2, count + count // 2 + 1)
+    return rng.integers(_STOP + 1, _VOCABULARY, size).astype(np.int32)
 
 
 def measure(threads: int, repeats: int, sessions: Sequence[int] = (1, 8, 32, 64)) -> Report:
-    """CPU seconds and sampled tokens per CPU second, for each number of sessions."""
+    """Seconds and sampled tokens a second, for each number of sessions."""
     torch.set_num_threads(threads)
     model = make_model(load_recipe("demo").model, _VOCABULARY, seed=0)
-    stock = make_model(load_recipe("demo").model, _VOCABULARY, seed=0).eval()
     rows: list[Row] = []
-    for count in sessions:
-        work = Work(count, group=min(8, count))
-        tokens = count * work.turns * work.completion
-        names = ("TorchEngine", "TorchEngine, no reuse", "transformers generate")
-        taken = cpu_seconds(
-            {
-                names[0]: partial(_play, model, work, reuse=True),
-                names[1]: partial(_play, model, work, reuse=False),
-                names[2]: partial(_generate, stock, work),
-            },
-            repeats,
-        )
-        for name in names:
-            rows.append(
-                {
-                    "engine": name,
-                    "sessions": count,
-                    "sampled tokens": tokens,
-                    "CPU s": taken[name],
-                    "tokens per CPU s": tokens / taken[name],
-                    "times generate": taken[names[2]] / taken[name],
-                }
-            )
+    with asyncio.Runner() as runner:
+        engine = TorchEngine(model, stop_token_ids=[])
+        players = {
+            "TorchEngine": partial(_play, runner, engine, True),
+            "TorchEngine, no reuse": partial(_play, runner, engine, False),
+            _BASE: partial(_generate, make_model(load_recipe("demo").model, _VOCABULARY, seed=0).eval()),
+        }
+        for count in sessions:
+            rows += _rows(players, Work(count, group=min(8, count)), repeats)
+        runner.run(engine.close())
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     note = f"{parameters:.2f}M-parameter Qwen3, {Work(1).turns} turns, median of {repeats}, {threads} thread(s)"
     return Report("rollout", note, rows)
 
 
-def _play(model: PreTrainedModel, work: Work, reuse: bool) -> None:
-    asyncio.run(_engine(model, work, reuse))
+def _rows(players: Mapping[str, Player], work: Work, repeats: int) -> list[Row]:
+    runs = {name: partial(play, work) for name, play in players.items()}
+    for run in runs.values():
+        run()
+    taken = median_seconds(runs, repeats, time.perf_counter)
+    tokens = work.sessions * work.turns * work.completion
+    return [
+        {
+            "engine": name,
+            "sessions": work.sessions,
+            "sampled tokens": tokens,
+            "s": seconds,
+            "tokens/s": tokens / seconds,
+            "times generate": taken[_BASE] / seconds,
+        }
+        for name, seconds in taken.items()
+    ]
 
 
-async def _engine(model: PreTrainedModel, work: Work, reuse: bool) -> None:
-    engine = TorchEngine(model, stop_token_ids=[])
-    names = [f"{i:04d}" for i in range(work.sessions)]
-    for name in names:
+def _play(runner: asyncio.Runner, engine: Engine, reuse: bool, work: Work) -> None:
+    runner.run(_sessions(engine, reuse, work))
+
+
+async def _sessions(engine: Engine, reuse: bool, work: Work) -> None:
+    """All sessions side by side, each turn as soon as the one before is answered."""
+
+    async def play(name: str, number: int, ids: Ids) -> None:
         engine.open_session(name)
-
-    async def play(number: int, ids: Ids) -> None:
         for turn in range(work.turns):
-            if turn and not reuse:  # a session that is opened anew has no cache
-                engine.close_session(names[number])
-                engine.open_session(names[number])
-            seed = call_seed(0, Stream.BENCH, 0, number, 0, turn)
-            sampling = SamplingParams(temperature=1.0, max_tokens=work.completion, seed=seed)
-            answer = await engine.generate(ids, sampling, session=names[number])
-            ids = np.concatenate([ids, answer.token_ids, work.observations(turn)[number]])
-        engine.close_session(names[number])
+            sampling = SamplingParams(max_tokens=work.completion, seed=call_seed(0, Stream.BENCH, 0, number, 0, turn))
+            salt = None if reuse else str(turn)  # calls of different salts share nothing
+            answer = await engine.generate(ids, sampling, session=name, cache_salt=salt)
+            ids = np.concatenate([ids, answer.token_ids, observations[turn][number]])
+        engine.close_session(name)
 
-    await asyncio.gather(*(play(i, ids) for i, ids in enumerate(work.first_prompts())))
-    await engine.close()
+    observations = [work.observations(turn) for turn in range(work.turns)]
+    await asyncio.gather(*(play(f"{i:04d}", i, ids) for i, ids in enumerate(work.first_prompts())))
 
 
 def _generate(model: PreTrainedModel, work: Work) -> None:
-    """Batched; every turn sends the whole history, as `generate` offers no cache across calls of a ragged batch."""
-    ids = torch.from_numpy(np.stack(work.first_prompts())).long()
+    """One padded batch; every turn sends the whole history, as `generate` offers no cache across calls of a ragged
+    batch."""
+    histories = work.first_prompts()
     for turn in range(work.turns):
-        ids = model.generate(  # type: ignore[operator]
+        ids, mask = _left_padded(histories)
+        answers = model.generate(  # type: ignore[operator]
             input_ids=ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=mask,
             do_sample=True,
             temperature=1.0,
             top_k=0,
             max_new_tokens=work.completion,
             min_new_tokens=work.completion,
-            pad_token_id=0,
-            eos_token_id=2,
-        )
-        ids = torch.cat([ids, torch.from_numpy(work.observations(turn)).long()], 1)
+            pad_token_id=_PAD,
+            eos_token_id=_STOP,
+        )[:, ids.shape[1] :]
+        told = work.observations(turn)
+        histories = [
+            np.concatenate([history, answer, observation])
+            for history, answer, observation in zip(histories, answers.numpy(), told, strict=True)
+        ]
+
+
+def _left_padded(histories: Sequence[Ids]) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and mask, int64[B, longest]."""
+    longest = max(map(len, histories))
+    ids, mask = (np.zeros((len(histories), longest), np.int64) for _ in range(2))
+    for row, history in enumerate(histories):
+        ids[row, longest - len(history) :] = history
+        mask[row, longest - len(history) :] = 1
+    return torch.from_numpy(ids), torch.from_numpy(mask)

@@ -1,0 +1,169 @@
+"""Which row of the KV cache holds which tokens: placing calls, finding prefixes, evicting what was not used for long.
+
+    rows      0 ............ n                       R
+              busy, no gaps   | idle sequences, free rows
+
+Calls decode in the first rows, so that a pass reads one slice of the cache. A sequence stays after its call, for the
+next one of its session; the least recently used goes when memory is short.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from treadle.core.prefix import common_prefix
+from treadle.core.types import Ids
+from treadle.engines.kv_cache import KVCache
+
+_GROW = 64  # positions
+
+
+@dataclass(slots=True, eq=False)
+class Cached:
+    """Tokens whose keys and values stand at the start of a row.
+
+    busy: a call goes on writing there. exact: all keys are of the current weights. used: when last, in placements.
+    """
+
+    session: int
+    salt: str | None
+    ids: Ids
+    row: int = -1
+    busy: bool = True
+    exact: bool = True
+    used: int = 0
+
+
+class CachedRows:
+    """The cache and what its rows hold.
+
+    budget: most bytes of the cache; a single call may exceed it. position_bytes: of one position of one row.
+    """
+
+    def __init__(self, budget: int, position_bytes: int) -> None:
+        self._budget, self._position_bytes = budget, position_bytes
+        self.cache = KVCache(rows=0, capacity=0)
+        self._held: list[Cached] = []
+        self._clock = count()
+
+    def fits(self, busy: int, positions: int) -> bool:
+        """Whether so many calls at once, the longest of so many positions, stay within the budget."""
+        return busy <= self._most_rows(max(self.cache.capacity, _rounded(positions)))
+
+    def place(self, newcomers: Sequence[Cached], positions: int) -> list[int]:
+        """Give each newcomer a row with as much of its prompt as a sequence of its session has.
+
+        positions: that the longest of all calls may come to. Busy sequences may change rows; afterwards they and the
+        newcomers, in order, fill the first rows. Returns how many tokens of each prompt are there; a prompt's last
+        token never is, for its logits are wanted.
+        """
+        busy = [s for s in self._held if s.busy]
+        origins, found, continued = self._sources(newcomers)
+        idle = [s for s in self._held if not s.busy and s not in continued]
+        first = len(busy) + len(newcomers)
+        capacity = self._grown(positions, first)
+        idle = sorted(idle, key=lambda s: s.used, reverse=True)[: max(0, self._most_rows(capacity) - first)]
+        wanted = first + len(idle)
+        rows = max(wanted, min(self._grown_rows(wanted), self._most_rows(capacity)))
+        targets = _assign(busy, newcomers, idle, first, rows)
+        moves = {targets[s]: s.row for s in (*busy, *idle) if targets[s] != s.row}
+        moves |= {
+            targets[s]: o.row for s, o in zip(newcomers, origins, strict=True) if o is not None and targets[s] != o.row
+        }
+        longest = max([positions, *(len(s.ids) for s in self._held)])
+        self._rearrange(moves, min(longest, self.cache.capacity), rows, capacity)
+        now = next(self._clock)
+        for sequence, row in targets.items():
+            sequence.row = row
+        for sequence in newcomers:
+            sequence.used = now
+        self._held = [*busy, *newcomers, *idle]
+        return found
+
+    def release(self, sequence: Cached, ids: Ids) -> None:
+        """Its call has ended and left keys for `ids`; a later call may go on from there."""
+        sequence.ids, sequence.busy, sequence.used = ids, False, next(self._clock)
+        if not sequence.exact:
+            self._held.remove(sequence)
+
+    def forget(self, sessions: Iterable[int]) -> None:
+        """These sessions call no more."""
+        gone = set(sessions)
+        for sequence in self._held:
+            sequence.exact &= sequence.session not in gone
+        self._held = [s for s in self._held if s.busy or s.exact]
+
+    def outdate(self, keep_busy: bool) -> None:
+        """The weights have changed: idle sequences go, busy ones end with their call unless they are `keep_busy`."""
+        self._held = [s for s in self._held if s.busy]
+        for sequence in self._held:
+            sequence.exact &= keep_busy
+        if not self._held:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, and memory that bad weights may have filled with what is not a number."""
+        self._held = []
+        self.cache = KVCache(self.cache.rows, self.cache.capacity)
+
+    def _sources(self, newcomers: Sequence[Cached]) -> tuple[list[Cached | None], list[int], set[Cached]]:
+        """For each newcomer the sequence that has most of its prompt and how much, and which of those they continue."""
+        known: dict[tuple[int, str | None], list[Cached]] = defaultdict(list)
+        for sequence in self._held:
+            if sequence.exact:
+                known[sequence.session, sequence.salt].append(sequence)
+        origins: list[Cached | None] = []
+        found, continued = [], set()
+        for newcomer in newcomers:
+            most, origin = 0, None
+            for other in known[newcomer.session, newcomer.salt]:
+                same = min(common_prefix(other.ids, newcomer.ids), len(newcomer.ids) - 1)
+                if same > most:
+                    most, origin = same, other
+            if origin is not None and not origin.busy and most == len(origin.ids):
+                continued.add(origin)  # the newcomer's row will hold all that it holds
+            origins.append(origin)
+            found.append(most)
+        return origins, found, continued
+
+    def _grown_rows(self, rows: int) -> int:
+        have = self.cache.rows
+        return have if rows <= have else max(rows, have + have // 2)
+
+    def _most_rows(self, capacity: int) -> int:
+        return self._budget // (capacity * self._position_bytes)
+
+    def _grown(self, positions: int, rows: int) -> int:
+        """The capacity for so many positions: grows by half, so that copying is rare, if the rows then fit."""
+        have = self.cache.capacity
+        if positions <= have:
+            return have
+        generous = _rounded(max(positions, have + have // 2))
+        return generous if rows <= self._most_rows(generous) else _rounded(positions)
+
+    def _rearrange(self, moves: dict[int, int], length: int, rows: int, capacity: int) -> None:
+        have = self.cache
+        if rows > have.rows or (capacity > have.capacity and rows == have.rows):
+            have.resize(rows, capacity)
+        have.move(moves, length)
+        if (rows, capacity) != (have.rows, have.capacity):
+            have.resize(rows, capacity)
+
+
+def _assign(
+    busy: Sequence[Cached], newcomers: Sequence[Cached], idle: Sequence[Cached], first: int, rows: int
+) -> dict[Cached, int]:
+    """A row for each: busy ones and newcomers in [0, first), idle ones in [first, rows), where they are if they can."""
+    targets = {s: s.row for s in busy if s.row < first} | {s: s.row for s in idle if first <= s.row < rows}
+    taken = set(targets.values())
+    holes, free = (iter([r for r in span if r not in taken]) for span in (range(first), range(first, rows)))
+    targets |= {s: next(holes) for s in busy if s not in targets}
+    targets |= {s: next(holes) for s in newcomers}
+    return targets | {s: next(free) for s in idle if s not in targets}
+
+
+def _rounded(positions: int) -> int:
+    return -(-positions // _GROW) * _GROW

@@ -1,0 +1,274 @@
+"""The running batch of `TorchEngine`: calls join it, decode together token by token, and leave it. No asyncio here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treadle.core.draws import token_uniforms
+from treadle.core.engine import Completion, VersionSpan
+from treadle.core.types import Ids, SamplingParams, StopReason
+from treadle.engines.cache_rows import Cached, CachedRows
+from treadle.engines.kv_cache import KVCache
+from treadle.engines.sampling import Rules, rules, sample
+from treadle.engines.stop_strings import Decode, StopStrings
+from treadle.engines.torch_model import CachedModel
+
+_SHARED = 0.75  # share of live rows from which computing all rows is cheaper than gathering the live ones
+_DRAWS = 16  # tokens whose draws are made at once
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Tokens the model computed or was spared, since the start."""
+
+    prefilled: int = 0  # prompt tokens computed
+    reused: int = 0  # prompt tokens found in the session's own cache
+    shared: int = 0  # prompt tokens computed once for several calls
+    sampled: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One completion that is wanted. cancelled: not any more; set from any thread."""
+
+    session: int
+    prompt: Ids
+    sampling: SamplingParams
+    salt: str | None = None
+    cancelled: bool = False
+
+    @property
+    def positions(self) -> int:
+        """The most that it may come to, and one for padding."""
+        return len(self.prompt) + self.sampling.max_tokens + 1
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A call in the batch. starts: (version, first token sampled by it). ended: why it samples no more."""
+
+    call: Call
+    cached: Cached
+    stops: StopStrings | None
+    starts: list[tuple[int, int]]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: StopReason | None = None
+
+    def position(self) -> int:
+        """Where its last token goes; once it has ended, behind that, where nobody looks."""
+        return len(self.call.prompt) + len(self.tokens) - (self.ended is None)
+
+    def cached_ids(self) -> Ids:
+        """The last token has no keys yet."""
+        return np.concatenate([self.call.prompt, np.array(self.tokens[:-1], np.int32)])
+
+    def completion(self, reason: StopReason) -> Completion:
+        ends = [start for _, start in self.starts[1:]] + [len(self.tokens)]
+        return Completion(
+            token_ids=np.array(self.tokens, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            stop_reason=reason,
+            policy_versions=tuple(VersionSpan(v, a, b) for (v, a), b in zip(self.starts, ends, strict=True) if a < b),
+        )
+
+
+class Batch:
+    """Rows of the cache that decode together.
+
+    A call that has ended keeps its row until others join, or until so few are left that gathering theirs is cheaper.
+    What a call samples does not depend on who else is there, except for rounding.
+    """
+
+    def __init__(
+        self,
+        model: CachedModel,
+        *,
+        stop_token_ids: Sequence[int],
+        decode: Decode | None,
+        max_batch: int,
+        cache_bytes: int,
+    ) -> None:
+        self._model, self._stop, self._decode, self._max_batch = model, frozenset(stop_token_ids), decode, max_batch
+        self._cached = CachedRows(cache_bytes, model.position_bytes())
+        self._rows: list[_Row] = []  # row i of the cache
+        self._computed: list[int] = []  # the rows that `_rules` are of
+        self._rules: Rules = rules([])
+        self._draws: NDArray[np.float64] = np.empty((0, _DRAWS))
+        self._drawn = 0  # columns of them that are used up
+        self.version = 0
+        self.counters = EngineCounters()
+        self.finished: list[tuple[Call, Completion]] = []  # for the caller to take away
+
+    @property
+    def live(self) -> list[_Row]:
+        """The rows that still sample."""
+        return [row for row in self._rows if row.ended is None]
+
+    @torch.inference_mode()
+    def join(self, calls: Sequence[Call]) -> int:
+        """Let the first of `calls` join, as many as there is room for, and sample their first tokens.
+
+        Returns how many; an empty batch takes at least one.
+        """
+        live = self.live
+        calls = calls[: self._room(live, calls)]
+        if not calls:
+            return 0
+        entering = [self._row(call) for call in calls]
+        known = self._cached.place([row.cached for row in entering], max(r.call.positions for r in [*live, *entering]))
+        self._rows = sorted([*live, *entering], key=lambda row: row.cached.row)
+        logits = self._prefill(entering, known)
+        self._computed = []
+        self._draw({row.cached.row for row in entering})
+        here = [row.cached.row for row in entering]
+        self._append(entering, logits, rules([row.call.sampling for row in entering], logits.device), here)
+        return len(calls)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One more token for every live row. Calls that were cancelled leave first."""
+        for row in self.live:
+            if row.call.cancelled:
+                self._end(row, StopReason.ABORT)
+        computed = [number for number, row in enumerate(self._rows) if row.ended is None]
+        if not computed:
+            return
+        everything = len(computed) >= _SHARED * len(self._rows)
+        if everything:
+            computed = list(range(len(self._rows)))
+        rows = [self._rows[number] for number in computed]
+        if computed != self._computed:
+            self._computed = computed
+            self._rules = rules([row.call.sampling for row in rows], self._model.device)
+        if self._drawn == _DRAWS:
+            self._draw(set())
+        where = slice(0, len(rows)) if everything else torch.tensor(computed, device=self._model.device)
+        self._append(rows, self._next_logits(rows, where), self._rules, computed)
+
+    @torch.inference_mode()
+    def publish(self, weights: Mapping[str, Tensor], version: int, *, recompute: bool) -> None:
+        """New weights between two tokens; live rows go on with their cache, or with one computed anew.
+
+        Raises EngineError, and changes nothing, where weights are missing or of another shape.
+        """
+        self._model.load(weights, version)
+        self.version = version
+        live = self.live
+        self._cached.outdate(keep_busy=recompute)
+        for row in live:
+            if row.starts[-1][1] == len(row.tokens):
+                row.starts.pop()
+            row.starts.append((version, len(row.tokens)))
+        if recompute:
+            for part in self._model.parts(live, lambda row: len(row.call.prompt) + len(row.tokens) - 1):
+                where = self._where([row.cached.row for row in part])
+                self._model.extend(self._cached.cache, where, [row.cached_ids() for row in part], [0] * len(part))
+
+    def forget(self, sessions: Sequence[int]) -> None:
+        """These sessions call no more; what they left in the cache goes."""
+        self._cached.forget(sessions)
+
+    def clear(self) -> None:
+        """Drop all rows and everything cached: after a failure nobody knows what is there."""
+        self._rows, self.finished = [], []
+        self._cached.clear()
+
+    def _room(self, live: Sequence[_Row], calls: Sequence[Call]) -> int:
+        longest = max((row.call.positions for row in live), default=0)
+        for number, call in enumerate(calls[: self._max_batch - len(live)]):
+            longest = max(longest, call.positions)
+            if (number or live) and not self._cached.fits(len(live) + number + 1, longest):
+                return number
+        return min(len(calls), self._max_batch - len(live))
+
+    def _row(self, call: Call) -> _Row:
+        stop = call.sampling.stop
+        stops = StopStrings(stop, self._decode) if stop and self._decode is not None else None
+        return _Row(call, Cached(call.session, call.salt, call.prompt), stops, [(self.version, 0)])
+
+    # --- prompts -------------------------------------------------------------------------------------------------
+
+    def _prefill(self, rows: Sequence[_Row], known: Sequence[int]) -> Tensor:
+        """Bring every prompt into the cache, of which it knows so many tokens; the logits float32[B, V] after each."""
+        logits = torch.empty(len(rows), self._model.vocabulary, device=self._model.device)
+        fresh: dict[tuple[str | None, bytes], list[int]] = {}
+        for number, row in enumerate(rows):
+            if not known[number]:
+                fresh.setdefault((row.call.salt, row.call.prompt.tobytes()), []).append(number)
+        for part in self._model.parts(list(fresh.values()), lambda same: len(rows[same[0]].call.prompt)):
+            self._prefill_fresh(rows, part, logits)
+        continued = [number for number, kept in enumerate(known) if kept]
+        for numbers in self._model.parts(continued, lambda number: len(rows[number].call.prompt) - known[number]):
+            chunks = [rows[number].call.prompt[known[number] :] for number in numbers]
+            where = self._where([rows[number].cached.row for number in numbers])
+            logits[torch.tensor(numbers, device=logits.device)] = self._model.extend(
+                self._cached.cache, where, chunks, [known[number] for number in numbers]
+            )
+            self.counters.prefilled += sum(map(len, chunks))
+        self.counters.reused += sum(known)
+        return logits
+
+    def _prefill_fresh(self, rows: Sequence[_Row], groups: Sequence[list[int]], logits: Tensor) -> None:
+        """Compute each distinct prompt once and hand its cache and logits to every row of its group."""
+        prompts = [rows[same[0]].call.prompt for same in groups]
+        longest = max(map(len, prompts))
+        once = KVCache(len(prompts), longest + 1)
+        answers = self._model.extend(once, slice(0, len(prompts)), prompts, [0] * len(prompts))
+        numbers = [number for same in groups for number in same]
+        sources = torch.tensor([i for i, same in enumerate(groups) for _ in same], device=logits.device)
+        targets = torch.tensor([rows[number].cached.row for number in numbers], device=logits.device)
+        self._cached.cache.copy_rows(once, sources, targets, longest)
+        logits[torch.tensor(numbers, device=logits.device)] = answers[sources]
+        self.counters.prefilled += sum(map(len, prompts))
+        self.counters.shared += sum(len(p) * (len(same) - 1) for p, same in zip(prompts, groups, strict=True))
+
+    def _where(self, rows: list[int]) -> slice | Tensor:
+        """A slice where rows are consecutive (no copy), else the index."""
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            return slice(rows[0], rows[0] + len(rows))
+        return torch.tensor(rows, device=self._model.device)
+
+    # --- tokens --------------------------------------------------------------------------------------------------
+
+    def _next_logits(self, rows: Sequence[_Row], where: slice | Tensor) -> Tensor:
+        """Feed each row its last token."""
+        positions = np.array([row.position() for row in rows])
+        ids = torch.tensor([row.tokens[-1] for row in rows])[:, None]
+        return self._model.forward(
+            self._cached.cache, where, ids, torch.from_numpy(positions)[:, None], int(positions.max()) + 1
+        )
+
+    def _draw(self, entering: set[int]) -> None:
+        """Make the next draws of all rows. Those who enter begin at once, the others with the next step."""
+        seeds = np.array([row.call.sampling.seed for row in self._rows], np.uint64)
+        waits = bool(entering)
+        first = [len(row.tokens) - (waits and number not in entering) for number, row in enumerate(self._rows)]
+        tokens = np.array(first)[:, None] + np.arange(_DRAWS)
+        self._draws, self._drawn = token_uniforms(seeds[:, None], tokens), 0
+
+    def _append(self, rows: Sequence[_Row], logits: Tensor, how: Rules, numbers: list[int]) -> None:
+        draws = torch.from_numpy(self._draws[numbers, self._drawn]).to(logits.device)
+        self._drawn += 1
+        ids, logprobs = sample(logits, how, draws)
+        for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+            if row.ended is not None:
+                continue
+            row.tokens.append(token)
+            row.logprobs.append(min(logprob, 0.0))
+            self.counters.sampled += 1
+            if token in self._stop or (row.stops is not None and row.stops.completes(token)):
+                self._end(row, StopReason.STOP)
+            elif len(row.tokens) == row.call.sampling.max_tokens:
+                self._end(row, StopReason.LENGTH)
+
+    def _end(self, row: _Row, reason: StopReason) -> None:
+        self._cached.release(row.cached, row.cached_ids())
+        self.finished.append((row.call, row.completion(reason)))
+        row.ended = reason

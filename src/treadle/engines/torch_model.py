@@ -1,0 +1,112 @@
+"""The model of `TorchEngine` with its passes: extending cached rows, scoring, taking new weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from treadle.core.errors import EngineError
+from treadle.core.types import Floats, Ids
+from treadle.engines.kv_cache import ATTENTION, KVCache, KVCall
+from treadle.engines.weights import require_plain_attention, unique_weights
+
+T = TypeVar("T")
+
+
+class CachedModel:
+    """A copy of a Hugging Face decoder that reads and writes a `KVCache`.
+
+    dtype: of the weights and the cache; logits are float32 whatever it is.
+    prefill_tokens: most (padded) tokens of one pass.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, prefill_tokens: int) -> None:
+        require_plain_attention(model)
+        self.model = _copy_in(dtype, model).requires_grad_(False).eval()
+        self.model.set_attn_implementation(ATTENTION)
+        self.prefill_tokens = prefill_tokens
+        self.device = self.model.device
+        text = self.model.config.get_text_config()
+        self.vocabulary, self.context = int(text.vocab_size), int(text.max_position_embeddings)
+
+    @torch.inference_mode()
+    def position_bytes(self) -> int:
+        """What one cached position takes, found by computing one. Raises EngineError if attention is not as needed."""
+        cache = KVCache(1, 1)
+        self.extend(cache, slice(0, 1), [np.zeros(1, np.int32)], [0])
+        return cache.position_bytes()
+
+    def extend(self, cache: KVCache, rows: slice | Tensor, chunks: Sequence[Ids], starts: Sequence[int]) -> Tensor:
+        """Append chunks[i] at position starts[i] of each row; returns the logits after each chunk, float32[B, V].
+
+        Chunks are padded on the left, so that every row's last token stands in the last column; padding is written to
+        the cache's last position, which no real query looks at.
+        """
+        width = max(map(len, chunks))
+        ids = np.zeros((len(chunks), width), np.int64)
+        positions = np.full((len(chunks), width), cache.capacity - 1, np.int64)
+        for row, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):
+            ids[row, width - len(chunk) :] = chunk
+            positions[row, width - len(chunk) :] = np.arange(start, start + len(chunk))
+        length = max(start + len(chunk) for chunk, start in zip(chunks, starts, strict=True))
+        return self.forward(cache, rows, torch.from_numpy(ids), torch.from_numpy(positions), length)
+
+    def forward(self, cache: KVCache, rows: slice | Tensor, ids: Tensor, positions: Tensor, length: int) -> Tensor:
+        """ids, positions int64[B, C] -> logits after the last column, float32[B, V]."""
+        positions = positions.to(self.device)
+        call = KVCall(cache, rows, positions, length)
+        ids = ids.to(self.device)
+        logits: Tensor = self.model(
+            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, kv=call
+        ).logits
+        return logits[:, -1].float()
+
+    def parts(self, items: Sequence[T], tokens: Callable[[T], int]) -> list[list[T]]:
+        """Cut items into consecutive parts whose padded size stays within `prefill_tokens`."""
+        parts: list[list[T]] = []
+        width = 0
+        for item in items:
+            wider = max(width, tokens(item))
+            if parts and wider * (len(parts[-1]) + 1) <= self.prefill_tokens:
+                parts[-1].append(item)
+                width = wider
+            else:
+                parts.append([item])
+                width = tokens(item)
+        return parts
+
+    @torch.inference_mode()
+    def score(self, ids: Ids, temperature: float) -> Floats:
+        """Log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1]."""
+        tokens = torch.from_numpy(ids.astype(np.int64))[None].to(self.device)
+        positions = torch.arange(len(ids), device=self.device)[None]
+        call = KVCall(KVCache(1, len(ids)), slice(0, 1), positions, len(ids))
+        logits = self.model(input_ids=tokens, position_ids=positions, use_cache=False, kv=call).logits[0, :-1].float()
+        logprobs = (logits / temperature).log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        return np.asarray(logprobs.cpu().numpy(), np.float32)
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy weights in; raises EngineError, and changes nothing, where some are missing or of another shape."""
+        mine = unique_weights(self.model)
+        unfit = sorted(name for name, t in mine.items() if name not in weights or weights[name].shape != t.shape)
+        if unfit:
+            raise EngineError(
+                f"publication of version {version} lacks {unfit[:3]} in the engine's shapes ({len(unfit)} weights)"
+            )
+        for name, tensor in mine.items():
+            tensor.copy_(weights[name])
+
+
+def _copy_in(dtype: torch.dtype, model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose weights are of that type. Buffers stay: rounded rotary frequencies would misplace late tokens."""
+    own = copy.deepcopy(model)
+    for parameter in own.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return own

@@ -1,0 +1,348 @@
+"""Continuous batching: who else is in the batch, and when they came, changes nothing but rounding; a publication in
+flight changes exactly what comes after it; whatever ends leaves nothing behind."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from transformers import DynamicCache, PreTrainedModel
+
+from tests.models import VOCABULARY, full, tiny
+from treadle.core.engine import Completion
+from treadle.core.errors import EngineError
+from treadle.core.types import Ids, SamplingParams, StopReason
+from treadle.engines.torch_engine import TorchEngine
+from treadle.engines.weights import unique_weights
+
+PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
+NO_SHRINKING = [Phase.explicit, Phase.reuse, Phase.generate]  # it would take minutes
+
+
+@asynccontextmanager
+async def serving(model: PreTrainedModel | None = None, **options: Any) -> AsyncIterator[TorchEngine]:
+    engine = TorchEngine(model or tiny(), **{"stop_token_ids": [0], **options})
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def ids(*values: int) -> Ids:
+    return np.array(values, np.int32)
+
+
+async def alone(model: PreTrainedModel, prompt: Ids, params: SamplingParams, **options: Any) -> Completion:
+    async with serving(model, **options) as engine:
+        engine.open_session("a")
+        return await engine.generate(prompt, params, session="a")
+
+
+def assert_same(one: Completion, other: Completion) -> None:
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5, rtol=0)
+    assert one.stop_reason == other.stop_reason
+
+
+def nothing_left(engine: TorchEngine) -> bool:
+    return not (engine._waiting or engine._admitted or engine._running or engine._batch.live)
+
+
+# Who else is there
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A call of a session after so many ticks, perhaps given up after some more."""
+
+    session: int
+    after: int
+    prompt: Ids
+    params: SamplingParams
+    salt: str | None
+    cancel_after: int | None
+
+
+def arrivals(seed: int, count: int) -> list[Arrival]:
+    random = np.random.default_rng(seed)
+    shared = random.integers(0, VOCABULARY, 9).astype(np.int32)
+
+    def prompt() -> Ids:
+        own = random.integers(0, VOCABULARY, random.integers(1, 7)).astype(np.int32)
+        return np.concatenate([shared[: random.integers(0, 10)], own])
+
+    def params() -> SamplingParams:
+        return SamplingParams(
+            temperature=float(random.choice([0.0, 0.7, 1.0])),
+            max_tokens=int(random.integers(1, 14)),
+            seed=int(random.integers(1 << 40)),
+            top_k=int(random.choice([0, 0, 5])),
+            top_p=float(random.choice([1.0, 0.8])),
+            min_p=float(random.choice([0.0, 0.05])),
+        )
+
+    return [
+        Arrival(
+            int(random.integers(0, 3)),
+            int(random.integers(0, 12)),
+            prompt(),
+            params(),
+            str(random.choice(["x", "y"])) if random.random() < 0.3 else None,
+            int(random.integers(0, 8)) if random.random() < 0.25 else None,
+        )
+        for _ in range(count)
+    ]
+
+
+async def play(engine: TorchEngine, arrival: Arrival) -> Completion | None:
+    for _ in range(arrival.after):
+        await asyncio.sleep(0.0005)
+    call = asyncio.create_task(
+        engine.generate(arrival.prompt, arrival.params, session=f"s{arrival.session}", cache_salt=arrival.salt)
+    )
+    if arrival.cancel_after is not None:
+        await asyncio.sleep(0.0005 * arrival.cancel_after)
+        call.cancel()
+    try:
+        return await call
+    except asyncio.CancelledError:
+        return None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral-sliding"])
+@settings(max_examples=15, phases=NO_SHRINKING)
+@given(st.integers(0, 2**32), st.sampled_from([1, 3, 256]), st.booleans(), st.sampled_from([1e-7, 2e-4, 1.0]))
+def test_a_call_gives_what_it_gives_alone(
+    family: str, seed: int, max_batch: int, own_thread: bool, cache_gib: float
+) -> None:
+    """Random arrivals and cancellations, forks of the same sessions, salts, little memory and plenty."""
+    model, calls = tiny(family), arrivals(seed, 12)
+
+    async def run() -> list[Completion | None]:
+        async with serving(model, max_batch=max_batch, own_thread=own_thread, cache_gib=cache_gib) as engine:
+            for number in range(3):
+                engine.open_session(f"s{number}")
+            answers = await asyncio.gather(*[play(engine, call) for call in calls])
+            for _ in range(200):  # what was cancelled leaves at the next token
+                if nothing_left(engine):
+                    break
+                await asyncio.sleep(0.01)
+            assert nothing_left(engine)
+            rows = engine._batch._cached
+            assert rows.cache.rows * rows.cache.capacity * rows._position_bytes <= max(
+                cache_gib * 2**30, rows.cache.capacity * rows._position_bytes
+            )
+            for number in range(3):
+                engine.close_session(f"s{number}")
+            engine.open_session("last")
+            await engine.generate(PROMPT, SamplingParams(max_tokens=1), session="last")
+            assert {cached.session for cached in rows._held} == {3}
+            return answers
+
+    answers = asyncio.run(run())
+    for call, answer in zip(calls, answers, strict=True):
+        if answer is None:
+            assert call.cancel_after is not None
+        else:
+            assert_same(answer, asyncio.run(alone(model, call.prompt, call.params)))
+
+
+@settings(max_examples=10, phases=NO_SHRINKING)
+@given(st.integers(0, 2**32))
+def test_reused_prefixes_change_nothing(seed: int) -> None:
+    """Conversations that go on, go back, and branch, with every call in a salt of its own or all in one."""
+    random = np.random.default_rng(seed)
+    model = tiny()
+    cuts = [int(random.integers(1, 30)) for _ in range(6)]
+    told = [random.integers(0, VOCABULARY, random.integers(1, 6)).astype(np.int32) for _ in range(6)]
+
+    async def run(reuse: bool) -> tuple[list[Completion], int]:
+        answers: list[Completion] = []
+        async with serving(model) as engine:
+            engine.open_session("a")
+            history = PROMPT
+            for turn, (cut, observation) in enumerate(zip(cuts, told, strict=True)):
+                salt = None if reuse else str(turn)
+                branches = await asyncio.gather(
+                    *[
+                        engine.generate(
+                            np.concatenate([history, observation[:size]]),
+                            SamplingParams(max_tokens=7, seed=10 * turn + size),
+                            session="a",
+                            cache_salt=salt,
+                        )
+                        for size in (0, 1, len(observation))
+                    ]
+                )
+                answers += branches
+                kept = history[: max(1, cut)] if turn % 3 == 2 else history
+                history = np.concatenate([kept, observation, branches[-1].token_ids])
+            return answers, engine.counters.reused
+
+    (on, reused), (off, none) = asyncio.run(run(True)), asyncio.run(run(False))
+    assert reused > 30 and none == 0
+    for one, other in zip(on, off, strict=True):
+        assert_same(one, other)
+
+
+async def test_calls_join_and_leave_between_tokens() -> None:
+    """A short call that comes while a long one runs is answered long before it."""
+    async with serving(stop_token_ids=[]) as engine:
+        engine.open_session("a")
+        engine.open_session("idle")  # nobody waits for it
+        long = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=240), session="a"))
+        while engine.counters.sampled < 3:
+            await asyncio.sleep(0.001)
+        short = await engine.generate(PROMPT, SamplingParams(max_tokens=3), session="a")
+        assert len(short.token_ids) == 3 and not long.done()
+        assert engine.counters.reused == len(PROMPT) - 1  # of the prompt of the call that still ran
+        assert len((await long).token_ids) == 240
+
+
+@pytest.mark.parametrize("lock_step", [False, True])
+async def test_a_cancelled_call_frees_its_row_at_the_next_token(lock_step: bool) -> None:
+    async with serving(stop_token_ids=[], lock_step=lock_step) as engine:
+        engine.open_session("a")
+        call = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=250), session="a"))
+        while engine.counters.sampled < 3:
+            await asyncio.sleep(0.001)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        while not nothing_left(engine):
+            await asyncio.sleep(0.001)
+        assert engine.counters.sampled < 200
+        before = engine.counters.prefilled  # what it computed serves the next call
+        await engine.generate(np.concatenate([PROMPT, ids(7)]), SamplingParams(max_tokens=1), session="a")
+        assert engine.counters.prefilled - before == 1
+
+
+async def test_parallel_calls_of_one_session_share_their_prompt() -> None:
+    async with serving(lock_step=True) as engine:
+        engine.open_session("a")
+        calls = [engine.generate(PROMPT, SamplingParams(max_tokens=4, seed=n), session="a") for n in range(4)]
+        assert len(await asyncio.gather(*calls)) == 4
+        assert (engine.counters.prefilled, engine.counters.shared) == (len(PROMPT), 3 * len(PROMPT))
+
+
+async def test_salts_share_nothing() -> None:
+    async with serving() as engine:
+        engine.open_session("a")
+        for salt in ("x", "y", None):
+            await engine.generate(PROMPT, SamplingParams(max_tokens=2), session="a", cache_salt=salt)
+        assert engine.counters.reused == 0
+        both = [engine.generate(PROMPT[:3], SamplingParams(max_tokens=2), session="a", cache_salt=s) for s in "zw"]
+        await asyncio.gather(*both)
+        assert engine.counters.shared == 0
+        await engine.generate(PROMPT, SamplingParams(max_tokens=2), session="a", cache_salt="x")
+        assert engine.counters.reused == len(PROMPT) - 1
+
+
+async def test_closing_fails_calls_in_flight_without_waiting_for_their_end() -> None:
+    engine = TorchEngine(tiny(), stop_token_ids=[], max_batch=1)
+    engine.open_session("a")
+    calls = [
+        asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=250), session="a")) for _ in range(2)
+    ]
+    while engine.counters.sampled < 3:
+        await asyncio.sleep(0.001)
+    await asyncio.wait_for(engine.close(), 20)
+    for call in calls:
+        with pytest.raises(EngineError, match="closed"):
+            await asyncio.wait_for(call, 5)
+    assert engine.counters.sampled < 200
+
+
+# Publication in flight
+
+
+def moved(model: PreTrainedModel, by: int) -> PreTrainedModel:
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(100 * by + number)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model
+
+
+def wanted_logprobs(models: Sequence[PreTrainedModel], prompt: Ids, answer: Completion) -> NDArray[Any]:
+    """Each token's logprob from the weights of its version, over keys that each older weights left behind."""
+    cache = DynamicCache(config=models[0].config)
+    versions = answer.versions_per_token()
+    feed, found = prompt.astype(np.int64), []
+    with torch.no_grad():
+        for token, version in zip(answer.token_ids, versions, strict=True):
+            logits = models[version](torch.from_numpy(feed)[None], past_key_values=cache, use_cache=True).logits[0, -1]
+            found.append(float(logits.log_softmax(-1)[token]))
+            feed = np.array([token], np.int64)
+    return full(torch.tensor(found))
+
+
+async def swapped(engine: TorchEngine, models: Sequence[PreTrainedModel], prompts: Sequence[Ids]) -> list[Completion]:
+    """Calls during which all weights are published one after another."""
+    for number in range(len(prompts)):
+        engine.open_session(f"s{number}")
+    calls = [
+        asyncio.create_task(
+            engine.generate(prompt, SamplingParams(max_tokens=120 + number, seed=number), session=f"s{number}")
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    for version, model in enumerate(models[1:], 1):
+        before = engine.counters.sampled
+        while engine.counters.sampled < before + 10:
+            await asyncio.sleep(0.0005)
+        await engine.publish(unique_weights(model), version)
+    return list(await asyncio.gather(*calls))
+
+
+async def test_calls_in_flight_go_on_with_new_weights_over_their_cache() -> None:
+    models = [tiny(), moved(tiny(), 1), moved(tiny(), 2)]
+    prompts = [PROMPT, ids(9, 9), PROMPT[:3]]
+    async with serving(models[0], stop_token_ids=[]) as engine:
+        for prompt, answer in zip(prompts, await swapped(engine, models, prompts), strict=True):
+            assert [span.version for span in answer.policy_versions] == [0, 1, 2]
+            np.testing.assert_allclose(answer.logprobs, wanted_logprobs(models, prompt, answer), atol=1e-4, rtol=0)
+        # nothing of that is reused: a call that starts now is the new weights' alone
+        history = np.concatenate([PROMPT, ids(8)])
+        later = await engine.generate(history, SamplingParams(max_tokens=5), session="s0")
+        assert engine.counters.reused == 0
+    assert_same(later, await alone(models[2], history, SamplingParams(max_tokens=5), stop_token_ids=[]))
+
+
+async def test_recomputed_caches_are_those_of_the_new_weights() -> None:
+    models = [tiny(), moved(tiny(), 1)]
+    async with serving(models[0], stop_token_ids=[], recompute_on_publish=True) as engine:
+        for prompt, answer in zip([PROMPT, ids(9, 9)], await swapped(engine, models, [PROMPT, ids(9, 9)]), strict=True):
+            whole = torch.from_numpy(np.concatenate([prompt, answer.token_ids]).astype(np.int64))
+            versions = answer.versions_per_token()
+            for version, model in enumerate(models):
+                with torch.no_grad():
+                    logits = model(whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                plain = full(logits.gather(1, whole[len(prompt) :, None])[:, 0])
+                here = versions == version
+                assert here.any()
+                np.testing.assert_allclose(answer.logprobs[here], plain[here], atol=1e-4, rtol=0)
+        history = np.concatenate([PROMPT, ids(8)])
+        await engine.generate(history, SamplingParams(max_tokens=2), session="s0")
+        assert engine.counters.reused == len(PROMPT)
+
+
+async def test_a_refused_publication_changes_nothing_in_flight() -> None:
+    async with serving(stop_token_ids=[]) as engine:
+        engine.open_session("a")
+        params = SamplingParams(max_tokens=60)
+        call = asyncio.create_task(engine.generate(PROMPT, params, session="a"))
+        while engine.counters.sampled < 5:
+            await asyncio.sleep(0.0005)
+        with pytest.raises(EngineError, match="version 3 lacks"):
+            await engine.publish({}, 3)
+        answer = await call
+        assert set(answer.versions_per_token()) == {0} and answer.stop_reason is StopReason.LENGTH
+    assert_same(answer, await alone(tiny(), PROMPT, params, stop_token_ids=[]))
