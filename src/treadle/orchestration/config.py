@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config, apply_overrides, build, load_yaml
 from treadle.core.errors import ConfigError
+from treadle.engines.config import EngineConfig
 from treadle.rollout.attempt import RolloutConfig
 from treadle.training.config import ModelConfig, TrainingConfig, WarmStartConfig
 
@@ -57,7 +58,6 @@ class OrchestrationConfig(Config):
         le=1,
         description="stop, after a checkpoint, if more than this share of a batch's trajectories failed",
     )
-    engine_batch: int = Field(256, ge=1, description="most sequences the embedded engine decodes together")
 
     @field_validator("max_staleness")
     @classmethod
@@ -81,6 +81,7 @@ class RunConfig(Config):
     rollout: RolloutConfig = Field(RolloutConfig(), description="how an agent plays")
     algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="from rewards to a loss")
     training: TrainingConfig = Field(TrainingConfig(), description="the learner")
+    engine: EngineConfig = Field(EngineConfig(), description="what samples")
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="held-out evaluation")
     orchestration: OrchestrationConfig = Field(OrchestrationConfig(), description="the loop")
 

@@ -117,6 +117,9 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress) -> Eval
 
 
 async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Progress) -> list[Group]:
+    from treadle.engines.weights import unique_weights
+    from treadle.orchestration.engines import open_engine
+
     config, finished = subject.config, 0
 
     def on_trajectory() -> None:
@@ -125,8 +128,9 @@ async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Prog
         progress.advance(finished)
 
     progress.phase("evaluation", len(inputs.held_out))
-    engine = policy.engine(config.orchestration.engine_batch)
+    engine = await open_engine(config.engine, policy)
     try:
+        await engine.publish(unique_weights(policy.model), 0)  # servers that run already may have any weights
         async with open_rollouts(
             engine, policy.renderer, inputs.environments, inputs.agents, config.rollout
         ) as rollouts:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from treadle.core.engine import Engine
 from treadle.core.errors import EngineError
+from treadle.core.types import Floats, Ids
 from treadle.engines.probe import EngineFacts, probe_engine
 from treadle.engines.torch_engine import TorchEngine
 from treadle.packing.flat import Call
@@ -36,13 +37,14 @@ class Policy:
     context: int
     decode: Any
 
-    def engine(self, max_batch: int) -> TorchEngine:
+    def engine(self, max_batch: int, dtype: torch.dtype | None = None) -> TorchEngine:
         """An embedded engine with its own weights, on the caller's thread: learner and engine take turns."""
         return TorchEngine(
             self.model,
             stop_token_ids=self.stop_token_ids,
             decode=self.decode,
             max_batch=max_batch,
+            dtype=dtype,
             lock_step=True,
             own_thread=False,
         )
@@ -76,21 +78,29 @@ def use_threads(threads: int | None) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-async def check_engine(engine: Engine, learner: Learner, policy: Policy) -> EngineFacts:
+def exact_logprobs(model: PreTrainedModel, ids: Ids) -> Floats:
+    """Log-probability of ids[1:] by the learner's forward pass: int32[T] -> float32[T - 1].
+
+    In float32 whatever the training's precision: bfloat16 rounds by more than other weights may do.
+    """
+    exact = Forward(model, len(ids))
+    [tree] = exact.trees([Call(ids, 1, 0)], Packing.STEP, Sharing.TRAJECTORY)
+    return np.asarray(exact.scores(tree, torch.ones(len(ids) - 1)).logp.cpu().numpy(), np.float32)
+
+
+async def check_engine(engine: Engine, learner: Learner, policy: Policy, tolerance: float = 1e-3) -> EngineFacts:
     """Probe the engine and score what it sampled with the learner: they must be the same policy.
 
-    Raises EngineError, before the first rollout, where their log-probabilities differ by more than rounding, or the
-    engine lacks what training needs (`probe_engine`).
+    Raises EngineError, before the first rollout, where their log-probabilities differ by more than the tolerance, or
+    the engine lacks what training needs (`probe_engine`).
     """
     await engine.publish(learner.weights(), 0)
     prompt = Conversation(policy.renderer).render([{"role": "user", "content": "ok"}]).ids
-    facts = await probe_engine(engine, prompt, stop_token_ids=policy.stop_token_ids, version=0)
-    call = Call(np.concatenate([prompt, facts.sampled.token_ids]), len(prompt), 0)
-    exact = Forward(learner.model, len(call.token_ids))  # in float32: bfloat16 rounds by more than other weights may do
-    [tree] = exact.trees([call], Packing.STEP, Sharing.TRAJECTORY)
-    learned = exact.scores(tree, torch.ones(len(facts.sampled.token_ids))).logp.cpu().numpy()
+    facts = await probe_engine(engine, prompt, stop_token_ids=policy.stop_token_ids, version=0, tolerance=tolerance)
+    ids = np.concatenate([prompt, facts.sampled.token_ids])
+    learned = exact_logprobs(learner.model, ids)[len(prompt) - 1 :]
     gap = float(np.abs(facts.sampled.logprobs - learned).max())
-    if not gap < 1e-3:
+    if not gap < tolerance:
         raise EngineError(
             f"{facts.engine} reports log-probabilities that differ from those of the learner by up to {gap:.2e}; "
             "it must serve the published weights in the learner's precision"

@@ -1,6 +1,6 @@
 """Starting, resuming and finishing a run: everything around the loop.
 
-load_inputs -> model, tokenizer -> warm start -> Learner, TorchEngine -> Loop.run -> summary.json, curve.png
+load_inputs -> model, tokenizer -> warm start -> Learner, Engine -> Loop.run -> summary.json, curve.png
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from treadle.core.files import write_atomically
 from treadle.engines.weights import weights_sha256
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.curve import draw_curve
+from treadle.orchestration.engines import check_engine_config, open_engine
 from treadle.orchestration.inputs import Inputs, check_first_prompts
 from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.loop import Clock, Loop
@@ -38,6 +39,7 @@ def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress)
     policy = load_policy(config.model, config.seed)
     check_first_prompts(inputs, policy.renderer, config, policy.context)
     check_demonstrations(config, policy.renderer)
+    check_engine_config(config.engine)
     run = RunDirectory.create(path, config)
     try:
         progress.say(f"run directory: {path}")
@@ -120,7 +122,7 @@ async def _run_loop(
     progress: Progress,
 ) -> tuple[LoopState, bool]:
     """Returns the final state and whether the run was asked to stop before its end."""
-    engine = policy.engine(config.orchestration.engine_batch)
+    engine = await open_engine(config.engine, policy, run.path)
     stop = StopRequest()
     try:
         async with open_rollouts(
@@ -141,7 +143,7 @@ async def _run_loop(
                 progress=progress,
                 stop=stop,
             )
-            await check_engine(engine, learner, policy)
+            await check_engine(engine, learner, policy, 10 * config.engine.tolerance)
             with stop_on_signals(stop):
                 final = await loop.run()
     finally:

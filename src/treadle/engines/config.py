@@ -1,0 +1,54 @@
+"""The `engine` section of a configuration. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from treadle.core.config import Config
+
+
+class VLLMConfig(Config):
+    """vLLM servers: ones that run already (`urls`), or ones that Treadle starts on this machine and stops again."""
+
+    urls: tuple[str, ...] = Field((), description="servers that run already, for example http://127.0.0.1:8000")
+    servers: int = Field(1, ge=1, description="servers to start if no urls are given")
+    python: str | None = Field(
+        None, description="interpreter that has vLLM; default: $TREADLE_VLLM_VENV, .venv-vllm, or Treadle's own"
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further arguments of the servers: {tensor-parallel-size: 2, enforce-eager: true}; null drops one",
+    )
+    environment: dict[str, str] = Field(default_factory=dict, description="further environment variables of theirs")
+    start_timeout: float = Field(600.0, gt=0, description="seconds a server may take to start")
+    in_flight: Literal["keep", "recompute"] = Field(
+        "keep", description="what becomes of the KV caches of completions in flight when weights change"
+    )
+    shared_directory: str | None = Field(
+        None, description="where weights are handed over, seen by all servers; default: /dev/shm"
+    )
+
+    @model_validator(mode="after")
+    def _running_or_started(self) -> VLLMConfig:
+        if self.urls and (given := [k for k in ("python", "args", "environment") if getattr(self, k)]):
+            raise ValueError(
+                f"engine.vllm.{given[0]} is for servers that Treadle starts, and engine.vllm.urls names running ones; "
+                "give one of them"
+            )
+        return self
+
+
+class EngineConfig(Config):
+    """Which inference engine samples."""
+
+    kind: Literal["torch", "vllm"] = Field("torch", description="torch: embedded; vllm: servers beside this process")
+    batch: int = Field(256, ge=1, description="most sequences that are decoded together")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine's weights")
+    vllm: VLLMConfig = Field(VLLMConfig(), description="for kind vllm")
+
+    @property
+    def tolerance(self) -> float:
+        """By how much log-probabilities of one policy may differ from the learner's, on average."""
+        return {"float32": 1e-4, "bfloat16": 0.05}[self.dtype]

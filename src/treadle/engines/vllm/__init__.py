@@ -1,0 +1,8 @@
+"""vLLM as an engine: servers, one HTTP client each, publication of weights in flight, and `VLLMEngine` over them.
+
+    VLLMEngine.generate -> Server.post -> POST /inference/v1/generate        ids in, ids, logprobs and versions out
+    VLLMEngine.publish  -> Publication: stage -> pause -> load -> resume -> prove -> admit
+    start.open_engine   -> ServerProcess -> worker/treadle_launch.py -> vLLM, with worker/treadle_worker.py inside
+
+`worker` holds what runs inside vLLM's own virtual environment; it imports nothing of Treadle.
+"""

@@ -1,0 +1,184 @@
+"""`VLLMEngine`: token ids in, token ids out, over one or several vLLM servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from treadle.core.engine import Completion
+from treadle.core.errors import EngineError
+from treadle.core.types import Floats, Ids, SamplingParams, StopReason
+from treadle.engines.vllm.publication import Publication
+from treadle.engines.vllm.server import Server, ServerLost
+
+_COLDEST = 0.01  # lowest temperature but 0 at which vLLM samples
+_HEALTH_PERIOD = 5.0  # seconds between questions
+_HEALTH_MISSES = 3  # unanswered ones after which a server is given up
+
+
+class VLLMEngine:
+    """Sessions stay on the server that has their prefixes; calls of a lost server are made again on another.
+
+    stop_token_ids: tokens that end a completion (they are part of it); nothing else does, whatever the model's own
+    configuration says. shapes: of the weights to be published, by name; others are refused. on_close: called last.
+
+    Invariant: a completion that is returned was sampled by admitted weights (see `Publication`).
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        publication: Publication,
+        *,
+        stop_token_ids: Sequence[int],
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._servers, self._publication, self._shapes = servers, publication, shapes
+        self._stop, self._on_close = sorted(stop_token_ids), on_close
+        self._sessions: dict[str, Server | None] = {}  # None until its first call
+        self._closed = False
+        self._watch = asyncio.get_running_loop().create_task(self._watch_health())
+
+    def open_session(self, session: str) -> None:
+        """Announce a session."""
+        if session in self._sessions:
+            raise EngineError(f"session {session!r} is open already")
+        self._sessions[session] = None
+
+    def close_session(self, session: str) -> None:
+        """Forget a session."""
+        self._sessions.pop(session, None)
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
+        """Sample one completion. Cancelling aborts it on the server.
+
+        Raises EngineError: unknown session, a prompt that leaves no room for `max_tokens`, sampling that vLLM would
+        change in silence, a request that the server refuses, no server left.
+        """
+        self._check(len(prompt_ids), sampling, session)
+        while True:
+            await self._publication.settled()  # one that begins now is a completion of the new weights
+            server = self._server(session)
+            body = {
+                "token_ids": np.asarray(prompt_ids).tolist(),
+                "sampling_params": _sampling_body(sampling, self._stop),
+                "cache_salt": self._publication.salt(cache_salt),
+            }
+            with suppress(ServerLost):  # then another one, or an error that names those that were lost
+                answer = await server.post("/inference/v1/generate", body)
+                break
+        await self._publication.settled()  # one that ends now may hold tokens of weights that are not admitted yet
+        return self._completion(answer["choices"][0], sampling)
+
+    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+        """Log-probability of ids[1:], each given what precedes it: int32[T] -> float32[T - 1].
+
+        Raises EngineError: no server left, more ids than the context, or a temperature at which vLLM does not sample.
+        """
+        if temperature < _COLDEST:
+            raise EngineError(f"vLLM scores at temperatures of at least {_COLDEST}, not at {temperature}")
+        await self._publication.settled()
+        return await self._least_busy().score(np.asarray(ids), temperature, self._publication.salt(None))
+
+    async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Swap the weights in, under the completions in flight; returns when they are proven and admitted.
+
+        Raises EngineError: weights of another model (nothing has changed then), or a publication that failed; then the
+        old weights serve on, or, if even those could not be brought back, every further call fails.
+        """
+        if self._shapes is not None:
+            given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+            unfit = sorted(n for n in self._shapes.keys() | given.keys() if self._shapes.get(n) != given.get(n))
+            if unfit:
+                raise EngineError(
+                    f"publication of version {version}: {len(unfit)} weights do not fit the engine's, for example "
+                    f"{unfit[0]}: {given.get(unfit[0], 'absent')}, not {self._shapes.get(unfit[0], 'there')}"
+                )
+        await self._publication.publish(weights, version)
+
+    async def close(self) -> None:
+        """End the servers that were started for this engine; calls that wait fail. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.cancel()
+        await asyncio.gather(*(server.close() for server in self._servers))
+        self._publication.close()
+        self._on_close()
+
+    def _check(self, prompt: int, sampling: SamplingParams, session: str) -> None:
+        if session not in self._sessions:
+            raise EngineError(f"session {session!r} is not open")
+        context = min(server.context for server in self._servers)
+        if prompt + sampling.max_tokens > context:  # vLLM would cut the completion short and say nothing
+            raise EngineError(
+                f"prompt of {prompt} + max_tokens {sampling.max_tokens} exceeds the servers' context of {context}"
+            )
+        if 0 < sampling.temperature < _COLDEST:
+            told = sampling.temperature
+            raise EngineError(f"told temperature {told}, vLLM samples at {_COLDEST}; use 0 or at least that")
+
+    def _server(self, session: str) -> Server:
+        """The session's server; another one if that is lost."""
+        if session not in self._sessions:
+            raise EngineError(f"session {session!r} was closed while its call waited")
+        server = self._sessions[session]
+        if server is None or server.is_lost:
+            server = self._sessions[session] = self._least_busy()
+        return server
+
+    def _least_busy(self) -> Server:
+        """The server with the fewest open sessions. Raises EngineError, naming every lost one, if none is left."""
+        left = [server for server in self._servers if not server.is_lost]
+        if not left:
+            raise EngineError("no server is left: " + "; ".join(str(server.error()) for server in self._servers))
+        sessions = list(self._sessions.values())
+        return min(left, key=sessions.count)
+
+    def _completion(self, choice: Mapping[str, Any], sampling: SamplingParams) -> Completion:
+        ids = np.array(choice["token_ids"], np.int32)
+        logprobs = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]], np.float32)
+        return Completion(
+            token_ids=ids,
+            logprobs=np.zeros_like(logprobs) if sampling.temperature == 0 else np.minimum(logprobs, 0.0),
+            stop_reason=StopReason(choice["finish_reason"]),
+            policy_versions=self._publication.spans(choice["weight_versions"] or []),
+        )
+
+    async def _watch_health(self) -> None:
+        """Give up servers that stopped answering: a machine that is switched off closes no connection."""
+        misses = dict.fromkeys(self._servers, 0)
+        while True:
+            await asyncio.sleep(_HEALTH_PERIOD)
+            left = [server for server in self._servers if not server.is_lost]
+            for server, well in zip(left, await asyncio.gather(*(s.is_well() for s in left)), strict=True):
+                misses[server] = 0 if well else misses[server] + 1
+                if misses[server] >= _HEALTH_MISSES:
+                    server.lose(f"it failed {_HEALTH_MISSES} health checks in a row")
+
+
+def _sampling_body(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> dict[str, Any]:
+    """vLLM's sampling parameters. Everything that could have a default on the server is said."""
+    return {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "seed": sampling.seed,
+        "logprobs": 0,  # of the sampled token alone
+        "ignore_eos": True,  # which would be the server's idea of it
+        "stop_token_ids": list(stop_token_ids),
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }

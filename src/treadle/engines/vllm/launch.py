@@ -1,0 +1,149 @@
+"""Starting a vLLM server as a process of its own, and ending it whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treadle.core.errors import ConfigError
+from treadle.engines.config import EngineConfig
+
+WORKER = Path(__file__).parent / "worker"
+"""What a server needs on its PYTHONPATH."""
+
+VENV = "TREADLE_VLLM_VENV"
+_TAIL = 15  # lines of a log that an error shows
+
+
+def find_python(configured: str | None) -> str:
+    """The interpreter that runs vLLM: as configured, or of $TREADLE_VLLM_VENV, .venv-vllm, Treadle's own environment.
+
+    Raises ConfigError where there is none.
+    """
+    environments = [os.environ[VENV]] if os.environ.get(VENV) else [".venv-vllm"]
+    candidates = [Path(configured)] if configured else [Path(e) / "bin" / "python" for e in environments]
+    for candidate in candidates:
+        if os.access(candidate, os.X_OK):
+            return str(candidate.absolute())
+    if not configured and importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    raise ConfigError(
+        f"no vLLM: {str(candidates[0])!r} is no interpreter; run `make vllm-env` (CPU), or set engine.vllm.python to "
+        "the interpreter of an environment with vllm (docs/vllm.md)"
+    )
+
+
+def command(python: str, model: Path, port: int, config: EngineConfig) -> list[str]:
+    """How one server is started. `engine.vllm.args` has the last word."""
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "served-model-name": "policy",
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": config.dtype,
+        "max-num-seqs": config.batch,
+        "generation-config": "vllm",  # no sampling defaults from the model's directory
+        "logprobs-mode": "processed_logprobs",  # of the distribution really sampled from
+        "enable-scale-out": True,  # token ids in, token ids out
+        "worker-extension-cls": "treadle_worker.Extension",
+        "weight-transfer-config": {"backend": "treadle"},
+        "enforce-eager": None if torch.cuda.is_available() else True,
+        **{name.replace("_", "-"): value for name, value in config.vllm.args.items()},
+    }
+    # the console script of the CPU build is broken; the module is the same everywhere
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *flags(arguments)]
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """`{"a": 1, "b": True, "c": False, "d": None, "e": {"k": 2}}` -> `--a 1 --b --no-c --e '{"k": 2}'`."""
+    written: list[str] = []
+    for name, value in arguments.items():
+        if value is True:
+            written.append(f"--{name}")
+        elif value is False:
+            written.append(f"--no-{name}")
+        elif isinstance(value, list | tuple):
+            written += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            written += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return written
+
+
+def environment(config: EngineConfig) -> dict[str, str]:
+    """Of a server: nothing is fetched or reported; on a CPU, as fast as measured; what is configured."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    fixed = {"PYTHONPATH": str(WORKER), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if not torch.cuda.is_available():
+        threads = max(1, (os.cpu_count() or 1) // 2 // config.vllm.servers)
+        # left to itself it pins a thread to every core, which is ten times slower beside anything else
+        fixed |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+        fixed |= {"TORCHDYNAMO_DISABLE": "1"}
+    return {**inherited, **fixed, **config.vllm.environment}
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """One server, its children and its log. All of them end with `stop`, or when this process does."""
+
+    def __init__(self, model: Path, config: EngineConfig, log: Path) -> None:
+        port = free_port()
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        arguments = command(find_python(config.vllm.python), model, port, config)
+        launcher = [sys.executable, str(WORKER / "treadle_launch.py")]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*launcher, *arguments],
+                env=environment(config),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def group(self) -> int:
+        """Of processes: the server's and its children's."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the server has not ended."""
+        return self._process.poll() is None
+
+    def tail(self) -> str:
+        """The end of the log."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-_TAIL:])
+
+    async def stop(self) -> None:
+        """End the server and its children. Idempotent."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.to_thread(self._process.wait, 20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the server and its children at once. Idempotent."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.group, signal.SIGKILL)
+        self._process.communicate()  # closes the pipe, too

@@ -1,0 +1,199 @@
+"""Changing the weights of running servers, completions in flight included.
+
+    stage -> [gate closed: pause -> load -> resume -> prove] -> admit
+                                     |               |
+                                     +--- failed: load the old weights again, or give the server up
+
+Nobody gets a token of weights that were not proven: no call starts or returns while the gate is closed, and an answer
+that holds tokens of weights that were not admitted is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+from uuid import uuid4
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treadle.core.engine import VersionSpan
+from treadle.core.errors import EngineError
+from treadle.core.types import Floats, Ids
+from treadle.engines.vllm.server import Server
+from treadle.engines.vllm.weights_file import WeightsFile
+
+LOADING = "treadle: half loaded"
+"""The label of a server from before a load to after it: one that is found with it must not be used."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proof:
+    """What new weights must score: log-probability of ids[1:] at temperature 1, by somebody who is sure to have them.
+
+    ids int32[T]; logprobs float32[T - 1]; tolerance: of the mean absolute difference.
+    """
+
+    ids: Ids
+    logprobs: Floats
+    tolerance: float
+
+
+class Publication:
+    """Which weights the servers have, and the way to new ones.
+
+    Every swap gets a label of its own, which the servers report for each token and which salts their prefix caches. A
+    label that this object did not hand out says that somebody else changed the weights.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        *,
+        dtype: torch.dtype,
+        directory: str | None,
+        in_flight: Literal["keep", "recompute"],
+        proof: Callable[[], Proof] | None,
+    ) -> None:
+        self._servers, self._dtype, self._directory = servers, dtype, directory
+        self._in_flight, self._proof = in_flight, proof
+        self._owner, self._swaps = uuid4().hex[:8], 0
+        self._admitted: dict[str, int] = {}  # label -> version
+        self._label = ""
+        self._file: WeightsFile | None = None  # of the admitted weights, to go back to
+        self._ready = False
+        self._one = asyncio.Lock()
+        self._gate = asyncio.Event()
+
+    async def begin(self, version: int) -> None:
+        """Call the weights that the servers have by this version. Raises EngineError."""
+        label = self._next_label()
+        await self._each(lambda server: server.post("/update_weight_version", {"new_version": label}))
+        self._admit(label, version)
+        self._gate.set()
+
+    async def settled(self) -> None:
+        """Wait until no publication is under way."""
+        await self._gate.wait()
+
+    def salt(self, own: str | None) -> str:
+        """What separates the cached prefixes of these weights, and of callers of another `own` salt, from others'."""
+        return hashlib.sha256(f"{self._label}|{own or ''}".encode()).hexdigest()[:32]
+
+    def spans(self, reported: Sequence[Mapping[str, object]]) -> tuple[VersionSpan, ...]:
+        """A server's version spans in our versions. Raises EngineError for weights that were not admitted."""
+        spans = []
+        for span in reported:
+            label = str(span["version"])
+            if label not in self._admitted:
+                raise EngineError(f"weights {label!r} sampled tokens and were never admitted; sample them again")
+            spans.append(VersionSpan(self._admitted[label], int(str(span["start"])), int(str(span["end"]))))
+        return tuple(spans)
+
+    async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Load, prove and admit. Raises EngineError: the old weights serve on, or every server is given up."""
+        async with self._one:
+            file = await WeightsFile.write(weights, self._dtype, self._directory)
+            self._gate.clear()
+            try:
+                await self._swap(file, version)
+            finally:
+                if file is not self._file:
+                    file.discard()
+                self._gate.set()
+
+    def close(self) -> None:
+        """Remove what lies in shared memory."""
+        if self._file is not None:
+            self._file.discard()
+            self._file = None
+
+    async def _swap(self, file: WeightsFile, version: int) -> None:
+        label = self._next_label()
+        in_flight: Literal["keep", "abort"] = "keep"
+        try:
+            await self._load(file, label, in_flight)
+            in_flight = "abort"  # from here on, what is in flight may hold tokens of the new weights
+            await self._resume()
+            await self._prove()
+        except EngineError as error:
+            await self._go_back(version, error, in_flight)
+            raise EngineError(
+                f"publication of version {version} failed: {error}; version {self._admitted[self._label]} serves on"
+            ) from error
+        except BaseException:
+            self._give_up(f"publication of version {version} was interrupted")
+            raise
+        self._admit(label, version)
+        old, self._file = self._file, file
+        if old is not None:
+            old.discard()
+
+    async def _load(self, file: WeightsFile, label: str, in_flight: Literal["keep", "abort"]) -> None:
+        if not self._ready:
+            await self._each(lambda server: server.post("/init_weight_transfer_engine", {"init_info": {}}))
+            self._ready = True
+        await self._each(lambda server: server.post("/pause", mode=in_flight, clear_cache="false"))
+        await self._each(lambda server: server.post("/update_weight_version", {"new_version": LOADING}))
+        await self._each(lambda server: file.load(server, label))
+
+    async def _resume(self) -> None:
+        if self._in_flight == "recompute":
+            await self._each(lambda server: server.post("/reset_prefix_cache", reset_running_requests="true"))
+        await self._each(lambda server: server.post("/resume"))
+
+    async def _prove(self) -> None:
+        if self._proof is None:
+            return
+        proof = self._proof()
+
+        async def prove(server: Server) -> None:
+            gap = float(np.abs(await server.score(proof.ids) - proof.logprobs).mean())
+            if not gap <= proof.tolerance:
+                raise EngineError(
+                    f"{server} scores the new weights otherwise than the learner, by {gap:.2e} on average "
+                    f"({proof.tolerance:.0e} is allowed)"
+                )
+
+        await self._each(prove)
+
+    async def _go_back(self, version: int, error: EngineError, in_flight: Literal["keep", "abort"]) -> None:
+        """Load the admitted weights again."""
+        if self._file is None:
+            self._give_up(f"version {version} failed: {error}; there is no earlier publication to go back to")
+            raise EngineError(f"publication of version {version} failed, and the engine is refused: {error}") from error
+        label, serving = self._next_label(), self._admitted[self._label]
+        self._ready = False  # servers that took the new weights, of other names perhaps, are to take the old ones
+        try:
+            await self._load(self._file, label, in_flight)
+            await self._resume()
+        except BaseException as second:
+            self._give_up(f"version {version} failed: {error}; going back to version {serving} failed, too: {second!r}")
+            raise
+        self._admit(label, serving)
+
+    async def _each(self, call: Callable[[Server], Awaitable[object]]) -> None:
+        """On every server that is left, side by side; raises the first error. One that gets lost is left behind."""
+        servers = [server for server in self._servers if not server.is_lost]
+        answers = await asyncio.gather(*(call(server) for server in servers), return_exceptions=True)
+        for server, answer in zip(servers, answers, strict=True):
+            if isinstance(answer, BaseException) and not server.is_lost:
+                raise answer
+        if all(server.is_lost for server in self._servers):
+            raise EngineError("; ".join(str(server.error()) for server in self._servers))
+
+    def _give_up(self, reason: str) -> None:
+        for server in self._servers:
+            server.lose(reason)
+
+    def _next_label(self) -> str:
+        self._swaps += 1
+        return f"{self._owner}.{self._swaps}"
+
+    def _admit(self, label: str, version: int) -> None:
+        self._admitted[label] = version
+        self._label = label

@@ -1,0 +1,148 @@
+"""One vLLM server over HTTP: calls, health, and what it means that a server is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import numpy as np
+
+from treadle.core.errors import EngineError
+from treadle.core.types import Floats, Ids
+from treadle.engines.vllm.launch import ServerProcess
+
+_EXCERPT = 500  # characters of an answer that an error shows
+
+
+class ServerLost(EngineError):
+    """The server is gone for good; an idempotent call may be made on another one."""
+
+
+class Server:
+    """The client of one server, which may be a process of ours.
+
+    Invariant: a server that is lost stays lost. It would come back with weights of long ago.
+    """
+
+    def __init__(self, url: str, process: ServerProcess | None = None) -> None:
+        self.url, self.process = url.rstrip("/"), process
+        # a connection of its own for each call: one that is kept may be closed by the server as it is used again
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(base_url=self.url, timeout=httpx.Timeout(None, connect=10.0), limits=limits)
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.context = 0  # tokens, prompt and completion together; known after `connect`
+
+    def __str__(self) -> str:
+        return f"vLLM server {self.url}" + (f" (log: {self.process.log})" if self.process else "")
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is gone for good."""
+        return self._lost.done()
+
+    def lose(self, reason: str) -> None:
+        """Give the server up: its calls fail now, and no more are made."""
+        if not self._lost.done():
+            self._lost.set_result(reason)
+
+    def error(self) -> ServerLost:
+        """Why it is lost."""
+        return ServerLost(f"{self} is lost: {self._lost.result()}")
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
+        """The answer to an idempotent call, made twice if the connection breaks but the server is well.
+
+        Raises EngineError for an answer that is none, ServerLost if the server is or gets lost. Cancelling closes the
+        connection, and vLLM aborts what it was doing.
+        """
+        for last in (False, True):
+            try:
+                response = await self._unless_lost(self._http.post(path, json=body, params=query))
+            except httpx.TransportError as error:
+                reason = f"{type(error).__name__} {error}".strip()
+                if last or not await self.is_well():
+                    self.lose(reason)
+                    raise self.error() from error
+                continue
+            if response.status_code >= 500 and not await self.is_well():
+                self.lose(f"it answered {response.status_code}: {response.text:.{_EXCERPT}}")
+                raise self.error()
+            if response.status_code != 200:
+                raise EngineError(f"{self}: {path} answered {response.status_code}: {response.text:.{_EXCERPT}}")
+            return response.json() if response.content else None
+        raise AssertionError("unreachable")
+
+    async def get(self, path: str) -> Any:
+        """The answer to a question. Raises EngineError."""
+        try:
+            response = await self._http.get(path, timeout=30.0)
+        except httpx.TransportError as error:
+            raise EngineError(f"{self}: {path}: {type(error).__name__} {error}") from error
+        if response.status_code != 200:
+            raise EngineError(f"{self}: {path} answered {response.status_code}: {response.text:.{_EXCERPT}}")
+        return response.json()
+
+    async def is_well(self) -> bool:
+        """Whether the server says so within ten seconds. vLLM says no once its engine has died."""
+        if self.process is not None and not self.process.running:
+            return False
+        try:
+            response = await self._http.get("/health", timeout=10.0)
+        except httpx.TransportError:
+            return False
+        return response.status_code == 200
+
+    async def score(self, ids: Ids, temperature: float = 1.0, salt: str | None = None) -> Floats:
+        """Log-probability of ids[1:]: int32[T] -> float32[T - 1]. Raises EngineError.
+
+        One call at temperature 1. vLLM scores prompts at no other, so that there it is a call for each token, which may
+        use prefixes cached under `salt`.
+        """
+        if len(ids) + 1 > self.context:  # it samples a token, too
+            raise EngineError(f"{len(ids)} tokens to score, and one that vLLM samples, exceed {self.context}")
+        if temperature != 1.0:
+            calls = (self._score_next(ids[:n], int(ids[n]), temperature, salt) for n in range(1, len(ids)))
+            return np.array(await asyncio.gather(*calls), np.float32)
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer = await self.post("/inference/v1/generate", {"token_ids": ids.tolist(), "sampling_params": sampling})
+        given = answer["prompt_logprobs"] or []
+        if len(given) != len(ids):
+            raise EngineError(f"{self} returned {len(given)} log-probabilities for {len(ids)} tokens to score")
+        scored = zip(given[1:], ids[1:].tolist(), strict=True)
+        return np.array([entry[str(token)]["logprob"] for entry, token in scored], np.float32)
+
+    async def _score_next(self, prompt: Ids, token: int, temperature: float, salt: str | None) -> float:
+        asked = [token, 0 if token else 1]  # with one more, because the sampled token takes up one of the answers
+        sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 2, "logprob_token_ids": asked}
+        body = {"token_ids": prompt.tolist(), "sampling_params": sampling, "cache_salt": salt}
+        answer = await self.post("/inference/v1/generate", body)
+        [content] = answer["choices"][0]["logprobs"]["content"]
+        found = {entry["token_id"]: float(entry["logprob"]) for entry in [*content["top_logprobs"], content]}
+        if token not in found:
+            raise EngineError(f"{self} returned log-probabilities of {sorted(found)}, not of {token}")
+        return found[token]
+
+    async def disconnect(self) -> None:
+        """Close connections."""
+        await self._http.aclose()
+
+    async def close(self) -> None:
+        """Fail what waits, close connections, end the process if it is ours. Idempotent."""
+        self.lose("the engine was closed")
+        await self.disconnect()
+        if self.process is not None:
+            await self.process.stop()
+
+    async def _unless_lost(self, call: Any) -> httpx.Response:
+        """The response, or ServerLost as soon as the server is given up."""
+        work = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({work, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise self.error()
+            response: httpx.Response = work.result()
+            return response
+        finally:
+            work.cancel()

@@ -1,0 +1,86 @@
+"""From a configuration to a `VLLMEngine`: servers started or connected to, and checked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from treadle.core.errors import EngineError
+from treadle.engines.config import EngineConfig
+from treadle.engines.vllm.engine import VLLMEngine
+from treadle.engines.vllm.launch import ServerProcess
+from treadle.engines.vllm.publication import LOADING, Proof, Publication
+from treadle.engines.vllm.server import Server
+
+
+async def open_engine(
+    config: EngineConfig,
+    *,
+    model: Path | None,
+    stop_token_ids: Sequence[int],
+    logs: Path,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    proof: Callable[[], Proof] | None = None,
+    on_close: Callable[[], None] = lambda: None,
+) -> VLLMEngine:
+    """An engine whose servers answer, at version 0.
+
+    model: directory that servers to be started load. logs: directory for their output. proof: what the weights being
+    published must score. Raises EngineError with the end of the log for a server that does not start, is no match for
+    this engine or cannot take weights; ConfigError without vLLM.
+    """
+    servers: list[Server] = []
+    try:
+        if config.vllm.urls:
+            servers += [Server(url) for url in config.vllm.urls]
+        else:
+            assert model is not None, "servers are started with a model"
+            for number in range(config.vllm.servers):
+                process = ServerProcess(model, config, logs / f"vllm-{number}.log")
+                servers.append(Server(process.url, process))
+        await asyncio.gather(*(wait_for(server, config.vllm.start_timeout) for server in servers))
+        await asyncio.gather(*(_connect(server) for server in servers))
+        publication = Publication(
+            servers,
+            dtype=getattr(torch, config.dtype),
+            directory=config.vllm.shared_directory,
+            in_flight=config.vllm.in_flight,
+            proof=proof,
+        )
+        await publication.begin(version=0)
+    except BaseException:
+        await asyncio.gather(*(server.close() for server in servers))
+        on_close()
+        raise
+    return VLLMEngine(servers, publication, stop_token_ids=stop_token_ids, shapes=shapes, on_close=on_close)
+
+
+async def wait_for(server: Server, timeout: float) -> None:
+    """Until the server says that it is well. Raises EngineError, with the end of the log, if it does not get there."""
+    deadline = time.monotonic() + (timeout if server.process else 0)
+    while not await server.is_well():
+        if server.process is None:
+            raise EngineError(f"{server} does not answer /health; start it, or correct engine.vllm.urls")
+        if not server.process.running:
+            raise EngineError(f"{server} ended while it started:\n{server.process.tail()}")
+        if time.monotonic() > deadline:
+            raise EngineError(f"{server} did not start within {timeout:g} s:\n{server.process.tail()}")
+        await asyncio.sleep(0.2)
+
+
+async def _connect(server: Server) -> None:
+    """Learn the context's length; check that weights are whole, and log-probabilities those of what is sampled from."""
+    if (await server.get("/weight_info"))["weight_version"] == LOADING:
+        raise EngineError(f"{server} is half loaded: whoever published to it was interrupted; restart it")
+    await server.post("/resume")  # it may have been left paused
+    [model] = (await server.get("/v1/models"))["data"][:1]
+    server.context = int(model["max_model_len"])
+    certain = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True}
+    answer = await server.post("/inference/v1/generate", {"token_ids": [0], "sampling_params": certain})
+    logprob = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
+    if logprob < -1e-3:  # the only token left has probability 1
+        raise EngineError(f"{server} reports raw log-probabilities; start it with --logprobs-mode processed_logprobs")

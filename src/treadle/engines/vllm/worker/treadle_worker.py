@@ -1,0 +1,124 @@
+"""Loaded by vLLM's workers (`--worker-extension-cls treadle_worker.Extension`): takes new weights from a file.
+
+Runs in vLLM's virtual environment; imports nothing of Treadle. `worker` must be on its PYTHONPATH.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+if not torch.cuda.is_available():
+    # Asks the kernel for AMX tiles. Without them bfloat16 attention of small models dies of an illegal instruction.
+    torch.cpu._init_amx()
+
+
+@dataclass
+class Init(WeightTransferInitInfo):
+    """Nothing to agree on."""
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """path: a safetensors file with every weight, by its Hugging Face name."""
+
+    path: str
+
+
+class FileEngine(WeightTransferEngine[Init, Update]):
+    """Loads a whole model from one file, usually in shared memory.
+
+    All of it happens in `update_weights`, so that a file that cannot be loaded is refused before the model is touched.
+    """
+
+    init_info_cls = Init
+    update_info_cls = Update
+    _shapes: dict[str, Any] | None = None  # of the last file
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        """A new trainer, whose weights may have other names."""
+        self._shapes = None
+
+    def start_weight_update(self) -> None:
+        """Nothing to do before the file has been looked at."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing left to do."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load the file. The base class would synchronise an accelerator, which a CPU has none of."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.cuda.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Raises ValueError, with the model untouched, for a file of other weights than the last one's."""
+        with safe_open(update_info.path, "pt") as file:  # refuses a file that is cut short
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            if self._shapes not in (None, shapes):
+                raise ValueError(f"{update_info.path} holds other weights than those before")
+            abandon_reload(self.model)
+            expected = {name for name, _ in self.model.named_parameters()}  # tied ones once, as long as they are tied
+            initialize_layerwise_reload(self.model)
+            load_all(self.model, expected, ((name, file.get_tensor(name)) for name in shapes))
+            finalize_layerwise_reload(self.model, self.model_config)
+            pack_again(self.model)
+        self._shapes = shapes
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+def load_all(model: torch.nn.Module, expected: set[str], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Raises ValueError where an expected parameter, or a part of one, is not among the weights."""
+    loaded = model.load_weights(weights)  # type: ignore[operator]
+    missing = sorted(expected - loaded) if loaded is not None else []
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod):
+            info = get_layerwise_info(layer)  # query, key and value are one layer here, and gate and up another
+            if info.can_load() and info.load_numel < info.load_numel_total:
+                missing.append(name)
+    if missing:
+        raise ValueError(f"{len(missing)} weights are missing or incomplete, for example {missing[0]}")
+
+
+def abandon_reload(model: torch.nn.Module) -> None:
+    """Undo what a reload that failed halfway left: what it had buffered would else be mixed with what comes now."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
+
+
+def pack_again(model: torch.nn.Module) -> None:
+    """On the CPU, linear layers multiply by a packed copy of their weight.
+
+    vLLM 0.32 renews that copy for layers whose own weight was loaded, and so not for the output layer of a model with
+    tied embeddings, which goes on with the old weights, in silence.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+
+class Extension:
+    """What vLLM mixes into its worker class. Importing this module is what matters."""
+
+
+WeightTransferEngineFactory.register_engine("treadle", FileEngine)

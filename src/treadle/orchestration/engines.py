@@ -1,0 +1,63 @@
+"""From the `engine` section to an engine that serves a policy."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from treadle.core.engine import Engine
+from treadle.core.errors import ConfigError
+from treadle.engines.config import EngineConfig
+from treadle.engines.vllm.launch import find_python
+from treadle.engines.weights import unique_weights
+from treadle.orchestration.policy import Policy, exact_logprobs
+from treadle.training.checkpoint import write_model
+
+_PROOF = 64  # tokens that new weights are proven with
+
+
+def check_engine_config(config: EngineConfig) -> None:
+    """Raise ConfigError now for what an engine could not be started with later."""
+    if config.kind == "vllm" and not config.vllm.urls:
+        find_python(config.vllm.python)
+
+
+async def open_engine(config: EngineConfig, policy: Policy, logs: Path | None = None) -> Engine:
+    """An engine with the policy's present weights, or with any if its servers run already: publish before it samples.
+
+    logs: where servers write theirs; default: a temporary directory, which stays. Raises ConfigError or EngineError.
+    """
+    if config.kind == "torch":
+        return policy.engine(config.batch, getattr(torch, config.dtype))
+    return await _vllm(config, policy, logs or Path(tempfile.mkdtemp(prefix="treadle-logs-")))
+
+
+async def _vllm(config: EngineConfig, policy: Policy, logs: Path) -> Engine:
+    try:
+        from treadle.engines.vllm.publication import Proof
+        from treadle.engines.vllm.start import open_engine as start
+    except ImportError as error:  # httpx, which only this needs
+        raise ConfigError(f"engine.kind=vllm: {error}; install treadle[vllm]") from error
+
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    ids = np.random.default_rng(0).integers(0, vocabulary, min(_PROOF, policy.context - 1)).astype(np.int32)
+
+    def proof() -> Proof:
+        return Proof(ids, exact_logprobs(policy.model, ids), config.tolerance)
+
+    model = Path(tempfile.mkdtemp(prefix="treadle-model-"))
+    write_model(model, policy.model, policy.tokenizer_path)
+    return await start(
+        config,
+        model=model,
+        stop_token_ids=policy.stop_token_ids,
+        logs=logs,
+        shapes={name: tuple(tensor.shape) for name, tensor in unique_weights(policy.model).items()},
+        proof=proof,
+        on_close=partial(shutil.rmtree, model),
+    )

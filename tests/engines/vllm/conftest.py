@@ -1,0 +1,115 @@
+"""Two real vLLM servers on the CPU, shared by all tests here; each test connects an engine of its own."""
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from tests.models import tiny
+from treadle.core.config import build
+from treadle.core.errors import ConfigError
+from treadle.engines.config import EngineConfig
+from treadle.engines.vllm.engine import VLLMEngine
+from treadle.engines.vllm.launch import ServerProcess, find_python
+from treadle.engines.vllm.server import Server
+from treadle.engines.vllm.start import open_engine, wait_for
+from treadle.training.checkpoint import export_model
+
+ROOT = Path(__file__).parents[3]
+TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
+END = 2
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+
+
+def sized(family: str, seed: int) -> PreTrainedModel:
+    """As small as vLLM's kernels allow."""
+    return tiny(family, seed, **SIZES)
+
+
+def python_with_vllm() -> str:
+    os.environ.setdefault("TREADLE_VLLM_VENV", str(ROOT / ".venv-vllm"))
+    try:
+        return find_python(None)
+    except ConfigError as error:
+        if os.environ.get("CI"):
+            pytest.fail(f"no vLLM, which continuous integration must have: {error}")
+        pytest.skip(str(error))
+
+
+@dataclass
+class Served:
+    """A server and the model it was started with."""
+
+    process: ServerProcess
+    family: str
+
+    @property
+    def url(self) -> str:
+        return self.process.url
+
+
+async def started(process: ServerProcess) -> None:
+    """Servers start side by side, and while tests that need none are running."""
+    server = Server(process.url, process)
+    await wait_for(server, 300)
+    await server.disconnect()
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
+    python = python_with_vllm()
+    config = build(EngineConfig, {"batch": 64, "vllm": {"python": python}})
+    folder = tmp_path_factory.mktemp("vllm")
+    started = {}
+    for name, family in (("tied", "qwen3"), ("untied", "qwen3-untied")):
+        export_model(folder / name, sized(family, 0), TOKENIZER)
+        started[name] = Served(ServerProcess(folder / name, config, folder / f"{name}.log"), family)
+    yield started
+    for served in started.values():
+        served.process.kill()
+
+
+Connect = Callable[..., AbstractAsyncContextManager[VLLMEngine]]
+
+
+@pytest.fixture
+def connect(servers: dict[str, Served], tmp_path: Path) -> Connect:
+    """`async with connect("tied", ...) as engine`: over those servers, with `open_engine`'s options."""
+
+    @asynccontextmanager
+    async def connected(*names: str, in_flight: str = "keep", **options: Any) -> AsyncIterator[VLLMEngine]:
+        urls = [servers[name].url for name in names]
+        config = build(EngineConfig, {"kind": "vllm", "vllm": {"urls": urls, "in_flight": in_flight}})
+        for name in names:
+            await started(servers[name].process)
+        engine = await open_engine(config, model=None, logs=tmp_path, **{"stop_token_ids": [END], **options})
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+    return connected
+
+
+async def metric(server: Server, name: str) -> float:
+    """One of vLLM's own metrics, summed over its labels."""
+    lines = (await server._http.get("/metrics")).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+
+def shared_files() -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob("treadle-*")]

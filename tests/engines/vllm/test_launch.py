@@ -1,0 +1,160 @@
+"""Starting servers: their arguments, failures to start, and that none is left behind. Needs no vLLM."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treadle.core.config import build
+from treadle.core.errors import ConfigError, EngineError
+from treadle.engines.config import EngineConfig
+from treadle.engines.vllm.launch import WORKER, command, environment, find_python, flags
+from treadle.engines.vllm.start import open_engine
+
+
+def config(**vllm: Any) -> EngineConfig:
+    return build(EngineConfig, {"kind": "vllm", "vllm": vllm})
+
+
+def interpreter(folder: Path, script: str) -> str:
+    """Something to run instead of a Python with vLLM."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_flags_are_written_as_vllm_reads_them() -> None:
+    given = {"a": 1, "b": True, "c": False, "d": None, "e": {"k": 2}, "f": ["x", 3]}
+    assert flags(given) == ["--a", "1", "--b", "--no-c", "--e", '{"k": 2}', "--f", "x", "3"]
+
+
+def test_configured_arguments_have_the_last_word() -> None:
+    given = {"tensor_parallel_size": 2, "dtype": "half", "generation-config": None}
+    arguments = command("py", Path("m"), 7, config(args=given))
+    assert arguments[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
+    pairs = dict(pairwise(arguments))
+    assert (pairs["--model"], pairs["--port"], pairs["--dtype"]) == ("m", "7", "half")
+    assert pairs["--tensor-parallel-size"] == "2"
+    assert "--generation-config" not in arguments
+    assert json.loads(pairs["--weight-transfer-config"]) == {"backend": "treadle"}
+
+
+def test_nothing_of_treadles_environment_reaches_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "src")
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+    seen = environment(config(environment={"CUDA_VISIBLE_DEVICES": "1"}))
+    assert seen["PYTHONPATH"] == str(WORKER) and seen["CUDA_VISIBLE_DEVICES"] == "1"
+    assert seen["OMP_NUM_THREADS"] != "77"
+    assert not [path.name for path in WORKER.glob("*.py") if "treadle." in path.read_text().replace("treadle_", "")]
+
+
+def test_the_interpreter_is_found_or_missed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TREADLE_VLLM_VENV", raising=False)
+    with pytest.raises(ConfigError, match=r"'\.venv-vllm/bin/python' is no interpreter; run `make vllm-env`"):
+        find_python(None)
+    with pytest.raises(ConfigError, match="'/nowhere/python' is no interpreter"):
+        find_python("/nowhere/python")
+    for name in (".venv-vllm", "elsewhere"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        interpreter(tmp_path / name / "bin", "exit 0")
+    assert find_python(None) == str(tmp_path / ".venv-vllm" / "bin" / "python")
+    monkeypatch.setenv("TREADLE_VLLM_VENV", str(tmp_path / "elsewhere"))
+    assert find_python(None) == str(tmp_path / "elsewhere" / "bin" / "python")
+
+
+def test_running_servers_take_no_arguments() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.vllm\.args is for servers that Treadle starts"):
+        config(urls=["http://localhost:1"], args={"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo out of luck; exit 3", r"ended while it started:\nout of luck\nthe server ended with code 3"),
+        ("echo thinking; sleep 100", r"did not start within 0\.7 s:\nthinking"),
+    ],
+)
+async def test_a_server_that_does_not_start_is_told_with_its_log(script: str, message: str, tmp_path: Path) -> None:
+    closed = []
+    engine = open_engine(
+        config(python=interpreter(tmp_path, script), start_timeout=0.7, servers=2),
+        model=tmp_path,
+        stop_token_ids=[],
+        logs=tmp_path,
+        on_close=lambda: closed.append(True),
+    )
+    with pytest.raises(EngineError, match=message):
+        await engine
+    assert (tmp_path / "vllm-1.log").is_file() and closed
+
+
+async def test_a_url_that_nobody_answers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9 does not answer /health"):
+        await open_engine(config(urls=["http://127.0.0.1:9"]), model=None, stop_token_ids=[], logs=tmp_path)
+
+
+def group_members(group: int) -> list[int]:
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+def gone(group: int, seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while group_members(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not group_members(group)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads /proc")
+@pytest.mark.parametrize("how", ["parent killed", "server killed"])
+def test_whoever_dies_the_whole_group_does(how: str, tmp_path: Path) -> None:
+    """A server with a child of its own that ignores a polite request."""
+    stubborn = "trap '' TERM; sleep 60 & echo $$ > server; wait"
+    parent = f"""
+import asyncio, time
+from pathlib import Path
+from treadle.core.config import build
+from treadle.engines.config import EngineConfig
+from treadle.engines.vllm.launch import ServerProcess
+import treadle.engines.vllm.launch
+python = {interpreter(tmp_path, stubborn)!r}
+server = ServerProcess(Path("m"), build(EngineConfig, {{"vllm": {{"python": python}}}}), Path("log"))
+print(server.group, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        group = int(process.stdout.readline())
+        while not (tmp_path / "server").is_file() or not (tmp_path / "server").read_text():
+            time.sleep(0.02)
+        assert len(group_members(group)) >= 3  # launcher, server, its child
+        victim = process.pid if how == "parent killed" else int((tmp_path / "server").read_text())
+        os.kill(victim, signal.SIGKILL)
+        assert gone(group)
+        process.kill()
+
+
+async def test_stopping_leaves_nothing_running(tmp_path: Path) -> None:
+    from treadle.engines.vllm.launch import ServerProcess
+
+    server = ServerProcess(tmp_path, config(python=interpreter(tmp_path, "sleep 60")), tmp_path / "log")
+    assert server.running
+    await asyncio.gather(server.stop(), server.stop())
+    assert not server.running and gone(server.group, 0)

@@ -1,0 +1,233 @@
+"""Publication on real servers: which weights each token is of, and what happens when one fails."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from tests.engines.vllm.conftest import Connect, Served, metric, shared_files, sized
+from treadle.core.engine import Completion
+from treadle.core.errors import EngineError
+from treadle.core.types import Ids, SamplingParams, StopReason
+from treadle.engines.vllm.engine import VLLMEngine
+from treadle.engines.vllm.publication import Proof
+from treadle.engines.vllm.weights_file import WeightsFile
+from treadle.engines.weights import unique_weights
+
+pytestmark = pytest.mark.xdist_group("vllm")
+
+PROBE = np.random.default_rng(0).integers(0, 1024, 48).astype(np.int32)
+
+
+def score(model: PreTrainedModel, ids: Ids, old: PreTrainedModel | None = None, cached: int = 0) -> NDArray[np.float64]:
+    """Log-probability of ids[1:], the keys and values of the first `cached` positions computed by `old`."""
+    tokens = torch.from_numpy(ids.astype(np.int64))[None]
+    with torch.no_grad():
+        if old is not None and cached:
+            before = old(tokens[:, :cached], use_cache=True)
+            logits = torch.cat(
+                [before.logits, model(tokens[:, cached:], past_key_values=before.past_key_values).logits], 1
+            )
+        else:
+            logits = model(tokens, use_cache=False).logits
+    logprobs: NDArray[np.float64] = logits[0, :-1].double().log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
+    return logprobs
+
+
+def shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in unique_weights(model).items()}
+
+
+def prompt(number: int) -> Ids:
+    return np.array([5, 6, 7, 8, 100 + number], np.int32)
+
+
+def start(engine: VLLMEngine, count: int, tokens: int) -> list[asyncio.Task[Completion]]:
+    async def sampled(number: int) -> Completion:
+        engine.open_session(f"s{number}")
+        sampling = SamplingParams(max_tokens=tokens, seed=number)
+        try:
+            return await engine.generate(prompt(number), sampling, session=f"s{number}")
+        finally:
+            engine.close_session(f"s{number}")
+
+    return [asyncio.get_running_loop().create_task(sampled(number)) for number in range(count)]
+
+
+async def under_way(engine: VLLMEngine, tokens: int) -> None:
+    """Until the only server has sampled that many more tokens."""
+    [server] = engine._servers
+    before = await metric(server, "generation_tokens_total")
+    while await metric(server, "generation_tokens_total") < before + tokens:
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+@pytest.mark.parametrize("name", ["tied", "untied"])
+async def test_each_token_is_of_the_version_that_is_reported_for_it(
+    name: str, in_flight: str, servers: dict[str, Served], connect: Connect
+) -> None:
+    old, new = (sized(servers[name].family, seed) for seed in (0, 1))
+    async with connect(name, in_flight=in_flight, stop_token_ids=[], shapes=shapes(old)) as engine:
+        await engine.publish(unique_weights(old), 3)
+        early = start(engine, 32, 450)
+        await under_way(engine, 32 * 20)
+        publication = asyncio.ensure_future(engine.publish(unique_weights(new), 4))
+        early_answers = await asyncio.gather(*early)
+        await publication
+        late_answers = await asyncio.gather(*start(engine, 8, 20))
+        turn = np.concatenate([prompt(0), early_answers[0].token_ids])
+        engine.open_session("second turn")
+        second = await engine.generate(turn, SamplingParams(max_tokens=20), session="second turn")
+        np.testing.assert_allclose(await engine.score(PROBE), score(new, PROBE), atol=1e-4)
+    switched = 0
+    for number, answer in enumerate(early_answers):
+        versions = answer.versions_per_token().tolist()
+        at = versions.index(4)  # all were interrupted: raises otherwise
+        assert versions == [3] * at + [4] * (450 - at) and at > 0
+        ids = np.concatenate([prompt(number), answer.token_ids])
+        cached = len(prompt(number)) + at - 1 if in_flight == "keep" else 0
+        before, after = score(old, ids)[4:], score(new, ids, old, cached)[4:]
+        np.testing.assert_allclose(answer.logprobs[:at], before[:at], atol=1e-4)
+        np.testing.assert_allclose(answer.logprobs[at:], after[at:], atol=1e-4)
+        switched += abs(answer.logprobs[at] - before[at]) > 1e-3  # a label one token late would go unseen otherwise
+    assert switched >= 30
+    for number, answer in enumerate(late_answers):
+        reference = score(new, np.concatenate([prompt(number), answer.token_ids]))[4:]
+        np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
+        assert set(answer.versions_per_token()) == {4}
+    reference = score(new, np.concatenate([turn, second.token_ids]))[len(turn) - 1 :]
+    np.testing.assert_allclose(second.logprobs, reference, atol=1e-4)  # nothing cached of the old weights
+    assert shared_files() == []
+
+
+def damaged(how: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on weights are damaged on their way."""
+    write = WeightsFile.write
+
+    async def writing(*arguments: Any) -> WeightsFile:
+        file = await write(*arguments)
+        how(file.path)
+        return file
+
+    monkeypatch.setattr(WeightsFile, "write", writing)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("how", [cut_short, emptied, Path.unlink])
+async def test_a_file_that_cannot_be_read_leaves_the_old_version_serving(
+    how: Callable[[Path], None], connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (sized("qwen3", seed) for seed in (0, 1))
+    async with connect("tied", stop_token_ids=[]) as engine:
+        await engine.publish(unique_weights(old), 3)
+        with monkeypatch.context() as patch:
+            damaged(how, patch)
+            calls = start(engine, 4, 200)
+            await under_way(engine, 40)
+            with pytest.raises(EngineError, match=r"publication of version 4 failed: .*; version 3 serves on"):
+                await engine.publish(unique_weights(new), 4)
+        for number, answer in enumerate(await asyncio.gather(*calls)):  # they never noticed
+            assert set(answer.versions_per_token()) == {3}
+            reference = score(old, np.concatenate([prompt(number), answer.token_ids]))[4:]
+            np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
+        np.testing.assert_allclose(await engine.score(PROBE), score(old, PROBE), atol=1e-4)
+        await engine.publish(unique_weights(new), 4)
+        np.testing.assert_allclose(await engine.score(PROBE), score(new, PROBE), atol=1e-4)
+    assert shared_files() == []
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda w: {**w, "model.layers.1.mlp.down_proj.weight": torch.zeros(64, 64)},
+        lambda w: {**w, "model.layers.1.self_attn.v_proj.weight": torch.zeros(32, 64)},
+        lambda w: {**w, "model.layers.1.nothing.weight": torch.zeros(1)},
+        lambda w: {name: t for name, t in w.items() if name != "model.layers.1.self_attn.v_proj.weight"},
+    ],
+    ids=["shape", "shape of a part", "unknown", "missing"],
+)
+async def test_weights_that_fail_halfway_leave_the_old_version_serving(
+    spoil: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], connect: Connect
+) -> None:
+    old, new = (sized("qwen3", seed) for seed in (0, 1))
+    async with connect("tied", stop_token_ids=[], shapes=shapes(old)) as engine:
+        await engine.publish(unique_weights(old), 3)
+        with pytest.raises(EngineError, match=r"1 weights do not fit the engine's, for example model\.layers\.1\."):
+            await engine.publish(spoil(unique_weights(new)), 4)
+        engine._shapes = None  # what follows shows that the servers would notice, too
+        await engine._servers[0].post("/init_weight_transfer_engine", {"init_info": {}})  # forgets what to expect
+        calls = start(engine, 4, 200)
+        await under_way(engine, 40)
+        with pytest.raises(EngineError, match=r"publication of version 4 failed: .*; version 3 serves on"):
+            await engine.publish(spoil(unique_weights(new)), 4)
+        for number, answer in enumerate(await asyncio.gather(*calls)):
+            assert set(answer.versions_per_token()) == {3}
+            reference = score(old, np.concatenate([prompt(number), answer.token_ids]))[4:]
+            np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
+        await engine.publish(unique_weights(new), 4)
+        np.testing.assert_allclose(await engine.score(PROBE), score(new, PROBE), atol=1e-4)
+
+
+async def test_weights_that_are_not_proven_are_never_admitted(connect: Connect) -> None:
+    models = [sized("qwen3", seed) for seed in range(3)]
+    expected = {"of": models[0]}
+
+    def proof() -> Proof:
+        return Proof(PROBE, score(expected["of"], PROBE).astype(np.float32), 1e-4)
+
+    async with connect("tied", stop_token_ids=[], proof=proof) as engine:
+        await engine.publish(unique_weights(models[0]), 3)
+        calls = start(engine, 8, 400)
+        await under_way(engine, 80)
+        with pytest.raises(
+            EngineError, match=r"scores the new weights otherwise than the learner, by .*version 3 serves on"
+        ):
+            await engine.publish(unique_weights(models[1]), 4)
+        for number, call in enumerate(calls):  # aborted; whatever the refused weights sampled is not returned
+            try:
+                answer = await call
+            except EngineError as error:
+                assert "never admitted" in str(error)
+                continue
+            assert answer.stop_reason is StopReason.ABORT and set(answer.versions_per_token()) == {3}
+            reference = score(models[0], np.concatenate([prompt(number), answer.token_ids]))[4:]
+            np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
+        np.testing.assert_allclose(await engine.score(PROBE), score(models[0], PROBE), atol=1e-4)
+        expected["of"] = models[2]
+        await engine.publish(unique_weights(models[2]), 4)
+        [answer] = await asyncio.gather(*start(engine, 1, 20))
+        assert set(answer.versions_per_token()) == {4}
+
+
+async def test_a_first_publication_that_fails_refuses_the_engine(connect: Connect) -> None:
+    model = sized("qwen3", 0)
+
+    def proof() -> Proof:
+        return Proof(PROBE, np.zeros(len(PROBE) - 1, np.float32), 1e-4)
+
+    async with connect("tied", proof=proof) as engine:
+        with pytest.raises(EngineError, match=r"version 0 failed, and the engine is refused: .*otherwise"):
+            await engine.publish(unique_weights(model), 0)
+        with pytest.raises(EngineError, match=r"no server is left: .*there is no earlier publication to go back to"):
+            await start(engine, 1, 4)[0]
+
+
+async def test_weights_that_somebody_else_published_are_noticed(connect: Connect) -> None:
+    async with connect("tied") as mine, connect("tied") as theirs:
+        await theirs.publish(unique_weights(sized("qwen3", 1)), 1)
+        with pytest.raises(EngineError, match="sampled tokens and were never admitted"):
+            await start(mine, 1, 4)[0]

@@ -1,0 +1,49 @@
+"""Training whose rollouts real servers sample."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm.conftest import SIZES, Served, python_with_vllm, started
+from tests.orchestration.runs import check_finished, query, start
+from tests.worlds import Quiet, tiny
+from treadle.core.errors import ConfigError
+from treadle.orchestration.evaluate_model import Subject, evaluate_model
+from treadle.orchestration.inputs import load_held_out
+
+pytestmark = pytest.mark.xdist_group("vllm")
+
+
+def overrides(**engine: Any) -> list[str]:
+    sizes = [f"model.build.{name}={value}" for name, value in {**SIZES, "num_hidden_layers": 2}.items()]
+    given = [f"engine.vllm.{name}={value}" for name, value in engine.items()]
+    return [*sizes, "engine.kind=vllm", "orchestration.updates=2", *given]
+
+
+def test_a_run_trains_what_a_server_samples(servers: dict[str, Served], tmp_path: Path) -> None:
+    asyncio.run(started(servers["tied"].process))
+    given = overrides(urls=[servers["tied"].url])
+    start(tmp_path / "run", *given)
+    check_finished(tmp_path / "run")  # what was sampled has the learner's log-probabilities to 1e-4
+    versions = query(tmp_path / "run", "SELECT DISTINCT oldest_version FROM trajectories ORDER BY 1")
+    assert [row["oldest_version"] for row in versions] == [0, 1, 2]
+    config = tiny(*given)
+    evaluation = evaluate_model(
+        Subject(config, tmp_path / "run" / "checkpoints" / "step-000002", 2), load_held_out(config), Quiet()
+    )
+    assert evaluation.result.tasks == 3 and not evaluation.failures
+
+
+def test_a_run_without_vllm_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'/nowhere/python' is no interpreter"):
+        start(tmp_path / "run", *overrides(python="/nowhere/python"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_starts_its_own_servers_and_stops_them(tmp_path: Path) -> None:
+    start(tmp_path / "run", *overrides(python=python_with_vllm(), servers=2), "engine.batch=16")
+    check_finished(tmp_path / "run")
+    assert "POST /update_weights" in (tmp_path / "run" / "vllm-1.log").read_text()

@@ -1,0 +1,89 @@
+"""Several servers: sessions stay where their prefixes are, and outlive a killed server. Kills one: comes last."""
+
+import asyncio
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.engines.vllm.conftest import Connect, Served, metric, sized
+from treadle.core.errors import EngineError
+from treadle.core.types import Ids, SamplingParams
+from treadle.engines.vllm.engine import VLLMEngine
+from treadle.engines.weights import unique_weights
+
+pytestmark = pytest.mark.xdist_group("vllm")
+
+
+def same_policy() -> dict[str, torch.Tensor]:
+    """Weights that make the tied and the untied server the same policy."""
+    weights = unique_weights(sized("qwen3", 0))
+    return {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+
+
+async def play(engine: VLLMEngine, number: int, turns: int) -> list[Ids]:
+    """A conversation; each turn's prompt carries on all of the one before."""
+    name, ids = f"s{number}", np.array([5, 6, 7, 100 + number, *range(200, 500)], np.int32)
+    engine.open_session(name)
+    completions = []
+    for turn in range(turns):
+        sampling = SamplingParams(max_tokens=20, temperature=0.0, seed=turn)
+        answer = await engine.generate(ids, sampling, session=name)
+        completions.append(answer.token_ids)
+        ids = np.concatenate([ids, answer.token_ids, [9]]).astype(np.int32)
+    engine.close_session(name)
+    return completions
+
+
+async def test_a_session_stays_on_one_server_and_finds_its_prefix_there(connect: Connect) -> None:
+    async with connect("tied", "untied", stop_token_ids=[]) as engine:
+        await engine.publish(same_policy(), 1)
+
+        async def counts() -> NDArray[np.float64]:
+            names = ("request_success_total", "prefix_cache_hits_total")
+            return np.array([[await metric(server, name) for name in names] for server in engine._servers])
+
+        before = await counts()
+        plays = await asyncio.gather(*(play(engine, number, 4) for number in range(6)))
+        requests, hits = (await counts() - before).T
+    assert requests.tolist() == [12, 12]  # three sessions of four turns each
+    assert hits.min() >= 3 * 3 * 256  # two cache blocks of 128 tokens, of each turn but the first
+    assert len(plays) == 6
+
+
+async def test_where_one_server_fails_all_go_back(connect: Connect) -> None:
+    new = unique_weights(sized("qwen3", 1))
+    async with connect("tied", "untied", stop_token_ids=[]) as engine:
+        await engine.publish(same_policy(), 1)
+        ids = np.arange(100, 140, dtype=np.int32)
+        before = [await server.score(ids) for server in engine._servers]
+        for server in engine._servers:
+            await server.post("/init_weight_transfer_engine", {"init_info": {}})  # forgets what to expect
+        with pytest.raises(EngineError, match=r"lm_head.*version 1 serves on"):
+            await engine.publish(new, 2)  # all that the tied server needs; the other one lacks its output layer
+        for server, score in zip(engine._servers, before, strict=True):
+            np.testing.assert_allclose(await server.score(ids), score, atol=1e-6)
+        np.testing.assert_allclose(before[0], before[1], atol=1e-4)
+        await play(engine, 0, 1)
+
+
+async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connect, servers: dict[str, Served]) -> None:
+    async with connect("tied", "untied", stop_token_ids=[]) as engine:
+        await engine.publish(same_policy(), 1)
+        undisturbed = await asyncio.gather(*(play(engine, number, 3) for number in range(6)))
+        plays = [asyncio.ensure_future(play(engine, number, 3)) for number in range(6)]
+        while not await metric(engine._servers[1], "num_requests_running"):
+            await asyncio.sleep(0.005)
+        os.killpg(servers["untied"].process.group, signal.SIGKILL)
+        disturbed = await asyncio.gather(*plays)
+        for one, other in zip(undisturbed, disturbed, strict=True):
+            assert [ids.tolist() for ids in one] == [ids.tolist() for ids in other]
+        assert [server.is_lost for server in engine._servers] == [False, True]
+        await engine.publish(same_policy(), 2)  # to the one that is left
+        await play(engine, 0, 1)
+        engine._servers[0].lose("played to be lost")
+        with pytest.raises(EngineError, match=rf"no server is left: .*{servers['untied'].url} is lost: \w+Error"):
+            await play(engine, 0, 1)
