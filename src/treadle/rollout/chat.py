@@ -102,6 +102,14 @@ class ChatRenderer:
         text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
         return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
 
+    def encode(self, text: str) -> Ids:
+        """Token ids of raw text, special tokens included, int32[T]."""
+        return self._encode(text)
+
+    def decode(self, ids: Ids) -> str:
+        """Text of the ids, special tokens included."""
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+
     def _around_reply(self, history: Sequence[Message], new: Sequence[Message]) -> tuple[str, str]:
         mark = _MARK
         while any(mark in message["content"] for message in (*history, *new)):

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, Engine
 from treadle.core.errors import ContextExceeded, DataError, EngineError
-from treadle.core.types import Message, SamplingParams, Step
+from treadle.core.types import DropReason, Message, SamplingParams, Step, StopReason, ToolCall
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation, Prompt
-
-Tool = Mapping[str, Any]
-"""A tool's JSON schema, as OpenAI's API has it: `{"type": "function", "function": {"name": ..., ...}}`."""
-
-ReplyParser = Callable[[str, Sequence[Tool]], Message]
-"""What the model wrote -> the assistant message that the agent gets."""
-
-
-def plain(text: str, tools: Sequence[Tool] = ()) -> Message:
-    """All of the text is the message's content."""
-    return Message(role="assistant", content=text)
+from treadle.rollout.raw import RawPrompts
+from treadle.rollout.replies import ReplyParser, Tool, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +32,44 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What a caller may say about one call, beside messages and tools.
+
+    wishes: fields of SamplingParams by name, as the caller would like them (`{"temperature": 0.2, "stop": ("x",)}`).
+    tool_calls: whether tool calls are looked for in the reply. parallel_tool_calls: whether more than the first counts.
+    template_kwargs, continue_final_message: for the chat template.
+    """
+
+    wishes: Mapping[str, Any] = field(default_factory=dict)
+    tool_calls: bool = True
+    parallel_tool_calls: bool = True
+    template_kwargs: Mapping[str, Any] | None = None
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to one call: the message for the agent, and the step that was recorded, with its number."""
+    """The answer to one call: the message for the agent, and the step that was recorded, with its number.
+
+    stop: the stop string that ended it, if one did; the message does not hold it.
+    """
 
     message: Message
     step: Step
     number: int
+    stop: str | None = None
 
 
 class Session:
     """Records one attempt at a task. Messages go out to the agent; ids stay here.
 
     Invariant: `steps[n].prompt_ids` is what the engine was sent, `steps[n].completion_ids` what it sampled. Steps are
-    in the order in which calls were made; several may be in flight.
+    in the order in which calls arrived; several may be in flight.
     The engine session is opened on construction and must be closed.
+
+    sampling: of every call. callers_sampling: what a caller asks for takes its place, call by call; otherwise a caller
+    only adds stop strings, and `overridden` counts the calls that asked for something else.
+    context: most tokens of prompt and completion together, if that bounds a call's `max_tokens`.
     """
 
     def __init__(
@@ -63,39 +81,62 @@ class Session:
         max_input_tokens: int,
         address: Address,
         parse: ReplyParser = plain,
+        *,
+        callers_sampling: bool = False,
+        context: int | None = None,
     ) -> None:
         self.name = name
-        self._engine, self._renderer, self._sampling, self._parse = engine, renderer, sampling, parse
+        self.renderer = renderer
+        self.overridden = 0
+        self._engine, self._sampling, self._parse = engine, sampling, parse
         self._max_input_tokens, self._address = max_input_tokens, address
+        self._callers_sampling, self._context = callers_sampling, context
         self._conversation = Conversation(renderer)
+        self._raw = RawPrompts(renderer)
         self._calls = 0
         self._steps: dict[int, Step] = {}  # by the call's number
         engine.open_session(name)
 
     @property
     def steps(self) -> list[Step]:
-        """What has been recorded so far, in the order of calls."""
+        """What has been recorded so far, in the order in which calls arrived."""
         return [self._steps[number] for number in sorted(self._steps)]
 
-    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = CallOptions()
+    ) -> Reply:
         """Sample the assistant's next reply to the whole conversation so far and record the call.
+
+        A call that is cancelled is recorded too, without tokens, as dropped.
 
         Raises ContextExceeded if the prompt that would be sent is longer than `max_input_tokens`, DataError if the
         chat template refuses the conversation, EngineError from the engine or for an answer that cannot be recorded.
         """
-        prompt = self._conversation.render(messages, tools)
-        if len(prompt.ids) > self._max_input_tokens:
-            raise ContextExceeded(len(prompt.ids), self._max_input_tokens)
-        number, self._calls = self._calls, self._calls + 1
-        a = self._address
-        sampling = replace(self._sampling, seed=call_seed(a.seed, a.stream, a.epoch, a.position, a.attempt, number))
-        started = time.perf_counter()
-        completion = await self._engine.generate(prompt.ids, sampling, session=self.name)
-        step = _recorded(prompt, completion, sampling, time.perf_counter() - started, number)
-        message = self._parse(self._renderer.text(step.completion_ids, sampling.stop), tools)
-        self._steps[number] = step
+        prompt = self._render(messages, tools, options)
+        number, step, text, stop = await self._sample(prompt, options)
+        message = self._message(text, tools if options.tool_calls else (), options, number)
         self._conversation.record(prompt, step.completion_ids, message)
-        return Reply(message, step, number)
+        return Reply(message, step, number, stop)
+
+    async def complete(self, prompt: str | Sequence[int], options: CallOptions = CallOptions()) -> Reply:
+        """Sample what follows a raw prompt, text or ids, and record the call. Raises as `chat` does.
+
+        Text that carries on an earlier call's, prompt and completion, keeps the ids of that call.
+        """
+        ids = self._raw.ids(prompt)
+        number, step, text, stop = await self._sample(Prompt(ids, ()), options)
+        self._raw.record(step)
+        return Reply(Message(role="assistant", content=text), step, number, stop)
+
+    def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        """How many tokens the prompt of such a call would have. Raises DataError as `chat` does."""
+        return len(self._render(messages, tools, CallOptions()).ids)
+
+    def set_delivered(self, number: int, delivered: bool) -> None:
+        """Note whether call `number`'s answer reached the agent; a step whose answer did not is never trained."""
+        dropped = None if delivered else DropReason.CANCELLED
+        if self._steps[number].dropped is not dropped:
+            self._steps[number] = replace(self._steps[number], dropped=dropped)
 
     def reward_last(self, reward: float) -> None:
         """Note what the environment gave for the last step."""
@@ -106,6 +147,71 @@ class Session:
     def close(self) -> None:
         """No further calls: the engine may free its cache, and waits for this session no more."""
         self._engine.close_session(self.name)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> Prompt:
+        return self._conversation.render(
+            messages,
+            tools,
+            template_kwargs=options.template_kwargs,
+            continue_final_message=options.continue_final_message,
+        )
+
+    async def _sample(self, prompt: Prompt, options: CallOptions) -> tuple[int, Step, str, str | None]:
+        """Number, step, text and stop string of one call. Numbered before anything is awaited: by arrival."""
+        if len(prompt.ids) > self._max_input_tokens:
+            raise ContextExceeded(len(prompt.ids), self._max_input_tokens)
+        number, self._calls = self._calls, self._calls + 1
+        sampling = self._sampling_of(number, options.wishes, len(prompt.ids))
+        started = time.perf_counter()
+        try:
+            completion = await self._engine.generate(prompt.ids, sampling, session=self.name)
+        except asyncio.CancelledError:
+            self._steps[number] = _aborted(prompt, sampling, time.perf_counter() - started)
+            raise
+        step = _recorded(prompt, completion, sampling, time.perf_counter() - started, number)
+        self._steps[number] = step
+        text = self.renderer.text(step.completion_ids)
+        end, stop = min(((text.index(s), s) for s in sampling.stop if s in text), default=(len(text), None))
+        return number, step, text[:end], stop
+
+    def _sampling_of(self, number: int, wishes: Mapping[str, Any], prompt_tokens: int) -> SamplingParams:
+        a, own = self._address, self._sampling
+        seeded = replace(own, seed=call_seed(a.seed, a.stream, a.epoch, a.position, a.attempt, number))
+        if self._callers_sampling:
+            sampling = replace(seeded, **wishes)
+        else:
+            others = {name: value for name, value in wishes.items() if name != "stop"}
+            self.overridden += any(name == "seed" or getattr(own, name) != value for name, value in others.items())
+            sampling = replace(seeded, stop=tuple(dict.fromkeys((*own.stop, *wishes.get("stop", ())))))
+        if self._context is None:
+            return sampling
+        return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._context - prompt_tokens)))
+
+    def _message(self, text: str, tools: Sequence[Tool], options: CallOptions, number: int) -> Message:
+        """The parsed reply. Tool calls without an id get one that is the same in every repetition of the run."""
+        message = self._parse(text, tools)
+        calls = message.get("tool_calls", [])[: None if options.parallel_tool_calls else 1]
+        if calls:
+            message["tool_calls"] = [
+                ToolCall(id=c["id"] or f"c{number:05d}{i:03d}", type="function", function=c["function"])
+                for i, c in enumerate(calls)
+            ]
+        return message
+
+
+def _aborted(prompt: Prompt, sampling: SamplingParams, seconds: float) -> Step:
+    nothing = np.empty(0, np.int32)
+    return Step(
+        prompt_ids=prompt.ids,
+        completion_ids=nothing,
+        logprobs=np.empty(0, np.float32),
+        policy_versions=nothing,
+        sampling=sampling,
+        stop_reason=StopReason.ABORT,
+        seconds=seconds,
+        break_cause=prompt.break_cause,
+        dropped=DropReason.CANCELLED,
+    )
 
 
 def _recorded(prompt: Prompt, completion: Completion, sampling: SamplingParams, seconds: float, number: int) -> Step:

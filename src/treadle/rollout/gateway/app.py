@@ -1,0 +1,138 @@
+"""The gateway's routes: who asks, how large the request may be, which dialect it speaks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from treadle import __version__
+from treadle.rollout.gateway.asked import Dialect, Json, Refusal
+from treadle.rollout.gateway.chat import CHAT
+from treadle.rollout.gateway.delivery import Delivery
+from treadle.rollout.gateway.exchanges import Origin
+from treadle.rollout.gateway.gateway import Attached, Gateway
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+_DRAINED = 8  # a body up to this many times too large is still read, so that its sender sees the answer
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_DIALECTS = {"/chat/completions": CHAT}
+
+
+def make_app(gateway: Gateway) -> FastAPI:
+    """The ASGI application, every route both with the session's secret in its path and with it as API key."""
+    app = FastAPI(title="Treadle gateway", version=__version__, docs_url=None, redoc_url=None)
+    for prefix in ("/v1", "/sessions/{secret}/v1"):
+        for path, dialect in _DIALECTS.items():
+            app.add_api_route(prefix + path, _asking(gateway, dialect), methods=["POST"])
+        app.add_api_route(f"{prefix}/models", partial(_models, gateway), methods=["GET"])
+    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(HTTPException, _no_route)
+    return app
+
+
+def _asking(gateway: Gateway, dialect: Dialect) -> Handler:
+    async def ask(request: Request) -> Response:
+        attached = _session(gateway, request)
+        try:
+            raw = await _body(request, gateway.max_body)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
+        asked = dialect.read(_json(raw))
+        origin = _origin(request, dialect, raw)
+        exchanges = attached.exchanges
+        exchange = exchanges.find(origin)
+        if exchange is None:
+            exchange = exchanges.start(origin, partial(attached.answer, asked, dialect.new_id()))
+        return Delivery(dialect, exchanges, exchange, origin, asked.stream)
+
+    return ask
+
+
+async def _models(gateway: Gateway, request: Request) -> Response:
+    _session(gateway, request)
+    model = {"id": gateway.model, "object": "model", "created": 0, "owned_by": "treadle"}
+    return JSONResponse({"object": "list", "data": [model]})
+
+
+def _session(gateway: Gateway, request: Request) -> Attached:
+    """Whose request it is. Raises Refusal, the same for a secret that was and one that never was."""
+    in_path = request.path_params.get("secret")
+    if in_path is not None:
+        attached = gateway.find(in_path)
+        if attached is None:
+            raise Refusal(404, "there is no such session; it may have ended")
+        return attached
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    secret = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    attached = gateway.find(secret)
+    if attached is None:
+        raise Refusal(401, "the API key opens no session; it may have ended", code="invalid_api_key")
+    return attached
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= limit:
+            chunks.append(chunk)
+        elif size > limit * _DRAINED:
+            break
+    if size > limit:
+        raise Refusal(413, f"the request is larger than {limit} bytes")
+    return b"".join(chunks)
+
+
+def _json(raw: bytes) -> Json:
+    """The body as an object of plain text and finite numbers. Raises Refusal."""
+    try:
+        text = raw.decode()
+        value = json.loads(text, parse_constant=_not_json)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # fails for half a character
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the request's body is not JSON in UTF-8: {str(error) or 'nested too deep'}") from error
+    if not isinstance(value, dict):
+        raise Refusal(400, f"the request's body must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _not_json(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _origin(request: Request, dialect: Dialect, raw: bytes) -> Origin:
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return Origin(
+        body=hashlib.sha256(dialect.prefix.encode() + raw).digest(),
+        key=request.headers.get("idempotency-key") or None,
+        retry=int(count) if re.fullmatch(r"[0-9]{1,6}", count) else 0,
+    )
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    return JSONResponse(_dialect_of(request).error(error), error.status, headers)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    refusal = Refusal(error.status_code, f"{request.method} of this path: {error.detail}")
+    return JSONResponse(_dialect_of(request).error(refusal), error.status_code, error.headers)
+
+
+def _dialect_of(request: Request) -> Dialect:
+    """The dialect in which an error is put."""
+    return next((d for path, d in _DIALECTS.items() if request.url.path.endswith(path)), CHAT)

@@ -1,0 +1,112 @@
+"""Sending an answer while somebody is there to read it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from treadle.core.errors import ContextExceeded, DataError, EngineError
+from treadle.rollout.gateway.asked import Answer, Dialect, Refusal
+from treadle.rollout.gateway.exchanges import Exchange, Exchanges, Origin
+
+KEEP_ALIVE = 10.0  # seconds of silence after which a stream says that it is alive
+
+
+class Delivery(Response):
+    """Waits for an exchange's answer and sends it; knows whether all of it went out.
+
+    A stream begins when the answer is there, or with a sign of life after `KEEP_ALIVE` seconds. Until then a failure
+    still has its proper status.
+    """
+
+    def __init__(
+        self, dialect: Dialect, exchanges: Exchanges, exchange: Exchange, origin: Origin, stream: bool
+    ) -> None:
+        self._dialect, self._exchanges, self._exchange = dialect, exchanges, exchange
+        self._origin, self._stream = origin, stream
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI call."""
+        async with self._exchanges.waiting(self._exchange, self._origin) as task:
+            gone = asyncio.ensure_future(_disconnected(receive))
+            try:
+                began = await self._wait(task, gone, send)
+                if not gone.done():
+                    await self._send(task, gone, send, began)
+            finally:
+                gone.cancel()
+
+    async def _wait(self, task: asyncio.Task[Answer], gone: asyncio.Task[None], send: Send) -> bool:
+        """Until there is an answer or nobody waits for it; returns whether a stream has begun."""
+        began = False
+        while not task.done() and not gone.done():
+            await asyncio.wait(
+                {task, gone}, timeout=KEEP_ALIVE if self._stream else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self._stream and not task.done() and not gone.done():
+                if not began:
+                    await _start(send, 200, b"text/event-stream; charset=utf-8")
+                await _body(send, self._dialect.keep_alive.encode())
+                began = True
+        return began
+
+    async def _send(self, task: asyncio.Task[Answer], gone: asyncio.Task[None], send: Send, began: bool) -> None:
+        outcome = _outcome(task)
+        failed = isinstance(outcome, Refusal)
+        if began or (self._stream and not failed):
+            content = b"text/event-stream; charset=utf-8"
+            text = self._dialect.error_event(outcome) if failed else "".join(self._dialect.events(outcome))
+        else:
+            content = b"application/json"
+            text = json.dumps(self._dialect.error(outcome) if failed else self._dialect.write(outcome))
+        if not began:
+            length = None if self._stream and not failed else len(text)  # ASCII: characters are bytes
+            await _start(send, outcome.status if failed else 200, content, length)
+        await _body(send, text.encode())
+        await _body(send, b"")  # returns once the connection has taken the answer
+        if not failed and not gone.done():
+            self._exchanges.deliver(self._exchange)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _outcome(task: asyncio.Task[Answer]) -> Answer | Refusal:
+    """The answer, or the refusal that its failure becomes. Raises what is nobody's fault but ours."""
+    if task.cancelled():
+        return Refusal(404, "the session has ended")
+    error = task.exception()
+    match error:
+        case None:
+            return task.result()
+        case Refusal():
+            return error
+        case ContextExceeded():
+            return Refusal(400, str(error), "messages", "context_length_exceeded")
+        case DataError():
+            return Refusal(400, str(error))
+        case EngineError():
+            return Refusal(503, f"the engine failed: {error}")
+    raise error
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _start(send: Send, status: int, content: bytes, length: int | None = None) -> None:
+    headers: list[tuple[bytes, bytes]] = [(b"content-type", content), (b"cache-control", b"no-store")]
+    if length is not None:
+        headers.append((b"content-length", str(length).encode()))
+    if status in (429, 503):
+        headers.append((b"retry-after", b"1"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _body(send: Send, body: bytes) -> None:
+    message: dict[str, Any] = {"type": "http.response.body", "body": body, "more_body": True}
+    await send(message)

@@ -1,0 +1,160 @@
+"""Which request is a new sample and which a retry; who waits for an answer, and what becomes of it if nobody does.
+
+A request is a retry only if
+- its `Idempotency-Key` was sent before, or
+- the SDK says so (`x-stainless-retry-count` above 0) and the same body came before, or
+- the same body came before and that answer could not be fully delivered.
+It then joins the earlier exchange: waits for its answer, or is answered from the record. Anything else is a new sample.
+
+    asked --sampling--> answered --delivered--> done
+       \\ nobody waits: `grace` seconds, then aborted  \\ nobody waits: its steps are dropped until a retry takes them
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from treadle.rollout.gateway.asked import Answer, Refusal
+from treadle.rollout.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What tells a retry from a new request. body: digest of route and body. retry: the SDK's retry count."""
+
+    body: bytes
+    key: str | None = None
+    retry: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One request with all its retries. waiting: how many connections want the answer now."""
+
+    origin: Origin
+    task: asyncio.Task[Answer]
+    waiting: int = 0
+    delivered: bool = False
+    abort: asyncio.TimerHandle | None = None
+    retries: set[int] = field(default_factory=set)
+
+    @property
+    def abandoned(self) -> bool:
+        """Nobody waits for it, and nobody got it."""
+        return not self.waiting and not self.delivered
+
+
+class Exchanges:
+    """The exchanges of one session.
+
+    grace: seconds for which sampling goes on when nobody waits any more, so that a retry can join.
+    most: how many may be sampled at a time.
+
+    Invariant: a step is dropped (as cancelled) exactly while its answer has been given up and never fully delivered.
+    """
+
+    def __init__(self, session: Session, grace: float, most: int) -> None:
+        self._session, self._grace, self._most = session, grace, most
+        self._by_body: dict[bytes, list[Exchange]] = {}
+        self._by_key: dict[str, Exchange] = {}
+        self._running: set[Exchange] = set()
+
+    def find(self, origin: Origin) -> Exchange | None:
+        """The exchange that this request is a retry of. Raises Refusal for a key that came with another body."""
+        if origin.key is not None and (found := self._by_key.get(origin.key)):
+            if found.origin.body != origin.body:
+                raise Refusal(400, "Idempotency-Key: was sent before with another request", "Idempotency-Key")
+            return found
+        same = self._by_body.get(origin.body, [])
+        if origin.key is not None and not origin.retry:
+            same = [e for e in same if e.origin.key is None]  # a new key says that it is a new request
+        for exchange in same:
+            if exchange.abandoned:
+                return exchange
+        if not origin.retry:
+            return None
+        return next((e for e in reversed(same) if origin.retry not in e.retries), None)
+
+    def start(self, origin: Origin, sample: Callable[[], Awaitable[Answer]]) -> Exchange:
+        """Begin a new exchange. Raises Refusal (429) where too many are sampled already."""
+        if len(self._running) >= self._most:
+            raise Refusal(429, f"this session has {self._most} requests in flight already; wait for one of them")
+        exchange = Exchange(origin, asyncio.ensure_future(_run(sample)))
+        self._by_body.setdefault(origin.body, []).append(exchange)
+        if origin.key is not None:
+            self._by_key[origin.key] = exchange
+        self._running.add(exchange)
+        exchange.task.add_done_callback(lambda task: self._sampled(exchange))
+        return exchange
+
+    @asynccontextmanager
+    async def waiting(self, exchange: Exchange, origin: Origin) -> AsyncIterator[asyncio.Task[Answer]]:
+        """While a connection waits for the answer; leaving without `deliver` gives it up."""
+        exchange.retries.add(origin.retry)
+        exchange.waiting += 1
+        if exchange.abort is not None:
+            exchange.abort.cancel()
+            exchange.abort = None
+        try:
+            yield exchange.task
+        finally:
+            exchange.waiting -= 1
+            if exchange.abandoned:
+                self._give_up(exchange)
+
+    def deliver(self, exchange: Exchange) -> None:
+        """All of the answer went out."""
+        exchange.delivered = True
+        self._set_delivered(exchange, True)
+
+    async def close(self) -> None:
+        """Abort what is being sampled, and give up what has not been delivered."""
+        running = [e.task for e in self._running]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        for exchanges in self._by_body.values():
+            for exchange in exchanges:
+                if exchange.abort is not None:
+                    exchange.abort.cancel()
+                if not exchange.delivered:
+                    self._set_delivered(exchange, False)
+
+    def _sampled(self, exchange: Exchange) -> None:
+        self._running.discard(exchange)
+        if exchange.task.cancelled() or exchange.task.exception() is not None:
+            self._forget(exchange)  # there is no answer to repeat: the next request is a new one
+        elif exchange.abandoned:
+            self._set_delivered(exchange, False)
+
+    def _give_up(self, exchange: Exchange) -> None:
+        if exchange.task.done():
+            self._set_delivered(exchange, False)
+        else:
+            exchange.abort = asyncio.get_running_loop().call_later(self._grace, self._abort, exchange)
+
+    def _abort(self, exchange: Exchange) -> None:
+        self._forget(exchange)  # first: nobody shall join it any more
+        exchange.task.cancel()
+
+    def _set_delivered(self, exchange: Exchange, delivered: bool) -> None:
+        if exchange.task.done() and not exchange.task.cancelled() and exchange.task.exception() is None:
+            for reply in exchange.task.result().replies:
+                self._session.set_delivered(reply.number, delivered)
+
+    def _forget(self, exchange: Exchange) -> None:
+        same = self._by_body.get(exchange.origin.body, [])
+        if exchange in same:
+            same.remove(exchange)
+            if exchange.origin.key is not None:
+                del self._by_key[exchange.origin.key]
+        if not same:
+            self._by_body.pop(exchange.origin.body, None)
+
+
+async def _run(sample: Callable[[], Awaitable[Answer]]) -> Answer:
+    return await sample()

@@ -1,0 +1,139 @@
+"""`Gateway`: which secret opens which session, and how a session is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from treadle.core.types import Message
+from treadle.rollout.gateway.asked import Answer, Asked, Refusal
+from treadle.rollout.gateway.exchanges import Exchanges
+from treadle.rollout.session import Reply, Session
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAddress:
+    """Where an agent finds its session: the base URL for OpenAI's clients, or the server's with the secret as API key.
+
+    base_url: `http://127.0.0.1:8000/sessions/SECRET/v1`; Anthropic's client takes it without `/v1` (`anthropic_url`).
+    """
+
+    secret: str = field(repr=False)
+    base_url: str = field(repr=False)
+
+    @property
+    def anthropic_url(self) -> str:
+        """Anthropic's client adds `/v1` itself."""
+        return self.base_url.removesuffix("/v1")
+
+
+class Attached:
+    """A session that is open to clients. responses: by id, the conversation that each ended, for follow-ups."""
+
+    def __init__(self, session: Session, exchanges: Exchanges) -> None:
+        self.session, self.exchanges = session, exchanges
+        self._responses: dict[str, tuple[Message, ...]] = {}
+
+    async def answer(self, asked: Asked, ident: str) -> Answer:
+        """Sample every choice of every prompt and record each as a step. Raises what `Session.chat` does."""
+        asked = replace(asked, messages=(*self._history(asked.previous), *asked.messages))
+        replies = await self._gathered([self._call(asked, choice) for choice in range(_samples(asked))])
+        if asked.prompts is None:
+            self._responses[ident] = (*asked.messages, replies[0].message)
+        return Answer(ident, int(time.time()), asked, replies, self.session.renderer)
+
+    def _call(self, asked: Asked, number: int) -> Coroutine[Any, Any, Reply]:
+        prompt, choice = divmod(number, asked.choices)
+        options = asked.options
+        if choice and "seed" in options.wishes:
+            seed = (options.wishes["seed"] + choice) % 2**63
+            options = replace(options, wishes={**options.wishes, "seed": seed})
+        if asked.prompts is not None:
+            return self.session.complete(asked.prompts[prompt], options)
+        return self.session.chat(asked.messages, asked.tools, options)
+
+    async def _gathered(self, calls: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+        """All replies or none: where one fails the others are aborted, and those that were recorded are dropped."""
+        if len(calls) == 1:
+            return [await calls[0]]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            for reply in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(reply, Reply):
+                    self.session.set_delivered(reply.number, False)
+            raise
+
+    def _history(self, previous: str | None) -> tuple[Message, ...]:
+        if previous is None:
+            return ()
+        if previous not in self._responses:
+            raise Refusal(404, f"previous_response_id: no response {previous!r:.60} here", "previous_response_id")
+        return self._responses[previous]
+
+
+class Gateway:
+    """Opens sessions to clients, each under a secret of its own that reaches nothing else.
+
+    model: the name that `/v1/models` gives; a request may name any. grace: seconds for which an answer that nobody
+    waits for goes on being sampled. max_in_flight: requests of one session that may be sampled at a time.
+    max_body: bytes of a request.
+
+    Secrets are looked up by digest: how long a lookup takes says nothing about any of them.
+    """
+
+    def __init__(
+        self, *, model: str = "policy", grace: float = 5.0, max_in_flight: int = 256, max_body: int = 32 * 2**20
+    ) -> None:
+        self.model, self.max_body = model, max_body
+        self.url = ""  # set by `serving`
+        self._grace, self._most = grace, max_in_flight
+        self._attached: dict[bytes, Attached] = {}
+
+    def attach(self, session: Session, secret: str | None = None) -> SessionAddress:
+        """Open a session to clients under a new secret (or the given one)."""
+        secret = secret or secrets.token_urlsafe(32)
+        self._attached[_digest(secret)] = Attached(session, Exchanges(session, self._grace, self._most))
+        return SessionAddress(secret, f"{self.url}/sessions/{secret}/v1")
+
+    async def detach(self, secret: str) -> None:
+        """Close it to clients: calls in flight are aborted, steps stay with the session. Unknown secrets are ignored."""
+        attached = self._attached.pop(_digest(secret), None)
+        if attached is not None:
+            await attached.exchanges.close()
+
+    @asynccontextmanager
+    async def attached(self, session: Session) -> AsyncIterator[SessionAddress]:
+        """`attach`, and `detach` on leaving."""
+        address = self.attach(session)
+        try:
+            yield address
+        finally:
+            await self.detach(address.secret)
+
+    async def close(self) -> None:
+        """Detach every session."""
+        everybody, self._attached = list(self._attached.values()), {}
+        for attached in everybody:
+            await attached.exchanges.close()
+
+    def find(self, secret: str) -> Attached | None:
+        """The session of this secret."""
+        return self._attached.get(_digest(secret))
+
+
+def _samples(asked: Asked) -> int:
+    return asked.choices * (1 if asked.prompts is None else len(asked.prompts))
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode(errors="surrogateescape")).digest()

@@ -1,0 +1,57 @@
+"""A gateway on a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+
+from treadle.rollout.gateway.app import make_app
+from treadle.rollout.gateway.gateway import Gateway
+
+_READY = 0.005  # seconds between two looks at whether the server listens
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs the event loop."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serving(gateway: Gateway, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+    """Serve the gateway while the context lasts; gives its URL, `http://127.0.0.1:54321`. Port 0: any free one.
+
+    On leaving every session is detached. Raises OSError for an address that cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=1024) as listening:
+        shown = f"[{host}]" if ":" in host else host
+        gateway.url = f"http://{shown}:{listening.getsockname()[1]}"
+        server = _Server(
+            uvicorn.Config(
+                make_app(gateway),
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                log_level="warning",
+                access_log=False,  # paths hold secrets
+                server_header=False,
+                timeout_keep_alive=60,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        running = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            while not server.started and not running.done():
+                await asyncio.sleep(_READY)
+            yield gateway.url
+        finally:
+            await gateway.close()
+            server.should_exit = True
+            await running

@@ -1,0 +1,60 @@
+"""`RawPrompts`: prompts that a client writes itself, as text or ids, and their exact continuation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from treadle.core.errors import DataError
+from treadle.core.types import Ids, Step
+from treadle.rollout.chat import ChatRenderer
+
+_CUT = 32  # most sampled tokens that a stop string and an end token can have hidden from the client
+
+
+class RawPrompts:
+    """Turns raw prompts into ids, keeping those of an earlier call that the text carries on.
+
+    Text is matched against the decoded ids of earlier calls, prompt and completion; the longest wins.
+    """
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+        self._records: list[tuple[str, Step]] = []  # the prompt's text, and the call
+
+    def ids(self, prompt: str | Sequence[int]) -> Ids:
+        """int32[P]. Raises DataError for an empty prompt or one that is no ids."""
+        if isinstance(prompt, str):
+            known, rest = self._longest(prompt)
+            ids = np.concatenate([known, self._renderer.encode(rest)])
+        else:
+            ids = np.asarray(prompt)
+            if ids.dtype.kind not in "iu" or ids.ndim != 1 or not ((ids >= 0) & (ids < 2**31)).all():
+                raise DataError("a prompt of token ids must be a list of integers in [0, 2**31)")
+        if not len(ids):
+            raise DataError("the prompt is empty: a completion needs at least one token before it")
+        return ids.astype(np.int32)
+
+    def record(self, step: Step) -> None:
+        """Note a call of such a prompt."""
+        self._records.append((self._renderer.decode(step.prompt_ids), step))
+
+    def _longest(self, text: str) -> tuple[Ids, str]:
+        """(ids that can be kept, the text after them)."""
+        found: tuple[Ids, str] = (np.empty(0, np.int32), text)
+        for prompt, step in reversed(self._records):
+            if len(prompt) > len(text) - len(found[1]) and text.startswith(prompt):
+                ids, known = self._kept(text, prompt, step)
+                if len(known) > len(text) - len(found[1]):
+                    found = (ids, text[len(known) :])
+        return found
+
+    def _kept(self, text: str, prompt: str, step: Step) -> tuple[Ids, str]:
+        """As many of the call's ids as the text repeats, without splitting any."""
+        ids, start = step.full_ids, len(step.prompt_ids)
+        for end in range(len(ids), max(start, len(ids) - _CUT), -1):
+            known = self._renderer.decode(ids[:end])
+            if text.startswith(known):
+                return ids[:end], known
+        return step.prompt_ids, prompt
