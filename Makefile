@@ -60,5 +60,5 @@ $(TRAIN): pyproject.toml constraints.txt | $(BIN)/python
 
 $(DEV): $(TRAIN)
 	@echo "set-up: installing the development tools"
-	@$(PIP) --editable '.[train,dev]'
+	@$(PIP) --editable '.[train,gateway,dev]'
 	@touch $@

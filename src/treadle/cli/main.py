@@ -13,7 +13,10 @@ from treadle.cli import bench, evaluate, recipes, report, sft, show, train
 from treadle.core.errors import ConfigError, DataError, TreadleError
 
 _COMMANDS = (train, sft, evaluate, recipes, report, show, bench)
-_EXTRAS = {name: "train" for name in ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "matplotlib")}
+_EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "matplotlib"), "train"),
+    **dict.fromkeys(("fastapi", "starlette", "uvicorn"), "gateway"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

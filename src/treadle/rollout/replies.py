@@ -125,7 +125,9 @@ def _xml_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
         return None
     name = match[1].strip()
     types = dict(_parameter_types(name, tools))
-    values = {key.strip(): _value(_unframed(value), types.get(key.strip())) for key, value in _PARAMETER.findall(match[2])}
+    values = {
+        key.strip(): _value(_unframed(value), types.get(key.strip())) for key, value in _PARAMETER.findall(match[2])
+    }
     return _call(name, values)
 
 

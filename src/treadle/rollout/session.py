@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation, Prompt
 from treadle.rollout.raw import RawPrompts
 from treadle.rollout.replies import ReplyParser, Tool, plain
+
+_SAMPLING = {f.name for f in fields(SamplingParams)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +180,14 @@ class Session:
         a, own = self._address, self._sampling
         seeded = replace(own, seed=call_seed(a.seed, a.stream, a.epoch, a.position, a.attempt, number))
         if self._callers_sampling:
+            if unknown := sorted(wishes.keys() - _SAMPLING):
+                raise DataError(f"{unknown[0]} is {wishes[unknown[0]]}; no engine here samples that way, leave it out")
             sampling = replace(seeded, **wishes)
         else:
             others = {name: value for name, value in wishes.items() if name != "stop"}
-            self.overridden += any(name == "seed" or getattr(own, name) != value for name, value in others.items())
+            self.overridden += any(
+                name == "seed" or getattr(own, name, None) != value for name, value in others.items()
+            )
             sampling = replace(seeded, stop=tuple(dict.fromkeys((*own.stop, *wishes.get("stop", ())))))
         if self._context is None:
             return sampling

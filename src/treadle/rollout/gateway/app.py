@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -15,26 +14,37 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from treadle import __version__
+from treadle.core.errors import DataError
 from treadle.rollout.gateway.asked import Dialect, Json, Refusal
 from treadle.rollout.gateway.chat import CHAT
+from treadle.rollout.gateway.completions import COMPLETIONS
 from treadle.rollout.gateway.delivery import Delivery
 from treadle.rollout.gateway.exchanges import Origin
 from treadle.rollout.gateway.gateway import Attached, Gateway
+from treadle.rollout.gateway.messages import MESSAGES, read_prompt
+from treadle.rollout.gateway.responses import RESPONSES
+from treadle.rollout.gateway.schemas import described, refusals
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 _DRAINED = 8  # a body up to this many times too large is still read, so that its sender sees the answer
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_DIALECTS = {"/chat/completions": CHAT}
+_DIALECTS = {
+    "/chat/completions": CHAT,
+    "/completions": COMPLETIONS,
+    "/responses": RESPONSES,
+    "/messages": MESSAGES,
+}
 
 
 def make_app(gateway: Gateway) -> FastAPI:
     """The ASGI application, every route both with the session's secret in its path and with it as API key."""
     app = FastAPI(title="Treadle gateway", version=__version__, docs_url=None, redoc_url=None)
     for prefix in ("/v1", "/sessions/{secret}/v1"):
-        for path, dialect in _DIALECTS.items():
-            app.add_api_route(prefix + path, _asking(gateway, dialect), methods=["POST"])
-        app.add_api_route(f"{prefix}/models", partial(_models, gateway), methods=["GET"])
+        routes = {path: _asking(gateway, dialect) for path, dialect in _DIALECTS.items()}
+        for path, handler in {**routes, "/messages/count_tokens": _counting(gateway)}.items():
+            app.add_api_route(prefix + path, handler, methods=["POST"], response_model=None, **described(path))
+        app.add_api_route(f"{prefix}/models", _listing(gateway), methods=["GET"], responses=refusals())
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _no_route)
     return app
@@ -43,10 +53,7 @@ def make_app(gateway: Gateway) -> FastAPI:
 def _asking(gateway: Gateway, dialect: Dialect) -> Handler:
     async def ask(request: Request) -> Response:
         attached = _session(gateway, request)
-        try:
-            raw = await _body(request, gateway.max_body)
-        except ClientDisconnect:
-            return Response(status_code=400)  # nobody reads it
+        raw = await _body(request, gateway.max_body)
         asked = dialect.read(_json(raw))
         origin = _origin(request, dialect, raw)
         exchanges = attached.exchanges
@@ -58,10 +65,25 @@ def _asking(gateway: Gateway, dialect: Dialect) -> Handler:
     return ask
 
 
-async def _models(gateway: Gateway, request: Request) -> Response:
-    _session(gateway, request)
-    model = {"id": gateway.model, "object": "model", "created": 0, "owned_by": "treadle"}
-    return JSONResponse({"object": "list", "data": [model]})
+def _counting(gateway: Gateway) -> Handler:
+    async def count_tokens(request: Request) -> Response:
+        attached = _session(gateway, request)
+        messages, tools = read_prompt(_json(await _body(request, gateway.max_body)))
+        try:
+            return JSONResponse({"input_tokens": attached.session.count(messages, tools)})
+        except DataError as error:
+            raise Refusal(400, str(error)) from error
+
+    return count_tokens
+
+
+def _listing(gateway: Gateway) -> Handler:
+    async def models(request: Request) -> Response:
+        _session(gateway, request)
+        model = {"id": gateway.model, "object": "model", "created": 0, "owned_by": "treadle"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    return models
 
 
 def _session(gateway: Gateway, request: Request) -> Attached:
@@ -83,12 +105,15 @@ def _session(gateway: Gateway, request: Request) -> Attached:
 async def _body(request: Request, limit: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limit:
-            chunks.append(chunk)
-        elif size > limit * _DRAINED:
-            break
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= limit:
+                chunks.append(chunk)
+            elif size > limit * _DRAINED:
+                break
+    except ClientDisconnect as error:
+        raise Refusal(400, "the request broke off") from error
     if size > limit:
         raise Refusal(413, f"the request is larger than {limit} bytes")
     return b"".join(chunks)
@@ -135,4 +160,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 def _dialect_of(request: Request) -> Dialect:
     """The dialect in which an error is put."""
+    if "anthropic-version" in request.headers:
+        return MESSAGES
     return next((d for path, d in _DIALECTS.items() if request.url.path.endswith(path)), CHAT)

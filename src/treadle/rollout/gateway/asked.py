@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from treadle.core.errors import TreadleError
@@ -32,15 +32,17 @@ class Refusal(TreadleError, ValueError):
 class Asked:
     """One request.
 
-    prompts: of raw completions, text or ids each; otherwise messages and tools are what counts. choices: samples of each
-    prompt. previous: id of an earlier response that the messages follow. thoughts: whether they go out.
+    instructions: a system message before everything, not repeated by requests that follow this one.
+    prompts: of raw completions, text or ids each; otherwise messages and tools are what counts. choices: samples of
+    each prompt. previous: id of an earlier response that the messages follow. thoughts: whether they go out.
     """
 
     model: str
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
+    instructions: str = ""
     prompts: tuple[str | tuple[int, ...], ...] | None = None
-    options: CallOptions = CallOptions()
+    options: CallOptions = field(default_factory=CallOptions)
     choices: int = 1
     stream: bool = False
     usage_in_stream: bool = False
@@ -88,7 +90,6 @@ class Dialect:
     events: Callable[[Answer], Iterator[str]]
     error: Callable[[Refusal], Json]
     error_event: Callable[[Refusal], str]
-    keep_alive: str = ": keep-alive\n\n"
 
     def new_id(self) -> str:
         """For an answer; tells nothing about its session."""

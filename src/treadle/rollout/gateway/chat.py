@@ -13,6 +13,7 @@ from treadle.rollout.gateway.fields import (
     checked,
     json_text,
     need,
+    need_list,
     objects,
     one_of,
     refuse,
@@ -59,13 +60,6 @@ def read(body: Json) -> Asked:
     )
 
 
-def need_list(body: Json, key: str) -> list[Json]:
-    """A non-empty array of objects."""
-    if not need(body, key, list):
-        raise refuse(key, "must not be empty")
-    return objects(body, key)
-
-
 def text_only(form: Json, param: str) -> None:
     """Refuse a response format that only constrained decoding could keep."""
     if form.get("type", "text") != "text":
@@ -94,7 +88,8 @@ def read_tools(tools: Sequence[Json]) -> tuple[Tool, ...]:
 def read_message(message: Json, where: str) -> Message:
     """One message of the conversation. Raises Refusal for content that is no text."""
     role = one_of(message, "role", _KNOWN_ROLES, "", f"{where}.")
-    found = Message(role=_ROLES.get(role, role), content=read_content(message.get("content"), f"{where}.content"))
+    content = read_content(message.get("content"), f"{where}.content", joint="" if role == "assistant" else "\n")
+    found = Message(role=_ROLES.get(role, role), content=content)
     if name := take(message, "name", str, "", f"{where}."):
         found["name"] = name
     if role == "tool":
@@ -111,11 +106,12 @@ def read_message(message: Json, where: str) -> Message:
     return found
 
 
-def read_content(content: Any, where: str) -> str:
-    """Text, or the texts of its parts, joined. Raises Refusal for images and other parts."""
+def read_content(content: Any, where: str, joint: str = "\n") -> str:
+    """Text, or the texts of its parts with `joint` between them. Raises Refusal for images and other parts."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(_part(checked(p, dict, f"{where}[{i}]"), f"{where}[{i}]") for i, p in enumerate(checked(content, list, where)))
+    parts = enumerate(checked(content, list, where))
+    return joint.join(_part(checked(part, dict, f"{where}[{i}]"), f"{where}[{i}]") for i, part in parts)
 
 
 def _part(part: Json, where: str) -> str:

@@ -13,6 +13,7 @@ from treadle.core.errors import ContextExceeded, DataError, EngineError
 from treadle.rollout.gateway.asked import Answer, Dialect, Refusal
 from treadle.rollout.gateway.exchanges import Exchange, Exchanges, Origin
 
+_JSON, _EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 KEEP_ALIVE = 10.0  # seconds of silence after which a stream says that it is alive
 
 
@@ -50,26 +51,25 @@ class Delivery(Response):
             )
             if self._stream and not task.done() and not gone.done():
                 if not began:
-                    await _start(send, 200, b"text/event-stream; charset=utf-8")
-                await _body(send, self._dialect.keep_alive.encode())
+                    await _start(send, 200, _EVENTS)
+                await _body(send, b": keep-alive\n\n")
                 began = True
         return began
 
     async def _send(self, task: asyncio.Task[Answer], gone: asyncio.Task[None], send: Send, began: bool) -> None:
         outcome = _outcome(task)
-        failed = isinstance(outcome, Refusal)
-        if began or (self._stream and not failed):
-            content = b"text/event-stream; charset=utf-8"
-            text = self._dialect.error_event(outcome) if failed else "".join(self._dialect.events(outcome))
+        if isinstance(outcome, Refusal):
+            text = self._dialect.error_event(outcome) if began else json.dumps(self._dialect.error(outcome))
+            status, content = outcome.status, _JSON
+        elif self._stream:
+            status, content, text = 200, _EVENTS, "".join(self._dialect.events(outcome))
         else:
-            content = b"application/json"
-            text = json.dumps(self._dialect.error(outcome) if failed else self._dialect.write(outcome))
+            status, content, text = 200, _JSON, json.dumps(self._dialect.write(outcome))
         if not began:
-            length = None if self._stream and not failed else len(text)  # ASCII: characters are bytes
-            await _start(send, outcome.status if failed else 200, content, length)
+            await _start(send, status, content, len(text))  # all ASCII: characters are bytes
         await _body(send, text.encode())
         await _body(send, b"")  # returns once the connection has taken the answer
-        if not failed and not gone.done():
+        if isinstance(outcome, Answer) and not gone.done():
             self._exchanges.deliver(self._exchange)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

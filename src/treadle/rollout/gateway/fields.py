@@ -9,7 +9,14 @@ from typing import Any, TypeVar
 from treadle.rollout.gateway.asked import Json, Refusal
 
 T = TypeVar("T")
-_NAMES = {str: "a string", bool: "true or false", int: "an integer", float: "a number", dict: "an object", list: "an array"}
+_NAMES = {
+    str: "a string",
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    dict: "an object",
+    list: "an array",
+}
 
 
 def refuse(param: str, problem: str) -> Refusal:
@@ -64,6 +71,13 @@ def one_of(body: Json, key: str, known: Sequence[str], default: str, where: str 
 def objects(body: Json, key: str, where: str = "") -> list[Json]:
     """An array of objects; empty where it is missing or null."""
     return [checked(v, dict, f"{where}{key}[{i}]") for i, v in enumerate(take(body, key, list, [], where))]
+
+
+def need_list(body: Json, key: str) -> list[Json]:
+    """A non-empty array of objects."""
+    if not need(body, key, list):
+        raise refuse(key, "must not be empty")
+    return objects(body, key)
 
 
 def strings(body: Json, key: str, most: int = 64) -> tuple[str, ...]:

@@ -42,10 +42,12 @@ class Attached:
 
     async def answer(self, asked: Asked, ident: str) -> Answer:
         """Sample every choice of every prompt and record each as a step. Raises what `Session.chat` does."""
-        asked = replace(asked, messages=(*self._history(asked.previous), *asked.messages))
-        replies = await self._gathered([self._call(asked, choice) for choice in range(_samples(asked))])
+        history = (*self._history(asked.previous), *asked.messages)
+        opening = (Message(role="system", content=asked.instructions),) if asked.instructions else ()
+        whole = replace(asked, messages=(*opening, *history))
+        replies = await self._gathered([self._call(whole, number) for number in range(_samples(asked))])
         if asked.prompts is None:
-            self._responses[ident] = (*asked.messages, replies[0].message)
+            self._responses[ident] = (*history, replies[0].message)
         return Answer(ident, int(time.time()), asked, replies, self.session.renderer)
 
     def _call(self, asked: Asked, number: int) -> Coroutine[Any, Any, Reply]:
@@ -106,7 +108,7 @@ class Gateway:
         return SessionAddress(secret, f"{self.url}/sessions/{secret}/v1")
 
     async def detach(self, secret: str) -> None:
-        """Close it to clients: calls in flight are aborted, steps stay with the session. Unknown secrets are ignored."""
+        """Close it to clients: calls in flight are aborted, steps stay. Unknown secrets are ignored."""
         attached = self._attached.pop(_digest(secret), None)
         if attached is not None:
             await attached.exchanges.close()
