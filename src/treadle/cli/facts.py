@@ -225,13 +225,15 @@ def _groups(shard: Path) -> Iterator[Iterator[tuple[str, list[Call]]]]:
 
 
 def _calls(shard: Path) -> Iterator[tuple[str, str, Call]]:
-    """(group id, trajectory id, call), one step after the other."""
-    columns = ["group_id", "trajectory_id", "prompt_ids", "completion_ids"]
+    """(group id, trajectory id, call), one step after the other, without those that were dropped when recorded."""
+    columns = ["group_id", "trajectory_id", "dropped", "prompt_ids", "completion_ids"]
     with pq.ParquetFile(shard) as file:
         for batch in file.iter_batches(_ROWS, columns=columns):
-            groups, trajectories = (batch.column(name).to_pylist() for name in columns[:2])
-            prompts, completions = (_arrays(batch.column(name)) for name in columns[2:])
-            for group, trajectory, prompt, completion in zip(groups, trajectories, prompts, completions, strict=True):
+            told = zip(*(batch.column(name).to_pylist() for name in columns[:3]), strict=True)
+            prompts, completions = (_arrays(batch.column(name)) for name in columns[3:])
+            for (group, trajectory, dropped), prompt, completion in zip(told, prompts, completions, strict=True):
+                if dropped is not None:
+                    continue
                 yield group, trajectory, Call(np.concatenate([prompt, completion]), len(prompt), first=0)
 
 

@@ -278,15 +278,20 @@ class Trajectory:
             raise DataError(f"trajectory {self.trajectory_id}: reward must be finite, got {self.reward}")
 
     @property
+    def live_steps(self) -> tuple[Step, ...]:
+        """The steps that count: those that were not dropped already when they were recorded."""
+        return tuple(step for step in self.steps if step.dropped is None)
+
+    @property
     def completion_tokens(self) -> int:
-        """Sampled tokens over all steps."""
-        return sum(len(step.completion_ids) for step in self.steps)
+        """Sampled tokens over the steps that count."""
+        return sum(len(step.completion_ids) for step in self.live_steps)
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version that sampled any of its tokens; None without tokens."""
+        """The oldest policy version that sampled any of the tokens that count; None without tokens."""
         return min(
-            (int(step.policy_versions.min()) for step in self.steps if len(step.policy_versions)),
+            (int(step.policy_versions.min()) for step in self.live_steps if len(step.policy_versions)),
             default=None,
         )
 

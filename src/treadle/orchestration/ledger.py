@@ -82,7 +82,7 @@ class Ledger:
     def record(self, groups: Sequence[Group], split: str, batch: int, shard: str) -> None:
         """Note finished groups whose tokens are already durable in `shard`.
 
-        Evaluated steps are in their terminal state at once, and so are those of ungraded trajectories.
+        Evaluated steps are in their terminal state at once, and so are dropped ones and those of ungraded trajectories.
         """
         with self._transaction() as db:
             for group in groups:
@@ -183,11 +183,12 @@ def _trajectory_row(group_id: str, t: Trajectory) -> tuple[Any, ...]:
 
 
 def _step_rows(t: Trajectory, split: str) -> Iterator[tuple[Any, ...]]:
-    state, reason = StepState.RECORDED, None
+    state, why = StepState.RECORDED, None
     if split != "train":
         state = StepState.EVALUATED
     elif t.reward is None:
-        state, reason = StepState.DROPPED, DropReason.FAILED
+        state, why = StepState.DROPPED, DropReason.FAILED
     for number, step in enumerate(t.steps):
         lengths = (len(step.prompt_ids), len(step.completion_ids))
-        yield (t.trajectory_id, number, state, reason, *lengths, step.stop_reason, step.reward)
+        became = (state, why) if step.dropped is None else (StepState.DROPPED, step.dropped)
+        yield (t.trajectory_id, number, *became, *lengths, step.stop_reason, step.reward)

@@ -56,11 +56,11 @@ def trajectory_metrics(groups: Sequence[Group], success_at: float) -> dict[str, 
         "trajectories": len(everyone),
         "failed": len(everyone) - len(graded),
         "warnings": sum(bool(t.warning) for t in everyone),
-        "steps_mean": mean([len(t.steps) for t in graded]),
+        "steps_mean": mean([len(t.live_steps) for t in graded]),
         "completion_tokens_mean": mean([t.completion_tokens for t in graded]),
-        "prompt_tokens_mean": mean([sum(len(s.prompt_ids) for s in t.steps) for t in graded]),
+        "prompt_tokens_mean": mean([sum(len(s.prompt_ids) for s in t.live_steps) for t in graded]),
         **_shares("ended", [str(t.status) for t in everyone]),
-        **_shares("last_stop", [str(t.steps[-1].stop_reason) for t in graded if t.steps]),
+        **_shares("last_stop", [str(t.live_steps[-1].stop_reason) for t in graded if t.live_steps]),
     }
 
 
@@ -80,7 +80,7 @@ def evaluation_result(
         failed=len(groups) - len(graded),
         success=mean([_success(t, success_at) for _, t in graded]),
         reward_mean=mean([t.reward for _, t in graded if t.reward is not None]),
-        steps_mean=mean([len(t.steps) for _, t in graded]),
+        steps_mean=mean([len(t.live_steps) for _, t in graded]),
         by={key: mean(parts[key]) for key in sorted(parts)},
         by_tasks={key: len(parts[key]) for key in sorted(parts)},
     )

@@ -38,7 +38,7 @@ def set_aside(groups: Sequence[Group], vocabulary: int, context: int | None) -> 
 
 def _fault(trajectory: Trajectory, vocabulary: int, context: int | None) -> str | None:
     for number, step in enumerate(trajectory.steps):
-        if (fault := _step_fault(step, vocabulary, context)) is not None:
+        if step.dropped is None and (fault := _step_fault(step, vocabulary, context)) is not None:
             return f"step {number}: {fault}"
     return None
 

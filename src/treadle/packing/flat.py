@@ -63,9 +63,12 @@ class FlatBatch:
 
 
 def flatten(groups: Sequence[Group]) -> FlatBatch:
-    """Lay out the groups' graded trajectories. Ungraded ones (reward None) enter no array, no count, no baseline."""
+    """Lay out the groups' graded trajectories, without dropped steps.
+
+    Ungraded trajectories (reward None) enter no array, no count, no baseline.
+    """
     graded = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.reward is not None]
-    steps = [(j, step) for j, (_, trajectory) in enumerate(graded) for step in trajectory.steps]
+    steps = [(j, step) for j, (_, trajectory) in enumerate(graded) for step in trajectory.live_steps]
     lengths = [len(step.completion_ids) for _, step in steps]
 
     def joined(parts: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:

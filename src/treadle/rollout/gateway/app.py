@@ -80,8 +80,10 @@ def _counting(gateway: Gateway) -> Handler:
 def _listing(gateway: Gateway) -> Handler:
     async def models(request: Request) -> Response:
         _session(gateway, request)
-        model = {"id": gateway.model, "object": "model", "created": 0, "owned_by": "treadle"}
-        return JSONResponse({"object": "list", "data": [model]})
+        openai = {"object": "model", "created": 0, "owned_by": "treadle"}
+        anthropic = {"type": "model", "display_name": gateway.model, "created_at": "1970-01-01T00:00:00Z"}
+        model = {"id": gateway.model, **openai, **anthropic}
+        return JSONResponse({"object": "list", "data": [model], "has_more": False})
 
     return models
 

@@ -13,9 +13,10 @@ It then joins the earlier exchange: waits for its answer, or is answered from th
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from treadle.rollout.gateway.asked import Answer, Refusal
 from treadle.rollout.session import Session
@@ -32,14 +33,14 @@ class Origin:
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One request with all its retries. waiting: how many connections want the answer now."""
+    """One request with all its retries. waiting: how many connections want the answer now. retry: the last count."""
 
     origin: Origin
     task: asyncio.Task[Answer]
+    retry: int
     waiting: int = 0
     delivered: bool = False
     abort: asyncio.TimerHandle | None = None
-    retries: set[int] = field(default_factory=set)
 
     @property
     def abandoned(self) -> bool:
@@ -60,29 +61,35 @@ class Exchanges:
         self._session, self._grace, self._most = session, grace, most
         self._by_body: dict[bytes, list[Exchange]] = {}
         self._by_key: dict[str, Exchange] = {}
+        self._void: Counter[bytes] = Counter()  # requests by body that got no answer, and whose retry is a new sample
         self._running: set[Exchange] = set()
 
     def find(self, origin: Origin) -> Exchange | None:
-        """The exchange that this request is a retry of. Raises Refusal for a key that came with another body."""
+        """The exchange that this request is a retry of; None for a new sample.
+
+        Among identical requests a retry goes with one that nobody waits for or got an answer to, then with the newest.
+        Raises Refusal for a key that came with another body.
+        """
         if origin.key is not None and (found := self._by_key.get(origin.key)):
             if found.origin.body != origin.body:
                 raise Refusal(400, "Idempotency-Key: was sent before with another request", "Idempotency-Key")
             return found
         same = self._by_body.get(origin.body, [])
-        if origin.key is not None and not origin.retry:
-            same = [e for e in same if e.origin.key is None]  # a new key says that it is a new request
-        for exchange in same:
-            if exchange.abandoned:
-                return exchange
-        if not origin.retry:
+        if origin.key is not None:
+            same = [e for e in same if e.origin.key is None]  # another key says that it is another request
+        if abandoned := next((e for e in same if e.abandoned), None):
+            return abandoned
+        if self._void[origin.body]:
+            self._void[origin.body] -= 1
             return None
-        return next((e for e in reversed(same) if origin.retry not in e.retries), None)
+        return next((e for e in reversed(same) if e.retry < origin.retry), None)
 
     def start(self, origin: Origin, sample: Callable[[], Awaitable[Answer]]) -> Exchange:
         """Begin a new exchange. Raises Refusal (429) where too many are sampled already."""
         if len(self._running) >= self._most:
+            self._void[origin.body] += 1
             raise Refusal(429, f"this session has {self._most} requests in flight already; wait for one of them")
-        exchange = Exchange(origin, asyncio.ensure_future(_run(sample)))
+        exchange = Exchange(origin, asyncio.ensure_future(_run(sample)), origin.retry)
         self._by_body.setdefault(origin.body, []).append(exchange)
         if origin.key is not None:
             self._by_key[origin.key] = exchange
@@ -93,7 +100,7 @@ class Exchanges:
     @asynccontextmanager
     async def waiting(self, exchange: Exchange, origin: Origin) -> AsyncIterator[asyncio.Task[Answer]]:
         """While a connection waits for the answer; leaving without `deliver` gives it up."""
-        exchange.retries.add(origin.retry)
+        exchange.retry = max(exchange.retry, origin.retry)
         exchange.waiting += 1
         if exchange.abort is not None:
             exchange.abort.cancel()
@@ -150,6 +157,7 @@ class Exchanges:
         same = self._by_body.get(exchange.origin.body, [])
         if exchange in same:
             same.remove(exchange)
+            self._void[exchange.origin.body] += 1
             if exchange.origin.key is not None:
                 del self._by_key[exchange.origin.key]
         if not same:

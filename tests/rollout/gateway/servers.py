@@ -1,0 +1,123 @@
+"""A gateway on a loopback socket, an engine that takes its time, and sessions on both."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import anthropic
+import openai
+
+from tests.worlds import END, PlainTokenizer, plain_ids
+from treadle.core.draws import Stream
+from treadle.core.engine import Completion
+from treadle.core.types import Ids, SamplingParams, Step
+from treadle.engines.fake import FakeEngine
+from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.gateway.gateway import Gateway, SessionAddress
+from treadle.rollout.gateway.serving import serving
+from treadle.rollout.replies import ReplyParser, hermes
+from treadle.rollout.session import Address, Session
+
+C = TypeVar("C", openai.AsyncOpenAI, anthropic.AsyncAnthropic)
+
+CALL = '<think>Who?</think>\nI look.<tool_call>{"name": "look", "arguments": {"who": "Anna"}}</tool_call>'
+FINAL = "  Anna plays chess, no\u00a0doubt. "
+
+
+class Slow(FakeEngine):
+    """Takes `seconds()` for a completion; `gate` holds all of them back while it is cleared."""
+
+    def __init__(
+        self, reply: Callable[[Ids, SamplingParams], list[int]], seconds: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        super().__init__(reply)
+        self.seconds, self.gate = seconds, asyncio.Event()
+        self.gate.set()
+        self.aborted = 0
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
+        try:
+            completion = await super().generate(prompt_ids, sampling, session=session)
+            await asyncio.sleep(self.seconds())
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        return completion
+
+
+def scripted(text: Callable[[str, int], str]) -> Callable[[Ids, SamplingParams], list[int]]:
+    """A reply from the prompt's text and the number of the call."""
+    numbers = itertools.count()
+    tokenizer = PlainTokenizer()
+
+    def reply(prompt: Ids, sampling: SamplingParams) -> list[int]:
+        written = text(tokenizer.decode(prompt, skip_special_tokens=False), next(numbers))
+        return [*plain_ids(written), END]
+
+    return reply
+
+
+def looks_then_answers(prompt: str, number: int) -> str:
+    """A tool call first, an answer once the tool has spoken."""
+    return FINAL if "<|im_start|>tool" in prompt else CALL
+
+
+@dataclass
+class Served:
+    """A gateway that is being served."""
+
+    gateway: Gateway
+    url: str
+    engine: FakeEngine
+    sessions: dict[str, Session] = field(default_factory=dict)
+    clients: list[openai.AsyncOpenAI | anthropic.AsyncAnthropic] = field(default_factory=list)
+
+    def open(self, name: str = "s", parse: ReplyParser = hermes, **settings: Any) -> SessionAddress:
+        """A new session, attached."""
+        renderer = ChatRenderer(PlainTokenizer(), [END])
+        sampling = SamplingParams(max_tokens=settings.pop("max_tokens", 500))
+        address = Address(0, Stream.TRAIN, 0, len(self.sessions), 0)
+        longest = settings.pop("longest", 10_000)
+        session = Session(name, self.engine, renderer, sampling, longest, address, parse, **settings)
+        self.sessions[name] = session
+        return self.gateway.attach(session)
+
+    def openai(self, address: SessionAddress, url: str = "") -> openai.AsyncOpenAI:
+        """An unmodified client, closed with the server. url: another base URL, then with the secret as API key."""
+        key = address.secret if url else "unused"
+        return self._closed(openai.AsyncOpenAI(base_url=url or address.base_url, api_key=key))
+
+    def anthropic(self, address: SessionAddress, url: str = "") -> anthropic.AsyncAnthropic:
+        """The same for Anthropic's."""
+        key = address.secret if url else "unused"
+        return self._closed(anthropic.AsyncAnthropic(base_url=url or address.anthropic_url, api_key=key))
+
+    def _closed(self, client: C) -> C:
+        self.clients.append(client)
+        return client
+
+    def steps(self, name: str = "s") -> list[Step]:
+        return self.sessions[name].steps
+
+
+@asynccontextmanager
+async def served(engine: FakeEngine, **settings: Any) -> AsyncIterator[Served]:
+    gateway = Gateway(**settings)
+    async with serving(gateway) as url:
+        server = Served(gateway, url, engine)
+        try:
+            yield server
+        finally:
+            for client in server.clients:
+                await client.close()
+
+
+def written(step: Step) -> str:
+    """What the step's completion says."""
+    return ChatRenderer(PlainTokenizer(), [END]).text(step.completion_ids)

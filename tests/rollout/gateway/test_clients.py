@@ -1,0 +1,301 @@
+"""Unmodified clients, streaming and not, with tools and without, in sessions of several turns over real sockets.
+
+Whatever a client is told is what the engine sampled: thought, content and calls are the decoded ids of its step.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.rollout.gateway.servers import CALL, FINAL, Slow, looks_then_answers, scripted, served, written
+from tests.worlds import PlainTokenizer, user
+from treadle.core.types import Step, StopReason
+from treadle.rollout.replies import hermes, plain
+
+SCHEMA = {"type": "object", "properties": {"who": {"type": "string"}}}
+CHAT_TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
+RESPONSES_TOOLS: Any = [{"type": "function", "name": "look", "parameters": SCHEMA, "strict": False}]
+ANTHROPIC_TOOLS: Any = [{"name": "look", "input_schema": SCHEMA}]
+HELLO: Any = [user("who plays chess?")]
+
+
+def looking() -> Slow:
+    return Slow(scripted(looks_then_answers))
+
+
+def check(steps: list[Step], told: list[tuple[str, str, list[dict[str, Any]]]]) -> None:
+    """told: (thought, content, tool arguments) as each reply reached the client."""
+    assert len(steps) == len(told)
+    for step, (thought, content, arguments) in zip(steps, told, strict=True):
+        message = hermes(written(step), CHAT_TOOLS)
+        assert (message.get("reasoning_content", ""), message["content"]) == (thought, content)
+        assert [json.loads(c["function"]["arguments"]) for c in message.get("tool_calls", [])] == arguments
+    assert [written(step) for step in steps] == [CALL, FINAL]
+    first, second = (PlainTokenizer().decode(s.prompt_ids, skip_special_tokens=False) for s in steps)
+    assert "plays chess" in first and "the page of Anna" in second
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openai_chat_with_tools(stream: bool) -> None:
+    async with served(looking()) as server:
+        client = server.openai(server.open())
+        conversation = list(HELLO)
+        told = []
+        for _ in range(2):
+            message = await _chat(client, conversation, stream)
+            calls = message.get("tool_calls") or []
+            told.append(
+                (
+                    message.get("reasoning_content") or "",
+                    message["content"] or "",
+                    [json.loads(c["function"]["arguments"]) for c in calls],
+                )
+            )
+            conversation.append(message)
+            for call in calls:
+                assert call["function"]["name"] == "look"
+                conversation.append({"role": "tool", "tool_call_id": call["id"], "content": "the page of Anna"})
+        check(server.steps(), told)
+        assert [m["role"] for m in conversation] == ["user", "assistant", "tool", "assistant"]
+
+
+async def _chat(client: openai.AsyncOpenAI, conversation: Any, stream: bool) -> dict[str, Any]:
+    """The assistant message, as a client would send it back."""
+    asked = {"model": "m", "messages": conversation, "tools": CHAT_TOOLS}
+    if not stream:
+        answer = await client.chat.completions.create(**asked)
+        [choice] = answer.choices
+        assert answer.usage is not None and answer.usage.total_tokens > 0
+        assert choice.finish_reason == ("tool_calls" if choice.message.tool_calls else "stop")
+        return choice.message.model_dump(exclude_none=True)
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    events = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    usage, reasons = None, []
+    async for event in events:
+        usage = event.usage or usage
+        for choice in event.choices:
+            reasons.append(choice.finish_reason)
+            delta = choice.delta.model_dump(exclude_none=True)
+            for key in ("content", "reasoning_content"):
+                message[key] = message.get(key, "") + delta.get(key, "")
+            for call in delta.get("tool_calls", []):
+                assert call.pop("index") == len(message.setdefault("tool_calls", []))
+                message["tool_calls"].append(call)
+    assert usage is not None and usage.total_tokens > 0
+    assert reasons[-1] == ("tool_calls" if "tool_calls" in message else "stop") and not any(reasons[:-1])
+    return message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+async def test_openai_responses_with_tools(stream: bool, stateful: bool) -> None:
+    async with served(looking()) as server:
+        client = server.openai(server.open())
+        items: list[Any] = list(HELLO)
+        told, previous = [], None
+        for _ in range(2):
+            asked: dict[str, Any] = {"model": "m", "input": items, "tools": RESPONSES_TOOLS}
+            if stateful and previous:
+                asked["previous_response_id"] = previous
+            if stream:
+                async with client.responses.stream(**asked) as events:
+                    numbers = [event.sequence_number async for event in events]
+                    answer: Any = await events.get_final_response()
+                assert numbers == list(range(len(numbers)))
+            else:
+                answer = await client.responses.create(**asked)
+            assert answer.status == "completed"
+            previous, output = answer.id, [item.model_dump(exclude_none=True) for item in answer.output]
+            calls = [item for item in output if item["type"] == "function_call"]
+            thoughts = [i["content"][0]["text"] for i in output if i["type"] == "reasoning"]
+            told.append(("".join(thoughts), answer.output_text, [json.loads(c["arguments"]) for c in calls]))
+            done = [
+                {"type": "function_call_output", "call_id": c["call_id"], "output": "the page of Anna"} for c in calls
+            ]
+            items = done if stateful else [*items, *output, *done]
+        check(server.steps(), told)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropic_with_tools(stream: bool) -> None:
+    async with served(looking()) as server:
+        client = server.anthropic(server.open())
+        conversation = list(HELLO)
+        told = []
+        for _ in range(2):
+            asked: Any = {
+                "model": "m",
+                "max_tokens": 500,
+                "messages": conversation,
+                "tools": ANTHROPIC_TOOLS,
+                "thinking": {"type": "adaptive"},
+            }
+            if stream:
+                async with client.messages.stream(**asked) as events:
+                    answer: Any = await events.get_final_message()
+            else:
+                answer = await client.messages.create(**asked)
+            blocks = {block.type: block for block in answer.content}
+            assert answer.stop_reason == ("tool_use" if "tool_use" in blocks else "end_turn")
+            assert answer.usage.output_tokens == len(server.steps()[-1].completion_ids)
+            thought = blocks["thinking"].thinking if "thinking" in blocks else ""
+            calls = [block for block in answer.content if block.type == "tool_use"]
+            told.append((thought, blocks["text"].text, [call.input for call in calls]))
+            content = [block.model_dump(exclude_none=True) for block in answer.content]
+            conversation.append({"role": "assistant", "content": content})
+            results = [{"type": "tool_result", "tool_use_id": c.id, "content": "the page of Anna"} for c in calls]
+            conversation.append({"role": "user", "content": results})
+        check(server.steps(), told)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+@pytest.mark.filterwarnings("ignore")  # of its own
+async def test_litellm_with_tools(provider: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it asks the internet when imported
+    import litellm
+
+    async with served(looking()) as server:
+        address = server.open()
+        url = address.base_url if provider == "openai" else address.anthropic_url
+        conversation = list(HELLO)
+        told = []
+        for _ in range(2):
+            answer: Any = await litellm.acompletion(
+                model=f"{provider}/m",
+                api_base=url,
+                api_key="unused",
+                messages=conversation,
+                tools=CHAT_TOOLS,
+                max_tokens=500,
+                stream=stream,
+                _skip_mcp_handler=True,  # tools make litellm import the package `mcp`, which it does not require
+            )
+            if stream:
+                answer = litellm.stream_chunk_builder([chunk async for chunk in answer])
+            message = answer.choices[0].message.model_dump(exclude_none=True)
+            calls = message.get("tool_calls") or []
+            arguments = [json.loads(c["function"]["arguments"]) for c in calls]
+            told.append(("Who?" if calls else "", message["content"], arguments))
+            conversation.append({key: message[key] for key in ("role", "content", "tool_calls") if key in message})
+            for call in calls:
+                conversation.append({"role": "tool", "tool_call_id": call["id"], "content": "the page of Anna"})
+        await litellm.close_litellm_async_clients()
+        check(server.steps(), told)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_raw_completions_keep_the_ids_of_what_they_carry_on(stream: bool) -> None:
+    """The model says "a", "b"; encoded anew, that would be one token."""
+    engine = Slow(lambda prompt, sampling: [5 + ord("a"), 5 + ord("b"), 2])
+    async with served(engine) as server:
+        client = server.openai(server.open())
+        prompt = "x abc "
+        for turn in range(3):
+            answer: Any = await client.completions.create(
+                model="m", prompt=prompt, stream=stream, extra_body={"return_token_ids": True}
+            )
+            if stream:
+                [answer] = [event async for event in answer]
+            [choice] = answer.choices
+            step = server.steps()[turn]
+            assert choice.text == "ab" == written(step)
+            assert choice.token_ids == step.completion_ids.tolist()
+            assert choice.prompt_token_ids == step.prompt_ids.tolist()
+            prompt += choice.text + " more "
+        first, second, third = server.steps()
+        assert second.prompt_ids[: len(first.full_ids) - 1].tolist() == first.full_ids[:-1].tolist()
+        assert third.prompt_ids[: len(second.full_ids) - 1].tolist() == second.full_ids[:-1].tolist()
+        [choice] = (await client.completions.create(model="m", prompt=[1, 70, 71], max_tokens=9)).choices
+        assert server.steps()[3].prompt_ids.tolist() == [1, 70, 71]
+
+
+async def test_a_stop_string_ends_the_text_and_anthropic_is_told_which() -> None:
+    async with served(Slow(scripted(lambda prompt, number: "one STOP two"))) as server:
+        address = server.open(parse=plain)
+        chat = server.openai(address)
+        answer = await chat.chat.completions.create(model="m", messages=HELLO, stop=["HALT", "STOP"])
+        assert answer.choices[0].message.content == "one "
+        client = server.anthropic(address)
+        said = await client.messages.create(model="m", max_tokens=99, messages=HELLO, stop_sequences=["STOP"])
+        assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", "STOP")
+        assert [block.text for block in said.content if block.type == "text"] == ["one "]
+        assert all(step.sampling.stop[-1] == "STOP" for step in server.steps())
+
+
+async def test_logprobs_and_token_ids_are_those_of_the_step() -> None:
+    async with served(Slow(scripted(lambda prompt, number: f"answer {number}"))) as server:
+        client = server.openai(server.open(parse=plain))
+        answer = await client.chat.completions.create(
+            model="m", messages=HELLO, n=3, logprobs=True, extra_body={"return_token_ids": True}
+        )
+        steps = server.steps()
+        assert answer.prompt_token_ids == steps[0].prompt_ids.tolist()  # type: ignore[attr-defined]
+        assert answer.usage is not None and answer.usage.prompt_tokens == len(steps[0].prompt_ids)
+        assert answer.usage.completion_tokens == sum(len(step.completion_ids) for step in steps)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2] and len(steps) == 3
+        for choice, step in zip(answer.choices, steps, strict=True):
+            assert choice.message.content == written(step)
+            assert choice.token_ids == step.completion_ids.tolist()  # type: ignore[attr-defined]
+            assert choice.logprobs is not None and choice.logprobs.content is not None
+            assert [token.logprob for token in choice.logprobs.content] == step.logprobs.tolist()
+
+
+async def test_a_completion_cut_by_length_says_so() -> None:
+    async with served(Slow(scripted(lambda prompt, number: "too long to say"))) as server:
+        address = server.open(max_tokens=5)
+        chat = server.openai(address)
+        answer = await chat.chat.completions.create(model="m", messages=HELLO)
+        assert answer.choices[0].finish_reason == "length"
+        response = await chat.responses.create(model="m", input="hi")
+        assert response.status == "incomplete" and response.incomplete_details is not None
+        client = server.anthropic(address)
+        said = await client.messages.create(model="m", max_tokens=99, messages=HELLO)
+        assert said.stop_reason == "max_tokens"
+        assert all(step.stop_reason is StopReason.LENGTH for step in server.steps())
+
+
+async def test_the_secret_may_be_the_api_key() -> None:
+    async with served(looking()) as server:
+        address = server.open()
+        chat = server.openai(address, f"{server.url}/v1")
+        assert [model.id async for model in chat.models.list()] == ["policy"]
+        await chat.chat.completions.create(model="m", messages=HELLO)
+        client = server.anthropic(address, server.url)
+        await client.messages.create(model="m", max_tokens=9, messages=HELLO)
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        counted = await client.messages.count_tokens(model="m", messages=HELLO)
+        assert counted.input_tokens == len(server.steps()[1].prompt_ids)
+        assert len(server.steps()) == 2
+
+
+async def test_sampling_is_the_recipes_in_training_and_the_callers_elsewhere() -> None:
+    async with served(Slow(scripted(lambda prompt, number: "ok"))) as server:
+        for name, callers in (("recipe", False), ("callers", True)):
+            address = server.open(name, callers_sampling=callers, context=600)
+            chat = server.openai(address)
+            await chat.chat.completions.create(model="m", messages=HELLO)
+            await chat.chat.completions.create(model="m", messages=HELLO, temperature=0.25, max_tokens=7, stop="x")
+        plain_call, asked = server.steps("recipe")
+        assert (asked.sampling.temperature, asked.sampling.max_tokens, asked.sampling.stop) == (1.0, 500, ("x",))
+        assert server.sessions["recipe"].overridden == 1
+        _, asked = server.steps("callers")
+        assert (asked.sampling.temperature, asked.sampling.max_tokens, asked.sampling.stop) == (0.25, 7, ("x",))
+        assert server.sessions["callers"].overridden == 0
+
+
+async def test_sub_agents_call_at_once_and_are_recorded_in_the_order_of_arrival() -> None:
+    engine = Slow(scripted(lambda prompt, number: f"{number}"))
+    async with served(engine) as server:
+        client = server.openai(server.open(parse=plain))
+        engine.gate.clear()
+        calls = [asyncio.ensure_future(client.chat.completions.create(model="m", messages=HELLO)) for _ in range(5)]
+        while len(engine.calls) < 5:
+            await asyncio.sleep(0.001)
+        engine.gate.set()
+        answers = [call.choices[0].message.content for call in await asyncio.gather(*calls)]
+        assert [written(step) for step in server.steps()] == ["0", "1", "2", "3", "4"]
+        assert sorted(str(a) for a in answers) == ["0", "1", "2", "3", "4"]
