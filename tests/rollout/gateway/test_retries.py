@@ -216,13 +216,13 @@ async def stubborn(
 ) -> list[int]:
     """Ask with random patience, again and again as an SDK does, until there is an answer: its ids."""
     for attempt in range(1000):
-        patience = None if attempt > 4 else dice.choice([None, dice.uniform(0, 0.06)])
+        patience = None if attempt > 4 else dice.choice([None, dice.uniform(0, 0.6)])
         headers = {"x-stainless-retry-count": str(attempt), **({"idempotency-key": key} if key else {})}
         try:
             async with asyncio.timeout(patience):
                 answer = await http.post(f"{address.base_url}/chat/completions", json=body, headers=headers)
         except TimeoutError:
-            await asyncio.sleep(dice.choice([0, 0.1]))  # sometimes for longer than the grace
+            await asyncio.sleep(dice.choice([0, 0.3]))  # sometimes for longer than the grace
             continue
         assert answer.status_code == 200, answer.text
         if body["stream"]:
@@ -270,8 +270,8 @@ async def storm(server: Served, sessions: int, seconds: float, seed: int) -> Cou
 
 async def test_no_step_is_lost_doubled_or_misplaced_in_a_storm_of_disconnects() -> None:
     dice = random.Random(0)
-    engine = Slow(scripted(lambda prompt, number: f"unique {number}"), lambda: dice.uniform(0, 0.08))
-    async with served(engine, grace=0.03) as server:
+    engine = Slow(scripted(lambda prompt, number: f"unique {number}"), lambda: dice.uniform(0, 0.6))
+    async with served(engine, grace=0.1) as server:
         found = await storm(server, sessions=64, seconds=3.0, seed=1)
-    assert found["live"] == found["answers"] > 200
-    assert found["dropped"] > 20 and engine.aborted > 20
+    assert found["live"] == found["answers"] > 100
+    assert found["dropped"] >= engine.aborted > 5
