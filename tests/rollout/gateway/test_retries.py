@@ -24,9 +24,7 @@ def numbering() -> Slow:
     return Slow(scripted(lambda prompt, number: f"answer {number}"))
 
 
-async def ask(
-    http: httpx.AsyncClient, address: SessionAddress, body: dict[str, Any] | None = None, **headers: str
-) -> str:
+async def ask(http: httpx.AsyncClient, address: SessionAddress, body: Any = None, **headers: str) -> str:
     told = {name.replace("_", "-"): value for name, value in headers.items()}
     answer = await http.post(f"{address.base_url}/chat/completions", json=body or BODY, headers=told)
     answer.raise_for_status()
