@@ -45,6 +45,9 @@ class PlainTokenizer:
     def __init__(self, template: Callable[[Sequence[Message], bool], str] = chatml) -> None:
         self.template = template
 
+    def __len__(self) -> int:
+        return 5 + 0x110000
+
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
         assert not tokenize
         return self.template(conversation, add_generation_prompt)

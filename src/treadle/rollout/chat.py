@@ -25,6 +25,10 @@ _MARK = "\ue000reply\ue001"  # stands for the assistant's reply while the templa
 class Tokenizer(Protocol):
     """What Treadle needs of a Hugging Face tokenizer."""
 
+    def __len__(self) -> int:
+        """How many ids there are."""
+        ...
+
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any:
         """Text of the conversation."""
         ...
@@ -101,6 +105,11 @@ class ChatRenderer:
             ids.pop()
         text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
         return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids lie below this."""
+        return len(self._tokenizer)
 
     def encode(self, text: str) -> Ids:
         """Token ids of raw text, special tokens included, int32[T]."""

@@ -95,7 +95,7 @@ def test_schemathesis_finds_no_fault(mode: GenerationMode, running: Running) -> 
     operations = [result.ok() for result in described.get_all_operations()]
     assert len(operations) == 2 * (len(POSTS) + 1)
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     @given(data=st.data(), known=st.booleans())
     def check(data: st.DataObject, known: bool) -> None:
         strategies = [operation.as_strategy(generation_mode=mode) for operation in operations]

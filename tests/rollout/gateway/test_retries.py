@@ -10,11 +10,15 @@ import httpx
 import pytest
 
 from tests.rollout.gateway.servers import Served, Slow, scripted, served, written
-from tests.worlds import PlainTokenizer, user
+from tests.worlds import user
 from treadle.core.errors import EngineError
 from treadle.core.types import DropReason, StopReason
+from treadle.engines.torch_engine import TorchEngine
+from treadle.orchestration.config import load_recipe
+from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.replies import plain
+from treadle.training.model import load_tokenizer, make_model, tokenizer_directory
 
 BODY: dict[str, Any] = {"model": "m", "messages": [user("hi")]}
 
@@ -243,7 +247,7 @@ async def storm(server: Served, sessions: int, seconds: float, seed: int) -> Cou
     async def agent(number: int, http: httpx.AsyncClient) -> None:
         dice = random.Random(seed * 1000 + number)
         name = f"session <{number}>"
-        address = server.open(name, plain)
+        address = server.open(name, plain, max_tokens=40)
         received: list[list[int]] = []
         turn = 0
         while asyncio.get_running_loop().time() < end:
@@ -254,11 +258,12 @@ async def storm(server: Served, sessions: int, seconds: float, seed: int) -> Cou
             received += await asyncio.gather(*(stubborn(http, address, body, key, dice) for key in keys))
             turn += 1
         await server.gateway.detach(address.secret)
+        server.sessions[name].close()
         steps = server.steps(name)
         live = [step for step in steps if step.dropped is None]
         assert sorted(step.completion_ids.tolist() for step in live) == sorted(received)
         for step in steps:
-            assert name in PlainTokenizer().decode(step.prompt_ids, skip_special_tokens=False)
+            assert name in server.renderer.decode(step.prompt_ids)
         found.update(answers=len(received), live=len(live), dropped=len(steps) - len(live))
 
     async with httpx.AsyncClient(limits=limits, timeout=None) as http:
@@ -273,3 +278,16 @@ async def test_no_step_is_lost_doubled_or_misplaced_in_a_storm_of_disconnects() 
         found = await storm(server, sessions=64, seconds=3.0, seed=1)
     assert found["live"] == found["answers"] > 100
     assert found["dropped"] >= engine.aborted > 5
+
+
+@pytest.mark.slow
+async def test_the_same_for_a_minute_on_the_embedded_engine() -> None:
+    recipe = load_recipe("demo")
+    tokenizer = load_tokenizer(tokenizer_directory(recipe.model))
+    end = int(tokenizer.eos_token_id)
+    engine = TorchEngine(make_model(recipe.model, len(tokenizer), seed=0), stop_token_ids=[end])
+    async with served(engine, ChatRenderer(tokenizer, [end]), grace=0.1) as server:
+        found = await storm(server, sessions=64, seconds=60.0, seed=2)
+    await engine.close()
+    assert found["live"] == found["answers"] > 500
+    assert found["dropped"] > 20
