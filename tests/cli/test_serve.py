@@ -36,7 +36,7 @@ def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path) -
         server.send_signal(signal.SIGINT)
         rest, errors = server.communicate(timeout=60)
     assert (server.returncode, errors) == (0, "")
-    assert re.search(r"^1 steps in .*serve-000000.parquet$", rest.strip())
+    assert re.search(r"^steps: 1, in .*serve-000000.parquet$", rest.strip())
     [steps] = read_shard(tmp_path, "serve-000000.parquet").values()
     assert [step.completion_ids.tolist() for step in steps] == [answer.choices[0].token_ids]  # type: ignore[attr-defined]
     assert (steps[0].sampling.temperature, steps[0].sampling.max_tokens) == (0.5, 3)

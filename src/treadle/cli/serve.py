@@ -109,7 +109,7 @@ async def _serve(options: argparse.Namespace, make: Callable[[], tuple[Engine, S
             print(f"API key   {address.secret}", flush=True)
             await stop.wait()
         if options.record is not None and session.steps:
-            print(f"{len(session.steps)} steps in {_write(options.record, session)}")
+            print(f"steps: {len(session.steps)}, in {_write(options.record, session)}")
     finally:
         session.close()
         await engine.close()
