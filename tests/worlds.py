@@ -1,11 +1,13 @@
 """Small environments, a small tokenizer and a tiny recipe, shared by the tests of rollouts and of the loop."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from treadle.core.config import apply_overrides, build
 from treadle.core.draws import Stream
@@ -34,41 +36,55 @@ def chatml(messages: Sequence[Message], generation_prompt: bool = True) -> str:
     return turns + ("<|im_start|>assistant\n" if generation_prompt else "")
 
 
-class PlainTokenizer:
-    """ChatML; one id a character, but "ab" and "abc" have ids of their own: "a", "b" does not re-tokenize to itself.
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
-    ids: 0, 1, 2 special tokens, 3 "ab", 4 "abc", 5 + code point.
+
+class PlainTokenizer(PreTrainedTokenizerFast):
+    """ChatML; one id a byte, but "ab" and "abc" have ids of their own: "a", "b" does not re-tokenize to itself.
+
+    ids: 0, 1, 2 special tokens, 3 "ab", 4 "abc", 5 + byte.
     """
 
-    words = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "ab", "abc")
+    def __init__(self, template: str = CHATML) -> None:
+        super().__init__(  # type: ignore[no-untyped-call]
+            tokenizer_object=_plain_backend(),
+            eos_token="<|im_end|>",
+            chat_template=template,
+            clean_up_tokenization_spaces=False,
+        )
 
-    def __init__(self, template: Callable[[Sequence[Message], bool], str] = chatml) -> None:
-        self.template = template
 
-    def __len__(self) -> int:
-        return 5 + 0x110000
+def _plain_backend() -> Tokenizer:
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    words = [*special, "ab", "abc", *map(BYTES.__getitem__, range(256))]
+    vocabulary = {word: ident for ident, word in enumerate(words)}
+    backend = Tokenizer(models.BPE(vocabulary, [("a", "b"), ("ab", "c")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return backend
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
-        assert not tokenize
-        return self.template(conversation, add_generation_prompt)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        ids: list[int] = []
-        at = 0
-        while at < len(text):
-            word = next((w for w in sorted(self.words, key=len, reverse=True) if text.startswith(w, at)), "")
-            ids.append(self.words.index(word) if word else 5 + ord(text[at]))
-            at += len(word) or 1
-        return ids
+def _bytes() -> list[str]:
+    """How byte-level vocabularies write each byte: a printable character as itself, the others from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
-        assert not skip_special_tokens
-        return "".join(self.words[i] if i < 5 else chr(i - 5) for i in map(int, token_ids))
+
+BYTES = _bytes()
 
 
 def plain_ids(text: str) -> list[int]:
-    return PlainTokenizer().encode(text, add_special_tokens=False)
+    """What PlainTokenizer makes of a text; a special token's name is that token."""
+    found: list[int] = PLAIN.encode(text, add_special_tokens=False)
+    return found
+
+
+PLAIN = PlainTokenizer()
 
 
 def saying(text: str, end: bool = True) -> FakeEngine:
@@ -193,7 +209,7 @@ def plain_rollouts(
     engine: FakeEngine, make: EnvironmentFactory, tokenizer: PlainTokenizer | None = None, **settings: Any
 ) -> Rollouts:
     settings = {"max_completion_tokens": 16, "environment_timeout": 5.0, **settings}
-    renderer = ChatRenderer(tokenizer or PlainTokenizer(), [END])
+    renderer = ChatRenderer(tokenizer or PLAIN, [END])
     return Rollouts(engine, renderer, {"world": make}, RolloutConfig(**settings))
 
 

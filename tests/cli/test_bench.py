@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import Trained
-from treadle.cli.benchmarks import gateway, kernels, merge, packing, rollout, update
+from treadle.cli.benchmarks import gateway, kernels, merge, packing, render, rollout, update
 from treadle.cli.benchmarks.meter import peak_bytes
 from treadle.cli.benchmarks.report import Report, Reports
 from treadle.cli.benchmarks.workloads import WORKLOADS, Size
@@ -59,6 +59,12 @@ def test_recorded_updates_are_replayed_under_each_packing(finished: Trained) -> 
     tokens = {packing: float(row["tokens computed"]) for packing, row in rows.items()}
     assert tokens["tree"] < tokens["step"] and tokens["chain"] == tokens["step"]  # one turn: nothing to chain
     assert all(float(row["CPU s"]) > 0 for row in rows.values())
+
+
+def test_rendering_is_measured_for_conversations_of_several_lengths() -> None:
+    rows = render.measure(1, 1, messages=(4, 8)).rows
+    assert [row["messages"] for row in rows] == [4, 8]
+    assert all(float(row["ms a call"]) > 0 for row in rows)
 
 
 def test_an_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

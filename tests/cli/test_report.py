@@ -175,7 +175,7 @@ def test_shards_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, broken: Path
     assert facts(broken) == found
     [shard] = (broken / "rollouts").glob("*.parquet")
     rows = pq.read_table(shard).to_pylist()
-    assert [(*names, call.token_ids.tolist(), call.prompt_length) for *names, call in _calls(shard)] == [
+    assert [(*names, call.token_ids.tolist(), call.prompt_length) for *names, call, _cause in _calls(shard)] == [
         (r["group_id"], r["trajectory_id"], r["prompt_ids"] + r["completion_ids"], len(r["prompt_ids"])) for r in rows
     ]
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.models import random_groups
 from tests.orchestration.runs import start
-from tests.worlds import END, PlainTokenizer, Ragged, Told, chatml, hang, plain_ids, tiny, user
+from tests.worlds import END, PLAIN, Ragged, Told, chatml, hang, plain_ids, tiny, user
 from treadle.core.errors import ConfigError, DataError, EngineError, RunError
 from treadle.core.types import Task
 from treadle.orchestration.inputs import Inputs, check_first_prompts, load_inputs, make_inputs
@@ -59,7 +59,7 @@ def check(*worlds: Told, context: int = 128, **settings: Any) -> None:
     tasks = [Task(f"t{i}", (user("?"),), "w") for i in range(4)]
     inputs = Inputs(tasks, [], {"w": lambda: queue.pop(0)})
     overrides = [f"rollout.{key}={value}" for key, value in settings.items()]
-    check_first_prompts(inputs, ChatRenderer(PlainTokenizer(), [END]), tiny(*overrides), context)
+    check_first_prompts(inputs, ChatRenderer(PLAIN, [END]), tiny(*overrides), context)
 
 
 def test_one_environment_that_can_be_reset_is_enough_and_is_closed() -> None:

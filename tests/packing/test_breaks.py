@@ -80,6 +80,18 @@ def test_first_differing_tokens_are_kept_from_both_sides() -> None:
     )
 
 
+def test_a_recorded_cause_is_preferred_and_makes_a_fork_a_break() -> None:
+    calls = [call([1, 2], [3, 4]), call([1, 2, 3, 9, 5, 6], [1]), call([1, 7], [8]), call([1, 7, 8], [9])]
+    causes = [None, BreakCause.THINKING_STRIPPED, BreakCause.SUMMARY, BreakCause.SUMMARY]
+    found = relations(calls, each_apart, causes)
+    assert [brief(r) for r in found] == [
+        (Kind.OPENS, None, 0),
+        (BreakCause.THINKING_STRIPPED, 0, 3),
+        (BreakCause.SUMMARY, 1, 1),
+        (Kind.EXTENDS, 2, 3),  # whatever was recorded
+    ]
+
+
 def test_interleaved_conversations_extend_their_own() -> None:
     found = relate(
         ([1, 2], [3]), ([1, 7], [8]), ([1, 2, 3, 4], [5]), ([1, 7, 8, 9], [6]), ([1, 2, 3, 4, 5, 5], [5])

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jinja2 import TemplateError
 
 from tests.worlds import (
+    CHATML,
     END,
+    PLAIN,
     PlainTokenizer,
     Ragged,
     Told,
@@ -307,17 +308,27 @@ def test_an_unexpected_exception_of_the_engine_is_no_trajectory_but_still_cleans
 
 
 def test_a_conversation_the_chat_template_refuses_fails_its_attempt_alone() -> None:
-    def strict(conversation: Any, generation_prompt: bool) -> str:
-        if any(message["role"] == "tool" for message in conversation):
-            raise TemplateError("roles must alternate")
-        return chatml(conversation, generation_prompt)
-
+    refusal = "{{ raise_exception('roles must alternate') }}"
+    strict = f"{{% for m in messages if m.role == 'tool' %}}{refusal}{{% endfor %}}{CHATML}"
     worlds = [Told(MORE, DONE), Told(EnvStep([user("more")]), DONE)]
     failed, healthy = play([lambda: worlds[0], lambda: worlds[1]], saying("a"), tokenizer=PlainTokenizer(strict))
     assert failed.failure is not None
     assert failed.failure.cause is Cause.ENVIRONMENT
     assert "the chat template refuses a conversation of user, assistant, tool: roles must" in failed.failure.message
     assert healthy.reward == 1.0
+
+
+# Single-message mode
+
+
+def test_in_single_message_mode_observations_go_into_the_assistants_turn() -> None:
+    worlds = Told(EnvStep([tool("one"), tool("two")]), EnvStep([tool("three")]), DONE)
+    trajectory = one(worlds, saying("ab", end=False), conversation="single_message")
+    prompts = [PLAIN.decode(step.prompt_ids) for step in trajectory.steps]
+    opening = chatml([user("hello")])
+    assert prompts == [opening, opening + "abonetwo", opening + "abonetwoabthree"]
+    for step, following in zip(trajectory.steps, trajectory.steps[1:], strict=False):
+        assert following.prompt_ids[: len(step.full_ids)].tolist() == step.full_ids.tolist()
 
 
 # Cancellation
@@ -433,5 +444,5 @@ def test_groups_keep_the_order_of_attempts_whatever_finishes_first() -> None:
 
 
 def test_the_plain_tokenizer_is_what_these_tests_take_it_for() -> None:
-    assert PlainTokenizer().decode(plain_ids("abacab<|im_end|>"), skip_special_tokens=False) == "abacab<|im_end|>"
+    assert PLAIN.decode(plain_ids("abacab<|im_end|>"), skip_special_tokens=False) == "abacab<|im_end|>"
     assert RolloutConfig().max_steps >= 1

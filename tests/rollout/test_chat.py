@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,15 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worlds import END, PlainTokenizer, chatml, plain_ids, tool, user
+from tests.worlds import CHATML, END, PLAIN, PlainTokenizer, chatml, plain_ids, tool, user
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.types import Message, SamplingParams, Step, StopReason
 from treadle.engines.fake import FakeEngine
 from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.conversation import Conversation, check_turns
 from treadle.rollout.session import Address, Session
 
 ADDRESS = Address(seed=1, stream=Stream.TRAIN, epoch=0, position=0, attempt=0)
@@ -47,7 +47,7 @@ def vocabulary(tokenizer: Any, candidates: range) -> Vocabulary:
 @cache
 def load(name: str) -> Vocabulary:
     if name == "plain":
-        return vocabulary(PlainTokenizer(), range(140))
+        return vocabulary(PLAIN, range(140))
     from transformers import AutoTokenizer
 
     if name == "shipped":
@@ -145,7 +145,7 @@ def test_prompts_read_as_the_chat_template_renders_the_conversation(name: str, d
 
 def test_the_completions_above_really_do_not_retokenize_to_themselves() -> None:
     """What makes the properties above worth having: encoding the text anew gives other ids."""
-    assert plain_ids(PlainTokenizer().decode(plain_ids("a") + plain_ids("bc"), skip_special_tokens=False)) == [4]
+    assert plain_ids(str(PLAIN.decode([*plain_ids("a"), *plain_ids("bc")]))) == [4]
     words = load("shipped")
     ids = [words.tokenizer.encode(c, add_special_tokens=False)[0] for c in "page"]
     assert words.tokenizer.encode("page", add_special_tokens=False) != ids
@@ -184,53 +184,41 @@ def test_an_end_of_turn_the_model_did_not_write_stands_in_the_next_prompt_only(
     ],
 )
 def test_the_environment_reads_the_reply_without_its_ending(ids: list[int], stop: tuple[str, ...], text: str) -> None:
-    assert ChatRenderer(PlainTokenizer(), [END]).text(np.array(ids, np.int32), stop) == text
+    assert ChatRenderer(PLAIN, [END]).text(np.array(ids, np.int32), stop) == text
+
+
+def said(text: str) -> Message:
+    return Message(role="assistant", content=text)
 
 
 def test_a_demonstrated_reply_ends_as_the_template_ends_a_turn() -> None:
-    assert ChatRenderer(PlainTokenizer(), [END]).reply("abc.").tolist() == [*plain_ids("abc."), END]
+    assert ChatRenderer(PLAIN, [END]).reply(said("abc.")).tolist() == [*plain_ids("abc."), END]
     with pytest.raises(ConfigError, match=r"ends a turn with '<\|im_end\|>"):
-        ChatRenderer(PlainTokenizer(), [0]).reply("hi")
+        ChatRenderer(PlainTokenizer(), [0]).reply(said("hi"))
 
 
-def twice(conversation: Any, generation_prompt: bool) -> str:
-    return chatml(conversation, generation_prompt) * 2
+TWICE = CHATML + CHATML
+DROPPING = "{% set messages = messages | rejectattr('role', 'equalto', 'assistant') | list %}" + CHATML
 
 
-def dropping(conversation: Any, generation_prompt: bool) -> str:
-    return chatml([m for m in conversation if m["role"] != "assistant"], generation_prompt)
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [(TWICE, "cannot be extended token by token"), (DROPPING, "ends a turn with ''")],
+    ids=["twice", "dropping"],
+)
+def test_a_template_that_cannot_be_extended_is_found_before_the_first_rollout(template: str, fault: str) -> None:
+    check_turns(ChatRenderer(PLAIN, [END]), [user("?")], several=True)
+    with pytest.raises(ConfigError, match=fault):
+        check_turns(ChatRenderer(PlainTokenizer(template), [END]), [user("?")], several=True)
 
 
-@pytest.mark.parametrize(("template", "times"), [(twice, 2), (dropping, 0)])
-def test_a_template_that_cannot_be_extended_is_named(template: Callable[[Any, bool], str], times: int) -> None:
-    renderer = ChatRenderer(PlainTokenizer(template), [END])
-    with pytest.raises(ConfigError, match=f"writes an assistant message {times} times"):
-        renderer.next(np.array([5], np.int32), [user("?")], [tool("!")])
-
-
-@pytest.mark.parametrize("template", [twice, dropping])
-def test_such_a_template_is_found_before_the_first_rollout(template: Callable[[Any, bool], str]) -> None:
-    ChatRenderer(PlainTokenizer(), [END]).check_turns([user("?")], several=True)
-    with pytest.raises(ConfigError, match="writes an assistant message"):
-        ChatRenderer(PlainTokenizer(template), [END]).check_turns([user("?")], several=False)
+def test_turns_that_no_stop_token_ends_are_found_before_the_first_rollout() -> None:
     with pytest.raises(ConfigError, match="make it the tokenizer's eos_token"):
-        ChatRenderer(PlainTokenizer(), [0]).check_turns([user("?")], several=False)
-
-
-@given(st.text("\ue000\ue001reply", max_size=12), st.text("\ue000\ue001reply", max_size=12))
-@example("\ue000reply\ue001", "")
-@example("", "\ue000reply\ue001")
-@example("\ue000reply", "\ue001\ue000reply\ue001\ue001")
-def test_no_text_in_a_conversation_can_confuse_the_renderer(before: str, after: str) -> None:
-    """The renderer marks a place in the rendered text; whoever writes that mark must not end a run."""
-    renderer = ChatRenderer(PlainTokenizer(), [END])
-    history = [user(before), Message(role="assistant", content=before), user("?")]
-    prompt = renderer.next(np.array([5, END], np.int32), history, [tool(after)])
-    assert prompt.tolist() == [5, END, *plain_ids("\n" + chatml([tool(after)]))]
+        check_turns(ChatRenderer(PLAIN, [0]), [user("?")], several=False)
 
 
 def test_prompts_cannot_be_changed_by_whoever_reads_them() -> None:
-    """First prompts are memoised."""
-    first = ChatRenderer(PlainTokenizer(), [END]).first([user("hello")])
+    """Their pieces are memoised."""
+    prompt = Conversation(ChatRenderer(PLAIN, [END])).render([user("hello")])
     with pytest.raises(ValueError, match="read-only"):
-        first[0] = 7
+        prompt.ids[0] = 7

@@ -38,7 +38,7 @@ def test_whatever_was_sampled_is_kept(sampled: list[int], more: str) -> None:
     raw = prompts()
     step = make_step(plain_ids("p"), sampled)
     raw.record(step)
-    text = PlainTokenizer().decode(step.full_ids, skip_special_tokens=False) + more
+    text = str(PlainTokenizer().decode(step.full_ids, skip_special_tokens=False)) + more
     ids = raw.ids(text)
     assert ids[: len(step.full_ids)].tolist() == step.full_ids.tolist()
     assert PlainTokenizer().decode(ids, skip_special_tokens=False) == text

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import END, PlainTokenizer, chatml, plain_ids, saying, tool, user
+from tests.worlds import END, PLAIN, chatml, plain_ids, saying, tool, user
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import ContextExceeded, EngineError
@@ -21,7 +21,7 @@ ADDRESS = Address(seed=3, stream=Stream.TRAIN, epoch=1, position=5, attempt=2)
 
 
 def open_session(engine: FakeEngine, longest: int = 1000, **sampling: Any) -> Session:
-    renderer = ChatRenderer(PlainTokenizer(), [END])
+    renderer = ChatRenderer(PLAIN, [END])
     return Session("s", engine, renderer, SamplingParams(**sampling), longest, ADDRESS)
 
 

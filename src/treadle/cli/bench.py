@@ -16,6 +16,7 @@ _EXAMPLES = """benchmarks:
   packing   forward and backward passes of step, chain and tree packing on six workloads; their parts alone
   merge     building prefix trees alone, against plain Python
   gateway   the gateway before a fake engine, against calling the session directly
+  render    the next prompt of conversations of 10 to 80 messages, against tokenizing them anew
   import    how long `import treadle` takes
 
 examples:
@@ -32,6 +33,7 @@ _MODULES = {
     "packing": "packing",
     "merge": "merge",
     "gateway": "gateway",
+    "render": "render",
     "import": "imports",
 }
 

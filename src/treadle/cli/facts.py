@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from treadle.cli.transcript import decoder, load_run_tokenizer
 from treadle.core.errors import TreadleError
+from treadle.core.types import BreakCause
 from treadle.orchestration.ledger import Ledger
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.packing.breaks import Kind, Relation, relations
@@ -198,9 +199,9 @@ def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], No
             wanted = {row["trajectory_id"] for row in trained}
             for trajectories in _groups(run.rollouts / shard):
                 ends: list[Call] = []
-                for trajectory, calls in trajectories:
+                for trajectory, calls, causes in trajectories:
                     if decode is not None:
-                        related.add(split, trajectory, relations(calls, decode))
+                        related.add(split, trajectory, relations(calls, decode, causes))
                     if trajectory in wanted:
                         ends += packing.add_trajectory(calls)
                 packing.add_group(ends)
@@ -214,27 +215,35 @@ def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], No
     }
 
 
-def _groups(shard: Path) -> Iterator[Iterator[tuple[str, list[Call]]]]:
-    """Each group's (trajectory id, its calls), read as they are asked for.
+def _groups(shard: Path) -> Iterator[Iterator[tuple[str, list[Call], list[BreakCause | None]]]]:
+    """Each group's (trajectory id, its calls, their recorded break causes), read as they are asked for.
 
     A shard holds each group's trajectories in a row, and each trajectory's steps in a row and in order.
     """
     for _group, rows in itertools.groupby(_calls(shard), lambda row: row[0]):
         trajectories = itertools.groupby(rows, lambda row: row[1])
-        yield ((trajectory, [call for *_, call in steps]) for trajectory, steps in trajectories)
+        yield (_trajectory(name, steps) for name, steps in trajectories)
 
 
-def _calls(shard: Path) -> Iterator[tuple[str, str, Call]]:
-    """(group id, trajectory id, call), one step after the other, without those that were dropped when recorded."""
-    columns = ["group_id", "trajectory_id", "dropped", "prompt_ids", "completion_ids"]
+def _trajectory(
+    name: str, steps: Iterator[tuple[str, str, Call, BreakCause | None]]
+) -> tuple[str, list[Call], list[BreakCause | None]]:
+    rows = list(steps)
+    return name, [call for *_, call, _cause in rows], [cause for *_, cause in rows]
+
+
+def _calls(shard: Path) -> Iterator[tuple[str, str, Call, BreakCause | None]]:
+    """(group id, trajectory id, call, recorded break cause), without steps that were dropped when recorded."""
+    columns = ["group_id", "trajectory_id", "prompt_ids", "completion_ids", "break_cause", "dropped"]
     with pq.ParquetFile(shard) as file:
         for batch in file.iter_batches(_ROWS, columns=columns):
-            told = zip(*(batch.column(name).to_pylist() for name in columns[:3]), strict=True)
-            prompts, completions = (_arrays(batch.column(name)) for name in columns[3:])
-            for (group, trajectory, dropped), prompt, completion in zip(told, prompts, completions, strict=True):
+            told = zip(*(batch.column(name).to_pylist() for name in (*columns[:2], *columns[4:])), strict=True)
+            sides = zip(*(_arrays(batch.column(name)) for name in columns[2:4]), strict=True)
+            for (group, trajectory, cause, dropped), (prompt, completion) in zip(told, sides, strict=True):
                 if dropped is not None:
                     continue
-                yield group, trajectory, Call(np.concatenate([prompt, completion]), len(prompt), first=0)
+                call = Call(np.concatenate([prompt, completion]), len(prompt), first=0)
+                yield group, trajectory, call, BreakCause(cause) if cause else None
 
 
 def _arrays(column: pa.ListArray) -> list[Any]:

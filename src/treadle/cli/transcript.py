@@ -54,7 +54,8 @@ def decoder(tokenizer: Tokenizer) -> Decode:
 
 def step_relations(steps: Sequence[Step], decode: Decode) -> list[Relation]:
     """How each step of a trajectory relates to the earlier ones."""
-    return relations([Call(step.full_ids, len(step.prompt_ids), first=0) for step in steps], decode)
+    calls = [Call(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
+    return relations(calls, decode, [step.break_cause for step in steps])
 
 
 def ending(row: dict[str, Any]) -> str:

@@ -96,16 +96,20 @@ class DropReason(StrEnum):
 class BreakCause(StrEnum):
     """Why a step's prompt does not carry on the ids of the step that it continues.
 
-    The first three are told from ids and text alone (`packing.breaks`), the others from messages by whoever renders.
+    The first three are also told from ids and text alone (`packing.breaks`), the others only from messages by whoever
+    renders.
     """
 
     TOKENIZATION = "tokenization"  # the same text in other tokens
     TRUNCATED = "truncated"  # something left out
     CHANGED = "changed"  # something else in its place
     THINKING_STRIPPED = "thinking stripped"  # the template leaves out an earlier thought
-    HISTORY_EDITED = "history edited"  # the agent sent an earlier message in another form, or left it out
-    TOOL_CALL_REWRITTEN = "tool call rewritten"  # the template leaves out or rewrites a tool call
+    TOOL_CALL_REWRITTEN = "tool call rewritten"  # the template leaves out a tool call, or its name
+    REWRITTEN = "rewritten by template"  # the template writes earlier messages, or what is around them, otherwise
     END_TOKEN_REWRITTEN = "end token rewritten"  # sampled one stop token, the template writes another
+    TOOLS_CHANGED = "tools changed"  # other tools, or other options of the template
+    HISTORY_EDITED = "history edited"  # the agent sent an earlier message in another form
+    SUMMARY = "summary"  # the agent put fewer messages in the place of several
 
 
 def _array(owner: str, name: str, value: ArrayLike, dtype: type[np.generic], kinds: str) -> NDArray[Any]:

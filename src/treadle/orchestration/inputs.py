@@ -15,6 +15,7 @@ from treadle.envs.tasks import load_environment, load_tasks
 from treadle.orchestration.config import RunConfig, TaskSetConfig
 from treadle.rollout.attempt import EnvironmentFactory, checked_messages, guarded, make_environment
 from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.conversation import Conversation, check_turns
 from treadle.training.demonstrations import load_demonstrations
 
 IN_MEMORY = "in memory"
@@ -104,13 +105,13 @@ def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfi
         except TrajectoryFailure as failure:
             problems.append(f"task {task.task_id}: {failure}")
             continue
-        tokens = len(renderer.first(messages))
+        tokens = len(Conversation(renderer).render(messages).ids)
         if tokens > config.rollout.max_input_tokens:
             raise ConfigError(
                 f"the first prompt of task {task.task_id} has {tokens} tokens, rollout.max_input_tokens is "
                 f"{config.rollout.max_input_tokens}; raise it or shorten the prompt"
             )
-        renderer.check_turns(messages, several=config.rollout.max_steps > 1)
+        check_turns(renderer, messages, several=config.rollout.max_steps > 1 and config.rollout.conversation == "turns")
         return
     raise ConfigError("no environment could be started; " + "; ".join(problems))
 

@@ -17,6 +17,7 @@ from treadle.engines.torch_engine import TorchEngine
 from treadle.packing.flat import Call
 from treadle.packing.layout import Packing, Sharing
 from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.conversation import Conversation
 from treadle.training.config import ModelConfig
 from treadle.training.forward import Forward
 from treadle.training.learner import Learner
@@ -52,7 +53,10 @@ def load_policy(config: ModelConfig, seed: int) -> Policy:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     context = int(model.config.get_text_config().max_position_embeddings)
-    return Policy(model, ChatRenderer(tokenizer, stop), directory, stop, context, decode)
+    renderer = ChatRenderer(
+        tokenizer, stop, chat_template=config.chat_template, chat_template_kwargs=config.chat_template_kwargs
+    )
+    return Policy(model, renderer, directory, stop, context, decode)
 
 
 def available_cores() -> int:
@@ -72,7 +76,7 @@ async def check_engine(engine: TorchEngine, learner: Learner, policy: Policy) ->
     Raises EngineError, before the first rollout, where their log-probabilities differ by more than rounding.
     """
     await engine.publish(learner.weights(), 0)
-    prompt = policy.renderer.first([{"role": "user", "content": "ok"}])
+    prompt = Conversation(policy.renderer).render([{"role": "user", "content": "ok"}]).ids
     engine.open_session("probe")
     answer = await engine.generate(prompt, SamplingParams(temperature=1.0, max_tokens=8, seed=1), session="probe")
     engine.close_session("probe")

@@ -21,7 +21,8 @@ A sequence is a prompt and its completion; it is open until a step extends it. A
              carries along, or it goes on with the same text. A reply that is carried along stands behind the departure
              as it stood in the sequence, told by the tokens on both sides of its beginning or of its end: a prompt
              that quotes a reply is a fork.
-The cause of a break is that of its first differing token:
+The cause of a break is the one that was recorded with the step, by whoever rendered it and knows it from messages; a
+step with a recorded cause is a break unless it extends. Without one it is that of the first differing token:
   `tokenization`  both go on with the same text, cut into other tokens, up to a place where both end a token. Two texts
                   tokenized by BPE have no such place unless their tokens agree up to it, so an edit is none.
   `truncated`     something was left out: the prompt goes on with what comes further on in the sequence.
@@ -29,7 +30,7 @@ The cause of a break is that of its first differing token:
 The price of a break, `extra_tokens`, is what a prompt of that length that had kept the sequence would have shared with
 it beyond what this one does: min(length of sequence, of prompt) - shared. Forks carry nothing along and cost nothing.
 
-Ids cannot tell a conversation that starts anew with a summary of the old one from a sub-agent's: both are forks.
+Ids alone cannot tell a conversation that starts anew with a summary of the old one from a sub-agent's: both are forks.
 """
 
 from __future__ import annotations
@@ -102,15 +103,19 @@ class _Sequence:
         return len(self.ids)
 
 
-def relations(calls: Sequence[Call], decode: Decode) -> list[Relation]:
-    """The relation of each call of one trajectory, in call order. decode: ids -> text, special tokens included.
+def relations(
+    calls: Sequence[Call], decode: Decode, causes: Sequence[BreakCause | None] | None = None
+) -> list[Relation]:
+    """The relation of each call of one trajectory, in call order.
+
+    decode: ids -> text, special tokens included. causes: the recorded ones (`Step.break_cause`), if any were.
 
     One comparison a call where each extends the one before it, else one a call and open sequence.
     """
     sequences: dict[int, _Sequence] = {}  # those that are open, by their last step, oldest first
     found = []
-    for number, call in enumerate(calls):
-        relation = _relation(call.token_ids[: call.prompt_length], sequences, decode)
+    for number, (call, cause) in enumerate(zip(calls, causes or [None] * len(calls), strict=True)):
+        relation = _relation(call.token_ids[: call.prompt_length], sequences, decode, cause)
         extended = sequences.pop(relation.base) if relation.base is not None and relation.kind is Kind.EXTENDS else None
         replies = extended.replies if extended else ()
         sequences[number] = _Sequence(call.token_ids, (*replies, (call.prompt_length, len(call.token_ids))))
@@ -118,7 +123,7 @@ def relations(calls: Sequence[Call], decode: Decode) -> list[Relation]:
     return found
 
 
-def _relation(prompt: Ids, sequences: dict[int, _Sequence], decode: Decode) -> Relation:
+def _relation(prompt: Ids, sequences: dict[int, _Sequence], decode: Decode, recorded: BreakCause | None) -> Relation:
     shared: dict[int, int] = {}
     for step in reversed(sequences):
         shared[step] = common_prefix(prompt, sequences[step].ids)
@@ -136,6 +141,8 @@ def _relation(prompt: Ids, sequences: dict[int, _Sequence], decode: Decode) -> R
     rewritten = sequences[base].samples(at)
     if not rewritten and (carried := _carried(prompt[at:], sequences)) is not None:
         rewritten, base, at = True, carried, shared[carried]
+    if recorded is not None:
+        return _break(recorded, base, sequences[base].ids, prompt, at, decode)
     if _same_text(sequences[base].ids, prompt, at, decode):
         return _break(BreakCause.TOKENIZATION, base, sequences[base].ids, prompt, at, decode)
     if rewritten:

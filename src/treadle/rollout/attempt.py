@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from numbers import Real
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -32,7 +32,7 @@ from treadle.core.types import (
 )
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.session import Address, Session
+from treadle.rollout.session import Address, CallOptions, Session
 
 T = TypeVar("T")
 EnvironmentFactory = Callable[[], Environment]
@@ -46,6 +46,10 @@ class RolloutConfig(Config):
     max_completion_tokens: int = Field(256, ge=1, description="most tokens sampled per call")
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
     stop: tuple[str, ...] = Field((), description="strings that end a completion")
+    conversation: Literal["turns", "single_message"] = Field(
+        "turns",
+        description="where observations go: into messages of their own, or into the assistant's one message, as text",
+    )
     environment_timeout: float = Field(60.0, gt=0, description="limit on each call of an environment, seconds")
 
 
@@ -122,7 +126,8 @@ class Rollouts:
         conversation: list[Message] = list(checked_messages(opening, "reset"))
         for _ in range(self.config.max_steps):
             try:
-                reply = (await session.chat(conversation)).message
+                going_on = self.config.conversation == "single_message" and conversation[-1]["role"] == "assistant"
+                reply = (await session.chat(conversation, options=CallOptions(continue_final_message=going_on))).message
             except ContextExceeded as error:
                 if not session.steps:
                     raise TrajectoryFailure(Cause.CONTEXT, str(error)) from error
@@ -136,6 +141,8 @@ class Rollouts:
             if answer.done:
                 return Status.DONE
             conversation += [reply, *checked_messages(answer.observations, "step")]
+            if self.config.conversation == "single_message":
+                conversation = _one_turn(conversation)
         return Status.MAX_STEPS
 
     async def _step(self, environment: Environment, reply: str) -> EnvStep:
@@ -149,6 +156,13 @@ class Rollouts:
         except TrajectoryFailure as error:
             return error.message
         return ""
+
+
+def _one_turn(conversation: Sequence[Message]) -> list[Message]:
+    """All from the first assistant message on as one assistant message."""
+    begin = next(n for n, message in enumerate(conversation) if message["role"] == "assistant")
+    text = "".join(message["content"] for message in conversation[begin:])
+    return [*conversation[:begin], Message(role="assistant", content=text)]
 
 
 def make_environment(factory: EnvironmentFactory) -> Environment:

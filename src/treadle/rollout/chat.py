@@ -1,148 +1,126 @@
-"""From chat messages to prompt ids, without ever tokenizing again what was sampled.
-
-    first prompt = encode(template(messages))
-    next prompt  = the ids of the call before, prompt and completion
-                 + encode(what the template writes between that reply and the next one)
-
-Append-only conversations are thereby exact by construction: `prompt[n + 1]` begins with `prompt[n] + completion[n]`.
-"""
+"""`ChatRenderer`: what all conversations with one tokenizer share. The conversations themselves: `conversation.py`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from jinja2 import TemplateError
 
-from treadle.core.errors import ConfigError, DataError
+from treadle.core.errors import ConfigError
 from treadle.core.types import Ids, Message
-
-_MARK = "\ue000reply\ue001"  # stands for the assistant's reply while the template renders; private-use characters
+from treadle.rollout.rendering.structure import Backend, Structure
+from treadle.rollout.rendering.template import ChatTemplate
 
 
 class Tokenizer(Protocol):
-    """What Treadle needs of a Hugging Face tokenizer."""
+    """What Treadle needs of a Hugging Face tokenizer (a fast one: one with a `tokenizer.json`)."""
 
-    def __len__(self) -> int:
-        """How many ids there are."""
+    chat_template: Any
+    """A Jinja template, or several by name."""
+
+    @property
+    def backend_tokenizer(self) -> Backend:
+        """The `tokenizers.Tokenizer` in it."""
         ...
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any:
-        """Text of the conversation."""
-        ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> Any:
-        """Token ids of the text."""
-        ...
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any:
-        """Text of the ids."""
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]:
+        """Names of special tokens (`bos_token`, ...), which templates may write."""
         ...
 
 
 class ChatRenderer:
-    """Builds prompts for one tokenizer and its chat template.
+    """One tokenizer with its chat template, shared by all conversations.
 
     stop_token_ids: the ids that end a completion; a sampled one stands for the template's own end of turn.
+    chat_template: the file of another template, or the name of one of the tokenizer's; default: the tokenizer's own.
+    chat_template_kwargs: options that the template reads (`enable_thinking`, say).
+
+    Raises ConfigError if there is no such template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._stop_text = {int(i): str(tokenizer.decode([int(i)], skip_special_tokens=False)) for i in stop_token_ids}
-        self._encode = lru_cache(maxsize=65536)(self._encode_text)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_token_ids: Sequence[int],
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.structure = Structure(tokenizer.backend_tokenizer, stop_token_ids)
+        self._backend = tokenizer.backend_tokenizer
+        self.options = dict(chat_template_kwargs or {})
+        self._stop_ids = {int(i) for i in stop_token_ids}
+        self._variables = dict(tokenizer.special_tokens_map)
+        self._sources = _sources(tokenizer.chat_template, chat_template)
+        self._compiled = lru_cache(maxsize=8)(self._compile)
+        self.ends = lru_cache(maxsize=8)(self._ends)
 
-    def first(self, messages: Sequence[Message]) -> Ids:
-        """The first prompt, int32[P]: the rendered messages and the generation prompt."""
-        return self._encode(self._render(messages))
-
-    def next(self, previous: Ids, history: Sequence[Message], new: Sequence[Message]) -> Ids:
-        """The prompt after a reply.
-
-        previous: the ids of the call before, prompt and completion. history: the messages it was rendered from.
-        new: the messages that follow the reply. Returns int32[P], which begins with `previous`. If the reply did not
-        end with a stop token (cut by length, or by a stop string), the template's end of turn is appended for it.
-
-        Raises ConfigError for a chat template that does not write an assistant message out exactly once, DataError
-        for one that refuses the conversation.
-        """
-        _before, between = self._around_reply(history, new)
-        ended_by = self._stop_text.get(int(previous[-1]))
-        if ended_by is not None:
-            between = between.removeprefix(ended_by)
-        return np.concatenate([previous, self._encode(between)])
-
-    def reply(self, text: str) -> Ids:
-        """A reply as a model would ideally sample it: its tokens and the template's end token (for demonstrations)."""
-        return np.concatenate([self._encode(text), self._end_of_turn])
-
-    @cached_property
-    def _end_of_turn(self) -> Ids:
-        """The template's own end token, int32[1]."""
-        _before, after = self._around_reply([Message(role="user", content="-")], [])
-        for ident, end in self._stop_text.items():
-            if after.startswith(end):
-                return np.array([ident], np.int32)
-        raise ConfigError(
-            f"the chat template ends a turn with {after[:20]!r}, none of the stop tokens {self._stop_text}; "
-            "make it the tokenizer's eos_token"
-        )
-
-    def check_turns(self, messages: Sequence[Message], several: bool) -> None:
-        """Raise ConfigError for a template whose turns no stop token ends, or that cannot be extended turn by turn.
-
-        several: whether the conversation that starts with `messages` may go on after a reply.
-        """
-        reply = np.concatenate([self.first(messages), self.reply("-")])
-        if several:
-            self.next(reply, messages, [Message(role="user", content="-")])
+    def template(self, tools: Sequence[Any]) -> ChatTemplate:
+        """The template for calls with these tools: a tokenizer may bring one of its own for them (`tool_use`)."""
+        return self._compiled("tool_use" if tools and "tool_use" in self._sources else "default")
 
     def text(self, completion_ids: Ids, stop: Sequence[str] = ()) -> str:
-        """The completion as the environment reads it: without its end token, cut before the first stop string."""
+        """The completion as the agent reads it: without its end token, cut before the first stop string."""
         ids = [int(i) for i in completion_ids]
-        if ids and ids[-1] in self._stop_text:
+        if ids and ids[-1] in self._stop_ids:
             ids.pop()
-        text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        text = self.structure.decode(ids)
         return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
 
     @property
     def vocabulary(self) -> int:
         """Ids lie below this."""
-        return len(self._tokenizer)
+        return self._backend.get_vocab_size()
 
     def encode(self, text: str) -> Ids:
         """Token ids of raw text, special tokens included, int32[T]."""
-        return self._encode(text)
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def decode(self, ids: Ids) -> str:
+    def decode(self, ids: Sequence[int] | Ids) -> str:
         """Text of the ids, special tokens included."""
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+        return self.structure.decode([int(i) for i in ids])
 
-    def _around_reply(self, history: Sequence[Message], new: Sequence[Message]) -> tuple[str, str]:
-        mark = _MARK
-        while any(mark in message["content"] for message in (*history, *new)):
-            mark += _MARK[-1]
-        conversation = [*history, Message(role="assistant", content=mark), *new]
-        parts = self._render(conversation, generation_prompt=bool(new)).split(mark)
-        if len(parts) != 2:
-            raise ConfigError(
-                f"the chat template writes an assistant message {len(parts) - 1} times instead of once; "
-                "such a template cannot be extended token by token"
-            )
-        return parts[0], parts[1]
+    def reply(self, message: Message) -> Ids:
+        """A reply as a model would ideally sample it: its tokens and the template's end token (for demonstrations).
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = True) -> str:
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation_prompt
-            )
-        except (TemplateError, ValueError, TypeError) as error:  # many refuse roles that do not take turns
-            roles = ", ".join(message["role"] for message in messages)
-            raise DataError(f"the chat template refuses a conversation of {roles}: {error}") from error
-        return str(text)
+        Raises ConfigError for a template whose turns no stop token ends.
+        """
+        return np.concatenate([*self.structure.encode(self.structure.guard(message["content"])), self._end_of_turn])
 
-    def _encode_text(self, text: str) -> Ids:
-        ids = np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
-        ids.flags.writeable = False
-        return ids
+    @cached_property
+    def _end_of_turn(self) -> Ids:
+        """The template's own end token, int32[1]."""
+        after = self.template(()).after_reply
+        for name, ident in self.structure.stop_ids.items():
+            if after.lstrip().startswith(name):
+                return np.array([ident], np.int32)
+        raise ConfigError(
+            f"the chat template ends a turn with {after[:20]!r}, none of the stop tokens "
+            f"{list(self.structure.stop_ids)}; make it the tokenizer's eos_token"
+        )
+
+    def _ends(self, template: ChatTemplate) -> re.Pattern[str]:
+        """The tokens that may end an assistant's turn: those that stop a completion, and the template's own."""
+        own = self.structure.pattern.search(template.after_reply)
+        names = {*self.structure.stop_ids, *([own[0]] if own else [])}
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+
+    def _compile(self, name: str) -> ChatTemplate:
+        return ChatTemplate(self._sources[name], self._variables)
+
+
+def _sources(own: str | Mapping[str, str] | None, chosen: str | None) -> dict[str, str]:
+    """Templates by name, "default" among them. Raises ConfigError."""
+    named = {"default": own} if isinstance(own, str) else dict(own or {})
+    if chosen is not None:
+        if chosen not in named and not Path(chosen).is_file():
+            raise ConfigError(f"chat_template {chosen!r} is neither a file nor one of the tokenizer's: {sorted(named)}")
+        return {"default": named[chosen] if chosen in named else Path(chosen).read_text(encoding="utf-8")}
+    if "default" not in named:
+        raise ConfigError(f"the tokenizer has no default chat template, only {sorted(named)}; set chat_template to one")
+    return named

@@ -1,15 +1,32 @@
-"""`Conversation`: the prompts of one session, rendered from messages so that recorded ids are kept."""
+"""`Conversation`: the prompts of one session, rendered from messages so that recorded ids are kept.
+
+messages -> which of them are recorded replies?            rendering/identity.py, _match
+         -> rendered by the chat template, with marks      rendering/template.py, marks.py
+         -> where do the replies stand, are they kept?     rendering/splices.py
+         -> recorded ids there, the rest encoded           rendering/structure.py, _assemble
+         -> and if earlier ids could not be kept: why?     rendering/causes.py, _cause
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
+from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import BreakCause, Ids, Message
 from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.rendering import identity
+from treadle.rollout.rendering.causes import agents_change
+from treadle.rollout.rendering.marks import Marked, Marks
+from treadle.rollout.rendering.splices import Written, locate
+from treadle.rollout.rendering.template import ChatTemplate, Plain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,23 +34,110 @@ class Prompt:
     """What one call sends.
 
     ids int32[P]. messages: what it was rendered from. break_cause: why it does not carry on the ids of the call that
-    its messages continue; None where it does, or continues none.
+    its messages continue; None where it does, or continues none. rendering: how it came about, if from messages.
     """
 
     ids: Ids
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
     break_cause: BreakCause | None = None
+    rendering: Rendering | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rendering:
+    """How the ids of a prompt came about.
+
+    text: what the template wrote, guarded (`rendering.structure.plain` undoes that). spans: (start, end in the text,
+    start, end in the ids) of each recorded reply that stands in the prompt with its own ids; outside them, the ids are
+    those of the text.
+    turn: where in the ids the assistant's turn begins. head: with which text, as far as history repeats it.
+    opened: the text of the turn's message that is continued, "" if it is a new one.
+    values, replies: what each message says, and the recorded reply it is. lost: why replies could not be kept.
+    setting: tools and options it was rendered with.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int, int, int], ...]
+    turn: int
+    head: str
+    values: tuple[identity.Value, ...]
+    replies: tuple[Record | None, ...]
+    lost: Mapping[int, BreakCause]
+    setting: str
+    opened: str = ""
+
+
+class Record:
+    """A recorded call: its prompt, the ids that were sampled, and the message as the agent sends it back.
+
+    ids: prompt and completion. turn: those of the assistant's turn, from its head on. stop: the end token, if sampled.
+    """
+
+    def __init__(self, ids: Ids, rendering: Rendering, message: Message, stop: str) -> None:
+        self.ids, self.rendering, self.message, self.stop = ids, rendering, message, stop
+        self.turn = ids[rendering.turn :]
+        self.written = Written(rendering.head, stop)
+        self.value = identity.value(message)
+        self.thought = identity.reasoning(message)
+        self.call_ids = identity.call_ids(message)
+
+    @cached_property
+    def known(self) -> tuple[identity.Value, ...]:
+        """What was said up to and including the reply."""
+        return (*self.rendering.values, self.value)
+
+    def opens(self, content: str) -> bool:
+        """Whether an assistant message with this content may be the reply, continued."""
+        return not self.call_ids and content.startswith(self.message["content"])
+
+    def begins(self, ids: Ids) -> bool:
+        """Whether the ids carry on prompt and completion."""
+        return len(ids) >= len(self.ids) and bool((ids[: len(self.ids)] == self.ids).all())
+
+    def answers(self, values: tuple[identity.Value, ...]) -> bool:
+        """Whether it was a reply to these messages."""
+        return self.rendering.values == values
+
+
+_Rendered = tuple[Ids, BreakCause | None, Rendering]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draft:
+    """A conversation as text: what its messages are, how they were shown to the template, what it wrote."""
+
+    values: tuple[identity.Value, ...]
+    replies: tuple[Record | None, ...]
+    shown: list[Plain]
+    text: str
+    marked: Marked | None
+    setting: _Setting
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """Tools (guarded) and options of a call, and both as one string."""
+
+    template: ChatTemplate
+    tools: list[Any] | None
+    options: Mapping[str, Any]
+    key: str
 
 
 class Conversation:
     """Renders one session's calls and remembers what was sampled.
 
-    Calls may be rendered while others are still being sampled: what is recorded later can only be continued later.
+    Invariant: a recorded reply that a prompt carries along with all its parts stands there with the ids that were
+    sampled, behind those of its own prompt. Calls may be rendered while others are still being sampled: what is
+    recorded later can only be continued later. The date, where a template writes it, stays that of the beginning.
     """
 
     def __init__(self, renderer: ChatRenderer) -> None:
-        self._renderer = renderer
-        self._records: list[tuple[Prompt, Ids, Message]] = []
+        self._renderer, self._structure = renderer, renderer.structure
+        self._records: list[Record] = []
+        self._by_value: dict[identity.Value, list[Record]] = {}
+        self._settings: dict[str, _Setting] = {}
+        self._began = datetime.now()
 
     def render(
         self,
@@ -45,16 +149,245 @@ class Conversation:
     ) -> Prompt:
         """The prompt of a call with these messages and tools (JSON schemas, as OpenAI's API has them).
 
+        template_kwargs: options of the template, above the renderer's own. continue_final_message: the last message is
+        the assistant's, and what is sampled goes on with it, in the same turn.
+
         Raises DataError for a conversation that the template refuses.
         """
-        for prompt, completion, reply in reversed(self._records):
-            known = len(prompt.messages) + 1
-            if known < len(messages) and [*prompt.messages, reply] == list(messages[:known]):
-                previous = np.concatenate([prompt.ids, completion])
-                ids = self._renderer.next(previous, prompt.messages, messages[known:])
-                return Prompt(ids, tuple(messages))
-        return Prompt(self._renderer.first(messages), tuple(messages))
+        setting = self._setting(tools, template_kwargs or {})
+        form = self._continued if continue_final_message else self._answered
+        ids, cause, rendering = form(tuple(messages), setting)
+        ids.flags.writeable = False  # it may be a memoised piece
+        return Prompt(ids, tuple(messages), cause, rendering)
 
     def record(self, prompt: Prompt, completion_ids: Ids, reply: Message) -> None:
-        """Note what was sampled for `prompt`, and the message that was handed out for it."""
-        self._records.append((prompt, completion_ids, reply))
+        """Note what was sampled for a prompt of `render`, and the message that was handed out for it."""
+        if prompt.rendering is None:
+            raise DataError("only a prompt that was rendered from messages can be continued by messages")
+        if prompt.rendering.opened:
+            reply = {**reply, "content": prompt.rendering.opened + identity.flat(reply["content"])}
+        last = int(completion_ids[-1]) if len(completion_ids) else -1
+        stop = next((name for name, ident in self._structure.stop_ids.items() if ident == last), "")
+        record = Record(np.concatenate([prompt.ids, completion_ids]), prompt.rendering, reply, stop)
+        self._records.append(record)
+        self._by_value.setdefault(record.value, []).append(record)
+
+    # Two kinds of prompts
+
+    def _answered(self, messages: tuple[Message, ...], setting: _Setting) -> _Rendered:
+        """Messages and the generation prompt."""
+        draft = self._draft(messages, setting)
+        opening = setting.template.opening(setting.options)
+        if opening.prompt and draft.text.endswith(opening.prompt) and self._structure.pattern.match(opening.prompt):
+            begin = len(draft.text) - len(opening.prompt)
+            return self._assemble(draft, begin, opening.kept or opening.prompt)
+        begin = self._last_token(draft.text)
+        return self._assemble(draft, begin, draft.text[begin:])
+
+    def _continued(self, messages: tuple[Message, ...], setting: _Setting) -> _Rendered:
+        """The last message is left open: behind a recorded part of it only what is new is encoded."""
+        if not messages or messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
+            raise DataError("continue_final_message needs an assistant message without tool calls at the end")
+        body, opened = messages[:-1], identity.flat(messages[-1]["content"])
+        values = tuple(map(identity.value, body))
+        known = [record for record in self._records if record.answers(values) and record.opens(opened)]
+        if not known and opened.strip():
+            return self._prefill(messages, opened, setting)
+        ids, cause, rendering = self._answered(body, setting)
+        if known:
+            record = max(reversed(known), key=lambda r: len(r.message["content"]))
+            rest = self._structure.guard(opened[len(record.message["content"]) :])
+            behind = next(iter(self._structure.stop_ids.values()), None)  # any: this text begins no sequence
+            new = self._structure.encode(rest, behind)
+            ids = np.concatenate([ids[: rendering.turn], record.turn, *new])
+            cause = None if record.begins(ids) else _template_change(record, rendering)
+        return ids, cause, replace(rendering, opened=opened)
+
+    def _prefill(self, messages: tuple[Message, ...], opened: str, setting: _Setting) -> _Rendered:
+        """The last message as the template writes it, up to the end of its content."""
+        draft = self._draft(messages, setting, open_end=True)
+        content = draft.shown[-1]["content"]
+        inner, blank = content.strip(), content[len(content.rstrip()) :]
+        if draft.marked is None:
+            start = draft.text.rfind(inner)
+            end = start + len(inner)
+        else:
+            start, end = draft.marked.parts.get(len(messages) - 1, {}).get("content", (-1, -1))
+        if start < 0:
+            raise DataError(f"the chat template does not write out the message to continue: {opened[:80]!r}")
+        end += len(blank) if draft.text.startswith(blank, end) else 0
+        before, kept = draft.text[:start], setting.template.opening(setting.options).kept
+        begin = before.rfind(kept) if kept and kept in before else self._last_token(before)
+        ids, cause, rendering = self._assemble(replace(draft, text=draft.text[:end]), begin, kept or before[begin:])
+        return ids, cause, replace(rendering, opened=opened)
+
+    # The steps of rendering
+
+    def _setting(self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> _Setting:
+        options = {**self._renderer.options, **options}
+        key = json.dumps([list(tools), options], default=str) if tools or options else ""
+        if key not in self._settings:
+            guarded = [_guarded(tool, self._structure.guard) for tool in tools] or None
+            self._settings[key] = _Setting(self._renderer.template(tools), guarded, options, key)
+        return self._settings[key]
+
+    def _draft(self, messages: tuple[Message, ...], setting: _Setting, open_end: bool = False) -> _Draft:
+        """The text of the conversation. open_end: its last message is continued, it is no recorded one."""
+        known = messages[:-1] if open_end else messages
+        values = tuple(map(identity.value, known))
+        replies = self._match(known, values)
+        guard, as_text = self._structure.guard, setting.template.arguments_as_text
+        shown = [
+            _shown(record.message if record else message, record is not None, as_text, guard)
+            for message, record in zip_longest(messages, replies)
+        ]
+        text, marked = self._write(shown, setting, open_end, marks=open_end or any(replies))
+        return _Draft(values, replies, shown, text, marked, setting)
+
+    def _match(self, messages: Sequence[Message], values: tuple[identity.Value, ...]) -> tuple[Record | None, ...]:
+        """The recorded reply that each message is. From the last message on: its record settles all before it."""
+        found: list[Record | None] = [None] * len(messages)
+        for number in range(len(messages) - 1, -1, -1):
+            candidates = self._by_value.get(values[number], []) if messages[number]["role"] == "assistant" else []
+            if candidates and (thought := identity.reasoning(messages[number])):
+                candidates = [record for record in candidates if record.thought == thought]
+            if not candidates:
+                continue
+            calls, before = identity.call_ids(messages[number]), values[:number]
+            best = max(reversed(candidates), key=lambda r: (bool(calls & r.call_ids), r.answers(before)))
+            found[number] = best
+            if best.answers(before):
+                return (*best.rendering.replies, *found[number:])
+        return tuple(found)
+
+    def _write(self, shown: list[Plain], setting: _Setting, open_end: bool, marks: bool) -> tuple[str, Marked | None]:
+        """The guarded text, and where the messages' parts stand in it; None if the template does not stand marks."""
+        options = {**setting.options, "strftime_now": self._began.strftime}
+
+        def render(messages: list[Plain]) -> str:
+            return setting.template.render(messages, setting.tools, options, generation_prompt=not open_end)
+
+        try:
+            text = render(shown)
+        except DataError:  # gpt-oss reads thoughts from here, but not beside content
+            if not any("thinking" in message for message in shown):
+                raise
+            for message in shown:
+                message.pop("thinking", None)
+            text = render(shown)
+        if not marks:
+            return text, Marked()
+        setter = Marks()
+        marked = setter.mark(shown)
+        try:
+            unmarked, places = setter.read(render(marked))
+        except DataError:
+            return text, None
+        return text, places if unmarked == text and not setter.exhausted else None
+
+    def _last_token(self, text: str) -> int:
+        """Where the last structural token stands."""
+        return max((found.start() for found in self._structure.pattern.finditer(text)), default=0)
+
+    def _assemble(self, draft: _Draft, begin: int, head: str) -> _Rendered:
+        """Recorded ids where replies are kept, encoded text elsewhere. text[begin:] opens the turn, with `head`."""
+        text, ends = draft.text, self._renderer.ends(draft.setting.template)
+        replies = {number: record for number, record in enumerate(draft.replies) if record}
+        written = {number: record.written for number, record in replies.items()}
+        located = locate(text, draft.shown, written, draft.marked, ends)
+        pieces: list[Ids] = []
+        spans: list[tuple[int, int, int, int]] = []
+        at, after, length = 0, None, 0
+        for splice in located.splices:
+            record = replies[splice.message]
+            between = self._structure.encode(text[at : splice.start], after)
+            turn = record.turn if splice.stopped or not record.stop else record.turn[:-1]
+            length += sum(map(len, between))
+            spans.append((splice.start, splice.end, length, length + len(turn)))
+            pieces += [*between, turn]
+            at, after, length = splice.end, int(turn[-1]) if splice.stopped else None, length + len(turn)
+        begin = max(begin, at)
+        between = self._structure.encode(text[at:begin], after)
+        opening = self._structure.encode(text[begin:], None if between else after)
+        ids = np.concatenate([*pieces, *between, *opening]) if text else np.zeros(0, np.int32)
+        rendering = Rendering(
+            text=text,
+            spans=tuple(spans),
+            turn=length + sum(map(len, between)),
+            head=head,
+            values=draft.values,
+            replies=draft.replies,
+            lost=located.lost,
+            setting=draft.setting.key,
+        )
+        return ids, self._cause(ids, rendering), rendering
+
+    def _cause(self, ids: Ids, rendering: Rendering) -> BreakCause | None:
+        """Why the ids do not begin with those of the call that the messages go on with."""
+        values = rendering.values
+        last = max((n for n, (role, *_) in enumerate(values) if role == "assistant"), default=None)
+        if last is None or not self._records:
+            return None
+        parent = rendering.replies[last]
+        if parent is not None and parent.answers(values[:last]):
+            return None if parent.begins(ids) else _template_change(parent, rendering)
+        nearest = sorted(reversed(self._records), key=lambda record: -identity.common(record.known, values))
+        causes = (agents_change(record.known, values) for record in nearest)
+        return next((cause for cause in causes if cause), None)
+
+
+def _template_change(parent: Record, rendering: Rendering) -> BreakCause:
+    """Of a conversation that was only appended to: the first reply that is lost now and was not in the parent."""
+    if parent.rendering.setting != rendering.setting:
+        return BreakCause.TOOLS_CHANGED
+    lost = (cause for number, cause in sorted(rendering.lost.items()) if number not in parent.rendering.lost)
+    return next(lost, BreakCause.REWRITTEN)
+
+
+def _shown(message: Mapping[str, Any], recorded: bool, as_text: bool, guard: Callable[[str], str]) -> Plain:
+    """A message as the template gets it: guarded plain data."""
+    shown: Plain = {key: _guarded(item, guard) for key, item in message.items() if item is not None}
+    shown["content"] = guard(identity.flat(message.get("content")))
+    if calls := message.get("tool_calls"):
+        shown["tool_calls"] = [_call(call, as_text, guard) for call in calls]
+    else:
+        shown.pop("tool_calls", None)
+    if recorded:
+        shown.setdefault("reasoning_content", "")  # a string here keeps templates from looking for it in the content
+    if thought := shown.get("reasoning_content"):
+        shown["thinking"] = thought
+    return shown
+
+
+def _call(call: Mapping[str, Any], as_text: bool, guard: Callable[[str], str]) -> Plain:
+    arguments = call["function"]["arguments"]
+    if as_text:
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    else:
+        arguments = identity.parsed(arguments)
+    return _guarded({**call, "function": {**call["function"], "arguments": arguments}}, guard)  # type: ignore[no-any-return]
+
+
+def _guarded(value: Any, guard: Callable[[str], str]) -> Any:
+    """JSON data, every string of it guarded."""
+    if isinstance(value, str):
+        return guard(value)
+    if isinstance(value, Mapping):
+        return {_guarded(key, guard): _guarded(item, guard) for key, item in value.items()}
+    return [_guarded(item, guard) for item in value] if isinstance(value, list | tuple) else value
+
+
+def check_turns(renderer: ChatRenderer, messages: Sequence[Message], several: bool) -> None:
+    """Raise ConfigError for a template whose turns no stop token ends, or that cannot be extended turn by turn.
+
+    several: whether the conversation that starts with `messages` may go on after a reply.
+    """
+    conversation = Conversation(renderer)
+    reply = Message(role="assistant", content="-")
+    prompt = conversation.render(messages)
+    conversation.record(prompt, renderer.reply(reply), reply)
+    if several and conversation.render([*messages, reply, Message(role="user", content="-")]).break_cause:
+        raise ConfigError(
+            "the chat template does not write out an assistant message as it was sampled, each once and in its place; "
+            "such a template cannot be extended token by token"
+        )

@@ -19,6 +19,12 @@ class ModelConfig(Config):
         description="instead of path: a transformers config (model_type and its fields) initialised from the seed",
     )
     tokenizer: str | None = Field(None, description="directory of a tokenizer, or 'demo'; default: the model's path")
+    chat_template: str | None = Field(
+        None, description="file of a chat template, or the name of one of the tokenizer's; default: the tokenizer's own"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="options that the chat template reads (enable_thinking, ...)"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

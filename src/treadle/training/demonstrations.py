@@ -10,13 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from treadle.core.draws import Stream, permutation
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.registry import resolve
 from treadle.core.types import Ids, Message, as_messages
 from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.conversation import Conversation
 
 Demonstrations = Callable[[int], Sequence[Message]]
 
@@ -78,14 +77,11 @@ def demonstrated_calls(messages: Sequence[Message], renderer: ChatRenderer) -> l
     """
     if fault := _fault(messages):
         raise DataError(f"a demonstration cannot be learned: {fault}: {messages!r:.200}")
-    calls: list[tuple[Ids, Ids]] = []
+    conversation, calls = Conversation(renderer), []
     for at, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        if not calls:
-            prompt = renderer.first(messages[:at])
-        else:
-            known = max(i for i in range(at) if messages[i]["role"] == "assistant")
-            prompt = renderer.next(np.concatenate(calls[-1]), messages[:known], messages[known + 1 : at])
-        calls.append((prompt, renderer.reply(message["content"])))
+        prompt, completion = conversation.render(messages[:at]), renderer.reply(message)
+        conversation.record(prompt, completion, message)
+        calls.append((prompt.ids, completion))
     return calls

@@ -57,7 +57,7 @@ def scripted(text: Callable[[str, int], str]) -> Callable[[Ids, SamplingParams],
     tokenizer = PlainTokenizer()
 
     def reply(prompt: Ids, sampling: SamplingParams) -> list[int]:
-        written = text(tokenizer.decode(prompt, skip_special_tokens=False), next(numbers))
+        written = text(str(tokenizer.decode(prompt, skip_special_tokens=False)), next(numbers))
         return [*plain_ids(written), END]
 
     return reply

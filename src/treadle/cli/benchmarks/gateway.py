@@ -26,6 +26,7 @@ from treadle.core.engine import Completion
 from treadle.core.types import Ids, Message, SamplingParams
 from treadle.engines.fake import FakeEngine
 from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.conversation import Conversation
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.gateway.serving import serving
 from treadle.rollout.session import Address, Session
@@ -96,7 +97,7 @@ def measure(threads: int, repeats: int, loads: Sequence[Load] | None = None) -> 
                     "CPU ms per request": median(run.cpu for run in runs) / total * 1e3,
                 }
             )
-    tokens = len(renderer.first(messages))
+    tokens = len(Conversation(renderer).render(messages).ids)
     note = f"{_MESSAGES} messages, {tokens} prompt tokens, {_REPLY} sampled ones; median of {repeats}"
     return Report("gateway", note, rows)
 

@@ -1,0 +1,111 @@
+"""Rendering a long conversation's next prompt: CPU time a call, warm, against tokenizing the rendered text anew.
+
+Simplified: Qwen 3's template as far as thoughts go, the demo's tokenizer or one of the same kind, random words.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treadle.cli.benchmarks.report import Report, Row, cpu_seconds
+from treadle.core.types import Ids, Message
+from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.conversation import Conversation
+from treadle.training.model import load_tokenizer
+
+_TEMPLATE = """\
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if m.reasoning_content %}{{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{%- endif %}
+        {{- m.content }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+_IDS = 250  # of a message
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A conversation that has grown to `messages`, ready for its next call."""
+
+    conversation: Conversation
+    messages: list[Message]
+    ids: Ids
+
+
+def measure(threads: int, repeats: int, messages: Sequence[int] = (10, 20, 40, 80)) -> Report:
+    """Milliseconds of CPU time of the next prompt, for conversations of so many messages, on one thread."""
+    tokenizer: Any = load_tokenizer(Path(str(files("treadle.recipes") / "tokenizer")))
+    tokenizer.chat_template = _TEMPLATE
+    renderer = ChatRenderer(tokenizer, [int(tokenizer.eos_token_id)])
+    rows: list[Row] = []
+    for count in messages:
+        work, growing = _grow(renderer, tokenizer, count)
+        taken = cpu_seconds(
+            {"exact": partial(_render, work), "anew": partial(_tokenize, tokenizer, work)}, max(repeats, 20)
+        )
+        rows.append(
+            {
+                "messages": count,
+                "prompt ids": len(work.ids),
+                "ms a call": taken["exact"] * 1e3,
+                "ms as it grew": growing * 1e3,
+                "ms tokenizing anew": taken["anew"] * 1e3,
+                "us an id": taken["exact"] / len(work.ids) * 1e6,
+            }
+        )
+    note = "half of the messages sampled, each with a tool call; 'as it grew': the last call, whose last message is new"
+    return Report("render", note, rows)
+
+
+def _grow(renderer: ChatRenderer, tokenizer: Any, count: int) -> tuple[_Work, float]:
+    """A conversation of `count` messages, and the seconds that its last prompt took at first sight."""
+    rng = np.random.default_rng(count)
+    conversation, messages, taken = Conversation(renderer), [Message(role="user", content=_words(tokenizer, rng))], 0.0
+    while True:
+        started = time.process_time()
+        prompt = conversation.render(messages)
+        taken = time.process_time() - started
+        if len(messages) + 1 > count:
+            return _Work(conversation, messages, prompt.ids), taken
+        text = _words(tokenizer, rng)
+        function = {"name": "search", "arguments": json.dumps({"n": len(messages)})}
+        reply = Message(role="assistant", content=text)
+        reply["tool_calls"] = [{"id": f"c{len(messages)}", "type": "function", "function": function}]  # type: ignore[typeddict-item]
+        completion = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        conversation.record(prompt, np.array(completion, np.int32), reply)
+        messages = [*messages, reply, Message(role="tool", content=_words(tokenizer, rng))]
+
+
+def _words(tokenizer: Any, rng: np.random.Generator) -> str:
+    """Text of about `_IDS` ids."""
+    return str(tokenizer.decode(rng.integers(300, len(tokenizer) - 10, _IDS).tolist(), skip_special_tokens=True))
+
+
+def _render(work: _Work) -> None:
+    """As an agent would have it: its messages are other objects every time."""
+    work.conversation.render(json.loads(json.dumps(work.messages)))
+
+
+def _tokenize(tokenizer: Any, work: _Work) -> None:
+    messages = json.loads(json.dumps(work.messages))
+    tokenizer.encode(
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), add_special_tokens=False
+    )

@@ -1,0 +1,1 @@
+"""The parts of exact chat rendering: template, structural tokens, identity of messages, marks, splices, causes."""

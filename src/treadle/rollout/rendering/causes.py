@@ -1,0 +1,32 @@
+"""Why a prompt does not carry on the ids of the call that its messages continue, told from messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treadle.core.types import BreakCause
+from treadle.rollout.rendering.identity import Value, common
+
+
+def agents_change(known: Sequence[Value], sent: Sequence[Value]) -> BreakCause | None:
+    """What the agent did to a conversation that it goes on with; None if it only left its end away.
+
+    known: a call's messages and its reply. sent: the messages of the new call, which do not begin with all of `known`.
+    A conversation that goes on without any of the replies behind the change is a new one (a fork), not a broken one.
+    """
+    at = common(known, sent)
+    was, now = known[at:], sent[at:]
+    if len(now) > 1 and was and now[0][0] == was[0][0] == "assistant" and now[0] not in was:
+        return BreakCause.HISTORY_EDITED  # the reply itself
+    carried = next((n for n, message in enumerate(now) if message in was and _says_something(message)), None)
+    if carried is None:
+        return None
+    if now[0] in was:
+        return BreakCause.TRUNCATED
+    return BreakCause.SUMMARY if carried < was.index(now[carried]) else BreakCause.HISTORY_EDITED
+
+
+def _says_something(message: Value) -> bool:
+    """An assistant message that is told from others by what it says."""
+    role, content, calls = message
+    return role == "assistant" and bool(content or calls)

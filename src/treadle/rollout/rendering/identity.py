@@ -1,0 +1,68 @@
+"""When two messages are the same one: by value, as clients send back what they were given in other forms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Value = tuple[str, str, str]
+"""(role, content, tool calls as canonical JSON): equal for messages that are the same."""
+
+
+def flat(content: Any) -> str:
+    """Content as one string: None is "", a list of text parts is joined."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
+
+
+def value(message: Mapping[str, Any]) -> Value:
+    """What a message says.
+
+    Of an assistant's, outer white space, the JSON text of arguments, ids of calls and reasoning do not count.
+    """
+    content = flat(message.get("content"))
+    if message["role"] != "assistant":
+        return message["role"], content, ""
+    calls = [
+        [call["function"]["name"], _canonical(parsed(call["function"]["arguments"]))]
+        for call in message.get("tool_calls") or ()
+    ]
+    return "assistant", content.strip(), json.dumps(calls, sort_keys=True) if calls else ""
+
+
+def reasoning(message: Mapping[str, Any]) -> str:
+    """The thought of an assistant message without outer white space; "" if there is none."""
+    return flat(message.get("reasoning_content")).strip()
+
+
+def call_ids(message: Mapping[str, Any]) -> frozenset[str]:
+    """The ids of its tool calls."""
+    return frozenset(call["id"] for call in message.get("tool_calls") or () if call.get("id"))
+
+
+def parsed(arguments: Any) -> Any:
+    """A tool call's arguments as a value; text that is no JSON stays text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def common(a: Sequence[Value], b: Sequence[Value]) -> int:
+    """How many leading messages are the same."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _canonical(value: Any) -> Any:
+    """JSON data in which 1.0 is 1 (but true is not)."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 2**53 else repr(value)
+    if isinstance(value, dict):
+        return {str(key): _canonical(item) for key, item in value.items()}
+    return [_canonical(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,109 @@
+"""Marks: private-use characters around the parts of messages, by which they are found in the rendered text.
+
+    {"role": "assistant", "content": "\\n4."}  --mark_parts-->  "\\n" MARK "4." MARK  --template-->  text with marks
+    text with marks  --read-->  the text without them, and where each part begins and ends in it
+
+A template that writes a part elsewhere, cut, or not at all is thereby seen to do so. A part is marked inside its outer
+white space, which many templates trim. Messages that are not the assistant's get one mark somewhere inside, a fence:
+it tells what stands before them from what stands behind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from treadle.rollout.rendering.structure import FIRST_MARK, LAST_MARK
+from treadle.rollout.rendering.template import Plain
+
+Part = int | str
+"""`"content"`, `"reasoning"`, or the number of a tool call."""
+
+_FENCE = "fence"
+_MARKS = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
+# Where a fence may stand: inside a word, else behind a character; not in a tag, which templates look for.
+_PLACES = (re.compile(r"(?s).*\w(?=\w)(?!\w*>)"), re.compile(r"(?s).*[^\s<>](?!\w*>)"))
+_LOOKED_AT = 400  # characters at the end of a content in which a place for a fence is looked for
+
+
+@dataclass(slots=True)
+class Marked:
+    """Where the parts of messages stand in a text.
+
+    parts: message number -> part -> (start, end). fences: message number -> place, in order of messages.
+    """
+
+    parts: dict[int, dict[Part, tuple[int, int]]] = field(default_factory=dict)
+    fences: dict[int, int] = field(default_factory=dict)
+
+
+class Marks:
+    """Marks set in one conversation: which character stands for what."""
+
+    def __init__(self) -> None:
+        self._meaning: list[tuple[int, Part, int]] = []  # (message, part, 0 start or 1 end) of each character
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether there are more places than characters."""
+        return len(self._meaning) > LAST_MARK - FIRST_MARK
+
+    def mark(self, messages: Sequence[Plain]) -> list[Plain]:
+        """Copies of guarded messages, marked."""
+        return [
+            self._mark_parts(number, message) if message["role"] == "assistant" else self._fence(number, message)
+            for number, message in enumerate(messages)
+        ]
+
+    def read(self, rendered: str) -> tuple[str, Marked]:
+        """The text without marks, and where they stood in it; of a part that comes out twice, the first one."""
+        pieces: list[str] = []
+        places: dict[tuple[int, Part, int], int] = {}
+        length = last = 0
+        for found in _MARKS.finditer(rendered):
+            pieces.append(rendered[last : found.start()])
+            length += found.start() - last
+            last = found.end()
+            places.setdefault(self._meaning[ord(found[0]) - FIRST_MARK], length)
+        marked = Marked()
+        for (message, part, side), place in places.items():
+            if part == _FENCE:
+                marked.fences[message] = place
+            elif side == 0 and (message, part, 1) in places:
+                marked.parts.setdefault(message, {})[part] = place, places[message, part, 1]
+        marked.fences = dict(sorted(marked.fences.items()))
+        return "".join(pieces) + rendered[last:], marked
+
+    def _new(self, message: int, part: Part, side: int) -> str:
+        self._meaning.append((message, part, side))
+        return chr(min(FIRST_MARK + len(self._meaning) - 1, LAST_MARK))
+
+    def _around(self, number: int, part: Part, text: str) -> str:
+        inner = text.strip()
+        if not inner:
+            return text
+        at = len(text) - len(text.lstrip())
+        return f"{text[:at]}{self._new(number, part, 0)}{inner}{self._new(number, part, 1)}{text[at + len(inner) :]}"
+
+    def _mark_parts(self, number: int, message: Plain) -> Plain:
+        marked: dict[str, Any] = {**message, "content": self._around(number, "content", message["content"])}
+        if thought := message.get("reasoning_content"):
+            marked["reasoning_content"] = self._around(number, "reasoning", thought)
+            if "thinking" in message:
+                marked["thinking"] = marked["reasoning_content"]
+        if calls := message.get("tool_calls"):
+            marked["tool_calls"] = [
+                {**call, "function": {**call["function"], "name": self._around(number, n, call["function"]["name"])}}
+                for n, call in enumerate(calls)
+            ]
+        return marked
+
+    def _fence(self, number: int, message: Plain) -> Plain:
+        content = message["content"]
+        begin = max(0, len(content) - _LOOKED_AT)
+        found = next(filter(None, (place.match(content, begin) for place in _PLACES)), None)
+        if message["role"] == "system" or not found:
+            return message
+        return {**message, "content": content[: found.end()] + self._new(number, _FENCE, 0) + content[found.end() :]}

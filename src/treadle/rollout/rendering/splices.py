@@ -1,0 +1,165 @@
+"""Where recorded replies stand in the rendered conversation, and which of them the template keeps.
+
+A reply is kept if every part of the message that was handed out for it (thought, content, each tool call) comes out of
+the template, thought and content unchanged inside their outer white space. What stands there is then replaced by the
+recorded ids, from the beginning of the turn to the sampled end token:
+
+    ...<|im_end|>\\n[<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n4.<|im_end|>]\\n<|im_start|>user\\n...
+                  `------------------------- one splice -------------------------´
+
+This is judged on the message, not on what was sampled: a template that writes a tool call in its own way, or adds an
+empty thought, keeps it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from treadle.core.types import BreakCause
+from treadle.rollout.rendering.identity import reasoning
+from treadle.rollout.rendering.marks import Marked, Part
+from treadle.rollout.rendering.template import Plain
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What must be known of a recorded reply to find it again.
+
+    head: the text with which its turn began, as far as history repeats it. stop: the end token it sampled, "" if none.
+    """
+
+    head: str
+    stop: str
+
+
+@dataclass(frozen=True, slots=True)
+class Splice:
+    """text[start:end] is the turn of message `message`; `stopped`: up to and including the end token it sampled."""
+
+    start: int
+    end: int
+    message: int
+    stopped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The splices in order, and why the other recorded messages (or their end tokens) are not as they were."""
+
+    splices: tuple[Splice, ...]
+    lost: Mapping[int, BreakCause]
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Where a turn can stand: its head from `start` on, its parts from `first` to `last`, its end before `limit`.
+
+    first, last: None where no part shows a mark. hidden: an earlier message may stand in the window too.
+    tight: the limit is a mark of the very next message.
+    """
+
+    start: int
+    first: int | None
+    last: int | None
+    limit: int
+    hidden: bool
+    tight: bool
+
+
+def locate(
+    text: str,
+    messages: Sequence[Plain],
+    replies: Mapping[int, Written],
+    marked: Marked | None,
+    ends: re.Pattern[str],
+) -> Located:
+    """Find the turns of recorded replies (by message number) in guarded text.
+
+    messages: guarded, as they were rendered. marked: None where the template does not stand marks: turns are then found
+    by their heads alone. ends: the end tokens of an assistant's turn.
+    """
+    places = marked or Marked()
+    limits = _limits(places, len(messages), len(text))
+    splices: list[Splice] = []
+    lost: dict[int, BreakCause] = {}
+    at, hidden = 0, False  # all before `at` is settled; hidden: an assistant message behind it shows no mark
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            if places.fences.get(number, -1) > at:
+                at, hidden = places.fences[number], False
+            continue
+        parts = places.parts.get(number, {})
+        inside = [place for pair in parts.values() for place in pair]
+        found: Splice | BreakCause | None = None
+        if number in replies:
+            ends_of = min(inside, default=None), max(inside, default=None)
+            window = _Window(at, *ends_of, limits[number], hidden, limits[number] < limits[number + 1])
+            found = _change(text, message, parts) if marked else None
+            found = found or _turn(text, number, message, replies[number], window, ends)
+        if isinstance(found, Splice):
+            splices.append(found)
+            at, hidden = found.end, False
+            if replies[number].stop and not found.stopped:
+                lost[number] = BreakCause.END_TOKEN_REWRITTEN
+            continue
+        if found:
+            lost[number] = found
+        at, hidden = (max(at, *inside), False) if inside else (at, True)
+    return Located(tuple(splices), lost)
+
+
+def _limits(places: Marked, messages: int, end: int) -> list[int]:
+    """For each message, and for the end, the first mark of the messages behind it."""
+    limits = [end] * (messages + 1)
+    for number in range(messages - 2, -1, -1):
+        behind = number + 1
+        marks = [places.fences.get(behind, end), *(start for start, _ in places.parts.get(behind, {}).values())]
+        limits[number] = min(limits[behind], *marks)
+    return limits
+
+
+def _change(text: str, message: Plain, parts: Mapping[Part, tuple[int, int]]) -> BreakCause | None:
+    """What the template leaves out or alters, told by marks."""
+    for part, wanted, cause in _wanted(message):
+        if part not in parts:
+            return cause
+        start, end = parts[part]
+        if isinstance(part, str) and text[start:end] != wanted:
+            return BreakCause.REWRITTEN
+    return None
+
+
+def _wanted(message: Plain) -> Iterator[tuple[Part, str, BreakCause]]:
+    """The parts that are not blank, and what it is called if one does not come out."""
+    if thought := reasoning(message):
+        yield "reasoning", thought, BreakCause.THINKING_STRIPPED
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        if name := call["function"]["name"].strip():
+            yield number, name, BreakCause.TOOL_CALL_REWRITTEN
+    if content := message["content"].strip():
+        yield "content", content, BreakCause.REWRITTEN
+
+
+def _turn(
+    text: str, number: int, message: Plain, reply: Written, window: _Window, ends: re.Pattern[str]
+) -> Splice | BreakCause:
+    """The turn, from its head to the end token."""
+    if window.first is not None:
+        start = text.rfind(reply.head, window.start, window.first)
+    elif window.hidden:  # of several turns that say nothing, the last
+        start = text.rfind(reply.head, window.start, window.limit) if window.tight else -1
+    else:
+        start = text.find(reply.head, window.start, window.limit)
+    behind = start + len(reply.head) if window.last is None else window.last
+    end = ends.search(text, behind, window.limit) if start >= 0 else None
+    if end is None:
+        return BreakCause.REWRITTEN
+    if window.first is None:  # no marks: all must stand there
+        written = text[start : end.start()]
+        for _, wanted, cause in _wanted(message):
+            if wanted not in written:
+                return cause
+    stopped = end[0] == reply.stop
+    return Splice(start, end.end() if stopped else end.start(), number, stopped)

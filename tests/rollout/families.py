@@ -1,0 +1,359 @@
+"""Model families for tests of rendering: chat templates as TRL ships them, and what each model writes.
+
+The renderer knows none of this. A `World` is a family on a vocabulary; it samples completions that are no canonical
+tokenization of their text, and reads them as an inference server's parser would.
+"""
+
+import json
+import random
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import trl
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders as tokenizer_decoders
+from transformers import PreTrainedTokenizerFast
+
+from tests.worlds import BYTES
+from treadle.core.types import Message
+from treadle.rollout.chat import ChatRenderer
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+BAR, LOW = "\uff5c", "\u2581"
+_DEEPSEEK = tuple(
+    f"<{BAR}{name.replace('_', LOW)}{BAR}>"
+    for name in (
+        *("begin_of_sentence", "end_of_sentence", "User", "Assistant", "tool_calls_begin", "tool_calls_end"),
+        *("tool_call_begin", "tool_call_end", "tool_outputs_begin", "tool_outputs_end"),
+        *("tool_output_begin", "tool_output_end", "tool_sep"),
+    )
+)
+_LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>", "<|eom_id|>")
+_HARMONY = ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+_GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+_GEMMA = ("<bos>", "<start_of_turn>", "<end_of_turn>")
+_PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+_COHERE = (
+    "<|START_OF_TURN_TOKEN|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|SYSTEM_TOKEN|>",
+    "<|USER_TOKEN|>",
+    "<|CHATBOT_TOKEN|>",
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """calls: how tool calls are written. thoughts: how thoughts are: "opt", or begun by the "prompt", or "harmony"."""
+
+    template: str
+    stops: tuple[str, ...] = ("<|im_end|>",)
+    special: tuple[str, ...] = ()
+    calls: str = ""
+    thoughts: str = ""
+    bos: str = ""
+    system: bool = True
+    most_calls: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    keeps: bool | None = True  # whether the template keeps all history but thoughts before the last question
+
+
+FAMILIES = {
+    "qwen2_5": Family("qwen2_5", calls="hermes"),
+    "qwen3": Family("qwen3", calls="hermes", thoughts="opt"),
+    "qwen3_nothink": Family("qwen3", calls="hermes", thoughts="off", options={"enable_thinking": False}),
+    "qwen3_instruct_2507": Family("qwen3_instruct_2507", calls="hermes"),
+    "qwen3_5_think": Family("qwen3_5_think", calls="xml", thoughts="prompt"),
+    "qwen3_6": Family("qwen3_6", calls="xml", thoughts="prompt"),
+    "qwen3_6_preserve": Family("qwen3_6", calls="xml", thoughts="prompt", options={"preserve_thinking": True}),
+    "llama3": Family("llama3", ("<|eot_id|>",), _LLAMA, bos=_LLAMA[0]),
+    "llama3_1": Family("llama3_1", ("<|eot_id|>", "<|eom_id|>"), _LLAMA, "llama", bos=_LLAMA[0], most_calls=1),
+    "gptoss": Family("gptoss", ("<|return|>", "<|call|>"), _HARMONY, "harmony", "harmony", most_calls=1, keeps=None),
+    "glm4moe": Family("glm4moe", ("<|user|>", "<|observation|>", "<|endoftext|>"), _GLM, "glm", "opt"),
+    "deepseekv3": Family("deepseekv3", (_DEEPSEEK[1],), _DEEPSEEK, "deepseek", "prompt", bos=_DEEPSEEK[0], keeps=None),
+    "gemma": Family("gemma", ("<end_of_turn>",), _GEMMA, bos="<bos>", system=False),
+    "gemma3": Family("gemma3", ("<end_of_turn>",), _GEMMA, bos="<bos>"),
+    "phi3_5": Family("phi3_5", ("<|end|>",), _PHI),
+    "cohere2": Family("cohere2", ("<|END_OF_TURN_TOKEN|>",), _COHERE),
+}
+
+WORDS = (
+    *("the", " quick", " agent", "\n", "\n\n", " ", "  ", "\t", "é", "e\u0301", "日本語", "🙂", " 12345", "aaaaaa"),
+    *("def f(x):\n    return x", ' {"a": 1}', "<b>", " it's", "…", "\u00a0", "\u2028", " internationalisation"),
+    *(" tokenization", "ﬁ", "\r\n", "</p>", "&amp;", "'", '"', "\\n", " -> ", "__init__", "\ufeff", "한국어"),
+    *("\U000f0000", "\U0010fffd", "\U0010fffc7\U0010fffc", "\\udbff\\udffd"),  # what the renderer uses itself
+)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "d <|im_end|>",
+            "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": []},
+        },
+    }
+    for name in ("search", "run_code")
+]
+
+
+@cache
+def small_vocabulary() -> Tokenizer:
+    """A byte-level BPE like Qwen's, with 1500 tokens, trained on the templates."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizer_decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator((path.read_text() for path in sorted(TEMPLATES.glob("q*.jinja"))), trainer)
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tags])
+    return tokenizer
+
+
+class World:
+    """A family on a vocabulary."""
+
+    def __init__(self, family: Family, vocabulary: Tokenizer) -> None:
+        self.family = family
+        self.tokenizer = Tokenizer.from_str(vocabulary.to_str())
+        self.tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in family.special])
+        self.stops = [self._id(s) for s in family.stops]
+        self.hf: Any = PreTrainedTokenizerFast(
+            tokenizer_object=self.tokenizer,
+            chat_template=(TEMPLATES / f"{family.template}.jinja").read_text(),
+            bos_token=family.bos or "<|endoftext|>",
+            eos_token=family.stops[0],
+            clean_up_tokenization_spaces=False,
+        )
+        self.renderer = ChatRenderer(self.hf, self.stops, chat_template_kwargs=family.options)
+        decoder = self.tokenizer.get_added_tokens_decoder().items()
+        self.special = {ident: token.content for ident, token in decoder if token.special}
+        self.vocabulary = self.tokenizer.get_vocab()
+        tags = ("<think>", "</think>", "<tool_call>", "<tool_response>", "</tool_response>")
+        self.lookalikes = (*self.special.values(), *tags)
+
+    def _id(self, token: str) -> int:
+        found: int | None = self.tokenizer.token_to_id(token)
+        assert found is not None
+        return found
+
+    @cached_property
+    def _without_special(self) -> Callable[[str], list[str]]:
+        """Text -> canonical tokens, special ones as ordinary text."""
+        spec = json.loads(self.tokenizer.to_str())
+        spec["added_tokens"] = [token for token in spec["added_tokens"] if not token["special"]]
+        plain = Tokenizer.from_str(json.dumps(spec))
+        return lambda text: list(plain.encode(text, add_special_tokens=False).tokens)
+
+    def decode(self, ids: Any) -> str:
+        return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def text(self, rng: random.Random, longest: int = 12, evil: float = 0.1) -> str:
+        pick = (rng.choice(self.lookalikes if rng.random() < evil else WORDS) for _ in range(rng.randint(0, longest)))
+        return "".join(pick)
+
+    def arguments(self, rng: random.Random) -> dict[str, Any]:
+        values = [1, 2.5, True, None, "x y", self.text(rng, 3, 0).strip(), [1, "a"], {"z": 1, "a": [None]}, "5", 1.0]
+        return {key: rng.choice(values) for key in rng.sample(["path", "q", "n", "content"], rng.randint(0, 3))}
+
+    def ids(self, rng: random.Random, text: str) -> list[int]:
+        """Ids whose bytes are those of the text, not the canonical ones; special tokens' names stay text."""
+        found: list[int] = []
+        if unicodedata.normalize("NFC", text) == text:
+            pieces = self._without_special(text)
+        else:  # what the normaliser would change goes in byte by byte
+            pieces = [BYTES[byte] for byte in text.encode()]
+        for piece in pieces:
+            parts = [piece]
+            while parts:
+                part = parts.pop()
+                cut = rng.randint(1, len(part) - 1) if len(part) > 1 and rng.random() < 0.15 else 0
+                if cut and part[:cut] in self.vocabulary and part[cut:] in self.vocabulary:
+                    parts += [part[cut:], part[:cut]]
+                else:
+                    found.append(self.vocabulary[part])
+        return found
+
+    def sample(self, rng: random.Random, tools: bool) -> list[int]:
+        """A completion: white space at either end, thoughts, tool calls, broken UTF-8, cut by length or not."""
+        ids: list[int] = []
+        calls = min(rng.choice([0, 0, 1, 1, 2]), self.family.most_calls) if tools and self.family.calls else 0
+        stop = self._harmony(rng, ids, calls) if self.family.thoughts == "harmony" else self._chat(rng, ids, calls)
+        if rng.random() < 0.08 and len(ids) > 3:
+            ids.insert(rng.randrange(len(ids)), self.vocabulary[BYTES[rng.choice((0x80, 0xE2, 0xFF, 0xF0))]])
+        cut = rng.random() < 0.12 and len(ids) > 1
+        if cut:
+            del ids[rng.randrange(1, len(ids)) :]
+        ids = [i for i in ids if i not in self.stops]
+        return ids if cut and ids else [*ids, stop]
+
+    def _body(self, rng: random.Random) -> str:
+        blank = ("", "", "", "\n", " ", "\n\n", "  \n")
+        return rng.choice(blank) + self.text(rng, 10, 0.03) + rng.choice(blank)
+
+    def _chat(self, rng: random.Random, ids: list[int], calls: int) -> int:
+        thought, form = self.text(rng, 10, 0.02) if rng.random() < 0.8 else "", self.family.calls
+        if self.family.thoughts == "prompt":
+            ids += self.ids(rng, thought + rng.choice(["\n</think>\n\n", "</think>", "\n\n</think>\n"]))
+        elif self.family.thoughts == "opt" and rng.random() < 0.7:
+            begin, end = rng.choice(["<think>\n", "\n<think>", "<think>"]), rng.choice(["\n</think>\n\n", "</think>"])
+            ids += self.ids(rng, begin + thought + end)
+        if not (form == "llama" and calls) and rng.random() < 0.85:
+            ids += self.ids(rng, self._body(rng))
+        names = [rng.choice(["search", "run_code"]) for _ in range(calls)]
+        written = "\n".join(write_call(form, name, self.arguments(rng), rng) for name in names)
+        if form == "deepseek" and calls:
+            ids += self.tokenizer.encode(_DEEPSEEK[4] + written + _DEEPSEEK[5], add_special_tokens=False).ids
+        else:
+            ids += self.ids(rng, written)
+        if calls and rng.random() < 0.2:
+            ids += self.ids(rng, rng.choice(["\n", " trailing text"]))
+        return self._id("<|observation|>" if calls else "<|user|>") if form == "glm" else self.stops[0]
+
+    def _harmony(self, rng: random.Random, ids: list[int], calls: int) -> int:
+        def header(*parts: str) -> None:
+            for part in parts:
+                ids.extend([self._id(part)] if part in _HARMONY else self.ids(rng, part))
+
+        if rng.random() < 0.8:
+            header("<|channel|>", "analysis", "<|message|>", self._body(rng), "<|end|>", "<|start|>", "assistant")
+        if not calls:
+            header("<|channel|>", "final", "<|message|>", self._body(rng))
+            return self._id("<|return|>")
+        written = write_call("harmony", "search", self.arguments(rng), rng)
+        header(" to=functions.search", "<|channel|>", "commentary json", "<|message|>", written)
+        return self._id("<|call|>")
+
+    def message(self, rng: random.Random, completion: list[int], tools: bool) -> Message:
+        """The assistant message that an inference server hands out."""
+        ids = completion[:-1] if completion[-1] in self.stops else completion
+        strip = rng.random() < 0.5
+        content, thought, calls = read(self.decode(ids), self.family.calls if tools else "", self.family.thoughts)
+        message = Message(role="assistant", content=content.strip() if strip else content)
+        if thought is not None:
+            message["reasoning_content"] = thought.strip("\n") if strip else thought
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{rng.getrandbits(64):x}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+                }
+                for name, arguments in calls
+            ]
+        return message
+
+
+def write_call(form: str, name: str, arguments: dict[str, Any], rng: random.Random) -> str:
+    """A tool call as a model might write it: odd spacing, any order of keys."""
+    blank = rng.choice(["", " ", "  ", "\n"])
+
+    def as_json(value: Any) -> str:
+        separators = rng.choice([(",", ":"), (", ", ": "), (" , ", " :  ")])
+        indent = rng.choice([None, None, 2])
+        return json.dumps(value, ensure_ascii=rng.random() < 0.3, separators=separators, indent=indent)
+
+    def as_text(value: Any) -> str:
+        return value if isinstance(value, str) else as_json(value)
+
+    if form == "hermes":
+        parts = [f'"name":{blank}"{name}"', f'"arguments":{blank}{as_json(arguments)}']
+        rng.shuffle(parts)
+        inner = ", ".join(parts)
+        return (
+            "<tool_call>"
+            + rng.choice(["\n", "", " "])
+            + f"{{{blank}{inner}}}"
+            + rng.choice(["\n", ""])
+            + "</tool_call>"
+        )
+    if form == "xml":
+        inner = "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items())
+        return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+    if form == "glm":
+        pairs = (f"<arg_key>{k}</arg_key>\n<arg_value>{as_text(v)}</arg_value>\n" for k, v in arguments.items())
+        return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
+    if form == "llama":
+        return f'{{{blank}"name": "{name}",{blank} "parameters":{blank}{as_json(arguments)}}}'
+    if form == "deepseek":
+        return f"{_DEEPSEEK[6]}function{_DEEPSEEK[12]}{name}\n```json\n{as_json(arguments)}\n```{_DEEPSEEK[7]}"
+    return as_json(arguments)
+
+
+Calls = list[tuple[str, dict[str, Any]]]
+_CALLS = {
+    "hermes": re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.S),
+    "xml": re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>", re.S),
+    "glm": re.compile(r"<tool_call>([^\n<]+)\n(.*?)</tool_call>", re.S),
+    "llama": re.compile(r"^(\{.*\})$", re.S),
+    "deepseek": re.compile(
+        rf"{_DEEPSEEK[6]}function{_DEEPSEEK[12]}(\w+)\n```json\n(.*?)\n```{_DEEPSEEK[7]}".replace("|", r"\|"), re.S
+    ),
+}
+_PAIRS = {
+    "xml": re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.S),
+    "glm": re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.S),
+}
+
+
+def read(text: str, form: str, thoughts: str) -> tuple[str, str | None, Calls]:
+    """(content, thought, tool calls) of what the model wrote."""
+    if thoughts == "harmony":
+        return _read_harmony(text)
+    thought = None
+    if thoughts == "prompt":
+        before, found, after = text.partition("</think>")
+        thought, text = before, after if found else ""
+    elif thoughts and re.match(r"\s*<think>", text):
+        thought, _, text = text.split("<think>", 1)[1].partition("</think>")
+    try:
+        calls = [_read_call(form, *match.groups()) for match in _CALLS[form].finditer(text)] if form else []
+    except (ValueError, KeyError, TypeError):
+        return text, thought, []
+    if calls:
+        text = "" if form == "llama" else re.split(f"<tool_call>|{_DEEPSEEK[4]}", text)[0]
+    return text, thought, calls
+
+
+def _read_call(form: str, *parts: str) -> tuple[str, dict[str, Any]]:
+    if form in ("hermes", "llama"):
+        call = json.loads(parts[0])
+        return str(call["name"]), dict(call["arguments" if form == "hermes" else "parameters"])
+    if form == "deepseek":
+        return parts[0], json.loads(parts[1])
+    return parts[0], {key: _value(value) for key, value in _PAIRS[form].findall(parts[1])}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _read_harmony(text: str) -> tuple[str, str | None, Calls]:
+    content, thought, calls = "", None, []
+    for part in re.split(r"<\|start\|>assistant", text):
+        head = r"\s*(?:to=functions\.(\S+?))?<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?:<\|end\|>|$)"
+        found = re.match(head, part, re.S)
+        if not found:
+            content += part
+        elif found[1]:
+            try:
+                calls.append((found[1], dict(json.loads(found[3]))))
+            except (ValueError, TypeError):
+                content += part
+        elif found[2] == "analysis":
+            thought = (thought or "") + found[3]
+        else:
+            content += found[3]
+    return content, thought, calls

@@ -1,0 +1,228 @@
+"""Exact rendering, for sixteen model families: random conversations, sampled in random non-canonical tokens.
+
+What is checked of every prompt does not rest on what the renderer says of itself: transformers renders the text, the
+vocabulary decodes the ids, and whether a family's template keeps the history is written down by hand.
+"""
+
+import copy
+import json
+import os
+import random
+import unicodedata
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+
+from tests.rollout.families import FAMILIES, TOOLS, World, small_vocabulary
+from treadle.core.types import BreakCause, Message
+from treadle.packing.breaks import Kind, relations
+from treadle.packing.flat import Call
+from treadle.rollout.conversation import Conversation, Prompt
+from treadle.rollout.rendering.structure import plain
+
+KEPT_BY_APPENDING = {
+    BreakCause.THINKING_STRIPPED,
+    BreakCause.END_TOKEN_REWRITTEN,
+    BreakCause.REWRITTEN,
+    BreakCause.TOOL_CALL_REWRITTEN,
+}
+
+
+@cache
+def world(name: str, vocabulary: str) -> World:
+    if vocabulary == "small":
+        return World(FAMILIES[name], small_vocabulary())
+    root = os.environ.get("TREADLE_TEST_DATA")
+    if root is None:
+        pytest.skip("TREADLE_TEST_DATA, which holds tokenizers/qwen, is not set")
+    return World(FAMILIES[name], qwen_vocabulary(root))
+
+
+@cache
+def qwen_vocabulary(root: str) -> Tokenizer:
+    return Tokenizer.from_file(str(Path(root) / "tokenizers" / "qwen" / "tokenizer.json"))
+
+
+each_family = pytest.mark.parametrize("name", FAMILIES)
+each_vocabulary = pytest.mark.parametrize("vocabulary", ["small", "qwen"])
+
+
+def returned(message: Message, rng: random.Random) -> Message:
+    """The message as an agent sends it back: trimmed, without its thought, its arguments as JSON written anew."""
+    message = copy.deepcopy(message)
+    if rng.random() < 0.3:
+        message["content"] = message["content"].strip()
+    if rng.random() < 0.4:
+        message.pop("reasoning_content", None)
+    for call in message.get("tool_calls", ()):
+        if rng.random() < 0.5:
+            value = json.loads(call["function"]["arguments"])
+            separators = rng.choice([(",", ":"), (", ", ": ")])
+            text = json.dumps(
+                value, sort_keys=rng.random() < 0.5, ensure_ascii=rng.random() < 0.5, separators=separators
+            )
+            call["function"]["arguments"] = text
+        if rng.random() < 0.1:
+            call["id"] = ""
+    return message
+
+
+class Talk:
+    """One random conversation, checked prompt by prompt."""
+
+    def __init__(self, world: World, rng: random.Random) -> None:
+        self.world, self.rng = world, rng
+        self.tools: list[Any] = TOOLS if world.family.calls and rng.random() < 0.7 else []
+        self.conversation = Conversation(world.renderer)
+        self.sent: list[Message] = []  # as the agent sends it
+        self.known: list[Message] = []  # the same with replies as they were handed out
+        if world.family.system and rng.random() < 0.8:
+            self._say(Message(role="system", content=world.text(rng, 8)))
+        self._say(Message(role="user", content="Q " + world.text(rng)))
+        self.calls: list[Call] = []
+        self.causes: list[BreakCause | None] = []
+        self.counts: Counter[str] = Counter()
+        self._naive: list[int] = []  # the call before, had all been tokenized anew
+
+    def _say(self, message: Message) -> None:
+        self.sent.append(message)
+        self.known.append(message)
+
+    def turn(self) -> None:
+        """A call, its reply and what follows."""
+        prompt = self.conversation.render(self.sent, self.tools)
+        text = self._oracle()
+        self._check_text(prompt, text)
+        anew = list(self.world.tokenizer.encode(text or "", add_special_tokens=False).ids)
+        if self.calls:
+            self._check_history(prompt)
+            self.counts["naive breaks"] += anew[: len(self._naive)] != self._naive
+        completion = self.world.sample(self.rng, bool(self.tools))
+        message = self.world.message(self.rng, completion, bool(self.tools))
+        self.conversation.record(prompt, np.array(completion, np.int32), message)
+        self.calls.append(Call(np.concatenate([prompt.ids, np.array(completion, np.int32)]), len(prompt.ids), 0))
+        self.causes.append(prompt.break_cause)
+        self._naive = anew + completion
+        self.known.append(message)
+        self.sent.append(returned(message, self.rng))
+        for call in message.get("tool_calls", ()):
+            observation = "T " + self.world.text(self.rng)
+            self._say(Message(role="tool", content=observation, tool_call_id=call["id"]))
+        if not message.get("tool_calls"):
+            self._say(Message(role="user", content="Q " + self.world.text(self.rng)))
+
+    def _oracle(self) -> str | None:
+        """The text as transformers renders it; None where the template refuses the conversation."""
+        messages: list[Any] = copy.deepcopy(self.known)
+        for message in messages:
+            if message["role"] == "assistant":
+                message.setdefault("reasoning_content", "")
+                for call in message.get("tool_calls", ()):
+                    if self.world.family.calls != "deepseek":
+                        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        try:
+            return str(
+                self.world.hf.apply_chat_template(
+                    messages,
+                    tools=self.tools or None,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **self.world.family.options,
+                )
+            )
+        except TemplateError:
+            return None
+
+    def _check_text(self, prompt: Prompt, expected: str | None) -> None:
+        """Recorded ids within spans; outside, ids of what the template writes."""
+        assert prompt.rendering is not None
+        text = prompt.rendering.text
+        if expected is not None:
+            assert plain(text) == expected
+        at = place = 0
+        parts: list[tuple[str, Any]] = []
+        for start, end, first, last in prompt.rendering.spans:
+            parts.append((text[at:start], prompt.ids[place:first]))
+            sampled = prompt.ids[first:last].tobytes()
+            assert any(sampled in call.token_ids.tobytes() for call in self.calls)
+            at, place = end, last
+        for part, ids in [*parts, (text[at:], prompt.ids[place:])]:
+            assert unicodedata.normalize("NFC", self.world.decode(ids)) == unicodedata.normalize("NFC", plain(part))
+            structural = [match[0] for match in self.world.renderer.structure.tokens(part)]
+            assert [self.world.special[i] for i in ids.tolist() if i in self.world.special] == structural
+
+    def _check_history(self, prompt: Prompt) -> None:
+        """Appended where the template keeps the history, and a known cause where it does not."""
+        previous = self.calls[-1].token_ids
+        extends = prompt.ids[: len(previous)].tolist() == previous.tolist()
+        self.counts["appended"] += 1
+        self.counts["extends" if extends else str(prompt.break_cause)] += 1
+        assert (prompt.break_cause is None) == extends
+        if self.world.family.keeps is not None:
+            assert extends == self._keeps_thoughts()
+        if not extends:
+            assert prompt.break_cause in KEPT_BY_APPENDING
+
+    def _keeps_thoughts(self) -> bool:
+        """Thoughts are dropped, where they are, once a later question stands behind them."""
+        if not self.world.family.thoughts or self.world.family.options.get("preserve_thinking"):
+            return True
+        questions = [n for n, message in enumerate(self.known) if message["role"] == "user"]
+        if self.known[-1]["role"] != "user" or len(questions) < 2:
+            return True
+        return not any(m.get("reasoning_content", "").strip() for m in self.known[questions[-2] : questions[-1]])
+
+    def finish(self) -> Counter[str]:
+        """No step that breaks does so without a recorded cause, and none has the same text in other tokens."""
+        told = relations(self.calls, self.world.decode, self.causes)
+        assert [r.cause for r in told] == [
+            c if r.kind is not Kind.EXTENDS else None for c, r in zip(self.causes, told, strict=True)
+        ]
+        return self.counts
+
+
+def talk(world: World, seed: int, turns: int) -> Counter[str]:
+    conversation = Talk(world, random.Random(seed))
+    for _ in range(turns):
+        conversation.turn()
+    return conversation.finish()
+
+
+@each_vocabulary
+@each_family
+@settings(max_examples=12)
+@given(seed=st.integers(0, 2**32), turns=st.integers(2, 7))
+def test_every_prompt_carries_the_sampled_ids_on(name: str, vocabulary: str, seed: int, turns: int) -> None:
+    talk(world(name, vocabulary), seed, turns)
+
+
+def test_tokenizing_anew_would_have_broken_most_of_them() -> None:
+    """What makes the property above worth having."""
+    counts = sum((talk(world(name, "small"), seed, 5) for name in FAMILIES for seed in range(3)), Counter())
+    assert counts["naive breaks"] > counts["appended"] / 2
+    assert counts["extends"] > counts["appended"] / 2
+
+
+@pytest.mark.slow
+def test_ten_thousand_conversations() -> None:
+    """Prints how they went: with `-s`."""
+    vocabulary = "qwen" if "TREADLE_TEST_DATA" in os.environ else "small"
+    conversations = Counter[str]()
+    counts = Counter[str]()
+    for seed in range(10_000 // len(FAMILIES)):
+        for name in FAMILIES:
+            found = talk(world(name, vocabulary), seed, 2 + seed % 6)
+            counts += found
+            conversations["all"] += 1
+            conversations["broken if tokenized anew"] += found["naive breaks"] > 0
+            conversations["broken"] += found["extends"] < found["appended"]
+    print(f"\n{vocabulary} vocabulary: conversations {dict(conversations)}\nprompts {dict(counts)}")
+    assert conversations["broken if tokenized anew"] > conversations["all"] / 2
