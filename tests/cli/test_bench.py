@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import Trained
-from treadle.cli.benchmarks import kernels, merge, packing, render, rollout, update
+from treadle.cli.benchmarks import gateway, kernels, merge, packing, render, rollout, update
 from treadle.cli.benchmarks.meter import peak_bytes
 from treadle.cli.benchmarks.report import Report, Reports
 from treadle.cli.benchmarks.workloads import WORKLOADS, Size
@@ -27,6 +27,14 @@ def test_importing_treadle_takes_less_than_a_third_of_a_second(capsys: pytest.Ca
     report = json.loads(capsys.readouterr().out)
     seconds = {row["statement"]: row["CPU s"] for row in report["rows"]}
     assert report["benchmark"] == "import" and 0 < seconds["import treadle"] < 0.3
+
+
+def test_the_gateway_benchmark_tells_what_it_adds() -> None:
+    direct, through = gateway.measure(1, 1, [gateway.Load(2, 5, 0.01)]).rows
+    assert (direct["way"], through["way"]) == ("session", "gateway")
+    assert min(float(direct["p50 ms"]), float(through["p50 ms"])) >= 10
+    assert through["added p50 ms"] == float(through["p50 ms"]) - float(direct["p50 ms"])
+    assert float(through["CPU ms per request"]) > float(direct["CPU ms per request"]) > 0
 
 
 @pytest.mark.parametrize("name", COLUMNS)

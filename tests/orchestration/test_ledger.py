@@ -3,6 +3,7 @@
 import json
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause, RunError
-from treadle.core.types import Failure, Group, Status, Step, Trajectory
+from treadle.core.types import DropReason, Failure, Group, Status, Step, Trajectory
 from treadle.orchestration.ledger import Ledger, LoopState
 
 
@@ -72,6 +73,16 @@ def test_recording_notes_everything(ledger: Ledger) -> None:
         (0, 3, 1, 0.5),
         (1, 5, 0, 0.25),
     ]
+
+
+def test_steps_that_were_dropped_when_recorded_stay_so(ledger: Ledger) -> None:
+    steps = (make_step(), replace(make_step(), dropped=DropReason.CANCELLED))
+    ledger.record([make_group(0, good("g000000", steps=steps))], "train", 0, "s")
+    ledger.record([make_group(1, good("g000001", steps=steps), name="e")], "eval", 0, "s")
+    ledger.commit_checkpoint("c", LoopState(update=1, cursor=2))
+    rows = ledger.query("SELECT state, reason FROM steps ORDER BY trajectory_id, step")
+    kept = [(row["state"], row["reason"]) for row in rows]
+    assert kept == [("trained", None), ("dropped", "cancelled"), ("evaluated", None), ("dropped", "cancelled")]
 
 
 def test_states_of_a_batch_from_recording_to_checkpoint(ledger: Ledger) -> None:

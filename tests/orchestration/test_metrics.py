@@ -1,10 +1,12 @@
 """Figures over trajectories and tasks, and the lines a person reads."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause
-from treadle.core.types import Failure, Status, Task, Trajectory
+from treadle.core.types import DropReason, Failure, Status, Task, Trajectory
 from treadle.orchestration.metrics import evaluation_result, trajectory_metrics
 from treadle.orchestration.progress import PlainProgress, evaluation_line, update_line
 
@@ -37,6 +39,15 @@ def test_means_are_over_graded_trajectories_and_pass_at_k_over_tasks() -> None:
     assert (nothing["reward_mean"], nothing["success"], nothing["pass_at_k"]) == (None, None, None)
     rest = {"update": 1, "entropy": 0.0, "logprob_gap_max": 0.0, "seconds_rollout": 0.0, "seconds_update": 0.0}
     assert "reward -  success -" in update_line({**nothing, **rest}, 1)
+
+
+def test_dropped_steps_do_not_count() -> None:
+    whole = attempt(1.0, steps=2)
+    lost = replace(make_step([1] * 50, []), dropped=DropReason.CANCELLED)
+    with_lost = replace(whole, steps=(*whole.steps, lost))
+    for success_at in (0.5, 1.0):
+        told = [trajectory_metrics([make_group(0, t)], success_at) for t in (whole, with_lost)]
+        assert told[0] == told[1]
 
 
 def test_an_evaluation_counts_failures_beside_its_means_and_splits_by_a_key() -> None:

@@ -1,10 +1,12 @@
 """A step that the model cannot train costs its trajectory, by name, and nothing else."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tests.models import make_group, make_step, random_groups
-from treadle.core.types import Group, Status, Step
+from treadle.core.types import DropReason, Group, Status, Step
 from treadle.packing.checks import set_aside
 
 GOOD = make_step([1, 2, 3], [4, 5])
@@ -34,6 +36,11 @@ def test_a_faulty_step_costs_its_trajectory_alone(step: Step, fault: str) -> Non
     assert (first, last) == (groups[1].trajectories[0], groups[1].trajectories[2])
     assert bad.reward is None and bad.status is Status.FAILED and bad.failure is not None
     assert bad.failure.message == refused["g000001.1"] and bad.steps == groups[1].trajectories[1].steps
+
+
+def test_a_dropped_step_is_not_looked_at() -> None:
+    groups = with_step(replace(make_step([1, 2], []), dropped=DropReason.CANCELLED))
+    assert set_aside(groups, vocabulary=32, context=40) == (groups, {})
 
 
 def test_sound_groups_pass_as_they_are() -> None:

@@ -1,11 +1,13 @@
 """The flat arrays describe the graded steps in canonical order, and so do the calls made of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 
 from tests.models import make_group, make_step, ragged_groups
-from treadle.core.types import Group
+from treadle.core.types import DropReason, Group
 from treadle.packing.flat import calls, flatten
 
 
@@ -33,6 +35,13 @@ def test_flatten_is_in_canonical_order_without_what_has_no_reward() -> None:
     assert batch.temperature.tolist() == [0.5, 0.5, 0.0, 2.0]
     assert batch.logp_rollout.tolist() == [-1.0, -2.0, 0.0, -1.5]
     assert len(batch) == 4
+
+
+def test_dropped_steps_are_left_out() -> None:
+    lost = replace(make_step([1], []), dropped=DropReason.CANCELLED)
+    batch = flatten([make_group([([make_step([1], [2]), lost, make_step([1], [3, 4])], 1.0), ([lost], 0.0)])])
+    assert [step.completion_ids.tolist() for step in batch.steps] == [[2], [3, 4]]
+    assert (batch.trajectory_of_step.tolist(), batch.rewards.tolist()) == ([0, 0], [1.0, 0.0])
 
 
 @given(ragged_groups(vocabulary=3))

@@ -15,6 +15,7 @@ _EXAMPLES = """benchmarks:
   update    one optimizer update of the demo's shape, or recorded ones of a run, under every packing
   packing   forward and backward passes of step, chain and tree packing on six workloads; their parts alone
   merge     building prefix trees alone, against plain Python
+  gateway   the gateway before a fake engine, against calling the session directly
   render    the next prompt of conversations of 10 to 80 messages, against tokenizing them anew
   import    how long `import treadle` takes
 
@@ -23,6 +24,7 @@ examples:
   treadle bench update --threads 2 --repeats 5 --json
   treadle bench update --replay runs/demo
   treadle bench packing --repeats 1
+  treadle bench gateway
   treadle bench packing --device cuda --output packing.json
 """
 _MODULES = {
@@ -30,6 +32,7 @@ _MODULES = {
     "update": "update",
     "packing": "packing",
     "merge": "merge",
+    "gateway": "gateway",
     "render": "render",
     "import": "imports",
 }

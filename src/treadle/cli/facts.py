@@ -233,16 +233,17 @@ def _trajectory(
 
 
 def _calls(shard: Path) -> Iterator[tuple[str, str, Call, BreakCause | None]]:
-    """(group id, trajectory id, call, recorded break cause) of each step that was not dropped when recorded."""
-    columns = ["group_id", "trajectory_id", "break_cause", "dropped", "prompt_ids", "completion_ids"]
+    """(group id, trajectory id, call, recorded break cause), without steps that were dropped when recorded."""
+    columns = ["group_id", "trajectory_id", "prompt_ids", "completion_ids", "break_cause", "dropped"]
     with pq.ParquetFile(shard) as file:
         for batch in file.iter_batches(_ROWS, columns=columns):
-            told = zip(*(batch.column(name).to_pylist() for name in columns[:4]), strict=True)
-            prompts, completions = (_arrays(batch.column(name)) for name in columns[4:])
-            for (group, trajectory, cause, dropped), prompt, completion in zip(told, prompts, completions, strict=True):
-                if dropped is None:
-                    call = Call(np.concatenate([prompt, completion]), len(prompt), first=0)
-                    yield group, trajectory, call, BreakCause(cause) if cause else None
+            told = zip(*(batch.column(name).to_pylist() for name in (*columns[:2], *columns[4:])), strict=True)
+            sides = zip(*(_arrays(batch.column(name)) for name in columns[2:4]), strict=True)
+            for (group, trajectory, cause, dropped), (prompt, completion) in zip(told, sides, strict=True):
+                if dropped is not None:
+                    continue
+                call = Call(np.concatenate([prompt, completion]), len(prompt), first=0)
+                yield group, trajectory, call, BreakCause(cause) if cause else None
 
 
 def _arrays(column: pa.ListArray) -> list[Any]:

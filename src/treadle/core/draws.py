@@ -27,6 +27,7 @@ class Stream(IntEnum):
     SHUFFLE = 3
     BENCH = 4
     DEMONSTRATE = 5
+    SERVE = 6
 
 
 def philox4x32(

@@ -52,6 +52,7 @@ class ChatRenderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.structure = Structure(tokenizer.backend_tokenizer, stop_token_ids)
+        self._backend = tokenizer.backend_tokenizer
         self.options = dict(chat_template_kwargs or {})
         self._stop_ids = {int(i) for i in stop_token_ids}
         self._variables = dict(tokenizer.special_tokens_map)
@@ -76,11 +77,16 @@ class ChatRenderer:
         """The template's own text."""
         return self._sources["default"]
 
+    @property
+    def vocabulary(self) -> int:
+        """Ids lie below this."""
+        return self._backend.get_vocab_size()
+
     def encode(self, text: str) -> Ids:
         """Token ids of raw text, special tokens included, int32[T]."""
-        return np.concatenate([np.empty(0, np.int32), *self.structure.encode(text)])
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def decode(self, ids: Ids) -> str:
+    def decode(self, ids: Sequence[int] | Ids) -> str:
         """Text of the ids, special tokens included."""
         return self.structure.decode([int(i) for i in ids])
 

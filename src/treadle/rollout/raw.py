@@ -24,14 +24,14 @@ class RawPrompts:
         self._records: list[tuple[str, Step]] = []  # the prompt's text, and the call
 
     def ids(self, prompt: str | Sequence[int]) -> Ids:
-        """int32[P]. Raises DataError for an empty prompt or one that is no ids."""
+        """int32[P]. Raises DataError for an empty prompt or one that is no ids of the vocabulary."""
         if isinstance(prompt, str):
             known, rest = self._longest(prompt)
             ids = np.concatenate([known, self._renderer.encode(rest)])
         else:
-            ids = np.asarray(prompt)
-            if ids.dtype.kind not in "iu" or ids.ndim != 1 or not ((ids >= 0) & (ids < 2**31)).all():
-                raise DataError("a prompt of token ids must be a list of integers in [0, 2**31)")
+            ids, size = np.asarray(prompt), self._renderer.vocabulary
+            if ids.dtype.kind not in "iu" or ids.ndim != 1 or not ((ids >= 0) & (ids < size)).all():
+                raise DataError(f"a prompt of token ids must be a list of integers in [0, {size})")
         if not len(ids):
             raise DataError("the prompt is empty: a completion needs at least one token before it")
         return ids.astype(np.int32)

@@ -33,7 +33,9 @@ def filtered(scaled: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """Log-probabilities [C, V] after filters, written down as they are defined."""
     probabilities = scaled.softmax(-1)
     keep = torch.ones_like(probabilities, dtype=torch.bool)
-    ranked, order = probabilities.sort(-1, descending=True)
+    if sampling.min_p:
+        keep &= probabilities >= sampling.min_p * probabilities.max(-1, keepdim=True).values
+    ranked, order = torch.where(keep, probabilities, 0.0).sort(-1, descending=True)
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
     if sampling.top_k:
         keep &= rank < sampling.top_k
@@ -42,8 +44,6 @@ def filtered(scaled: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
         ranked = (left / left.sum(-1, keepdim=True)).gather(-1, order)
         before = ranked.cumsum(-1) - ranked
         keep &= torch.zeros_like(keep).scatter_(-1, order, before < sampling.top_p)
-    if sampling.min_p:
-        keep &= probabilities >= sampling.min_p * probabilities.max(-1, keepdim=True).values
     return scaled.masked_fill(~keep, -torch.inf).log_softmax(-1)
 
 
@@ -72,6 +72,7 @@ async def test_log_probabilities_are_those_of_the_distribution_sampled_from(
         SamplingParams(max_tokens=24, temperature=1.7, top_k=20),
         SamplingParams(max_tokens=24, temperature=0.8, top_k=50, top_p=0.9),
         SamplingParams(max_tokens=24, temperature=1.2, min_p=0.05),
+        SamplingParams(max_tokens=24, temperature=1.2, min_p=0.05, top_k=40, top_p=0.8),
     ]
     async with connect(name, stop_token_ids=[]) as engine:
         await engine.publish(unique_weights(model), 0)
@@ -132,8 +133,6 @@ async def test_what_vllm_would_change_in_silence_is_refused(connect: Connect) ->
             await sampled(engine, SamplingParams(max_tokens=506), "long")
         with pytest.raises(EngineError, match=r"told temperature 0\.001, vLLM samples at 0\.01"):
             await sampled(engine, SamplingParams(temperature=0.001), "cold")
-        with pytest.raises(EngineError, match="vLLM applies min_p before top_p"):
-            await sampled(engine, SamplingParams(min_p=0.1, top_p=0.9), "filters")
         with pytest.raises(EngineError, match=r"generate answered 400: .*out of vocabulary"):
             await sampled(engine, SamplingParams(max_tokens=4), "ids", np.array([5, 99999], np.int32))
         with pytest.raises(EngineError, match=r"scores at temperatures of at least 0\.01, not at 0"):

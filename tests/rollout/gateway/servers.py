@@ -57,7 +57,7 @@ def scripted(text: Callable[[str, int], str]) -> Callable[[Ids, SamplingParams],
     tokenizer = PlainTokenizer()
 
     def reply(prompt: Ids, sampling: SamplingParams) -> list[int]:
-        written = text(tokenizer.decode(prompt, skip_special_tokens=False), next(numbers))
+        written = text(str(tokenizer.decode(prompt, skip_special_tokens=False)), next(numbers))
         return [*plain_ids(written), END]
 
     return reply
@@ -74,17 +74,17 @@ class Served:
 
     gateway: Gateway
     url: str
-    engine: FakeEngine
+    engine: Any
+    renderer: ChatRenderer
     sessions: dict[str, Session] = field(default_factory=dict)
     clients: list[openai.AsyncOpenAI | anthropic.AsyncAnthropic] = field(default_factory=list)
 
     def open(self, name: str = "s", parse: ReplyParser = hermes, **settings: Any) -> SessionAddress:
         """A new session, attached."""
-        renderer = ChatRenderer(PlainTokenizer(), [END])
         sampling = SamplingParams(max_tokens=settings.pop("max_tokens", 500))
         address = Address(0, Stream.TRAIN, 0, len(self.sessions), 0)
         longest = settings.pop("longest", 10_000)
-        session = Session(name, self.engine, renderer, sampling, longest, address, parse, **settings)
+        session = Session(name, self.engine, self.renderer, sampling, longest, address, parse, **settings)
         self.sessions[name] = session
         return self.gateway.attach(session)
 
@@ -107,10 +107,10 @@ class Served:
 
 
 @asynccontextmanager
-async def served(engine: FakeEngine, **settings: Any) -> AsyncIterator[Served]:
+async def served(engine: Any, renderer: ChatRenderer | None = None, **settings: Any) -> AsyncIterator[Served]:
     gateway = Gateway(**settings)
     async with serving(gateway) as url:
-        server = Served(gateway, url, engine)
+        server = Served(gateway, url, engine, renderer or ChatRenderer(PlainTokenizer(), [END]))
         try:
             yield server
         finally:

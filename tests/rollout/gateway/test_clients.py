@@ -70,7 +70,7 @@ async def _chat(client: openai.AsyncOpenAI, conversation: Any, stream: bool) -> 
         [choice] = answer.choices
         assert answer.usage is not None and answer.usage.total_tokens > 0
         assert choice.finish_reason == ("tool_calls" if choice.message.tool_calls else "stop")
-        return choice.message.model_dump(exclude_none=True)
+        return dict(choice.message.model_dump(exclude_none=True))
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     events = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     usage, reasons = None, []
@@ -183,7 +183,7 @@ async def test_litellm_with_tools(provider: str, stream: bool, monkeypatch: pyte
             conversation.append({key: message[key] for key in ("role", "content", "tool_calls") if key in message})
             for call in calls:
                 conversation.append({"role": "tool", "tool_call_id": call["id"], "content": "the page of Anna"})
-        await litellm.close_litellm_async_clients()
+        await litellm.close_litellm_async_clients()  # type: ignore[attr-defined, no-untyped-call]
         check(server.steps(), told)
 
 
@@ -279,7 +279,7 @@ async def test_sampling_is_the_recipes_in_training_and_the_callers_elsewhere() -
             chat = server.openai(address)
             await chat.chat.completions.create(model="m", messages=HELLO)
             await chat.chat.completions.create(model="m", messages=HELLO, temperature=0.25, max_tokens=7, stop="x")
-        plain_call, asked = server.steps("recipe")
+        _, asked = server.steps("recipe")
         assert (asked.sampling.temperature, asked.sampling.max_tokens, asked.sampling.stop) == (1.0, 500, ("x",))
         assert server.sessions["recipe"].overridden == 1
         _, asked = server.steps("callers")

@@ -39,7 +39,7 @@ _DIALECTS = {
 
 def make_app(gateway: Gateway) -> FastAPI:
     """The ASGI application, every route both with the session's secret in its path and with it as API key."""
-    app = FastAPI(title="Treadle gateway", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Treadle gateway", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for prefix in ("/v1", "/sessions/{secret}/v1"):
         routes = {path: _asking(gateway, dialect) for path, dialect in _DIALECTS.items()}
         for path, handler in {**routes, "/messages/count_tokens": _counting(gateway)}.items():

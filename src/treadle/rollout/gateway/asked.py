@@ -74,7 +74,7 @@ class Answer:
 
     def text_of(self, token: int) -> str:
         """One token as text."""
-        return self.renderer.decode([token])  # type: ignore[arg-type]  # any iterable of ids
+        return self.renderer.decode([token])
 
 
 @dataclass(frozen=True, slots=True)

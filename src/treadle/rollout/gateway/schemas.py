@@ -99,7 +99,7 @@ def refusals() -> dict[int | str, Schema]:
 
 def described(path: str) -> Schema:
     """FastAPI's arguments for a POST route."""
-    answer: Schema = {"application/json": {"schema": _OBJECT}, "text/event-stream": {"schema": _TEXT}}
+    answer: Schema = {"application/json": {"schema": _OBJECT}, "text/event-stream": {}}
     return {
         "responses": {200: {"description": "the answer", "content": answer}, **refusals()},
         "openapi_extra": {

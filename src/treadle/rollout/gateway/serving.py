@@ -31,6 +31,7 @@ async def serving(gateway: Gateway, host: str = "127.0.0.1", port: int = 0) -> A
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=1024) as listening:
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: saves 40 ms an answer
         shown = f"[{host}]" if ":" in host else host
         gateway.url = f"http://{shown}:{listening.getsockname()[1]}"
         server = _Server(

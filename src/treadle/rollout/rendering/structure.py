@@ -40,6 +40,10 @@ class Backend(Protocol):
         """All of it as JSON."""
         ...
 
+    def get_vocab_size(self) -> int:
+        """How many tokens it has, added ones among them."""
+        ...
+
     def id_to_token(self, id: int) -> str | None:
         """A token as the vocabulary writes it."""
         ...

@@ -1,0 +1,47 @@
+"""`treadle serve`: a process that an unmodified client talks to, until Ctrl-C."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.cli.conftest import Trained
+from treadle.cli.main import main
+from treadle.orchestration.rollout_store import read_shard
+
+
+def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path) -> None:
+    model = sorted((finished.path / "checkpoints").iterdir())[-1]
+    command = [sys.executable, "-m", "treadle.cli.main", "serve", str(model), "--port", "0", "--record", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stderr is not None
+        told = "".join(server.stdout.readline() for _ in range(3))
+        url, key = re.findall(r"base URL +(\S+)|API key +(\S+)", told)[0][0], told.split()[-1]
+        assert url.startswith("http://127.0.0.1:")
+        with openai.OpenAI(base_url=url, api_key=key) as client:
+            assert [m.id for m in client.models.list()] == [model.name]
+            answer = client.chat.completions.create(
+                model="any",
+                messages=[{"role": "user", "content": "say 1"}],
+                max_tokens=3,
+                temperature=0.5,
+                extra_body={"return_token_ids": True},
+            )
+            with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
+                client.completions.create(model="any", prompt="say", frequency_penalty=1)
+        server.send_signal(signal.SIGINT)
+        rest, errors = server.communicate(timeout=60)
+    assert (server.returncode, errors) == (0, "")
+    assert re.search(r"^steps: 1, in .*serve-000000.parquet$", rest.strip())
+    [steps] = read_shard(tmp_path, "serve-000000.parquet").values()
+    assert [step.completion_ids.tolist() for step in steps] == [answer.choices[0].token_ids]  # type: ignore[attr-defined]
+    assert (steps[0].sampling.temperature, steps[0].sampling.max_tokens) == (0.5, 3)
+
+
+def test_what_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tmp_path)]) == 2
+    assert "no config.json" in capsys.readouterr().err

@@ -1,0 +1,311 @@
+"""Whatever is sent: never a 500, never another session, and the server stays up."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.rollout.gateway.servers import Slow, looks_then_answers, scripted, served
+from tests.worlds import user
+from treadle.rollout.gateway.gateway import SessionAddress
+
+POSTS = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens")
+BODIES: dict[str, Any] = {
+    "chat/completions": {"messages": [user("hi")]},
+    "completions": {"prompt": "hi"},
+    "responses": {"input": "hi"},
+    "messages": {"messages": [user("hi")], "max_tokens": 9},
+    "messages/count_tokens": {"messages": [user("hi")]},
+}
+CHECKS: Any = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+
+
+@dataclass(frozen=True)
+class Running:
+    url: str
+    address: SessionAddress
+    other: SessionAddress
+    http: httpx.Client
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    """A gateway with two sessions, served by a thread; it must still answer when all is over."""
+    ready, found = threading.Event(), []
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        async with served(Slow(scripted(looks_then_answers)), max_body=2**20) as server:
+            found.append((server, server.open("one"), server.open("two"), stop))
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    ready.wait()
+    server, one, two, stop = found[0]
+    with httpx.Client(timeout=30) as http:
+        yield Running(server.url, one, two, http)
+        for address in (one, two):
+            answer = http.post(f"{address.base_url}/chat/completions", json=BODIES["chat/completions"])
+            assert answer.status_code == 200
+    assert len(server.steps("two")) == 1  # nobody has reached the other session
+    loop.call_soon_threadsafe(stop.set)
+    thread.join()
+    loop.close()
+
+
+def is_error(answer: httpx.Response, *statuses: int) -> bool:
+    """An error in a provider's form, with one of these statuses."""
+    error = answer.json()["error"]
+    assert isinstance(error["message"], str) and isinstance(error["type"], str)
+    return answer.status_code in statuses
+
+
+@pytest.mark.filterwarnings("ignore")  # of schemathesis' own
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_schemathesis_finds_no_fault(mode: GenerationMode, running: Running) -> None:
+    """With requests as described and with others, for every operation of the description."""
+    described: Any = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
+    operations = [result.ok() for result in described.get_all_operations()]
+    assert len(operations) == 2 * (len(POSTS) + 1)
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=st.data(), known=st.booleans())
+    def check(data: st.DataObject, known: bool) -> None:
+        strategies = [operation.as_strategy(generation_mode=mode) for operation in operations]
+        case = data.draw(st.one_of(strategies))
+        if known and "secret" in case.path_parameters:
+            case.path_parameters["secret"] = running.address.secret
+        elif known:
+            case.headers["Authorization"] = f"Bearer {running.address.secret}"
+        answer = case.call()
+        seen[answer.status_code] += 1
+        case.validate_response(answer, checks=CHECKS)
+
+    seen: Counter[int] = Counter()
+    check()
+    assert seen[401] and seen[404] and (seen[200] or mode is GenerationMode.NEGATIVE)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(
+    [
+        *("messages", "prompt", "input", "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stream", "stop"),
+        *("tools", "tool_choice", "logprobs", "seed", "system", "role", "content", "type", "stop_sequences"),
+        *("thinking", "instructions", "previous_response_id", "stream_options", "tool_calls", "function", "name"),
+        *("arguments", "id", "output", "call_id", "parameters", "response_format", "chat_template_kwargs"),
+    ]
+)
+
+
+def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield at
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from paths(inner, (*at, key))
+
+
+def changed(value: Any, at: tuple[Any, ...], new: Any, extra: tuple[str, Any]) -> Any:
+    """A copy with `new` at the path, or with one more field where an object stands."""
+    if not at:
+        return {**value, extra[0]: extra[1]} if isinstance(value, dict) else new
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    copy = {k: changed(v, at[1:], new, extra) if k == at[0] else v for k, v in items}
+    return copy if isinstance(value, dict) else list(copy.values())
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+RICH: dict[str, Any] = {
+    "chat/completions": {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "x"}]},
+            user("hi"),
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "done"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    },
+    "completions": {"prompt": ["hi", [70, 71]], "stop": ["x"]},
+    "responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}], "summary": []},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "done"},
+        ],
+        "tools": [{"type": "function", "name": "f", "parameters": {}}],
+    },
+    "messages": {
+        "max_tokens": 9,
+        "system": [{"type": "text", "text": "x"}],
+        "messages": [
+            user("hi"),
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "done"}]},
+        ],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+    },
+}
+RICH["messages/count_tokens"] = RICH["messages"]
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(route=st.sampled_from(POSTS), data=st.data())
+def test_requests_with_anything_anywhere_in_them(route: str, data: st.DataObject, running: Running) -> None:
+    body = RICH[route]
+    at = data.draw(st.sampled_from(list(paths(body))))
+    body = changed(body, at, data.draw(JSON), (data.draw(FIELDS), data.draw(JSON)))
+    answer = running.http.post(f"{running.address.base_url}/{route}", content=json.dumps(body))
+    assert answer.status_code == 200 or is_error(answer, 400, 404)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(route=st.sampled_from(POSTS), body=st.binary(max_size=60) | JSON.map(lambda v: json.dumps(v).encode()))
+def test_bodies_that_are_nothing(route: str, body: bytes, running: Running) -> None:
+    assert is_error(running.http.post(f"{running.address.base_url}/{route}", content=body), 400)
+
+
+@pytest.mark.parametrize("route", POSTS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[" * 100_000,
+        b'{"messages": ' + b'{"a":' * 50_000,
+        b'{"messages": NaN}',
+        b'{"temperature": 1e999, "messages": [], "prompt": "x", "input": "x", "max_tokens": 1}',
+        b'{"max_tokens": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\\ud800", "input": "\\ud800", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        '{"prompt": "x"}'.encode("utf-16"),
+        b"\xff\xfe{}",
+    ],
+)
+def test_malformed_bodies(route: str, body: bytes, running: Running) -> None:
+    assert is_error(running.http.post(f"{running.address.base_url}/{route}", content=body), 400)
+
+
+@pytest.mark.parametrize("megabytes", [2, 50])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_that_are_too_large(megabytes: int, chunked: bool, running: Running) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(megabytes):
+            yield b"x" * 2**20
+
+    content: Any = chunks() if chunked else b"x" * (megabytes * 2**20)
+    try:
+        answer = running.http.post(f"{running.address.base_url}/chat/completions", content=content)
+    except httpx.TransportError:
+        assert megabytes == 50  # the server does not read on for ever
+    else:
+        assert is_error(answer, 413)
+    assert running.http.get(f"{running.address.base_url}/models").status_code == 200
+
+
+def test_a_request_that_breaks_off(running: Running) -> None:
+    for sent in (b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"):
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            path = running.address.base_url.removeprefix(running.url)
+            connection.sendall(f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\n".encode() + sent)
+    assert running.http.get(f"{running.address.base_url}/models").status_code == 200
+
+
+@pytest.mark.parametrize("route", POSTS)
+def test_wrong_secrets(route: str, running: Running) -> None:
+    secret = running.address.secret
+    wrong = ["", "x", secret[:-1], secret + "x", secret.swapcase(), "*", "%00", "é", "a" * 5000]
+    for guess in wrong:
+        asked: Any = {"json": BODIES[route]}
+        path = httpx.URL(running.url).copy_with(path=f"/sessions/{guess}/v1/{route}")
+        assert is_error(running.http.post(path, **asked), 404)
+        for name, value in (("authorization", f"Bearer {guess}"), ("authorization", guess), ("x-api-key", guess)):
+            headers = {name.encode(): value.strip().encode()}
+            assert is_error(running.http.post(f"{running.url}/v1/{route}", headers=headers, **asked), 401)
+    assert is_error(running.http.post(f"{running.url}/v1/{route}", **asked), 401)
+
+
+def test_path_tricks(running: Running) -> None:
+    secret, other = running.address.secret, running.other.secret
+    tricks = [
+        f"/sessions/{secret}/../{other[:5]}/v1/models",
+        f"/sessions/{secret}/v1/../../../etc/passwd",
+        f"/sessions/{secret}/v1/models/../../../{other[:-1]}/v1/models",
+        f"/sessions//{secret}/v1/models",
+        f"/sessions/{secret}/v1/models/",
+        f"/sessions/{secret}/v1//models",
+        f"//sessions/{secret}/v1/models",
+        *("/sessions//v1/models", "/sessions/v1/models", "/sessions/./v1/models", "/sessions", "/sessions/"),
+        *("/%2e%2e/%2e%2e/etc/passwd", "/../../etc/passwd", "/", "/docs", "/redoc", "*", "http://x/v1/models"),
+    ]
+    for trick in tricks:  # as they are: httpx would tidy them up
+        status, text = raw(running.url, "GET", trick)
+        assert status in (401, 404), trick
+        assert other not in text
+    for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE"):
+        status, _ = raw(running.url, method, f"/sessions/{secret}/v1/chat/completions")
+        assert status == 405, method
+    status, text = raw(running.url, "GET", "/openapi.json")
+    assert status == 200 and secret not in text and other not in text
+
+
+def raw(url: str, method: str, path: str) -> tuple[int, str]:
+    """Status and body of a request whose path is sent as it is."""
+    with closing(HTTPConnection(url.removeprefix("http://"))) as connection:
+        connection.putrequest(method, path)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+def test_errors_are_put_as_each_provider_puts_them(running: Running) -> None:
+    base = running.address.base_url
+    openai = running.http.post(f"{base}/chat/completions", json={"messages": [{"role": "king", "content": ""}]})
+    assert openai.json()["error"] == {
+        "message": "messages[0].role: must be one of system, user, assistant, tool, developer, function, got 'king'",
+        "type": "invalid_request_error",
+        "param": "messages[0].role",
+        "code": None,
+    }
+    picture = [{"type": "image", "source": {"type": "url", "url": "http://x"}}]
+    anthropic = running.http.post(
+        f"{base}/messages", json={"max_tokens": 1, "messages": [{"role": "user", "content": picture}]}
+    )
+    assert anthropic.json() == {
+        "type": "error",
+        "error": {
+            "type": "invalid_request_error",
+            "message": "messages[0].content[0].type: only text is supported here, got 'image'",
+        },
+    }
+    long = running.http.post(f"{base}/chat/completions", json={"messages": [user("x" * 20_000)]})
+    assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")

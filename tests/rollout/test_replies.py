@@ -1,0 +1,132 @@
+"""What a model wrote becomes a message; nothing that it can write is lost or raises."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.core.errors import ConfigError
+from treadle.core.types import Message
+from treadle.rollout.replies import ReplyParser, Tool, hermes, plain, qwen_xml, reply_parser, thinking
+
+LOOK: Tool = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"who": {"type": "string"}, "deep": {"type": "integer"}}},
+    },
+}
+TOOLS = [LOOK]
+PARSERS = [plain, thinking, hermes, qwen_xml]
+
+
+def calls(message: Message) -> list[tuple[str, object]]:
+    return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", [])]
+
+
+def test_plain_is_all_content() -> None:
+    text = "<think>a</think><tool_call>{}</tool_call>"
+    assert plain(text, TOOLS) == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("parse", [thinking, hermes, qwen_xml])
+@pytest.mark.parametrize(
+    ("text", "thought", "content"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", "hm", "yes"),
+        ("hm\n</think>\n\nyes", "hm", "yes"),  # the generation prompt opened it
+        ("<think>never ends", "never ends", ""),
+        ("<think></think>yes", "", "yes"),
+        (" yes ", "", " yes "),
+        ("a </think> b </think> c", "a", " b </think> c"),
+    ],
+)
+def test_thoughts(parse: ReplyParser, text: str, thought: str, content: str) -> None:
+    message = parse(text, TOOLS)
+    assert (message.get("reasoning_content", ""), message["content"]) == (thought, content)
+
+
+def test_hermes_calls() -> None:
+    text = (
+        'I look.\n<tool_call>\n{"name": "look", "arguments": {"who": "Änna"}}\n</tool_call>\n'
+        '<tool_call>{"name": "look", "arguments": "{\\"deep\\": 1}"}</tool_call>'
+    )
+    message = hermes(text, TOOLS)
+    assert message["content"] == "I look."
+    assert calls(message) == [("look", {"who": "Änna"}), ("look", {"deep": 1})]
+    assert [c["id"] for c in message["tool_calls"]] == ["", ""]
+
+
+def test_qwen_xml_calls_take_types_from_the_schema() -> None:
+    text = (
+        "<tool_call>\n<function=look>\n<parameter=who>\n7\n</parameter>\n<parameter=deep>\n7\n</parameter>\n"
+        "<parameter=other>\ntwo\nlines\n</parameter>\n</function>\n</tool_call>"
+    )
+    assert calls(qwen_xml(text, TOOLS)) == [("look", {"who": "7", "deep": 7, "other": "two\nlines"})]
+    assert calls(qwen_xml("<tool_call><function=look></function></tool_call>", TOOLS)) == [("look", {})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{broken</tool_call>",
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": {"x": NaN}}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": {"x": 1e999}}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": {"x": "\\ud800"}}</tool_call>',
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+        '<tool_call>{"name": "look", "arguments": {}}',
+        "<tool_call>look at Anna</tool_call>",
+    ],
+)
+@pytest.mark.parametrize("parse", [hermes, qwen_xml])
+def test_a_malformed_call_stays_content(parse: ReplyParser, text: str) -> None:
+    assert parse(f"so: {text} ", TOOLS) == {"role": "assistant", "content": f"so: {text} "}
+
+
+@pytest.mark.parametrize("parse", [hermes, qwen_xml])
+def test_without_tools_a_call_is_content(parse: ReplyParser) -> None:
+    text = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    assert parse(text, []) == {"role": "assistant", "content": text}
+
+
+PIECES = st.sampled_from(
+    [
+        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=look>", "</function>", "<parameter=who>"),
+        *("</parameter>", '{"name": "look", "arguments": {"who": "x"}}', "{", "}", '"', "\n", "\\ud800", "1e999"),
+    ]
+)
+
+
+@given(st.lists(PIECES | st.text(max_size=5)).map("".join), st.sampled_from(PARSERS))
+def test_no_text_makes_a_parser_raise_and_no_letter_is_lost(text: str, parse: ReplyParser) -> None:
+    message = parse(text, TOOLS)
+    for _name, arguments in calls(message):
+        assert isinstance(arguments, dict)
+    parts = message["content"] + message.get("reasoning_content", "")
+    if "tool_calls" not in message:
+        assert "".join(parts.split()) in "".join(text.replace("<think>", "").replace("</think>", "").split()) or (
+            sorted("".join(parts.replace("<think>", "").replace("</think>", "").split()))
+            == sorted("".join(text.replace("<think>", "").replace("</think>", "").split()))
+        )
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ("{{ messages }}", plain),
+        ("{% if '</think>' in content %}", thinking),
+        ("<tool_call> {{ tool_call | tojson }} </think>", hermes),
+        ("<tool_call>\n<function=...>", qwen_xml),
+    ],
+)
+def test_auto_looks_at_the_template(template: str, parser: ReplyParser) -> None:
+    assert reply_parser("auto", template) is parser
+
+
+def test_parsers_by_name() -> None:
+    assert reply_parser("treadle.rollout.replies:qwen_xml") is qwen_xml
+    with pytest.raises(ConfigError, match="reply_parsers: 'hermess' is not registered"):
+        reply_parser("hermess")
