@@ -45,3 +45,6 @@ def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path) -
 def test_what_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tmp_path)]) == 2
     assert "no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["serve", str(tmp_path), "kind=vlm"]) == 2
+    assert "'vlm'" in capsys.readouterr().err

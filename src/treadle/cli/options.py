@@ -36,9 +36,9 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
+def add_overrides(parser: argparse.ArgumentParser, what: str = "configuration values to change") -> None:
     """[key.path=value ...]."""
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="configuration values to change")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=what)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

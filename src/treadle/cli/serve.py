@@ -7,15 +7,17 @@ import asyncio
 import gc
 import secrets
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.cli.options import Commands, add_command
+from treadle.cli.options import Commands, add_command, add_overrides
+from treadle.core.config import apply_overrides, build
 from treadle.core.errors import ConfigError
+from treadle.engines.config import EngineConfig
 
 if TYPE_CHECKING:
     from treadle.core.engine import Engine
+    from treadle.orchestration.policy import Policy
     from treadle.rollout.gateway.gateway import Gateway
     from treadle.rollout.session import Session
 
@@ -23,6 +25,7 @@ _EXAMPLES = """examples:
   treadle serve runs/demo/checkpoints/step-000040
   treadle serve models/warm --port 9000 --temperature 0.7 --parser hermes
   treadle serve models/warm --record recorded
+  treadle serve models/warm kind=vllm vllm.servers=2
 
 Then, with the base URL and the key that it prints:
   curl $URL/chat/completions -H "Authorization: Bearer $KEY" \\
@@ -42,7 +45,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="of requests that name none (default: 1)")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of replies that name no limit (default: 1024)")
     parser.add_argument("--parser", default="auto", help="how replies are read: a registered name or module:function")
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="another template, or the name of one of the tokenizer's"
+    )
     parser.add_argument("--record", type=Path, metavar="DIR", help="write the recorded steps there at the end")
+    add_overrides(parser, "settings of the engine, such as kind=vllm (`treadle recipes show demo` lists them)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,67 +59,63 @@ def run(options: argparse.Namespace) -> int:
     if options.record is not None and options.record.exists() and not options.record.is_dir():
         raise ConfigError(f"--record {options.record}: is no directory")
 
-    from treadle.rollout.gateway.gateway import Gateway
+    engine = build(EngineConfig, apply_overrides({"lock_step": False}, options.overrides), "engine")
 
-    make = _loaded(options)
+    from treadle.orchestration.engines import check_engine_config
+    from treadle.orchestration.policy import load_policy
+    from treadle.rollout.gateway.gateway import Gateway
+    from treadle.training.config import ModelConfig
+
+    check_engine_config(engine)
+    policy = load_policy(ModelConfig(path=str(options.model), chat_template=options.chat_template), seed=0)
     gc.freeze()  # the libraries stay: searching them for garbage would halt every request for some 200 ms
-    asyncio.run(_serve(options, make, Gateway(model=options.model.name)))
+    asyncio.run(_serve(options, engine, policy, Gateway(model=options.model.name)))
     return 0
 
 
-def _loaded(options: argparse.Namespace) -> Callable[[], tuple[Engine, Session]]:
-    """Load the model; what makes its engine and the session wants a running event loop."""
-    from treadle.core.draws import Stream
-    from treadle.core.types import SamplingParams
-    from treadle.engines.torch_engine import TorchEngine
-    from treadle.orchestration.policy import load_policy
-    from treadle.rollout.replies import reply_parser
-    from treadle.rollout.session import Address, Session
-    from treadle.training.config import ModelConfig
-    from treadle.training.model import load_tokenizer
-
-    policy = load_policy(ModelConfig(path=str(options.model)), seed=0)
-    parse = reply_parser(options.parser, str(load_tokenizer(policy.tokenizer_path).chat_template))
-    sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-    address = Address(secrets.randbits(47), Stream.SERVE, 0, 0, 0)
-
-    def make() -> tuple[Engine, Session]:
-        engine = TorchEngine(policy.model, stop_token_ids=policy.stop_token_ids, decode=policy.decode)
-        session = Session(
-            "serve",
-            engine,
-            policy.renderer,
-            sampling,
-            policy.context - 1,
-            address,
-            parse,
-            callers_sampling=True,
-            context=policy.context,
-        )
-        return engine, session
-
-    return make
-
-
-async def _serve(options: argparse.Namespace, make: Callable[[], tuple[Engine, Session]], gateway: Gateway) -> None:
+async def _serve(options: argparse.Namespace, config: EngineConfig, policy: Policy, gateway: Gateway) -> None:
+    from treadle.engines.weights import unique_weights
+    from treadle.orchestration.engines import open_engine
     from treadle.rollout.gateway.serving import serving
 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    engine, session = make()
+    engine = await open_engine(config, policy)
     try:
+        await engine.publish(unique_weights(policy.model), 0)  # servers that run already may have any weights
+        session = _session(options, policy, engine)
         async with serving(gateway, options.host, options.port) as url:
             address = gateway.attach(session)
             print(f"serving {options.model}; Ctrl-C ends it")
             print(f"base URL  {url}/v1 (for Anthropic's clients: {url})")
             print(f"API key   {address.secret}", flush=True)
             await stop.wait()
+        session.close()
         if options.record is not None and session.steps:
             print(f"steps: {len(session.steps)}, in {_write(options.record, session)}")
     finally:
-        session.close()
         await engine.close()
+
+
+def _session(options: argparse.Namespace, policy: Policy, engine: Engine) -> Session:
+    """The one session that everybody who has the key shares."""
+    from treadle.core.draws import Stream
+    from treadle.core.types import SamplingParams
+    from treadle.rollout.replies import reply_parser
+    from treadle.rollout.session import Address, Session
+
+    return Session(
+        "serve",
+        engine,
+        policy.renderer,
+        SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens),
+        policy.context - 1,
+        Address(secrets.randbits(47), Stream.SERVE, 0, 0, 0),
+        reply_parser(options.parser, policy.renderer.source),
+        callers_sampling=True,
+        context=policy.context,
+    )
 
 
 def _write(directory: Path, session: Session) -> Path:

@@ -28,7 +28,7 @@ from treadle.training.model import load_tokenizer, make_model, tokenizer_directo
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model with what is needed to talk to it. template: the tokenizer's chat template."""
+    """A model with what is needed to talk to it."""
 
     model: PreTrainedModel
     renderer: ChatRenderer
@@ -37,16 +37,20 @@ class Policy:
     context: int
     decode: Any
 
-    def engine(self, max_batch: int, dtype: torch.dtype | None = None) -> TorchEngine:
-        """An embedded engine with its own weights, on the caller's thread: learner and engine take turns."""
+    def engine(self, max_batch: int, dtype: torch.dtype | None = None, lock_step: bool = True) -> TorchEngine:
+        """An embedded engine with its own weights.
+
+        In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on one of its own,
+        beside whatever the sessions do.
+        """
         return TorchEngine(
             self.model,
             stop_token_ids=self.stop_token_ids,
             decode=self.decode,
             max_batch=max_batch,
             dtype=dtype,
-            lock_step=True,
-            own_thread=False,
+            lock_step=lock_step,
+            own_thread=not lock_step,
         )
 
 

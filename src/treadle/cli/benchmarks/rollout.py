@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -18,14 +18,19 @@ from transformers import PreTrainedModel
 from treadle.cli.benchmarks.report import Report, Row, median_seconds
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Engine
+from treadle.core.errors import ConfigError
 from treadle.core.types import Ids, SamplingParams
-from treadle.engines.torch_engine import TorchEngine
+from treadle.engines.config import EngineConfig
 from treadle.orchestration.config import load_recipe
-from treadle.training.model import make_model
+from treadle.orchestration.engines import check_engine_config, open_engine
+from treadle.orchestration.policy import load_policy
 
 _VOCABULARY = 704
 _PAD, _STOP = 0, 2
+_TURNS = (4, 8)
+_NAMES = {"torch": "TorchEngine", "vllm": "VLLMEngine"}
 _BASE = "transformers generate"
+EMBEDDED = EngineConfig(kind="torch", lock_step=False)
 
 Player = Callable[["Work"], object]
 """Plays all sessions of some work."""
@@ -62,24 +67,38 @@ def _about(rng: np.random.Generator, count: int) -> Ids:
     return rng.integers(_STOP + 1, _VOCABULARY, size).astype(np.int32)
 
 
-def measure(threads: int, repeats: int, sessions: Sequence[int] = (1, 8, 32, 64)) -> Report:
-    """Seconds and sampled tokens a second, for each number of sessions."""
+def measure(
+    threads: int, repeats: int, sessions: Sequence[int] = (1, 8, 32, 64), configs: Sequence[EngineConfig] | None = None
+) -> Report:
+    """Seconds and sampled tokens a second, for each number of sessions. configs: default: all there are."""
     torch.set_num_threads(threads)
-    model = make_model(load_recipe("demo").model, _VOCABULARY, seed=0)
+    policy = replace(load_policy(load_recipe("demo").model, seed=0), stop_token_ids=())  # all play to the full length
     rows: list[Row] = []
     with asyncio.Runner() as runner:
-        engine = TorchEngine(model, stop_token_ids=[])
-        players = {
-            "TorchEngine": partial(_play, runner, engine, True),
-            "TorchEngine, no reuse": partial(_play, runner, engine, False),
-            _BASE: partial(_generate, make_model(load_recipe("demo").model, _VOCABULARY, seed=0).eval()),
-        }
+        engines = {str(config.kind): runner.run(open_engine(config, policy)) for config in configs or _engines()}
+        players: dict[str, Player] = {}
+        for name, engine in engines.items():
+            players[_NAMES[name]] = partial(_play, runner, engine, True)
+            players[f"{_NAMES[name]}, no reuse"] = partial(_play, runner, engine, False)
+        players[_BASE] = partial(_generate, load_policy(load_recipe("demo").model, seed=0).model.eval())
         for count in sessions:
-            rows += _rows(players, Work(count, group=min(8, count)), repeats)
-        runner.run(engine.close())
-    parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    note = f"{parameters:.2f}M-parameter Qwen3, {Work(1).turns} turns, median of {repeats}, {threads} thread(s)"
+            for turns in _TURNS:
+                rows += _rows(players, Work(count, group=min(8, count), turns=turns), repeats)
+        for engine in engines.values():
+            runner.run(engine.close())
+    parameters = sum(p.numel() for p in policy.model.parameters()) / 1e6
+    note = f"{parameters:.2f}M-parameter Qwen3, median of {repeats}, {threads} thread(s)"
     return Report("rollout", note, rows)
+
+
+def _engines() -> list[EngineConfig]:
+    """The embedded engine, and vLLM where its environment is there."""
+    vllm = EngineConfig(kind="vllm", batch=64)
+    try:
+        check_engine_config(vllm)
+    except ConfigError:
+        return [EMBEDDED]
+    return [EMBEDDED, vllm]
 
 
 def _rows(players: Mapping[str, Player], work: Work, repeats: int) -> list[Row]:
@@ -92,6 +111,7 @@ def _rows(players: Mapping[str, Player], work: Work, repeats: int) -> list[Row]:
         {
             "engine": name,
             "sessions": work.sessions,
+            "turns": work.turns,
             "sampled tokens": tokens,
             "s": seconds,
             "tokens/s": tokens / seconds,
