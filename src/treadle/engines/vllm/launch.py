@@ -60,6 +60,8 @@ def command(python: str, model: Path, port: int, config: EngineConfig) -> list[s
         "worker-extension-cls": "treadle_worker.Extension",
         "weight-transfer-config": {"backend": "treadle"},
         "enforce-eager": None if torch.cuda.is_available() else True,
+        # on a CPU, vLLM dies of a seeded call whose prefill is cut into chunks
+        "enable-chunked-prefill": None if torch.cuda.is_available() else False,
         **{name.replace("_", "-"): value for name, value in config.vllm.args.items()},
     }
     # the console script of the CPU build is broken; the module is the same everywhere
