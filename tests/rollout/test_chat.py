@@ -31,6 +31,7 @@ class Vocabulary:
     """A tokenizer, the ids a model may draw from, those of them that are plain ASCII, and its end-of-turn token."""
 
     tokenizer: Any
+    renderer: ChatRenderer
     ids: tuple[int, ...]
     ascii: tuple[int, ...]
     end: int
@@ -41,7 +42,7 @@ def vocabulary(tokenizer: Any, candidates: range) -> Vocabulary:
     ids = tuple(i for i in candidates if i != end)
     texts = {i: tokenizer.decode([i], skip_special_tokens=False) for i in ids}
     plain = tuple(i for i, text in texts.items() if text.isascii() and text.isprintable() and "<|" not in text)
-    return Vocabulary(tokenizer, ids, plain, int(end))
+    return Vocabulary(tokenizer, ChatRenderer(tokenizer, [int(end)]), ids, plain, int(end))
 
 
 @cache
@@ -75,7 +76,7 @@ def converse(
     sampling = SamplingParams(max_tokens=LONGEST, stop=stop)
 
     async def talk() -> tuple[list[Step], list[list[Message]]]:
-        session = Session("s", engine, ChatRenderer(words.tokenizer, [words.end]), sampling, 10**6, ADDRESS)
+        session = Session("s", engine, words.renderer, sampling, 10**6, ADDRESS)
         conversation, seen = [user("begin")], []
         for _, observations in turns:
             seen.append(list(conversation))
