@@ -73,10 +73,12 @@ async def test_where_one_server_fails_all_go_back(connect: Connect) -> None:
 async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connect, servers: dict[str, Served]) -> None:
     async with connect("tied", "untied", stop_token_ids=[]) as engine:
         await engine.publish(same_policy(), 1)
-        undisturbed = await asyncio.gather(*(play(engine, number, 3) for number in range(6)))
-        plays = [asyncio.ensure_future(play(engine, number, 3)) for number in range(6)]
-        while not await metric(engine._servers[1], "num_requests_running"):
+        undisturbed = await asyncio.gather(*(play(engine, number, 8) for number in range(6)))
+        before = await metric(engine._servers[1], "generation_tokens_total")
+        plays = [asyncio.ensure_future(play(engine, number, 8)) for number in range(6)]
+        while await metric(engine._servers[1], "generation_tokens_total") < before + 60:  # of 480
             await asyncio.sleep(0.005)
+        assert not any(running.done() for running in plays)
         os.killpg(servers["untied"].process.group, signal.SIGKILL)
         disturbed = await asyncio.gather(*plays)
         for one, other in zip(undisturbed, disturbed, strict=True):
