@@ -112,4 +112,4 @@ async def metric(server: Server, name: str) -> float:
 
 
 def shared_files() -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob("treadle-*")]
+    return [path.name for path in Path("/dev/shm").glob(f"treadle-*-{os.getpid()}-*")]

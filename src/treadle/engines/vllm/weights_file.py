@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ from treadle.core.errors import EngineError
 from treadle.engines.vllm.server import Server
 
 _SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = f"treadle-{socket.gethostname()}-"
 
 
 class WeightsFile:
@@ -27,8 +30,9 @@ class WeightsFile:
     @classmethod
     async def write(cls, weights: Mapping[str, Tensor], dtype: torch.dtype, directory: str | None) -> WeightsFile:
         """A new file of these weights in that type, written beside the event loop. Raises EngineError."""
-        folder = Path(directory) if directory else _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else tempfile.gettempdir()
-        path = Path(folder) / f"treadle-{uuid4().hex}.safetensors"
+        folder = Path(directory or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else tempfile.gettempdir()))
+        _remove_orphans(folder)
+        path = folder / f"{_PREFIX}{os.getpid()}-{uuid4().hex}.safetensors"
         await asyncio.to_thread(_write, path, weights, dtype)
         return cls(path)
 
@@ -41,6 +45,17 @@ class WeightsFile:
     def discard(self) -> None:
         """Remove the file."""
         self.path.unlink(missing_ok=True)
+
+
+def _remove_orphans(folder: Path) -> None:
+    """Remove files of processes of this machine that ended without discarding them: killed ones."""
+    for path in folder.glob(f"{_PREFIX}*-*.*"):
+        try:
+            os.kill(int(path.name.removeprefix(_PREFIX).split("-")[0]), 0)
+        except ProcessLookupError:
+            path.unlink(missing_ok=True)
+        except PermissionError:  # somebody else's, and alive
+            continue
 
 
 def _write(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
