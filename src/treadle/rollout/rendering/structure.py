@@ -89,13 +89,15 @@ class Structure:
 
     def encode(self, text: str, after: int | None = None) -> list[Ids]:
         """Ids of guarded text, in pieces. after: the id before it, where that is a structural token."""
+        if not text:
+            return []
         cuts = [0, *(m.start() for m in self.pattern.finditer(text) if m.start()), len(text)]
         found = []
         for start, end in pairwise(cuts):
             piece, behind = text[start:end], self._leading(text, end) if self._strips else None
             memo = self._short if len(piece) <= _SHORT else self._long
             found.append(memo(piece, after if start == 0 else None, behind if behind in self._strips else None))
-        return found if text else []
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, structural tokens by their usual names."""
