@@ -1,4 +1,4 @@
-"""Structural tokens on all kinds of tokenizer pipelines: pieces with private names are the encoding of the whole text."""
+"""Structural tokens in all kinds of tokenizer pipelines: pieces with private names are the encoding of the whole."""
 
 import json
 from collections.abc import Callable
