@@ -103,7 +103,9 @@ def structure(name: str, strips: str = "", inside: bool = True) -> tuple[Tokeniz
     tokenizer.add_tokens([AddedToken("<tag>", lstrip=left, rstrip=right, normalized=False)])
     added = [AddedToken(name, special=True, normalized=False, lstrip=left, rstrip=right) for name in NAMES]
     tokenizer.add_special_tokens(added)
-    return tokenizer, Structure(tokenizer, [tokenizer.token_to_id("<|e|>")])
+    end = tokenizer.token_to_id("<|e|>")
+    assert end is not None
+    return tokenizer, Structure(tokenizer, [end])
 
 
 def encoded(built: Structure, text: str) -> list[int]:
