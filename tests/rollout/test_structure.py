@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -123,6 +123,7 @@ TEXT = st.lists(st.one_of(st.sampled_from(NAMES), CONTENT), max_size=8).map("".j
 def test_pieces_are_the_encoding_of_the_whole(name: str, strips: str, inside: bool) -> None:
     tokenizer, built = structure(name, strips, inside)
 
+    @settings(max_examples=25)
     @given(TEXT)
     def check(text: str) -> None:
         assert encoded(built, text) == tokenizer.encode(text, add_special_tokens=False).ids
@@ -136,6 +137,7 @@ def test_content_is_never_structural(name: str, inside: bool) -> None:
     tokenizer, built = structure(name, inside=inside)
     structural = [tokenizer.token_to_id(name) for name in NAMES]
 
+    @settings(max_examples=40)
     @given(st.lists(TEXT, min_size=2, max_size=2))
     def check(contents: list[str]) -> None:
         text = "<s>" + "<|e|>".join(map(built.guard, contents)) + "</s>"
