@@ -60,22 +60,28 @@ class Family:
     system: bool = True
     most_calls: int = 2
     options: dict[str, Any] = field(default_factory=dict)
-    keeps: bool | None = True  # whether the template keeps all history but thoughts before the last question
+    keeps: str = "all"  # what of the history the template keeps, "" if that is hard to say: `KEEPS` of the tests
 
 
 FAMILIES = {
     "qwen2_5": Family("qwen2_5", calls="hermes"),
-    "qwen3": Family("qwen3", calls="hermes", thoughts="opt"),
-    "qwen3_nothink": Family("qwen3", calls="hermes", thoughts="off", options={"enable_thinking": False}),
+    "qwen3": Family("qwen3", calls="hermes", thoughts="opt", keeps="thoughts"),
+    "qwen3_nothink": Family(
+        "qwen3", calls="hermes", thoughts="off", options={"enable_thinking": False}, keeps="thoughts"
+    ),
     "qwen3_instruct_2507": Family("qwen3_instruct_2507", calls="hermes"),
-    "qwen3_5_think": Family("qwen3_5_think", calls="xml", thoughts="prompt"),
-    "qwen3_6": Family("qwen3_6", calls="xml", thoughts="prompt"),
+    "qwen3_5_think": Family("qwen3_5_think", calls="xml", thoughts="prompt", keeps="thoughts"),
+    "qwen3_6": Family("qwen3_6", calls="xml", thoughts="prompt", keeps="thoughts"),
     "qwen3_6_preserve": Family("qwen3_6", calls="xml", thoughts="prompt", options={"preserve_thinking": True}),
     "llama3": Family("llama3", ("<|eot_id|>",), _LLAMA, bos=_LLAMA[0]),
     "llama3_1": Family("llama3_1", ("<|eot_id|>", "<|eom_id|>"), _LLAMA, "llama", bos=_LLAMA[0], most_calls=1),
-    "gptoss": Family("gptoss", ("<|return|>", "<|call|>"), _HARMONY, "harmony", "harmony", most_calls=1, keeps=None),
-    "glm4moe": Family("glm4moe", ("<|user|>", "<|observation|>", "<|endoftext|>"), _GLM, "glm", "opt"),
-    "deepseekv3": Family("deepseekv3", (_DEEPSEEK[1],), _DEEPSEEK, "deepseek", "prompt", bos=_DEEPSEEK[0], keeps=None),
+    "gptoss": Family("gptoss", ("<|return|>", "<|call|>"), _HARMONY, "harmony", "harmony", most_calls=1, keeps=""),
+    "glm4moe": Family(
+        "glm4moe", ("<|user|>", "<|observation|>", "<|endoftext|>"), _GLM, "glm", "opt", keeps="thoughts"
+    ),
+    "deepseekv3": Family(
+        "deepseekv3", (_DEEPSEEK[1],), _DEEPSEEK, "deepseek", "prompt", bos=_DEEPSEEK[0], keeps="deepseek"
+    ),
     "gemma": Family("gemma", ("<end_of_turn>",), _GEMMA, bos="<bos>", system=False),
     "gemma3": Family("gemma3", ("<end_of_turn>",), _GEMMA, bos="<bos>"),
     "phi3_5": Family("phi3_5", ("<|end|>",), _PHI),
@@ -137,6 +143,7 @@ class World:
         self.renderer = ChatRenderer(self.hf, self.stops, chat_template_kwargs=family.options)
         decoder = self.tokenizer.get_added_tokens_decoder().items()
         self.special = {ident: token.content for ident, token in decoder if token.special}
+        self.structural = re.compile("|".join(map(re.escape, sorted(self.special.values(), key=len, reverse=True))))
         self.vocabulary = self.tokenizer.get_vocab()
         tags = ("<think>", "</think>", "<tool_call>", "<tool_response>", "</tool_response>")
         self.lookalikes = (*self.special.values(), *tags)

@@ -180,6 +180,20 @@ def test_a_stop_token_that_the_template_does_not_write() -> None:
 # Templates
 
 
+def test_a_conversation_that_goes_on_with_bare_text_is_rendered_once_a_call() -> None:
+    rendered: list[str] = []
+
+    def tick() -> str:
+        rendered.append("")
+        return ""
+
+    talk = conversation("{{ tick() }}" + CHATML, chat_template_kwargs={"tick": tick})
+    known = answer(talk, [user("q")], said("ab"))
+    rendered.clear()
+    assert begins(talk.render([user("q"), said(" ab\n"), tool("o")]), known)
+    assert len(rendered) == 1
+
+
 def test_a_template_that_does_not_stand_marks_keeps_what_it_writes() -> None:
     counting = CHATML.replace("m['content'] +", "m['content'] + (m['content'] | length | string) +")
     talk = conversation(counting)

@@ -1,13 +1,15 @@
 """Exact rendering, for sixteen model families: random conversations, sampled in random non-canonical tokens.
 
-What is checked of every prompt does not rest on what the renderer says of itself: transformers renders the text, the
-vocabulary decodes the ids, and whether a family's template keeps the history is written down by hand.
+What is checked of every prompt does not rest on what the renderer says of itself: transformers renders the text, once
+more with the structural strings of all messages made harmless to tell which ones the template wrote, the vocabulary
+decodes the ids, and whether a family's template keeps the history is written down by hand.
 """
 
 import copy
 import json
 import os
 import random
+import re
 import unicodedata
 from collections import Counter
 from functools import cache
@@ -22,7 +24,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from tests.rollout.families import FAMILIES, TOOLS, World, small_vocabulary
-from treadle.core.types import BreakCause, Message
+from treadle.core.types import BreakCause, Ids, Message
 from treadle.packing.breaks import Kind, relations
 from treadle.packing.flat import Call
 from treadle.rollout.conversation import Conversation, Prompt
@@ -55,6 +57,18 @@ each_family = pytest.mark.parametrize("name", FAMILIES)
 each_vocabulary = pytest.mark.parametrize("vocabulary", ["small", "qwen"])
 
 
+DEFUSE = "\U00020000"  # a character that no conversation holds
+
+
+def defused(value: Any, harmful: re.Pattern[str]) -> Any:
+    """JSON data without structural strings: a character put into each."""
+    if isinstance(value, str):
+        return harmful.sub(lambda found: found[0][0] + DEFUSE + found[0][1:], value)
+    if isinstance(value, dict):
+        return {key: defused(item, harmful) for key, item in value.items()}
+    return [defused(item, harmful) for item in value] if isinstance(value, list) else value
+
+
 def returned(message: Message, rng: random.Random) -> Message:
     """The message as an agent sends it back: trimmed, without its thought, its arguments as JSON written anew."""
     message = copy.deepcopy(message)
@@ -73,6 +87,27 @@ def returned(message: Message, rng: random.Random) -> Message:
         if rng.random() < 0.1:
             call["id"] = ""
     return message
+
+
+def keeps_thoughts_of_this_question(known: list[Message]) -> bool:
+    """Thoughts are dropped once a later question stands behind them."""
+    questions = [n for n, message in enumerate(known) if message["role"] == "user"]
+    if known[-1]["role"] != "user" or len(questions) < 2:
+        return True
+    return not any(m.get("reasoning_content", "").strip() for m in known[questions[-2] : questions[-1]])
+
+
+def keeps_as_deepseek(known: list[Message]) -> bool:
+    """Thoughts are dropped at once, and of tool calls after the first what stands before them."""
+    *before, reply = known[: 1 + max(n for n, message in enumerate(known) if message["role"] == "assistant")]
+    if reply.get("reasoning_content", "").strip():
+        return False
+    if reply.get("tool_calls"):
+        return not any(message.get("tool_calls") for message in before)
+    return before[-1]["role"] == "tool" or "</think>" not in reply["content"]
+
+
+KEEPS = {"all": lambda known: True, "thoughts": keeps_thoughts_of_this_question, "deepseek": keeps_as_deepseek}
 
 
 class Talk:
@@ -99,8 +134,10 @@ class Talk:
     def turn(self) -> None:
         """A call, its reply and what follows."""
         prompt = self.conversation.render(self.sent, self.tools)
-        text = self._oracle()
+        text = self._oracle(self.known, self.tools)
+        harmless = self._oracle(*(defused(data, self.world.structural) for data in (self.known, self.tools)))
         self._check_text(prompt, text)
+        self._check_structure(prompt, text, harmless)
         anew = list(self.world.tokenizer.encode(text or "", add_special_tokens=False).ids)
         if self.calls:
             self._check_history(prompt)
@@ -119,9 +156,9 @@ class Talk:
         if not message.get("tool_calls"):
             self._say(Message(role="user", content="Q " + self.world.text(self.rng)))
 
-    def _oracle(self) -> str | None:
+    def _oracle(self, known: list[Message], tools: list[Any]) -> str | None:
         """The text as transformers renders it; None where the template refuses the conversation."""
-        messages: list[Any] = copy.deepcopy(self.known)
+        messages: list[Any] = copy.deepcopy(known)
         for message in messages:
             if message["role"] == "assistant":
                 message.setdefault("reasoning_content", "")
@@ -132,7 +169,7 @@ class Talk:
             return str(
                 self.world.hf.apply_chat_template(
                     messages,
-                    tools=self.tools or None,
+                    tools=tools or None,
                     tokenize=False,
                     add_generation_prompt=True,
                     **self.world.family.options,
@@ -147,17 +184,44 @@ class Talk:
         text = prompt.rendering.text
         if expected is not None:
             assert plain(text) == expected
-        at = place = 0
-        parts: list[tuple[str, Any]] = []
-        for start, end, first, last in prompt.rendering.spans:
-            parts.append((text[at:start], prompt.ids[place:first]))
-            sampled = prompt.ids[first:last].tobytes()
-            assert any(sampled in call.token_ids.tobytes() for call in self.calls)
-            at, place = end, last
-        for part, ids in [*parts, (text[at:], prompt.ids[place:])]:
+        for part, ids in self._around(prompt):
             assert unicodedata.normalize("NFC", self.world.decode(ids)) == unicodedata.normalize("NFC", plain(part))
-            structural = [match[0] for match in self.world.renderer.structure.tokens(part)]
-            assert [self.world.special[i] for i in ids.tolist() if i in self.world.special] == structural
+        completions = [call.token_ids[call.prompt_length :].tolist() for call in self.calls]
+        for _start, _end, first, last in prompt.rendering.spans:  # each is a turn, in order of time
+            turn = prompt.ids[first:last].tolist()
+            while completions:
+                sampled = completions.pop(0)
+                if turn[-len(sampled) :] == sampled or turn[1 - len(sampled) :] == sampled[:-1]:
+                    break
+            else:
+                raise AssertionError("a span holds no recorded completion")
+
+    def _around(self, prompt: Prompt) -> list[tuple[str, Ids]]:
+        """(guarded text, ids) before, between and behind the recorded replies."""
+        assert prompt.rendering is not None
+        at = place = 0
+        parts = []
+        for start, end, first, last in (*prompt.rendering.spans, (len(prompt.rendering.text), 0, len(prompt.ids), 0)):
+            parts.append((prompt.rendering.text[at:start], prompt.ids[place:first]))
+            at, place = end, last
+        return parts
+
+    def _check_structure(self, prompt: Prompt, text: str | None, harmless: str | None) -> None:
+        """Outside recorded replies, the structural ids are those of the tokens that the template writes."""
+        if text is None or harmless is None or harmless.replace(DEFUSE, "") != text:
+            self.counts["structure unchecked"] += 1
+            return
+        assert prompt.rendering is not None
+        written = {}
+        for found in self.world.structural.finditer(harmless):
+            written[found.start() - harmless.count(DEFUSE, 0, found.start())] = found[0]
+        at = 0
+        ends = [end for _start, end, _first, _last in prompt.rendering.spans]
+        for (part, ids), end in zip(self._around(prompt), [*ends, None], strict=True):
+            stop = at + len(plain(part))
+            expected = [written[place] for place in sorted(written) if at <= place < stop]
+            assert [self.world.special[i] for i in ids.tolist() if i in self.world.special] == expected
+            at = len(plain(prompt.rendering.text[:end]))
 
     def _check_history(self, prompt: Prompt) -> None:
         """Appended where the template keeps the history, and a known cause where it does not."""
@@ -166,19 +230,10 @@ class Talk:
         self.counts["appended"] += 1
         self.counts["extends" if extends else str(prompt.break_cause)] += 1
         assert (prompt.break_cause is None) == extends
-        if self.world.family.keeps is not None:
-            assert extends == self._keeps_thoughts()
+        if self.world.family.keeps:
+            assert extends == KEEPS[self.world.family.keeps](self.known)
         if not extends:
             assert prompt.break_cause in KEPT_BY_APPENDING
-
-    def _keeps_thoughts(self) -> bool:
-        """Thoughts are dropped, where they are, once a later question stands behind them."""
-        if not self.world.family.thoughts or self.world.family.options.get("preserve_thinking"):
-            return True
-        questions = [n for n, message in enumerate(self.known) if message["role"] == "user"]
-        if self.known[-1]["role"] != "user" or len(questions) < 2:
-            return True
-        return not any(m.get("reasoning_content", "").strip() for m in self.known[questions[-2] : questions[-1]])
 
     def finish(self) -> Counter[str]:
         """No step that breaks does so without a recorded cause, and none has the same text in other tokens."""
@@ -186,6 +241,7 @@ class Talk:
         assert [r.cause for r in told] == [
             c if r.kind is not Kind.EXTENDS else None for c, r in zip(self.causes, told, strict=True)
         ]
+        assert BreakCause.TOKENIZATION not in [relation.cause for relation in told]
         return self.counts
 
 
@@ -215,14 +271,17 @@ def test_tokenizing_anew_would_have_broken_most_of_them() -> None:
 def test_ten_thousand_conversations() -> None:
     """Prints how they went: with `-s`."""
     vocabulary = "qwen" if "TREADLE_TEST_DATA" in os.environ else "small"
-    conversations = Counter[str]()
-    counts = Counter[str]()
-    for seed in range(10_000 // len(FAMILIES)):
-        for name in FAMILIES:
+    total, conversations = Counter[str](), Counter[str]()
+    for name in FAMILIES:
+        counts = Counter[str]()
+        for seed in range(10_000 // len(FAMILIES)):
             found = talk(world(name, vocabulary), seed, 2 + seed % 6)
             counts += found
             conversations["all"] += 1
             conversations["broken if tokenized anew"] += found["naive breaks"] > 0
             conversations["broken"] += found["extends"] < found["appended"]
-    print(f"\n{vocabulary} vocabulary: conversations {dict(conversations)}\nprompts {dict(counts)}")
+        print(f"{name}: {dict(counts)}", flush=True)
+        total += counts
+    print(f"\n{vocabulary} vocabulary: conversations {dict(conversations)}\nprompts {dict(total)}")
     assert conversations["broken if tokenized anew"] > conversations["all"] / 2
+    assert total["structure unchecked"] < total["appended"] / 100

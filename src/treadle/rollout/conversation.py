@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import zip_longest
@@ -26,7 +26,7 @@ from treadle.rollout.rendering import identity
 from treadle.rollout.rendering.causes import agents_change
 from treadle.rollout.rendering.marks import Marked, Marks
 from treadle.rollout.rendering.splices import Written, locate
-from treadle.rollout.rendering.template import ChatTemplate, Plain
+from treadle.rollout.rendering.template import ChatTemplate, Opening, Plain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +43,9 @@ class Prompt:
     rendering: Rendering | None = None
 
 
+Span = tuple[int, int, int, int]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendering:
     """How the ids of a prompt came about.
@@ -57,7 +60,7 @@ class Rendering:
     """
 
     text: str
-    spans: tuple[tuple[int, int, int, int], ...]
+    spans: tuple[Span, ...]
     turn: int
     head: str
     values: tuple[identity.Value, ...]
@@ -80,6 +83,8 @@ class Record:
         self.value = identity.value(message)
         self.thought = identity.reasoning(message)
         self.call_ids = identity.call_ids(message)
+        _role, content, calls = self.value
+        self.bare = bool(content) and not (calls or self.thought or rendering.opened)  # a new turn, content alone
 
     @cached_property
     def known(self) -> tuple[identity.Value, ...]:
@@ -102,26 +107,53 @@ class Record:
 _Rendered = tuple[Ids, BreakCause | None, Rendering]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Draft:
-    """A conversation as text: what its messages are, how they were shown to the template, what it wrote."""
+    """A conversation as text: what its messages are, how they were shown to the template, what that wrote (`write`)."""
 
     values: tuple[identity.Value, ...]
     replies: tuple[Record | None, ...]
     shown: list[Plain]
     text: str
-    marked: Marked | None
+    write: Callable[[list[Plain]], str]
     setting: _Setting
+
+    @cached_property
+    def marked(self) -> Marked | None:
+        """Where the messages' parts stand in the text; None if the template does not stand marks."""
+        setter = Marks()
+        marked = setter.mark(self.shown)
+        try:
+            unmarked, places = setter.read(self.write(marked))
+        except DataError:
+            return None
+        return places if unmarked == self.text and not setter.exhausted else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """Tools (guarded) and options of a call, and both as one string."""
+    """Tools (guarded) and options of a call, both as one string, and how the template opens a turn with them."""
 
     template: ChatTemplate
     tools: list[Any] | None
     options: Mapping[str, Any]
     key: str
+    opening: Opening
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Settled:
+    """A prompt up to and including its last recorded reply.
+
+    pieces: its ids. end: where it ends in the text. after: its last id, if a reply's end token. spans, lost: as in
+    `Rendering`.
+    """
+
+    pieces: list[Ids]
+    end: int = 0
+    after: int | None = None
+    spans: tuple[Span, ...] = ()
+    lost: Mapping[int, BreakCause] = field(default_factory=dict)
 
 
 class Conversation:
@@ -177,7 +209,7 @@ class Conversation:
     def _answered(self, messages: tuple[Message, ...], setting: _Setting) -> _Rendered:
         """Messages and the generation prompt."""
         draft = self._draft(messages, setting)
-        opening = setting.template.opening(setting.options)
+        opening = setting.opening
         if opening.prompt and draft.text.endswith(opening.prompt) and self._structure.pattern.match(opening.prompt):
             begin = len(draft.text) - len(opening.prompt)
             return self._assemble(draft, begin, opening.kept or opening.prompt)
@@ -216,9 +248,9 @@ class Conversation:
         if start < 0:
             raise DataError(f"the chat template does not write out the message to continue: {opened[:80]!r}")
         end += len(blank) if draft.text.startswith(blank, end) else 0
-        before, kept = draft.text[:start], setting.template.opening(setting.options).kept
+        before, kept = draft.text[:start], setting.opening.kept
         begin = before.rfind(kept) if kept and kept in before else self._last_token(before)
-        ids, cause, rendering = self._assemble(replace(draft, text=draft.text[:end]), begin, kept or before[begin:])
+        ids, cause, rendering = self._assemble(draft, begin, kept or before[begin:], end)
         return ids, cause, replace(rendering, opened=opened)
 
     # The steps of rendering
@@ -228,7 +260,8 @@ class Conversation:
         key = json.dumps([list(tools), options], default=str) if tools or options else ""
         if key not in self._settings:
             guarded = [_guarded(tool, self._structure.guard) for tool in tools] or None
-            self._settings[key] = _Setting(self._renderer.template(tools), guarded, options, key)
+            template = self._renderer.template(tools)
+            self._settings[key] = _Setting(template, guarded, options, key, template.opening(options))
         return self._settings[key]
 
     def _draft(self, messages: tuple[Message, ...], setting: _Setting, open_end: bool = False) -> _Draft:
@@ -241,8 +274,20 @@ class Conversation:
             _shown(record.message if record else message, record is not None, as_text, guard)
             for message, record in zip_longest(messages, replies)
         ]
-        text, marked = self._write(shown, setting, open_end, marks=open_end or any(replies))
-        return _Draft(values, replies, shown, text, marked, setting)
+        options = {**setting.options, "strftime_now": self._began.strftime}
+
+        def write(messages: list[Plain]) -> str:
+            return setting.template.render(messages, setting.tools, options, generation_prompt=not open_end)
+
+        try:
+            text = write(shown)
+        except DataError:  # gpt-oss reads thoughts from here, but not beside content
+            if not any("thinking" in message for message in shown):
+                raise
+            for message in shown:
+                message.pop("thinking", None)
+            text = write(shown)
+        return _Draft(values, replies, shown, text, write, setting)
 
     def _match(self, messages: Sequence[Message], values: tuple[identity.Value, ...]) -> tuple[Record | None, ...]:
         """The recorded reply that each message is. From the last message on: its record settles all before it."""
@@ -260,43 +305,62 @@ class Conversation:
                 return (*best.rendering.replies, *found[number:])
         return tuple(found)
 
-    def _write(self, shown: list[Plain], setting: _Setting, open_end: bool, marks: bool) -> tuple[str, Marked | None]:
-        """The guarded text, and where the messages' parts stand in it; None if the template does not stand marks."""
-        options = {**setting.options, "strftime_now": self._began.strftime}
-
-        def render(messages: list[Plain]) -> str:
-            return setting.template.render(messages, setting.tools, options, generation_prompt=not open_end)
-
-        try:
-            text = render(shown)
-        except DataError:  # gpt-oss reads thoughts from here, but not beside content
-            if not any("thinking" in message for message in shown):
-                raise
-            for message in shown:
-                message.pop("thinking", None)
-            text = render(shown)
-        if not marks:
-            return text, Marked()
-        setter = Marks()
-        marked = setter.mark(shown)
-        try:
-            unmarked, places = setter.read(render(marked))
-        except DataError:
-            return text, None
-        return text, places if unmarked == text and not setter.exhausted else None
-
     def _last_token(self, text: str) -> int:
         """Where the last structural token stands."""
         return max((found.start() for found in self._structure.pattern.finditer(text)), default=0)
 
-    def _assemble(self, draft: _Draft, begin: int, head: str) -> _Rendered:
-        """Recorded ids where replies are kept, encoded text elsewhere. text[begin:] opens the turn, with `head`."""
-        text, ends = draft.text, self._renderer.ends(draft.setting.template)
+    def _assemble(self, draft: _Draft, begin: int, head: str, end: int | None = None) -> _Rendered:
+        """Recorded ids where replies are kept, encoded text elsewhere. text[begin:end] opens the turn, with `head`."""
+        text = draft.text[:end]
+        settled = self._carried_on(draft, text) or self._spliced(draft, text)
+        begin = max(begin, settled.end)
+        between = self._structure.encode(text[settled.end : begin], settled.after)
+        opening = self._structure.encode(text[begin:], None if between else settled.after)
+        ids = np.concatenate([*settled.pieces, *between, *opening]) if text else np.zeros(0, np.int32)
+        rendering = Rendering(
+            text=text,
+            spans=settled.spans,
+            turn=sum(map(len, settled.pieces)) + sum(map(len, between)),
+            head=head,
+            values=draft.values,
+            replies=draft.replies,
+            lost=settled.lost,
+            setting=draft.setting.key,
+        )
+        return ids, self._cause(ids, rendering), rendering
+
+    def _carried_on(self, draft: _Draft, text: str) -> _Settled | None:
+        """The short way, without marks: the text is that of the call that was carried on, then a reply's bare content.
+
+        None where that is not plain to see.
+        """
+        number = max((n for n, record in enumerate(draft.replies) if record), default=-1)
+        record = draft.replies[number] if number >= 0 else None
+        if record is None or not record.bare or record.rendering.setting != draft.setting.key:
+            return None
+        known, content = record.rendering, draft.shown[number]["content"].strip()
+        if not record.answers(draft.values[:number]) or not text.startswith(known.text):
+            return None
+        reply = text[len(known.text) :].lstrip()
+        rest = reply[len(content) :].lstrip()
+        end = self._renderer.ends(draft.setting.template).match(rest)
+        if not reply.startswith(content) or end is None or record.stop not in ("", end[0]):
+            return None
+        at = len(text) - len(rest) + len(record.stop)
+        span = text.rfind(known.head, 0, len(known.text)), at, known.turn, len(record.ids)
+        after = int(record.ids[-1]) if record.stop else None
+        return _Settled([record.ids], at, after, (*known.spans, span), known.lost)
+
+    def _spliced(self, draft: _Draft, text: str) -> _Settled:
+        """Each reply sought by the marks of its parts."""
         replies = {number: record for number, record in enumerate(draft.replies) if record}
+        if not replies:
+            return _Settled([])
         written = {number: record.written for number, record in replies.items()}
+        ends = self._renderer.ends(draft.setting.template)
         located = locate(text, draft.shown, written, draft.marked, ends)
         pieces: list[Ids] = []
-        spans: list[tuple[int, int, int, int]] = []
+        spans: list[Span] = []
         at, after, length = 0, None, 0
         for splice in located.splices:
             record = replies[splice.message]
@@ -306,21 +370,7 @@ class Conversation:
             spans.append((splice.start, splice.end, length, length + len(turn)))
             pieces += [*between, turn]
             at, after, length = splice.end, int(turn[-1]) if splice.stopped else None, length + len(turn)
-        begin = max(begin, at)
-        between = self._structure.encode(text[at:begin], after)
-        opening = self._structure.encode(text[begin:], None if between else after)
-        ids = np.concatenate([*pieces, *between, *opening]) if text else np.zeros(0, np.int32)
-        rendering = Rendering(
-            text=text,
-            spans=tuple(spans),
-            turn=length + sum(map(len, between)),
-            head=head,
-            values=draft.values,
-            replies=draft.replies,
-            lost=located.lost,
-            setting=draft.setting.key,
-        )
-        return ids, self._cause(ids, rendering), rendering
+        return _Settled(pieces, at, after, tuple(spans), located.lost)
 
     def _cause(self, ids: Ids, rendering: Rendering) -> BreakCause | None:
         """Why the ids do not begin with those of the call that the messages go on with."""

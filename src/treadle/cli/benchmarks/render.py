@@ -1,11 +1,13 @@
 """Rendering a long conversation's next prompt: CPU time a call, warm, against tokenizing the rendered text anew.
 
-Simplified: Qwen 3's template as far as thoughts go, the demo's tokenizer or one of the same kind, random words.
+Qwen's vocabulary where TREADLE_TEST_DATA holds it (`tokenizers/qwen`), else the demo's. Simplified: Qwen 3's template
+without the dropping of thoughts, random words.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoTokenizer
 
 from treadle.cli.benchmarks.report import Report, Row, cpu_seconds
 from treadle.core.types import Ids, Message
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation
-from treadle.training.model import load_tokenizer
 
 _TEMPLATE = """\
 {%- for m in messages %}
@@ -52,8 +54,7 @@ class _Work:
 
 def measure(threads: int, repeats: int, messages: Sequence[int] = (10, 20, 40, 80)) -> Report:
     """Milliseconds of CPU time of the next prompt, for conversations of so many messages, on one thread."""
-    tokenizer: Any = load_tokenizer(Path(str(files("treadle.recipes") / "tokenizer")))
-    tokenizer.chat_template = _TEMPLATE
+    tokenizer = _tokenizer()
     renderer = ChatRenderer(tokenizer, [int(tokenizer.eos_token_id)])
     rows: list[Row] = []
     for count in messages:
@@ -71,8 +72,17 @@ def measure(threads: int, repeats: int, messages: Sequence[int] = (10, 20, 40, 8
                 "us an id": taken["exact"] / len(work.ids) * 1e6,
             }
         )
-    note = "half of the messages sampled, each with a tool call; 'as it grew': the last call, whose last message is new"
+    note = (
+        f"a vocabulary of {len(tokenizer)}; half of the messages sampled, each with a tool call; "
+        "'as it grew': the last call, whose last message is new"
+    )
     return Report("render", note, rows)
+
+
+def _tokenizer() -> Any:
+    root = os.environ.get("TREADLE_TEST_DATA")
+    path = Path(root, "tokenizers", "qwen") if root else Path(str(files("treadle.recipes") / "tokenizer"))
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True, chat_template=_TEMPLATE)
 
 
 def _grow(renderer: ChatRenderer, tokenizer: Any, count: int) -> tuple[_Work, float]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ _HIDDEN = 0x100000  # where content's own reserved characters are moved to, behi
 _AS_JSON = r"\\udbff\\udffd"  # a guard where a template writes content as ASCII JSON
 _RESERVED = f"[\U000f0000-\U000f7fff{GUARD}]|{_AS_JSON}"
 _UNGUARD = re.compile(f"{GUARD}(?:([\U00100000-\U00107fff])|(\U00108000))?|{_AS_JSON}")
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # of byte fallback: characters, even where they are declared special
 _SHORT = 256  # characters; long pieces are memoised too, but fewer of them
 
 
@@ -68,18 +69,13 @@ class Structure:
         self._tokenizer = tokenizer
         stops = set(stop_ids)
         spec = json.loads(tokenizer.to_str())
-        added = spec["added_tokens"]
+        added = [token for token in spec["added_tokens"] if not _BYTE.fullmatch(token["content"])]
         self.ids = {t["content"]: int(t["id"]) for t in added if t["special"] or t["id"] in stops}
         self.stop_ids = {name: i for name, i in self.ids.items() if i in stops}
         secret = secrets.token_hex(8)  # no content can hold a name
         self._names = {name: f"\U0010fffc{secret}-{ident}\U0010fffc" for name, ident in self.ids.items()}
         self._strips = {token["content"] for token in added if token["content"] in self.ids and token["lstrip"]}
-        real = {}
-        for token in added:
-            token["content"] = self._names.get(token["content"], token["content"])
-            real[token["content"]] = int(token["id"])
-        self._copy: Backend = type(tokenizer).from_str(json.dumps(spec))  # type: ignore[attr-defined]
-        self._moved = _moved(self._copy, real)
+        self._copy: Backend = type(tokenizer).from_str(json.dumps(_renamed(spec, self._names)))  # type: ignore[attr-defined]
         self._token_at = {ident: name for name, ident in self.ids.items()}
         self.pattern = _any_of(self.ids)
         self._harmful = re.compile("|".join([_RESERVED, *([self.pattern.pattern] if self.ids else [])]))
@@ -93,13 +89,15 @@ class Structure:
 
     def encode(self, text: str, after: int | None = None) -> list[Ids]:
         """Ids of guarded text, in pieces. after: the id before it, where that is a structural token."""
+        if not text:
+            return []
         cuts = [0, *(m.start() for m in self.pattern.finditer(text) if m.start()), len(text)]
         found = []
         for start, end in pairwise(cuts):
             piece, behind = text[start:end], self._leading(text, end) if self._strips else None
             memo = self._short if len(piece) <= _SHORT else self._long
             found.append(memo(piece, after if start == 0 else None, behind if behind in self._strips else None))
-        return found if text else []
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, structural tokens by their usual names."""
@@ -125,7 +123,7 @@ class Structure:
         text += self._names[before] if before else ""
         ids = self._copy.encode(text, add_special_tokens=False).ids[behind:]
         ids = ids[:-1] if before else ids
-        found = np.array([self._moved.get(i, i) for i in ids] if self._moved else ids, np.int32)
+        found = np.array(ids, np.int32)
         found.flags.writeable = False
         return found
 
@@ -156,7 +154,20 @@ def _restored(found: re.Match[str]) -> str:
     return GUARD if found[2] else ""
 
 
-def _moved(copy: Backend, real: dict[str, int]) -> dict[int, int]:
-    """The copy's id -> the real one, where they differ: a token that was part of the vocabulary is a new one there."""
-    numbered = {copy.token_to_id(name): ident for name, ident in real.items()}
-    return {other: ident for other, ident in numbered.items() if other is not None and other != ident}
+def _renamed(spec: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A tokenizer (as JSON data) that knows tokens by these names alone: nor can its model make them of other text."""
+    model = spec["model"]
+    renamed = {"vocab": _renamed_vocabulary(model["vocab"], names)}
+    if "merges" in model:  # converted SentencePiece models have merges that lead to structural tokens
+        renamed["merges"] = [(a, b) for a, b in model["merges"] if not (a in names or b in names or a + b in names)]
+    if isinstance(model.get("unk_token"), str):
+        renamed["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    added = [{**token, "content": names.get(token["content"], token["content"])} for token in spec["added_tokens"]]
+    return {**spec, "model": {**model, **renamed}, "added_tokens": added, "truncation": None, "padding": None}
+
+
+def _renamed_vocabulary(vocabulary: Any, names: Mapping[str, str]) -> Any:
+    """token -> id, or in Unigram models [token, score] in order of ids."""
+    if isinstance(vocabulary, Mapping):
+        return {names.get(token, token): ident for token, ident in vocabulary.items()}
+    return [(names.get(token, token), score) for token, score in vocabulary]

@@ -45,6 +45,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Variables) -> None:
         self._template = _environment().from_string(source)
+        self._template.globals = dict(self._template.globals)  # every rendering copies them: slow from a ChainMap
         self._variables = dict(variables)
         self._opening = lru_cache(maxsize=64)(self._probe_opening)
 

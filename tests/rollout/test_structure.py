@@ -1,0 +1,157 @@
+"""Structural tokens in all kinds of tokenizer pipelines: pieces with private names are the encoding of the whole."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from tests.rollout.families import TEMPLATES
+from treadle.rollout.rendering.structure import Structure, plain
+
+NAMES = ("<s>", "</s>", "<|u|>", "<|a|>", "<|e|>")
+CORPUS = [path.read_text() for path in sorted(TEMPLATES.glob("qwen3*.jinja"))]
+PREPEND = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+GPT4 = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+Metaspace, ByteLevel = pre_tokenizers.Metaspace, pre_tokenizers.ByteLevel
+
+
+def bpe(pre: Any = None, normalizer: Any = None, **options: Any) -> Callable[[list[str]], Tokenizer]:
+    """A trained BPE with these names in its vocabulary."""
+
+    def build(names: list[str]) -> Tokenizer:
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", **options))
+        if pre is not None:
+            tokenizer.pre_tokenizer = pre
+        if normalizer is not None:
+            tokenizer.normalizer = normalizer
+        alphabet = ByteLevel.alphabet() if isinstance(pre, ByteLevel) else []
+        bytes_ = [f"<0x{byte:02X}>" for byte in range(256)] if options.get("byte_fallback") else []
+        trainer = trainers.BpeTrainer(
+            vocab_size=900, show_progress=False, special_tokens=["<unk>", *bytes_, *names], initial_alphabet=alphabet
+        )
+        tokenizer.train_from_iterator(CORPUS, trainer)
+        return tokenizer
+
+    return build
+
+
+def unigram(names: list[str]) -> Tokenizer:
+    """As SentencePiece has it: control symbols score 0, better than any text."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer, tokenizer.decoder = Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=400, show_progress=False, special_tokens=["<unk>", *names], unk_token="<unk>"
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def words(names: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.WordLevelTrainer(show_progress=False, special_tokens=["<unk>", *names])
+    )
+    return tokenizer
+
+
+def word_pieces(names: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=600, show_progress=False, special_tokens=["<unk>", *names])
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def merged(names: list[str]) -> Tokenizer:
+    """A vocabulary in which merges lead to a structural token, as converted SentencePiece models have it."""
+    tokens = ["<unk>", *"</s>|uae xyz\n", *names, *({"</", "s>", "</s>", "xy"} - set(names))]
+    vocabulary = {token: ident for ident, token in enumerate(tokens)}
+    return Tokenizer(models.BPE(vocabulary, [("<", "/"), ("s", ">"), ("</", "s>"), ("x", "y")], unk_token="<unk>"))
+
+
+PIPELINES: dict[str, Callable[[list[str]], Tokenizer]] = {
+    "byte level": bpe(ByteLevel(add_prefix_space=False)),
+    "byte level, prefix space": bpe(ByteLevel(add_prefix_space=True), normalizers.NFC()),
+    "whole words first": bpe(ByteLevel(add_prefix_space=False), ignore_merges=True),
+    "metaspace first": bpe(Metaspace(prepend_scheme="first")),
+    "metaspace always": bpe(Metaspace(prepend_scheme="always")),
+    "metaspace never": bpe(Metaspace(prepend_scheme="never")),
+    "metaspace whole": bpe(Metaspace(prepend_scheme="first", split=False), byte_fallback=True, fuse_unk=True),
+    "prepend": bpe(normalizer=PREPEND, byte_fallback=True),
+    "split": bpe(pre_tokenizers.Split(Regex(GPT4), "isolated"), normalizers.NFKC()),
+    "digits": bpe(pre_tokenizers.Sequence([pre_tokenizers.Digits(), Metaspace()]), normalizers.Lowercase()),
+    "strip": bpe(Metaspace(), normalizers.Strip()),
+    "unigram": unigram,
+    "words": words,
+    "word pieces": word_pieces,
+    "merged": merged,
+}
+each_pipeline = pytest.mark.parametrize("name", PIPELINES)
+each_kind = pytest.mark.parametrize("strips", ["", "lstrip", "rstrip", "both"])
+each_place = pytest.mark.parametrize("inside", [True, False])
+
+
+def structure(name: str, strips: str = "", inside: bool = True) -> tuple[Tokenizer, Structure]:
+    """inside: the structural tokens are in the model's vocabulary too."""
+    tokenizer = PIPELINES[name](list(NAMES) if inside else [])
+    left, right = strips in ("lstrip", "both"), strips in ("rstrip", "both")
+    tokenizer.add_tokens([AddedToken("<tag>", lstrip=left, rstrip=right, normalized=False)])
+    added = [AddedToken(name, special=True, normalized=False, lstrip=left, rstrip=right) for name in NAMES]
+    tokenizer.add_special_tokens(added)
+    end = tokenizer.token_to_id("<|e|>")
+    assert end is not None
+    return tokenizer, Structure(tokenizer, [end])
+
+
+def encoded(built: Structure, text: str) -> list[int]:
+    return [int(i) for piece in built.encode(text) for i in piece]
+
+
+WORD = st.sampled_from([*" \n\t", "  ", "x", "xy", "messages", "é", "日本", "\ufb01", "12", "<tag>", "Tool", "<", ">"])
+CONTENT = st.lists(WORD, max_size=6).map("".join)
+TEXT = st.lists(st.one_of(st.sampled_from(NAMES), CONTENT), max_size=8).map("".join)
+
+
+@each_place
+@each_kind
+@each_pipeline
+def test_pieces_are_the_encoding_of_the_whole(name: str, strips: str, inside: bool) -> None:
+    tokenizer, built = structure(name, strips, inside)
+
+    @settings(max_examples=25)
+    @given(TEXT)
+    def check(text: str) -> None:
+        assert encoded(built, text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+    check()
+
+
+@each_place
+@each_pipeline
+def test_content_is_never_structural(name: str, inside: bool) -> None:
+    tokenizer, built = structure(name, inside=inside)
+    structural = [tokenizer.token_to_id(name) for name in NAMES]
+
+    @settings(max_examples=40)
+    @given(st.lists(TEXT, min_size=2, max_size=2))
+    def check(contents: list[str]) -> None:
+        text = "<s>" + "<|e|>".join(map(built.guard, contents)) + "</s>"
+        found = [i for i in encoded(built, text) if i in structural]
+        assert found == [tokenizer.token_to_id(name) for name in ("<s>", "<|e|>", "</s>")]
+        assert plain(text) == "<s>" + "<|e|>".join(contents) + "</s>"
+
+    check()
+
+
+def test_what_a_tokenizer_was_set_to_truncate_or_pad_is_encoded_whole() -> None:
+    tokenizer, _ = structure("byte level")
+    whole = tokenizer.encode("<s>messages", add_special_tokens=False).ids
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=64)
+    assert encoded(Structure(tokenizer, []), "<s>messages") == whole
+    assert json.loads(tokenizer.to_str())["truncation"]["max_length"] == 3
