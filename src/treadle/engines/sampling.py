@@ -57,7 +57,7 @@ def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor]:
     # float64: a float32 CDF moves the boundaries between tokens by up to 7e-5
     cdf = logprobs.double().exp_().cumsum(-1)
     total = cdf[:, -1:]
-    if not total.isfinite().all():  # greedy rows would go on in silence; on a GPU, the index below would end the process
+    if not total.isfinite().all():  # greedy rows would go on in silence; the index below would kill a GPU's process
         raise EngineError("the model's logits are not finite; its weights have diverged, or its dtype is too narrow")
     # below the total, or a rounded product could choose a last token of probability 0
     target = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
