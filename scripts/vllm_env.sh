@@ -12,6 +12,10 @@ fi
   echo "vLLM needs Python 3.11 to 3.13, '$python' is $("$python" --version 2>&1); try: make vllm-env PYTHON=python3.12" >&2
   exit 1
 }
+if [[ -n "$(ls -A "$venv" 2>/dev/null)" && ! -f "$venv/pyvenv.cfg" ]]; then
+  echo "'$venv' is there and is no virtual environment; remove it, or choose another place: make vllm-env VLLM_VENV=PATH" >&2
+  exit 1
+fi
 echo "set-up: creating $venv with $("$python" --version) for vLLM (2 GB, a minute or two, once)"
 rm -rf "$venv"
 "$python" -m venv "$venv"

@@ -2,6 +2,7 @@
 flight changes exactly what comes after it; whatever ends leaves nothing behind."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -243,6 +244,81 @@ async def test_salts_share_nothing() -> None:
         assert engine.counters.shared == 0
         await engine.generate(PROMPT, SamplingParams(max_tokens=2), session="a", cache_salt="x")
         assert engine.counters.reused == len(PROMPT) - 1
+
+
+async def test_a_session_that_closes_before_its_call_joins_leaves_nothing_in_the_cache() -> None:
+    async with serving(stop_token_ids=[], max_batch=1) as engine:
+        for name in "abc":
+            engine.open_session(name)
+        first = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=100), session="a"))
+        while engine.counters.sampled < 3:
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=2), session="b"))
+        while not engine._admitted:
+            await asyncio.sleep(0.001)
+        engine.close_session("b")
+        assert len((await second).token_ids) == 2 and first.done()
+        await engine.generate(PROMPT, SamplingParams(max_tokens=2), session="c")
+        assert {cached.session for cached in engine._batch._cached._held} == {0, 2}
+
+
+class Turn:
+    """Work between two tokens that lasts until it is let go."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._entered, self.leave = threading.Event(), threading.Event()
+        self._task = asyncio.create_task(engine._between_tokens(self._work))
+
+    def _work(self) -> bool:
+        self._entered.set()
+        return self.leave.wait(20)
+
+    async def entered(self) -> None:
+        await asyncio.to_thread(self._entered.wait, 20)
+        for _ in range(10):  # the next token waits for its turn
+            await asyncio.sleep(0)
+
+    async def left(self) -> None:
+        self.leave.set()
+        assert await self._task
+
+
+@pytest.mark.parametrize("what", ["call", "score"])
+async def test_what_comes_during_a_publication_does_not_wait_for_calls_in_flight(what: str) -> None:
+    async with serving(stop_token_ids=[]) as engine:
+        engine.open_session("a")
+        long = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=250), session="a"))
+        while engine.counters.sampled < 3:
+            await asyncio.sleep(0.001)
+        turn = Turn(engine)
+        await turn.entered()
+        if what == "call":
+            short: asyncio.Task[Any] = asyncio.create_task(
+                engine.generate(PROMPT, SamplingParams(max_tokens=2), session="a")
+            )
+        else:
+            short = asyncio.create_task(engine.score(PROMPT))
+        await asyncio.sleep(0)
+        await turn.left()
+        await short
+        assert not long.done()
+        long.cancel()
+
+
+async def test_closing_waits_for_a_publication_and_refuses_the_next_one() -> None:
+    engine = TorchEngine(tiny(), stop_token_ids=[])
+    turn = Turn(engine)
+    await turn.entered()
+    second = asyncio.create_task(engine.publish(unique_weights(tiny()), 1))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(engine.close())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not closing.done()
+    await turn.left()
+    with pytest.raises(EngineError, match="the engine was closed"):
+        await asyncio.wait_for(second, 20)
+    await asyncio.wait_for(closing, 20)
 
 
 async def test_closing_fails_calls_in_flight_without_waiting_for_their_end() -> None:

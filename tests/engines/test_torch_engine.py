@@ -675,6 +675,21 @@ async def test_publication_waits_for_the_running_wave() -> None:
 # Errors
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_weights_that_are_not_numbers_are_told_and_those_published_next_serve(temperature: float) -> None:
+    broken = tiny()
+    with torch.no_grad():
+        next(broken.parameters())[3] = float("nan")  # the embedding of a token of the prompt
+    async with serving(broken) as engine:
+        engine.open_session("a")
+        params = sampling(temperature=temperature)
+        with pytest.raises(EngineError, match="logits are not finite"):
+            await engine.generate(PROMPT, params, session="a")
+        await engine.publish(unique_weights(tiny()), 1)
+        answer = await engine.generate(PROMPT, params, session="a")
+        assert set(answer.versions_per_token()) == {1} and np.isfinite(answer.logprobs).all()
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [

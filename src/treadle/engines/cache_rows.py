@@ -90,11 +90,9 @@ class CachedRows:
             self._held.remove(sequence)
 
     def forget(self, sessions: Iterable[int]) -> None:
-        """These sessions call no more."""
+        """These sessions, of which none is busy, call no more."""
         gone = set(sessions)
-        for sequence in self._held:
-            sequence.exact &= sequence.session not in gone
-        self._held = [s for s in self._held if s.busy or s.exact]
+        self._held = [s for s in self._held if s.session not in gone]
 
     def outdate(self, keep_busy: bool) -> None:
         """The weights have changed: idle sequences go, busy ones end with their call unless they are `keep_busy`."""

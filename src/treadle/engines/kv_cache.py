@@ -68,7 +68,7 @@ class KVCache:
         for number, pair in other.layers.items():
             mine = self.layer(number, *pair)
             for target, origin in zip(mine, pair, strict=True):
-                target[rows, :, :length] = origin[sources, :, :length]
+                target[:, :, :length].index_copy_(0, rows, origin[:, :, :length].index_select(0, sources))
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treadle.core.errors import EngineError
 from treadle.core.types import SamplingParams
 
 
@@ -50,12 +51,14 @@ def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor]:
 
     logits float32[B, V], draws float64[B] in [0, 1).
     Returns token ids int64[B] and logprobs float32[B] of the distribution really sampled from, after temperature and
-    filters; 0 for a greedy token, which is certain.
+    filters; 0 for a greedy token, which is certain. Raises EngineError for logits that are not numbers.
     """
     logprobs = processed_logprobs(logits, how)
     # float64: a float32 CDF moves the boundaries between tokens by up to 7e-5
     cdf = logprobs.double().exp_().cumsum(-1)
     total = cdf[:, -1:]
+    if not total.isfinite().all():  # greedy rows would go on in silence; the index below would kill a GPU's process
+        raise EngineError("the model's logits are not finite; its weights have diverged, or its dtype is too narrow")
     # below the total, or a rounded product could choose a last token of probability 0
     target = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     ids = torch.searchsorted(cdf, target, right=True)[:, 0]

@@ -172,7 +172,7 @@ class Batch:
                 self._model.extend(self._cached.cache, where, [row.cached_ids() for row in part], [0] * len(part))
 
     def forget(self, sessions: Sequence[int]) -> None:
-        """These sessions call no more; what they left in the cache goes."""
+        """These sessions, which have no calls here, make no more; what they left in the cache goes."""
         self._cached.forget(sessions)
 
     def clear(self) -> None:

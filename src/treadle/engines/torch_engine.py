@@ -95,7 +95,8 @@ class TorchEngine:
         self._running: dict[Call, _Request] = {}
         self._driver: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # the batch, between two tokens (in lock-step: between two waves)
-        self._pause = False  # somebody wants something: do not go on to the next token
+        self._asked = 0  # publications and scoring passes that wait for their turn or have it
+        self._pause = False  # calls have come or sessions have closed: do not go on to the next token
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="treadle-engine") if own_thread else None
 
     @property
@@ -170,9 +171,10 @@ class TorchEngine:
             call.cancelled = True
         if self._driver is not None:
             await asyncio.wait([self._driver])
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
-        self._batch.clear()
+        async with self._turn:  # whoever has it ends first; who waits for it is refused
+            if self._thread is not None:
+                self._thread.shutdown(wait=True, cancel_futures=True)
+            self._batch.clear()
 
     # --- what is asked for ---------------------------------------------------------------------------------------
 
@@ -206,7 +208,7 @@ class TorchEngine:
 
     def _start(self) -> None:
         """Something has changed: see to it that the loop runs if there is something to do."""
-        self._pause = not self._lock_step
+        self._pause = True
         if self._driver is None and self._may_admit():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
@@ -216,14 +218,14 @@ class TorchEngine:
             while await self._work_to_do():
                 async with self._turn:
                     self._pause = False
+                    self._admit()
                     await self._advance()
         finally:
             self._driver = None
 
     async def _work_to_do(self) -> bool:
         await asyncio.sleep(0)  # what was answered or closed in this same tick may change who waits
-        self._admit()
-        return bool(self._running)
+        return bool(self._running) or self._may_admit()
 
     def _admit(self) -> None:
         """Hand to the batch what may join now."""
@@ -243,8 +245,7 @@ class TorchEngine:
 
     async def _advance(self) -> None:
         self._drop_cancelled()
-        gone, self._gone = self._gone, []
-        work = asyncio.ensure_future(self._computed(self._compute, gone))
+        work = asyncio.ensure_future(self._computed(self._compute, self._take_gone()))
         try:
             await asyncio.wait([work])
         finally:
@@ -272,10 +273,23 @@ class TorchEngine:
             self._admitted.remove(call)
             _fail(self._running.pop(call), EngineError("the engine was closed"))
 
+    def _take_gone(self) -> list[int]:
+        """Closed sessions of which nothing runs any more: what a call of theirs leaves must go, too."""
+        if not self._gone:
+            return []
+        busy = {call.session for call in self._running}
+        gone = [session for session in self._gone if session not in busy]
+        self._gone = [session for session in self._gone if session in busy]
+        return gone
+
     async def _between_tokens(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        self._pause = not self._lock_step
-        async with self._turn:
-            return await self._computed(work, *arguments, **named)
+        self._asked += 1
+        try:
+            async with self._turn:
+                self._check_open()
+                return await self._computed(work, *arguments, **named)
+        finally:
+            self._asked -= 1
 
     async def _computed(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         if self._thread is None:
@@ -292,7 +306,7 @@ class TorchEngine:
             if not (self._lock_step and batch.live):
                 del self._admitted[: batch.join(self._admitted)]
             batch.step()
-            if not self._lock_step and (batch.finished or self._pause or self._thread is None):
+            if not self._lock_step and (batch.finished or self._pause or self._asked or self._thread is None):
                 break
         finished, batch.finished = batch.finished, []
         return finished

@@ -50,14 +50,16 @@ async def _vllm(config: EngineConfig, policy: Policy, logs: Path) -> Engine:
     def proof() -> Proof:
         return Proof(ids, exact_logprobs(policy.model, ids), config.tolerance)
 
-    model = Path(tempfile.mkdtemp(prefix="treadle-model-"))
-    write_model(model, policy.model, policy.tokenizer_path)
-    return await start(
+    connected = partial(
+        start,
         config,
-        model=model,
         stop_token_ids=policy.stop_token_ids,
         logs=logs,
         shapes={name: tuple(tensor.shape) for name, tensor in unique_weights(policy.model).items()},
         proof=proof,
-        on_close=partial(shutil.rmtree, model),
     )
+    if config.vllm.urls:  # servers that have a model
+        return await connected(model=None)
+    model = Path(tempfile.mkdtemp(prefix="treadle-model-"))
+    write_model(model, policy.model, policy.tokenizer_path)
+    return await connected(model=model, on_close=partial(shutil.rmtree, model))

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,9 @@ from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.launch import WORKER, command, environment, find_python, flags
 from treadle.engines.vllm.start import open_engine
+from treadle.orchestration.config import load_recipe
+from treadle.orchestration.engines import open_engine as open_engine_of
+from treadle.orchestration.policy import load_policy
 
 
 def config(**vllm: Any) -> EngineConfig:
@@ -101,6 +105,15 @@ async def test_a_server_that_does_not_start_is_told_with_its_log(script: str, me
 async def test_a_url_that_nobody_answers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9 does not answer /health"):
         await open_engine(config(urls=["http://127.0.0.1:9"]), model=None, stop_token_ids=[], logs=tmp_path)
+
+
+async def test_nothing_is_written_for_servers_that_have_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(load_recipe("demo").model, seed=0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(EngineError, match="does not answer /health"):
+        await open_engine_of(config(urls=["http://127.0.0.1:9"]), policy, tmp_path)
 
 
 def group_members(group: int) -> list[int]:
