@@ -288,14 +288,17 @@ def test_a_failure_is_attributed_and_leaves_its_siblings_alone(
         assert (healthy.status, healthy.reward, len(healthy.steps)) == (Status.DONE, 1.0, 1)
 
 
-def test_a_failing_engine_is_to_blame_itself() -> None:
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_failing_engine_is_to_blame_itself(raises: bool) -> None:
     def reply(prompt: Ids, sampling: SamplingParams) -> list[int]:
         raise EngineError("out of memory")
 
     async def patient(task: Task, client: AsyncOpenAI) -> float:
         with pytest.raises(APIStatusError):
             await ask(client.with_options(max_retries=0), [*task.prompt])
-        raise Boom("no answer")
+        if raises:
+            raise Boom("no answer")
+        return 0.0
 
     trajectory = play(patient, FakeEngine(reply))
     assert trajectory.failure == Failure(Cause.ENGINE, "out of memory")
@@ -324,18 +327,22 @@ def test_a_timed_out_agent_may_clean_up_and_leaves_no_task() -> None:
 
 
 class Stuck(FakeEngine):
-    """Never answers its first call."""
+    """Never answers one of its calls."""
+
+    def __init__(self, reply: Callable[[Ids, SamplingParams], list[int]], stuck: int = 1) -> None:
+        super().__init__(reply)
+        self.stuck = stuck
 
     async def generate(self, prompt_ids: Ids, sampling: SamplingParams, **where: Any) -> Completion:
         completion = await super().generate(prompt_ids, sampling, **where)
-        if len(self.calls) == 1:
+        if len(self.calls) == self.stuck:
             await hang()
         return completion
 
     async def asked(self, client: AsyncOpenAI) -> asyncio.Task[str]:
         """A call that hangs, once it has reached the engine."""
         call = asyncio.create_task(ask(client.with_options(max_retries=0), [user("slow")]))
-        while not self.calls:
+        while len(self.calls) < self.stuck:
             await asyncio.sleep(0.01)
         return call
 
@@ -363,6 +370,26 @@ def test_a_call_that_the_agent_does_not_wait_for_is_recorded_and_never_trained(c
     assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.DONE, 1.0, None)
     assert [step.dropped for step in trajectory.steps] == [DropReason.CANCELLED, None]
     assert len(trajectory.live_steps) == 1
+
+
+def test_the_reward_stands_on_the_last_step_that_counts() -> None:
+    engine = Stuck(lambda prompt, sampling: [*plain_ids("a"), END], stuck=2)
+
+    async def impatient(task: Task, client: AsyncOpenAI) -> float:
+        await ask(client, [user("first")])
+        left.append(await engine.asked(client))
+        return 1.0
+
+    left: list[asyncio.Task[str]] = []
+
+    async def go() -> Trajectory:
+        [trajectory] = await played({"a": impatient}, engine, [TASK])
+        await asyncio.wait(left)
+        assert isinstance(left[0].exception(), APIError)
+        return trajectory
+
+    steps = asyncio.run(go()).steps
+    assert [(step.dropped, step.reward) for step in steps] == [(None, 1.0), (DropReason.CANCELLED, 0.0)]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.4])

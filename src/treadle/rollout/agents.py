@@ -209,6 +209,8 @@ def _reward_after(error: TrajectoryFailure, session: AgentSession) -> float:
 def _nothing_recorded(session: AgentSession) -> TrajectoryFailure:
     if isinstance(session.last_error, ContextExceeded):
         return TrajectoryFailure(Cause.CONTEXT, str(session.last_error))
+    if isinstance(session.last_error, EngineError):
+        return TrajectoryFailure(Cause.ENGINE, str(session.last_error))
     return TrajectoryFailure(
         Cause.AGENT, "the agent ended without a single answer of the model; it must ask through the client it is given"
     )

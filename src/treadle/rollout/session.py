@@ -141,9 +141,9 @@ class Session:
             self._steps[number] = replace(self._steps[number], dropped=dropped)
 
     def reward_last(self, reward: float) -> None:
-        """Note what the environment gave for the last step."""
+        """Note what the environment gave for the last step, of those that count."""
         if reward:
-            last = max(self._steps)
+            last = max(number for number, step in self._steps.items() if step.dropped is None)
             self._steps[last] = replace(self._steps[last], reward=reward)
 
     def close(self) -> None:
