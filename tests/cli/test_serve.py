@@ -48,3 +48,5 @@ def test_what_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "kind=vlm"]) == 2
     assert "'vlm'" in capsys.readouterr().err
+    assert main(["serve", str(tmp_path), "--port", "65536"]) == 2
+    assert "--port 65536" in capsys.readouterr().err

@@ -58,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"no config.json in {str(options.model)!r}; give the directory of a Hugging Face causal LM")
     if options.record is not None and options.record.exists() and not options.record.is_dir():
         raise ConfigError(f"--record {options.record}: is no directory")
+    if not 0 <= options.port < 2**16:
+        raise ConfigError(f"--port {options.port}: ports lie in [0, 65535]")
 
     engine = build(EngineConfig, apply_overrides({"lock_step": False}, options.overrides), "engine")
 
@@ -124,7 +126,8 @@ def _write(directory: Path, session: Session) -> Path:
     from treadle.orchestration.rollout_store import write_shard
 
     directory.mkdir(parents=True, exist_ok=True)
-    number = len(list(directory.glob("serve-*.parquet")))
+    taken = (int(path.stem.removeprefix("serve-")) for path in directory.glob("serve-" + 6 * "[0-9]" + ".parquet"))
+    number = max(taken, default=-1) + 1  # the first ones may have been deleted
     name = f"serve-{number:06d}"
     trajectory = Trajectory(f"{name}.0", "serve", 0, tuple(session.steps), 0.0, Status.DONE)
     return directory / write_shard(directory, name, [Group(name, number, 0, 0, Task("serve"), (trajectory,))])
