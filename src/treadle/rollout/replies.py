@@ -17,6 +17,7 @@ from typing import Any
 
 from treadle.core.registry import resolve
 from treadle.core.types import FunctionCall, Message, ToolCall
+from treadle.rollout.foreign_json import read_json
 
 Tool = Mapping[str, Any]
 """A tool's JSON schema, as OpenAI's API has it: `{"type": "function", "function": {"name": ..., ...}}`."""
@@ -154,10 +155,8 @@ def _parameter_types(name: str, tools: Sequence[Tool]) -> Iterator[tuple[str, ob
 
 
 def _json(text: str) -> Any:
-    """The value, or None for what cannot be written back: broken, infinite, nested too deep, half a character."""
+    """The value, or None for what cannot be read."""
     try:
-        value = json.loads(text, strict=False)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
+        return read_json(text, strict=False)
+    except ValueError:
         return None
-    return value

@@ -80,6 +80,14 @@ def running() -> Iterator[Running]:
     loop.close()
 
 
+def nested(levels: int) -> dict[str, Any]:
+    """An object of so many objects, each in the one before."""
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
 def is_error(answer: httpx.Response, *statuses: int) -> bool:
     """An error in a provider's form, with one of these statuses."""
     error = answer.json()["error"]
@@ -214,6 +222,31 @@ def test_malformed_bodies(route: str, body: bytes, running: Running) -> None:
     assert is_error(running.http.post(f"{running.address.base_url}/{route}", content=body), 400)
 
 
+@pytest.mark.parametrize("route", POSTS)
+@pytest.mark.parametrize(
+    ("levels", "number", "status"), [(63, "1e99", 200), (64, "1", 400), (400, "1", 400), (1, "1e999", 400)]
+)
+def test_nested_too_deep_or_too_large_a_number(
+    levels: int, number: str, status: int, route: str, running: Running
+) -> None:
+    content = f'{json.dumps({**BODIES[route], "any": nested(levels)})[:-1]}, "some": {number}}}'
+    answer = running.http.post(f"{running.address.base_url}/{route}", content=content)
+    assert answer.status_code == status
+    assert status == 200 or "is not JSON" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [nested(50), json.dumps(nested(50)), json.dumps(nested(400)), json.dumps(nested(900)), '{"a": "\\ud800"}', "1e999"],
+    ids=["object", "text", "deep", "deeper", "surrogate", "infinite"],
+)
+def test_tool_calls_with_strange_arguments(arguments: Any, running: Running) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    messages = [user("who?"), {"role": "assistant", "tool_calls": [call]}, user("well?")]
+    answer = running.http.post(f"{running.address.base_url}/chat/completions", json={"messages": messages})
+    assert answer.status_code == 200
+
+
 @pytest.mark.parametrize("megabytes", [2, 50])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_bodies_that_are_too_large(megabytes: int, chunked: bool, running: Running) -> None:
@@ -307,5 +340,7 @@ def test_errors_are_put_as_each_provider_puts_them(running: Running) -> None:
             "message": "messages[0].content[0].type: only text is supported here, got 'image'",
         },
     }
+    for route in ("messages", "messages/count_tokens"):
+        assert running.http.post(f"{base}/{route}", json={}).json()["type"] == "error"
     long = running.http.post(f"{base}/chat/completions", json={"messages": [user("x" * 20_000)]})
     assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -143,6 +144,57 @@ async def test_detaching_aborts_what_is_in_flight_and_the_secret_dies() -> None:
         with pytest.raises(httpx.HTTPStatusError, match="404"):
             await ask(http, address)
         assert [step.dropped for step in server.steps()] == [None, DropReason.CANCELLED]
+
+
+async def test_a_session_that_ends_while_a_request_is_on_its_way_is_asked_nothing_more() -> None:
+    engine = numbering()
+    async with served(engine) as server, httpx.AsyncClient() as http:
+        address = server.open(parse=plain)
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            yield b'{"messages": '
+            begun.set()
+            await ended.wait()
+            yield b'[{"role": "user", "content": "hi"}]}'
+
+        call = asyncio.ensure_future(http.post(f"{address.base_url}/chat/completions", content=body()))
+        await begun.wait()
+        await asyncio.sleep(0.05)  # the server has let it in and reads on
+        await server.gateway.detach(address.secret)
+        ended.set()
+        assert (await call).status_code == 404
+        assert not engine.calls and not server.steps()
+
+
+async def test_a_session_that_ends_while_choices_are_being_aborted_drops_those_that_were_sampled() -> None:
+    class Lingering(Slow):
+        """Samples the first call, fails the second, and takes its time to abort the third."""
+
+        asked = 0
+
+        async def generate(self, *a: Any, **k: Any) -> Any:
+            self.asked += 1
+            match self.asked:
+                case 1:
+                    return await super().generate(*a, **k)
+                case 2:
+                    await asyncio.sleep(0.1)
+                    raise EngineError("full")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.aborted += 1
+                await asyncio.sleep(5)
+
+    engine = Lingering(scripted(lambda prompt, number: "x"))
+    async with served(engine) as server, httpx.AsyncClient() as http:
+        address = server.open(parse=plain)
+        call = asyncio.ensure_future(http.post(f"{address.base_url}/chat/completions", json={**BODY, "n": 3}))
+        await until(lambda: engine.aborted)
+        await server.gateway.detach(address.secret)
+        assert [step.dropped for step in server.steps()] == [DropReason.CANCELLED] * 2
+        assert (await call).status_code == 404
 
 
 async def test_a_failed_call_is_forgotten_and_asked_again() -> None:

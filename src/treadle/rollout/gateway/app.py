@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -15,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from treadle import __version__
 from treadle.core.errors import DataError
+from treadle.rollout.foreign_json import read_json
 from treadle.rollout.gateway.asked import Dialect, Json, Refusal
 from treadle.rollout.gateway.chat import CHAT
 from treadle.rollout.gateway.completions import COMPLETIONS
@@ -28,13 +28,13 @@ from treadle.rollout.gateway.schemas import described, refusals
 Handler = Callable[[Request], Awaitable[Response]]
 
 _DRAINED = 8  # a body up to this many times too large is still read, so that its sender sees the answer
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _DIALECTS = {
     "/chat/completions": CHAT,
     "/completions": COMPLETIONS,
     "/responses": RESPONSES,
     "/messages": MESSAGES,
 }
+_COUNTING = "/messages/count_tokens"
 
 
 def make_app(gateway: Gateway) -> FastAPI:
@@ -42,7 +42,7 @@ def make_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="Treadle gateway", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for prefix in ("/v1", "/sessions/{secret}/v1"):
         routes = {path: _asking(gateway, dialect) for path, dialect in _DIALECTS.items()}
-        for path, handler in {**routes, "/messages/count_tokens": _counting(gateway)}.items():
+        for path, handler in {**routes, _COUNTING: _counting(gateway)}.items():
             app.add_api_route(prefix + path, handler, methods=["POST"], response_model=None, **described(path))
         app.add_api_route(f"{prefix}/models", _listing(gateway), methods=["GET"], responses=refusals())
     app.add_exception_handler(Refusal, _refused)
@@ -52,8 +52,7 @@ def make_app(gateway: Gateway) -> FastAPI:
 
 def _asking(gateway: Gateway, dialect: Dialect) -> Handler:
     async def ask(request: Request) -> Response:
-        attached = _session(gateway, request)
-        raw = await _body(request, gateway.max_body)
+        attached, raw = await _received(gateway, request)
         asked = dialect.read(_json(raw))
         origin = _origin(request, dialect, raw)
         exchanges = attached.exchanges
@@ -67,8 +66,8 @@ def _asking(gateway: Gateway, dialect: Dialect) -> Handler:
 
 def _counting(gateway: Gateway) -> Handler:
     async def count_tokens(request: Request) -> Response:
-        attached = _session(gateway, request)
-        messages, tools = read_prompt(_json(await _body(request, gateway.max_body)))
+        attached, raw = await _received(gateway, request)
+        messages, tools = read_prompt(_json(raw))
         try:
             return JSONResponse({"input_tokens": attached.session.count(messages, tools)})
         except DataError as error:
@@ -104,6 +103,13 @@ def _session(gateway: Gateway, request: Request) -> Attached:
     return attached
 
 
+async def _received(gateway: Gateway, request: Request) -> tuple[Attached, bytes]:
+    """Whose request it is, and its body. Raises Refusal."""
+    _session(gateway, request)  # nothing is read from those who have no session
+    raw = await _body(request, gateway.max_body)
+    return _session(gateway, request), raw  # again: it may have ended while the body was on its way
+
+
 async def _body(request: Request, limit: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
@@ -122,21 +128,14 @@ async def _body(request: Request, limit: int) -> bytes:
 
 
 def _json(raw: bytes) -> Json:
-    """The body as an object of plain text and finite numbers. Raises Refusal."""
+    """The body as an object. Raises Refusal."""
     try:
-        text = raw.decode()
-        value = json.loads(text, parse_constant=_not_json)
-        if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()  # fails for half a character
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the request's body is not JSON in UTF-8: {str(error) or 'nested too deep'}") from error
+        value = read_json(raw.decode())
+    except ValueError as error:
+        raise Refusal(400, f"the request's body is not JSON in UTF-8: {error}") from error
     if not isinstance(value, dict):
         raise Refusal(400, f"the request's body must be a JSON object, got {type(value).__name__}")
     return value
-
-
-def _not_json(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _origin(request: Request, dialect: Dialect, raw: bytes) -> Origin:
@@ -164,4 +163,5 @@ def _dialect_of(request: Request) -> Dialect:
     """The dialect in which an error is put."""
     if "anthropic-version" in request.headers:
         return MESSAGES
-    return next((d for path, d in _DIALECTS.items() if request.url.path.endswith(path)), CHAT)
+    routes = {**_DIALECTS, _COUNTING: MESSAGES}
+    return next((d for path, d in routes.items() if request.url.path.endswith(path)), CHAT)

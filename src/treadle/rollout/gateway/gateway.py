@@ -70,10 +70,13 @@ class Attached:
         except BaseException:
             for task in tasks:
                 task.cancel()
-            for reply in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(reply, Reply):
-                    self.session.set_delivered(reply.number, False)
+                task.add_done_callback(self._drop)  # not after the wait, which may be cancelled itself
+            await asyncio.gather(*tasks, return_exceptions=True)
             raise
+
+    def _drop(self, call: asyncio.Task[Reply]) -> None:
+        if not call.cancelled() and call.exception() is None:
+            self.session.set_delivered(call.result().number, False)
 
     def _history(self, previous: str | None) -> tuple[Message, ...]:
         if previous is None:

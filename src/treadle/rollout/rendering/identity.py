@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from treadle.rollout.foreign_json import read_json
+
 Value = tuple[str, str, str]
 """(role, content, tool calls as canonical JSON): equal for messages that are the same."""
 
@@ -45,11 +47,11 @@ def call_ids(message: Mapping[str, Any]) -> frozenset[str]:
 
 
 def parsed(arguments: Any) -> Any:
-    """A tool call's arguments as a value; text that is no JSON stays text."""
+    """A tool call's arguments as a value; text that is no JSON, or none that can be handled, stays text."""
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
+        return read_json(arguments)
     except ValueError:
         return arguments
 

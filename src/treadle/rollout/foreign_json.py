@@ -1,0 +1,48 @@
+"""JSON that somebody else wrote, a client or a model: read only as far as it can be handled and written back."""
+
+from __future__ import annotations
+
+import json
+import re
+from math import isfinite
+from typing import Any
+
+DEEPEST = 64  # levels; Python's own limit is reached somewhere above 400, and not always where it can be caught
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def read_json(text: str, *, strict: bool = True) -> Any:
+    """The value of JSON text. strict: whether control characters within strings are refused.
+
+    Raises ValueError for what is broken, infinite, nested deeper than `DEEPEST` levels, or half a character.
+    """
+    try:
+        value = json.loads(text, strict=strict, parse_constant=_refused, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    level = [value]
+    for _ in range(DEEPEST):
+        if not (level := [inner for outer in level for inner in _containers(outer)]):
+            break
+    else:
+        raise ValueError(f"nested deeper than {DEEPEST} levels")
+    if _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half a character
+    return value
+
+
+def _containers(value: Any) -> list[Any]:
+    """Those that a value holds."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [item for item in items if isinstance(item, dict | list)]
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not isfinite(number):
+        raise ValueError(f"{digits:.40} is too large a number")
+    return number
