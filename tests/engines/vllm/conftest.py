@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
 }
 
 

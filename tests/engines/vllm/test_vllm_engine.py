@@ -129,17 +129,17 @@ async def test_what_vllm_would_change_in_silence_is_refused(connect: Connect) ->
     async with connect("tied") as engine:
         with pytest.raises(EngineError, match="session 'x' is not open"):
             await engine.generate(PROMPT, SamplingParams(), session="x")
-        with pytest.raises(EngineError, match=r"prompt of 7 \+ max_tokens 506 exceeds the servers' context of 512"):
-            await sampled(engine, SamplingParams(max_tokens=506), "long")
+        with pytest.raises(EngineError, match=r"prompt of 7 \+ max_tokens 1018 exceeds the servers' context of 1024"):
+            await sampled(engine, SamplingParams(max_tokens=1018), "long")
         with pytest.raises(EngineError, match=r"told temperature 0\.001, vLLM samples at 0\.01"):
             await sampled(engine, SamplingParams(temperature=0.001), "cold")
         with pytest.raises(EngineError, match=r"generate answered 400: .*out of vocabulary"):
             await sampled(engine, SamplingParams(max_tokens=4), "ids", np.array([5, 99999], np.int32))
         with pytest.raises(EngineError, match=r"scores at temperatures of at least 0\.01, not at 0"):
             await engine.score(PROMPT, temperature=0.0)
-        with pytest.raises(EngineError, match="512 tokens to score, and one that vLLM samples, exceed 512"):
-            await engine.score(np.ones(512, np.int32))
-        assert len((await sampled(engine, SamplingParams(max_tokens=505), "fits")).token_ids) <= 505
+        with pytest.raises(EngineError, match="1024 tokens to score, and one that vLLM samples, exceed 1024"):
+            await engine.score(np.ones(1024, np.int32))
+        assert len((await sampled(engine, SamplingParams(max_tokens=1017), "fits")).token_ids) <= 1017
 
 
 async def test_a_cancelled_call_is_aborted_on_the_server(connect: Connect) -> None:

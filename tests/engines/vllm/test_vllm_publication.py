@@ -44,6 +44,9 @@ def shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in unique_weights(model).items()}
 
 
+LONG = 950  # tokens of a completion, most of the context: seconds, so that a publication comes in between
+
+
 def prompt(number: int) -> Ids:
     return np.array([5, 6, 7, 8, 100 + number], np.int32)
 
@@ -76,8 +79,8 @@ async def test_each_token_is_of_the_version_that_is_reported_for_it(
     old, new = (sized(servers[name].family, seed) for seed in (0, 1))
     async with connect(name, in_flight=in_flight, stop_token_ids=[], shapes=shapes(old)) as engine:
         await engine.publish(unique_weights(old), 3)
-        early = start(engine, 32, 450)
-        await under_way(engine, 32 * 20)
+        early = start(engine, 32, LONG)
+        await under_way(engine, 32 * 4)
         publication = asyncio.ensure_future(engine.publish(unique_weights(new), 4))
         early_answers = await asyncio.gather(*early)
         await publication
@@ -89,15 +92,16 @@ async def test_each_token_is_of_the_version_that_is_reported_for_it(
     switched = 0
     for number, answer in enumerate(early_answers):
         versions = answer.versions_per_token().tolist()
-        at = versions.index(4)  # all were interrupted: raises otherwise
-        assert versions == [3] * at + [4] * (450 - at) and at > 0
+        at = versions.count(3)  # all of them, if it ended before the swap: on a busy machine a few do
+        assert versions == [3] * at + [4] * (LONG - at) and at > 0
         ids = np.concatenate([prompt(number), answer.token_ids])
         cached = len(prompt(number)) + at - 1 if in_flight == "keep" else 0
         before, after = score(old, ids)[4:], score(new, ids, old, cached)[4:]
         np.testing.assert_allclose(answer.logprobs[:at], before[:at], atol=1e-4)
         np.testing.assert_allclose(answer.logprobs[at:], after[at:], atol=1e-4)
-        switched += abs(answer.logprobs[at] - before[at]) > 1e-3  # a label one token late would go unseen otherwise
-    assert switched >= 30
+        # a label one token late would go unseen if old and new weights agreed
+        switched += at < LONG and abs(answer.logprobs[at] - before[at]) > 1e-3
+    assert switched >= 20
     for number, answer in enumerate(late_answers):
         reference = score(new, np.concatenate([prompt(number), answer.token_ids]))[4:]
         np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
@@ -191,21 +195,24 @@ async def test_weights_that_are_not_proven_are_never_admitted(connect: Connect) 
 
     async with connect("tied", stop_token_ids=[], proof=proof) as engine:
         await engine.publish(unique_weights(models[0]), 3)
-        calls = start(engine, 8, 400)
-        await under_way(engine, 80)
+        calls = start(engine, 8, LONG)
+        await under_way(engine, 8)
         with pytest.raises(
             EngineError, match=r"scores the new weights otherwise than the learner, by .*version 3 serves on"
         ):
             await engine.publish(unique_weights(models[1]), 4)
+        ended = 0
         for number, call in enumerate(calls):  # aborted; whatever the refused weights sampled is not returned
             try:
                 answer = await call
             except EngineError as error:
                 assert "never admitted" in str(error)
                 continue
-            assert answer.stop_reason is StopReason.ABORT and set(answer.versions_per_token()) == {3}
+            assert set(answer.versions_per_token()) == {3}
+            ended += answer.stop_reason is not StopReason.ABORT  # before the pause
             reference = score(models[0], np.concatenate([prompt(number), answer.token_ids]))[4:]
             np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
+        assert ended < len(calls)
         np.testing.assert_allclose(await engine.score(PROBE), score(models[0], PROBE), atol=1e-4)
         expected["of"] = models[2]
         await engine.publish(unique_weights(models[2]), 4)
