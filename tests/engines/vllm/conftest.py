@@ -1,5 +1,6 @@
 """Two real vLLM servers on the CPU, shared by all tests here; each test connects an engine of its own."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -109,6 +110,14 @@ async def metric(server: Server, name: str) -> float:
     """One of vLLM's own metrics, summed over its labels."""
     lines = (await server._http.get("/metrics")).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+
+async def under_way(server: Server, tokens: int) -> None:
+    """Until the server has sampled that many more tokens."""
+    before = await metric(server, "generation_tokens_total")
+    async with asyncio.timeout(60):
+        while await metric(server, "generation_tokens_total") < before + tokens:
+            await asyncio.sleep(0.005)
 
 
 def shared_files() -> list[str]:

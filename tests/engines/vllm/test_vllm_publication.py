@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from tests.engines.vllm.conftest import Connect, Served, metric, shared_files, sized
+from tests.engines.vllm.conftest import Connect, Served, shared_files, sized, under_way
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
@@ -63,14 +63,6 @@ def start(engine: VLLMEngine, count: int, tokens: int) -> list[asyncio.Task[Comp
     return [asyncio.get_running_loop().create_task(sampled(number)) for number in range(count)]
 
 
-async def under_way(engine: VLLMEngine, tokens: int) -> None:
-    """Until the only server has sampled that many more tokens."""
-    [server] = engine._servers
-    before = await metric(server, "generation_tokens_total")
-    while await metric(server, "generation_tokens_total") < before + tokens:
-        await asyncio.sleep(0.02)
-
-
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
 @pytest.mark.parametrize("name", ["tied", "untied"])
 async def test_each_token_is_of_the_version_that_is_reported_for_it(
@@ -80,7 +72,7 @@ async def test_each_token_is_of_the_version_that_is_reported_for_it(
     async with connect(name, in_flight=in_flight, stop_token_ids=[], shapes=shapes(old)) as engine:
         await engine.publish(unique_weights(old), 3)
         early = start(engine, 32, LONG)
-        await under_way(engine, 32 * 4)
+        await under_way(engine._servers[0], 32 * 4)
         publication = asyncio.ensure_future(engine.publish(unique_weights(new), 4))
         early_answers = await asyncio.gather(*early)
         await publication
@@ -141,7 +133,7 @@ async def test_a_file_that_cannot_be_read_leaves_the_old_version_serving(
         with monkeypatch.context() as patch:
             damaged(how, patch)
             calls = start(engine, 4, 200)
-            await under_way(engine, 40)
+            await under_way(engine._servers[0], 40)
             with pytest.raises(EngineError, match=r"publication of version 4 failed: .*; version 3 serves on"):
                 await engine.publish(unique_weights(new), 4)
         for number, answer in enumerate(await asyncio.gather(*calls)):  # they never noticed
@@ -175,7 +167,7 @@ async def test_weights_that_fail_halfway_leave_the_old_version_serving(
         engine._shapes = None  # what follows shows that the servers would notice, too
         await engine._servers[0].post("/init_weight_transfer_engine", {"init_info": {}})  # forgets what to expect
         calls = start(engine, 4, 200)
-        await under_way(engine, 40)
+        await under_way(engine._servers[0], 40)
         with pytest.raises(EngineError, match=r"publication of version 4 failed: .*; version 3 serves on"):
             await engine.publish(spoil(unique_weights(new)), 4)
         for number, answer in enumerate(await asyncio.gather(*calls)):
@@ -196,7 +188,7 @@ async def test_weights_that_are_not_proven_are_never_admitted(connect: Connect) 
     async with connect("tied", stop_token_ids=[], proof=proof) as engine:
         await engine.publish(unique_weights(models[0]), 3)
         calls = start(engine, 8, LONG)
-        await under_way(engine, 8)
+        await under_way(engine._servers[0], 8)
         with pytest.raises(
             EngineError, match=r"scores the new weights otherwise than the learner, by .*version 3 serves on"
         ):

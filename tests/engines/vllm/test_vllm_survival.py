@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.engines.vllm.conftest import Connect, Served, metric, sized
+from tests.engines.vllm.conftest import Connect, Served, metric, sized, under_way
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.vllm.engine import VLLMEngine
@@ -74,10 +74,8 @@ async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connec
     async with connect("tied", "untied", stop_token_ids=[]) as engine:
         await engine.publish(same_policy(), 1)
         undisturbed = await asyncio.gather(*(play(engine, number, 8) for number in range(6)))
-        before = await metric(engine._servers[1], "generation_tokens_total")
         plays = [asyncio.ensure_future(play(engine, number, 8)) for number in range(6)]
-        while await metric(engine._servers[1], "generation_tokens_total") < before + 60:  # of 480
-            await asyncio.sleep(0.005)
+        await under_way(engine._servers[1], 60)  # of 480
         assert not any(running.done() for running in plays)
         os.killpg(servers["untied"].process.group, signal.SIGKILL)
         disturbed = await asyncio.gather(*plays)
