@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedModel
 
-from tests.engines.vllm.conftest import TOKENIZER, Connect, Served, metric, sized
+from tests.engines.vllm.conftest import TOKENIZER, Connect, Served, metric, sized, under_way
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
