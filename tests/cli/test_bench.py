@@ -17,7 +17,7 @@ from treadle.packing.flat import Call, calls, flatten
 from treadle.training.forward import Forward
 
 COLUMNS = {
-    "rollout": ["engine", "sessions", "turns", "sampled tokens", "s", "tokens/s", "times generate"],
+    "rollout": ["model", "engine", "sessions", "turns", "sampled tokens", "s", "tokens/s", "times generate"],
     "update": ["packing", "micro-batch tokens", "sequences", "tokens computed", "CPU s", "times step"],
 }
 
@@ -39,7 +39,7 @@ def test_the_gateway_benchmark_tells_what_it_adds() -> None:
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_benchmark_prints_a_table_or_one_json_object(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    report = rollout.measure(1, 1, (2,), [rollout.EMBEDDED]) if name == "rollout" else update.measure(1, 1, tasks=2)
+    report = rollout.measure(1, 1, (2,), vllm=False) if name == "rollout" else update.measure(1, 1, tasks=2)
     report.print(as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["benchmark"] == name

@@ -24,6 +24,7 @@ from treadle.engines.config import EngineConfig
 from treadle.orchestration.config import load_recipe
 from treadle.orchestration.engines import check_engine_config, open_engine
 from treadle.orchestration.policy import load_policy
+from treadle.training.config import ModelConfig
 
 _VOCABULARY = 704
 _PAD, _STOP = 0, 2
@@ -67,38 +68,55 @@ def _about(rng: np.random.Generator, count: int) -> Ids:
     return rng.integers(_STOP + 1, _VOCABULARY, size).astype(np.int32)
 
 
-def measure(
-    threads: int, repeats: int, sessions: Sequence[int] = (1, 8, 32, 64), configs: Sequence[EngineConfig] | None = None
-) -> Report:
-    """Seconds and sampled tokens a second, for each number of sessions. configs: default: all there are."""
+def measure(threads: int, repeats: int, sessions: Sequence[int] = (1, 8, 32, 64), vllm: bool | None = None) -> Report:
+    """Seconds and sampled tokens a second, for each number of sessions. vllm: default: where its environment is there.
+
+    vLLM's kernels for CPUs want heads of at least 32, so that beside it all play with such a model.
+    """
     torch.set_num_threads(threads)
-    policy = replace(load_policy(load_recipe("demo").model, seed=0), stop_token_ids=())  # all play to the full length
-    rows: list[Row] = []
     with asyncio.Runner() as runner:
-        engines = {str(config.kind): runner.run(open_engine(config, policy)) for config in configs or _engines()}
-        players: dict[str, Player] = {}
-        for name, engine in engines.items():
-            players[_NAMES[name]] = partial(_play, runner, engine, True)
-            players[f"{_NAMES[name]}, no reuse"] = partial(_play, runner, engine, False)
-        players[_BASE] = partial(_generate, load_policy(load_recipe("demo").model, seed=0).model.eval())
+        rows = _model_rows(runner, load_recipe("demo").model, [EMBEDDED], sessions, repeats)
+        if _has_vllm() if vllm is None else vllm:
+            wider = load_recipe("demo", ["model.build.head_dim=32"]).model
+            rows += _model_rows(runner, wider, [EMBEDDED, EngineConfig(kind="vllm", batch=64)], sessions, repeats)
+    return Report("rollout", f"the demo's Qwen3, median of {repeats}, {threads} thread(s)", rows)
+
+
+def _has_vllm() -> bool:
+    try:
+        check_engine_config(EngineConfig(kind="vllm"))
+    except ConfigError:
+        return False
+    return True
+
+
+def _model_rows(
+    runner: asyncio.Runner,
+    model: ModelConfig,
+    configs: Sequence[EngineConfig],
+    sessions: Sequence[int],
+    repeats: int,
+) -> list[Row]:
+    """Every engine with one model, and `generate`."""
+    policy = replace(load_policy(model, seed=0), stop_token_ids=())  # all play to the full length
+    players: dict[str, Player] = {}
+    engines = []
+    for config in configs:
+        engine = runner.run(open_engine(config, policy))
+        engines.append(engine)
+        players[_NAMES[config.kind]] = partial(_play, runner, engine, True)
+        players[f"{_NAMES[config.kind]}, no reuse"] = partial(_play, runner, engine, False)
+    players[_BASE] = partial(_generate, load_policy(model, seed=0).model.eval())
+    rows: list[Row] = []
+    try:
         for count in sessions:
             for turns in _TURNS:
                 rows += _rows(players, Work(count, group=min(8, count), turns=turns), repeats)
-        for engine in engines.values():
+    finally:
+        for engine in engines:
             runner.run(engine.close())
     parameters = sum(p.numel() for p in policy.model.parameters()) / 1e6
-    note = f"{parameters:.2f}M-parameter Qwen3, median of {repeats}, {threads} thread(s)"
-    return Report("rollout", note, rows)
-
-
-def _engines() -> list[EngineConfig]:
-    """The embedded engine, and vLLM where its environment is there."""
-    vllm = EngineConfig(kind="vllm", batch=64)
-    try:
-        check_engine_config(vllm)
-    except ConfigError:
-        return [EMBEDDED]
-    return [EMBEDDED, vllm]
+    return [{"model": f"{parameters:.2f}M", **row} for row in rows]
 
 
 def _rows(players: Mapping[str, Player], work: Work, repeats: int) -> list[Row]:
