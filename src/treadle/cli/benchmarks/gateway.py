@@ -1,6 +1,6 @@
 """The gateway before a fake engine: what it adds to calling the session directly, in CPU time and in latency.
 
-Simplified: every request sends the same 20 messages, of about 4k tokens, as a new conversation, so that rendering,
+Simplified: every request sends the same 20 messages, of about 3.3k tokens, as a new conversation, so that rendering,
 which both ways pay alike, is warm. The load comes from a process of its own, over kept-alive connections; CPU time is
 that of the server's process alone.
 """
