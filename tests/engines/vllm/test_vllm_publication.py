@@ -70,12 +70,19 @@ async def test_each_token_is_of_the_version_that_is_reported_for_it(
 ) -> None:
     old, new = (sized(servers[name].family, seed) for seed in (0, 1))
     async with connect(name, in_flight=in_flight, stop_token_ids=[], shapes=shapes(old)) as engine:
-        await engine.publish(unique_weights(old), 3)
-        early = start(engine, 32, LONG)
-        await under_way(engine._servers[0], 32 * 4)
-        publication = asyncio.ensure_future(engine.publish(unique_weights(new), 4))
-        early_answers = await asyncio.gather(*early)
-        await publication
+        for delay in (
+            0.2,
+            0.05,
+            0.5,
+            1.0,
+        ):  # until most are interrupted, which a busy machine may need some attempts for
+            await engine.publish(unique_weights(old), 3)
+            early = start(engine, 32, LONG)
+            await asyncio.sleep(delay)
+            await engine.publish(unique_weights(new), 4)
+            early_answers = await asyncio.gather(*early)
+            if sum(len(answer.policy_versions) > 1 for answer in early_answers) >= 20:
+                break
         late_answers = await asyncio.gather(*start(engine, 8, 20))
         turn = np.concatenate([prompt(0), early_answers[0].token_ids])
         engine.open_session("second turn")
@@ -84,15 +91,15 @@ async def test_each_token_is_of_the_version_that_is_reported_for_it(
     switched = 0
     for number, answer in enumerate(early_answers):
         versions = answer.versions_per_token().tolist()
-        at = versions.count(3)  # all of them, if it ended before the swap: on a busy machine a few do
-        assert versions == [3] * at + [4] * (LONG - at) and at > 0
+        at = versions.count(3)  # all of them if it ended before the swap, none if it began after
+        assert versions == [3] * at + [4] * (LONG - at)
         ids = np.concatenate([prompt(number), answer.token_ids])
-        cached = len(prompt(number)) + at - 1 if in_flight == "keep" else 0
+        cached = len(prompt(number)) + at - 1 if in_flight == "keep" and at else 0
         before, after = score(old, ids)[4:], score(new, ids, old, cached)[4:]
         np.testing.assert_allclose(answer.logprobs[:at], before[:at], atol=1e-4)
         np.testing.assert_allclose(answer.logprobs[at:], after[at:], atol=1e-4)
         # a label one token late would go unseen if old and new weights agreed
-        switched += at < LONG and abs(answer.logprobs[at] - before[at]) > 1e-3
+        switched += 0 < at < LONG and abs(answer.logprobs[at] - before[at]) > 1e-3
     assert switched >= 20
     for number, answer in enumerate(late_answers):
         reference = score(new, np.concatenate([prompt(number), answer.token_ids]))[4:]
