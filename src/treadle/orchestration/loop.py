@@ -178,28 +178,25 @@ class Loop:
     def _give_up_if_failing(self, groups: list[Group]) -> None:
         everyone = [t for group in groups for t in group.trajectories]
         failures = [t.failure for t in everyone if t.failure is not None]
-        if len(failures) <= self.config.orchestration.max_failed_fraction * len(everyone):
-            return
-        (cause, message), count = Counter((f.cause, f.message) for f in failures).most_common(1)[0]
-        self._checkpoint()
-        raise TrainingStopped(
-            f"{len(failures)} of {len(everyone)} trajectories of update {self.state.update + 1} failed "
-            f"(orchestration.max_failed_fraction is {self.config.orchestration.max_failed_fraction}); "
-            f"most often ({count}x) {cause}: {message}. "
-            f"A checkpoint of update {self.state.update} is saved: fix the cause, then --resume"
-        )
+        if failures:
+            (cause, message), count = Counter((f.cause, f.message) for f in failures).most_common(1)[0]
+            why = f"most often ({count}x) {cause}: {message}"
+            self._give_up_beyond(len(failures), len(everyone), f"of update {self.state.update + 1} failed", why)
 
     def _give_up_if_refusing(self, refused: dict[str, str], groups: list[Group]) -> None:
-        everyone = sum(len(group.trajectories) for group in groups)
-        if len(refused) <= self.config.orchestration.max_failed_fraction * everyone:
-            return
-        self._checkpoint()
-        raise TrainingStopped(
-            f"{len(refused)} of {everyone} trajectories of update {self.state.update} could not be trained "
-            f"(orchestration.max_failed_fraction is {self.config.orchestration.max_failed_fraction}), "
-            f"for example {next(iter(refused.values()))}. "
-            f"A checkpoint of update {self.state.update} is saved: fix the cause, then --resume"
-        )
+        if refused:
+            everyone = sum(len(group.trajectories) for group in groups)
+            what, why = f"of update {self.state.update} could not be trained", f"for example {min(refused.values())}"
+            self._give_up_beyond(len(refused), everyone, what, why)
+
+    def _give_up_beyond(self, count: int, everyone: int, what: str, why: str) -> None:
+        most = self.config.orchestration.max_failed_fraction
+        if count > most * everyone:
+            self._checkpoint()
+            raise TrainingStopped(
+                f"{count} of {everyone} trajectories {what} (orchestration.max_failed_fraction is {most}); {why}. "
+                f"A checkpoint of update {self.state.update} is saved: fix the cause, then --resume"
+            )
 
     # --- evaluation and checkpoints ------------------------------------------------------------------------------
 

@@ -64,13 +64,12 @@ class ChatRenderer:
         """The template for calls with these tools: a tokenizer may bring one of its own for them (`tool_use`)."""
         return self._compiled("tool_use" if tools and "tool_use" in self._sources else "default")
 
-    def text(self, completion_ids: Ids, stop: Sequence[str] = ()) -> str:
-        """The completion as the agent reads it: without its end token, cut before the first stop string."""
+    def text(self, completion_ids: Ids) -> str:
+        """The completion as text, without its end token."""
         ids = [int(i) for i in completion_ids]
         if ids and ids[-1] in self._stop_ids:
             ids.pop()
-        text = self.structure.decode(ids)
-        return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
+        return self.structure.decode(ids)
 
     @property
     def source(self) -> str:

@@ -130,9 +130,11 @@ class Session:
         self._raw.record(step)
         return Reply(Message(role="assistant", content=text), step, number, stop)
 
-    def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+    def count(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), continue_final_message: bool = False
+    ) -> int:
         """How many tokens the prompt of such a call would have. Raises DataError as `chat` does."""
-        return len(self._render(messages, tools, CallOptions()).ids)
+        return len(self._render(messages, tools, CallOptions(continue_final_message=continue_final_message)).ids)
 
     def set_delivered(self, number: int, delivered: bool) -> None:
         """Note whether call `number`'s answer reached the agent; a step whose answer did not is never trained."""

@@ -270,6 +270,10 @@ async def test_the_secret_may_be_the_api_key() -> None:
         counted = await client.messages.count_tokens(model="m", messages=HELLO)
         assert counted.input_tokens == len(server.steps()[1].prompt_ids)
         assert len(server.steps()) == 2
+        prefilled: Any = [*HELLO, {"role": "assistant", "content": "I"}]
+        counted = await client.messages.count_tokens(model="m", messages=prefilled)
+        await client.messages.create(model="m", max_tokens=9, messages=prefilled)
+        assert counted.input_tokens == len(server.steps()[2].prompt_ids)
 
 
 async def test_sampling_is_the_recipes_in_training_and_the_callers_elsewhere() -> None:

@@ -67,9 +67,9 @@ def _asking(gateway: Gateway, dialect: Dialect) -> Handler:
 def _counting(gateway: Gateway) -> Handler:
     async def count_tokens(request: Request) -> Response:
         attached, raw = await _received(gateway, request)
-        messages, tools = read_prompt(_json(raw))
+        messages, tools, prefilled = read_prompt(_json(raw))
         try:
-            return JSONResponse({"input_tokens": attached.session.count(messages, tools)})
+            return JSONResponse({"input_tokens": attached.session.count(messages, tools, prefilled)})
         except DataError as error:
             raise Refusal(400, str(error)) from error
 

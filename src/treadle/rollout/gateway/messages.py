@@ -27,7 +27,7 @@ def read(body: Json) -> Asked:
     need(body, "max_tokens", int)
     choice = take(body, "tool_choice", dict, {})
     kind = one_of(choice, "type", ("auto", "any", "tool", "none"), "auto", "tool_choice.")
-    messages, tools = read_prompt(body)
+    messages, tools, prefilled = read_prompt(body)
     return Asked(
         model=take(body, "model", str, ""),
         messages=messages,
@@ -36,7 +36,7 @@ def read(body: Json) -> Asked:
             wishes=sampling_wishes(body, ("max_tokens",), stop="stop_sequences"),
             tool_calls=kind != "none",
             parallel_tool_calls=not take(choice, "disable_parallel_tool_use", bool, False, "tool_choice."),
-            continue_final_message=messages[-1]["role"] == "assistant",  # Anthropic's prefill
+            continue_final_message=prefilled,
         ),
         stream=take(body, "stream", bool, False),
         token_ids=take(body, "return_token_ids", bool, False),
@@ -44,13 +44,13 @@ def read(body: Json) -> Asked:
     )
 
 
-def read_prompt(body: Json) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
-    """Messages and tools, all that counting tokens needs. Raises Refusal."""
+def read_prompt(body: Json) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool]:
+    """Messages, tools, and whether the reply goes on with the last message (a prefill). Raises Refusal."""
     system = _text(body.get("system"), "system")
     messages = [Message(role="system", content=system)] if system else []
     for i, message in enumerate(need_list(body, "messages")):
         messages += _messages(message, f"messages[{i}]")
-    return tuple(messages), _tools(objects(body, "tools"))
+    return tuple(messages), _tools(objects(body, "tools")), messages[-1]["role"] == "assistant"
 
 
 def _tools(tools: Sequence[Json]) -> tuple[Tool, ...]:
