@@ -9,7 +9,6 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,9 +20,11 @@ from tests.models import (
     make_step,
     step_logprobs,
 )
+from treadle.algorithms import losses
 from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
+from treadle.algorithms.corrections import corrected
 from treadle.algorithms.losses import Tokens
-from treadle.core.registry import names, resolve
+from treadle.core.registry import names
 from treadle.core.types import Group, Ids, Step
 from treadle.packing.flat import FlatBatch, flatten
 from treadle.packing.layout import Packing, Sharing, distribute
@@ -43,11 +44,10 @@ SCOPES: tuple[str, ...] = get_args(AlgorithmConfig.model_fields["scope"].annotat
 
 
 def algorithm_with(**fields: Any) -> AlgorithmConfig:
-    """With the `length_norm` that some reductions need and others refuse."""
-    try:
-        return AlgorithmConfig(**fields)
-    except ValidationError:
+    """With the `length_norm` that one reduction needs and others refuse, as they do a scope."""
+    if fields.get("reduction") == "seq_mean_token_sum_norm":
         return AlgorithmConfig(**fields, length_norm=7.0)
+    return AlgorithmConfig(**{name: value for name, value in fields.items() if name != "scope"})
 
 
 def make_learner(model: PreTrainedModel, algorithm: AlgorithmConfig | None = None, **training: Any) -> Learner:
@@ -75,7 +75,7 @@ def over_ranks(
     dealt = distribute(learner.trees(batch), ranks)
     assert len({len(own) for own in dealt}) == 1  # or collective operations would wait for each other for ever
     gradient: Gradient = objective.gradient
-    if learner.policy_loss.couples:
+    if objective.couples:
         parts = [learner.forward.scores(tree, temperature) for own in dealt for tree in own]
         gradient = looked_up(*objective.gradient(joined(parts, temperature)))
     total: dict[str, Tensor] = {}
@@ -120,29 +120,34 @@ def separate(
     tokens = Tokens(
         logp_old=anchor,
         logp_rollout=tensor(batch.logp_rollout),
-        advantage=tensor(advantages(batch, algorithm)[batch.trajectory_id]),
+        advantage=tensor(advantages(batch, algorithm)),
         mask=trained,
         step=torch.from_numpy(batch.step_id),
         trajectory=torch.from_numpy(batch.trajectory_id),
     )
-    policy = resolve("policy_losses", algorithm.policy_loss).per_token(logp, tokens, algorithm)
-    loss = (tensor(token_weights(batch, algorithm)) * (policy - algorithm.entropy_coef * entropy)).sum()
-    ratio = (logp.detach() - anchor).exp()[trained]
-    positive, negative = tokens.advantage[trained] > 0, tokens.advantage[trained] < 0
-    cut = positive & (ratio > 1 + algorithm.eps_high) | negative & (ratio < 1 - algorithm.eps_low)
+    policy_loss, correction = losses.by_name(algorithm.policy_loss), algorithm.correction
+    policy = policy_loss.per_token(logp, tokens, algorithm)
+    weight = tensor(token_weights(batch, algorithm))
     gap = (anchor - tokens.logp_rollout).abs()[trained]
     count = max(int(trained.sum()), 1)
-    return Separate(
-        loss,
-        {
-            "loss": float(loss.detach()),
-            "entropy": float(entropy.detach()[trained].sum()) / count,
-            "clip_fraction": float(cut.sum()) / count,
-            "logprob_gap_mean": float(gap.sum()) / count,
-            "logprob_gap_max": max([0.0, *gap.tolist()]),
-            "trainable_tokens": int(trained.sum()),
-        },
-    )
+    metrics = {
+        "entropy": float(entropy.detach()[trained].sum()) / count,
+        "logprob_gap_mean": float(gap.sum()) / count,
+        "logprob_gap_max": max([0.0, *gap.tolist()]),
+        "trainable_tokens": int(trained.sum()),
+    }
+    if policy_loss.clipped is not None:
+        cut = policy_loss.clipped(logp.detach(), tokens, algorithm)
+        metrics["clip_fraction"] = float(cut[trained].sum()) / count
+    if correction.active:
+        found_correction = corrected(
+            tokens, weight, correction, lambda mask: tensor(token_weights(batch, algorithm, mask.numpy()))
+        )
+        weight, policy = found_correction.weight, policy * found_correction.factor
+        metrics["correction_masked_fraction"] = float((~found_correction.keep)[trained].sum()) / count
+        metrics["correction_weight_mean"] = float(found_correction.factor[trained].sum()) / count
+    loss = (weight * (policy - algorithm.entropy_coef * entropy)).sum()
+    return Separate(loss, {**metrics, "loss": float(loss.detach())})
 
 
 def separate_gradient(
@@ -182,6 +187,7 @@ def literal_loss(
         weight = 1 / max(tokens, 1)
     else:
         weight = 1 / (algorithm.length_norm * max(trajectories if algorithm.scope == "trajectory" else steps, 1))
+    clip = algorithm.ppo_clip
     loss = torch.zeros((), dtype=torch.float64)
     metrics = {"entropy": 0.0, "clip_fraction": 0.0, "logprob_gap_mean": 0.0, "logprob_gap_max": 0.0}
     at = 0
@@ -199,14 +205,12 @@ def literal_loss(
         for number in range(len(step.completion_ids)):
             if step.mask[number]:
                 ratio = (logp[number] - (logp[number].detach() if old is None else old[at])).exp()
-                bounded = ratio.clamp(1 - algorithm.eps_low, 1 + algorithm.eps_high)
+                bounded = ratio.clamp(1 - clip.eps_low, 1 + clip.eps_high)
                 policy = -torch.minimum(ratio * advantage, bounded * advantage)
                 loss = loss + weight * (policy - algorithm.entropy_coef * entropy[number])
                 anchor = float(logp[number].detach()) if old is None else float(old[at])
                 gap = abs(anchor - float(step.logprobs[number]))
-                cut = (advantage > 0 and ratio > 1 + algorithm.eps_high) or (
-                    advantage < 0 and ratio < 1 - algorithm.eps_low
-                )
+                cut = (advantage > 0 and ratio > 1 + clip.eps_high) or (advantage < 0 and ratio < 1 - clip.eps_low)
                 metrics["entropy"] += float(entropy[number].detach()) / tokens
                 metrics["clip_fraction"] += float(cut) / tokens
                 metrics["logprob_gap_mean"] += gap / tokens
@@ -225,7 +229,7 @@ def earlier_policy(model: PreTrainedModel, groups: Sequence[Group], seed: int = 
 
 def scale(batch: FlatBatch, algorithm: AlgorithmConfig) -> float:
     """How large the gradient's terms are. Where they cancel, their rounding is all that is left."""
-    size = np.abs(advantages(batch, algorithm)[batch.trajectory_id]) + algorithm.entropy_coef
+    size = np.abs(advantages(batch, algorithm)) + algorithm.entropy_coef
     return float((token_weights(batch, algorithm) * size).sum())
 
 

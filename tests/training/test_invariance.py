@@ -215,7 +215,7 @@ def test_every_token_may_have_an_advantage_of_its_own(layout: dict[str, Any], bu
     batch, model = flatten(groups), exact()
     own = torch.from_numpy(np.random.default_rng(0).normal(size=len(batch)))
     learner = make_learner(model, max_tokens_per_microbatch=budget, **layout)
-    objective = learner.objective(batch, np.zeros(len(batch.trajectories)))
+    objective = learner.objective(batch, np.zeros(len(batch)))
     objective = replace(objective, tokens=replace(objective.tokens, advantage=own))
     temperature = torch.from_numpy(np.where(batch.temperature > 0, batch.temperature, 1)).double()
     for tree in learner.trees(batch):

@@ -51,7 +51,8 @@ def maxrl(rewards: Doubles, group: Indices) -> Doubles:
     """A_i = (R_i - mean) / mean over i's group; 0 where all are equal. rewards float64[J], group int64[J] -> float64[J].
 
     With rewards of 0 and 1 this is the gradient of log pass rate, to the order that the group's size allows.
-    Raises DataError for a reward below 0, with which the mean is no scale. Source: Tajwar et al. 2026, "MaxRL".
+    Raises DataError for a reward below 0, with which the mean is no scale. Source: Tajwar et al. 2026, "Maximum
+    likelihood reinforcement learning".
     """
     if (rewards < 0).any():
         raise DataError(f"advantage maxrl needs rewards >= 0, got {rewards.min()}; choose grpo or rloo")

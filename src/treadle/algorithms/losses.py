@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from treadle.algorithms.segments import unit_mean, unit_of
+from treadle.core.registry import resolve
 
 if TYPE_CHECKING:
     from treadle.algorithms.config import AlgorithmConfig
@@ -64,6 +66,13 @@ class PolicyLoss:
     anchor: Literal["old", "rollout", "none"] = "old"
     options: tuple[str, ...] = ()
     clipped: TokenFunction | None = None
+
+
+@cache
+def by_name(name: str) -> PolicyLoss:
+    """A registered name or module:attribute. Raises ConfigError."""
+    found: PolicyLoss = resolve("policy_losses", name)
+    return found
 
 
 # The functions
@@ -136,9 +145,7 @@ def cispo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, eps_low: float,
     return -ratio.clamp(1 - eps_low, 1 + eps_high) * advantage * logp_new
 
 
-def sapo(
-    logp_new: Tensor, logp_old: Tensor, advantage: Tensor, tau_positive: float, tau_negative: float
-) -> Tensor:
+def sapo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate in place of clipping.
 
     Source: Gao et al. 2025, "Soft adaptive policy optimization", eq. 5-6.

@@ -25,7 +25,8 @@ def unit_mean(mask: NDArray[np.bool_], unit: Indices) -> Doubles:
     groups `task_mean`.
     """
     count = np.bincount(unit[mask], minlength=int(unit.max(initial=-1)) + 1)
-    return mask / (max(int((count > 0).sum()), 1) * np.maximum(count, 1)[unit])
+    weights: Doubles = mask / (max(int((count > 0).sum()), 1) * np.maximum(count, 1)[unit])
+    return weights
 
 
 def seq_mean_token_sum_norm(mask: NDArray[np.bool_], unit: Indices, length_norm: float) -> Doubles:
