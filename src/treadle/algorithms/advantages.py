@@ -38,7 +38,8 @@ def grpo(rewards: Doubles, group: Indices, norm_by_std: bool = True) -> Doubles:
 def rloo(rewards: Doubles, group: Indices) -> Doubles:
     """Leave-one-out: A_i = R_i - mean of the others of i's group. rewards float64[J], group int64[J] -> float64[J].
 
-    Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; Ahmadian et al. 2024, "Back to basics".
+    Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; for language models: Ahmadian et al.
+    2024, "Back to basics".
     """
     advantages = np.zeros(len(rewards))
     for members in _unequal_groups(rewards, group):
@@ -48,8 +49,9 @@ def rloo(rewards: Doubles, group: Indices) -> Doubles:
 
 
 def maxrl(rewards: Doubles, group: Indices) -> Doubles:
-    """A_i = (R_i - mean) / mean over i's group; 0 where all are equal. rewards float64[J], group int64[J] -> float64[J].
+    """A_i = (R_i - mean) / mean over i's group; 0 where all are equal.
 
+    rewards float64[J], group int64[J]; returns float64[J].
     With rewards of 0 and 1 this is the gradient of log pass rate, to the order that the group's size allows.
     Raises DataError for a reward below 0, with which the mean is no scale. Source: Tajwar et al. 2026, "Maximum
     likelihood reinforcement learning".
@@ -156,9 +158,9 @@ def gae(
 ) -> Doubles:
     """Generalised advantage estimation over a trajectory's trainable tokens, from step to step.
 
-    delta_i = r_i + gamma V_{i+1} - V_i, A_i = sum_l (gamma lambda)^l delta_{i+l}; V is 0 after the last one. Observation
-    tokens lie between steps and are no actions: they are skipped and cost no discount. A + V is what a value head is
-    trained towards. token_rewards, values float64[N], mask bool[N], trajectory int64[N]. Returns float64[N], 0 elsewhere.
+    delta_i = r_i + gamma V_{i+1} - V_i, A_i = sum_l (gamma lambda)^l delta_{i+l}; V is 0 after the last one. What is
+    observed between steps is no action: it is skipped and costs no discount. A + V is what a value head learns.
+    token_rewards, values float64[N], mask bool[N], trajectory int64[N]. Returns float64[N], 0 elsewhere.
     Source: Schulman et al. 2015, "High-dimensional continuous control using generalized advantage estimation", eq. 16.
     """
     advantages = np.zeros(len(mask))

@@ -151,7 +151,7 @@ def sapo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, tau_positive: fl
     Source: Gao et al. 2025, "Soft adaptive policy optimization", eq. 5-6.
     """
     ratio = (logp_new - logp_old).exp()
-    tau = torch.where(advantage > 0, tau_positive, tau_negative).to(ratio.dtype)
+    tau = torch.where(advantage > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
     return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
 
 

@@ -1,8 +1,8 @@
 """Reductions: a weight w for every token, known before the forward pass, so that loss = sum_i w_i loss_i.
 
 Micro-batches (and ranks) then just add up, and no layout can change a denominator. Untrainable tokens weigh 0;
-counts are of trainable tokens and of units that have any. Shapes: mask bool[N]; unit int64[N]: which trajectory, step or
-group each token belongs to; weights float64[N].
+counts are of trainable tokens and of units that have any. Shapes: mask bool[N]; unit int64[N]: which trajectory, step
+or group each token belongs to; weights float64[N].
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def unit_of(tokens: Tokens, scope: Scope) -> Tensor:
 
 
 def unit_sum(values: Tensor, mask: Tensor, unit: Tensor) -> Tensor:
-    """The sum over each token's unit, of trainable tokens, handed to all of its tokens. values, mask, unit [N] -> [N]."""
+    """The sum over the trainable tokens of each token's unit. values, mask, unit [N] -> [N]."""
     units = int(unit.max()) + 1 if len(unit) else 0
     return values.new_zeros(units).index_add(0, unit, torch.where(mask, values, 0.0))[unit]
 

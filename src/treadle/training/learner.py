@@ -53,13 +53,28 @@ Reference = Callable[[FlatBatch], NDArray[np.floating]]
 """The reference model's log-probability of every completion token [N], each at its recorded temperature."""
 
 
+def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, reference: Reference | None = None) -> None:
+    """Raise ConfigError for an algorithm that means nothing, or that needs what is not there. Needs no model."""
+    check(algorithm)
+    name, advantage = algorithm.advantage, estimators.by_name(algorithm.advantage)
+    if advantage.needs_values:
+        raise ConfigError(f"algorithm.advantage {name!r} needs a value head, which there is none of; choose another")
+    if algorithm.kl is not None and reference is None:
+        raise ConfigError("algorithm.kl needs a reference model, which there is none of; remove algorithm.kl")
+    if training.group_size == 1 and advantage.by_group:
+        raise ConfigError(
+            f"training.group_size is 1, but algorithm.advantage {name!r} compares the trajectories of a group; "
+            "raise it to 2 or more, or choose reinforce++"
+        )
+
+
 class Learner:
     """Owns the trained model and its optimizer.
 
     Invariant: loss and gradient are sums over (trajectory, step, token) with weights that no layout can change, so
     packing and micro-batch budget change cost and rounding only.
     reference: called once an update if `algorithm.kl` is set.
-    Raises ConfigError for an algorithm that means nothing (`algorithms.validation`) or that needs what is not there.
+    Raises ConfigError: see `check_algorithm`.
     """
 
     def __init__(
@@ -70,7 +85,7 @@ class Learner:
         updates: int,
         reference: Reference | None = None,
     ) -> None:
-        check(algorithm)
+        check_algorithm(algorithm, training, reference)
         self.model, self.training, self.algorithm, self.updates = model, training, algorithm, updates
         self.updates_done = 0
         self.advantage: Advantage = estimators.by_name(algorithm.advantage)
@@ -78,7 +93,6 @@ class Learner:
         self.reference = reference
         kl = algorithm.kl
         self.kl = None if kl is None else KlController(kl.coef, kl.target, kl.horizon)
-        self._refuse_what_is_missing()
         self.forward = Forward(
             model,
             training.max_tokens_per_microbatch,
@@ -86,12 +100,6 @@ class Learner:
             half=training.precision == "bfloat16",
         )
         self.optimizer = make_optimizer(model, training.optimizer)
-
-    def _refuse_what_is_missing(self) -> None:
-        if self.advantage.needs_values:
-            raise ConfigError(f"algorithm.advantage {self.algorithm.advantage!r} needs a value head; there is none yet")
-        if self.kl is not None and self.reference is None:
-            raise ConfigError("algorithm.kl needs a reference model; there is none. Remove algorithm.kl")
 
     def weights(self) -> dict[str, Tensor]:
         """The current weights, not copied."""
