@@ -46,7 +46,7 @@ def test_the_last_steps_mask_does_not_decide_for_other_steps(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["reinforce++", "reinforce++_baseline", "gae"])
 def test_nothing_untrained_enters_whitening_or_returns(name: str) -> None:
-    """Padding rows used to: here untrained tokens and greedy, empty and failed steps change no trained token's value."""
+    """Padding rows used to: here masked tokens and greedy, empty and failed steps change no trained token's value."""
     random = random_groups(0, groups=2, size=2, steps=2)
     clean = flatten(random)
     padded = []
@@ -66,14 +66,12 @@ def test_trajectories_without_steps_do_not_vanish_from_baselines(name: str) -> N
     steps = [make_step([1], [2, 3])]
     group = [(steps, 1.0), (steps, 0.0)]
     without = of_tokens(flatten([make_group([*group])]), name)
-    with_two = of_tokens(flatten([make_group([*group, ([], 0.0), ([], 0.0)])]), name)
+    with_two = of_tokens(flatten([make_group([*group, ([], 1.0), ([], 1.0)])]), name)
     if name == "reinforce++_baseline":  # whitening takes a shift of all trained tokens away again
         np.testing.assert_allclose(without, with_two, rtol=1e-12)
     else:
-        assert with_two[0] > without[0] or name == "grpo"
-        assert with_two[0] != without[0]
-    alone = of_tokens(flatten([make_group([(steps, 1.0), ([], 0.0)]), make_group([(steps, 0.5)] * 2, 1)]), name)
-    assert alone[0] > 0 or name == "reinforce++_baseline"
+        assert 0 < with_two[0] < without[0]
+        assert of_tokens(flatten([make_group([(steps, 1.0), ([], 0.0)])]), name).all()
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -162,21 +160,16 @@ def test_gspo_and_sequence_corrections_over_steps_are_something_else() -> None:
     groups, model = appended_groups(), exact()
     old = earlier_policy(model, groups)
     bounds = {"eps_low": 0.05, "eps_high": 0.05}
-    found = [
-        accumulated(
-            make_learner(model, AlgorithmConfig(policy_loss="gspo", gspo=GspoConfig(scope=scope, **bounds))),
-            groups,
-            old,
-        )[0]
-        for scope in ("trajectory", "step")  # type: ignore[arg-type]
-    ]
-    assert distance(*found) > 1e-2 * norm(found[0])
+    sections = (GspoConfig(**bounds), GspoConfig(scope="step", **bounds))
+    learners = [make_learner(model, AlgorithmConfig(policy_loss="gspo", gspo=section)) for section in sections]
+    one, other = (accumulated(learner, groups, old)[0] for learner in learners)
+    assert distance(one, other) > 1e-2 * norm(one)
 
 
 def test_corrections_are_over_trajectories_not_rows() -> None:
     steps, whole = appended_groups(), concatenated(appended_groups())
     config = CorrectionConfig(
-        sequence_tis=2.0, geometric_mask=(0.8, 1.3), product_mask=(0.1, 5.0), outlier_mask=(0.3, 4.0)
+        sequence_tis=2.0, geometric_mask=(0.93, 1.05), product_mask=(0.1, 5.0), outlier_mask=(0.3, 4.0)
     )
     log_rho = np.random.default_rng(3).normal(0, 0.3, len(flatten(steps)))
     found = []
@@ -219,11 +212,13 @@ def test_the_others_use_their_sum(name: str) -> None:
 
 
 def test_equal_rewards_in_float32_have_no_advantage() -> None:
-    """Eight float32 rewards of 0.7 have a mean that is not 0.7, and a standard deviation of about nothing."""
-    rewards = np.full(8, 0.7, np.float32)
-    naive = (rewards - rewards.mean()) / (rewards.std(ddof=1) + np.float32(1e-6))
-    assert np.abs(naive).max() > 0.01
-    group = make_group([([make_step([1], [2])], float(r)) for r in rewards])
-    for name in ADVANTAGES:
-        if by_name(name).by_group:
-            assert not of_tokens(flatten([group]), name).any()
+    """Rewards of 0.7 may have a mean that is not 0.7, and then a standard deviation of about nothing to divide by."""
+    worst = 0.0
+    for size in range(2, 12):
+        rewards = torch.full((size,), 0.7)
+        worst = max(worst, float(((rewards - rewards.mean()) / (rewards.std() + 1e-6)).abs().max()))
+        group = make_group([([make_step([1], [2])], float(reward)) for reward in rewards])
+        for name in ADVANTAGES:
+            if by_name(name).by_group:
+                assert not of_tokens(flatten([group]), name).any()
+    assert worst > 0.01
