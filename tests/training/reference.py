@@ -20,9 +20,10 @@ from tests.models import (
     make_step,
     step_logprobs,
 )
-from treadle.algorithms import losses
+from treadle.algorithms import estimators, losses
 from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
 from treadle.algorithms.corrections import corrected
+from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens
 from treadle.core.registry import names
 from treadle.core.types import Group, Ids, Step
@@ -37,6 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "chain": {"packing": Packing.CHAIN},
     **{f"tree within {s}": {"packing": Packing.TREE, "sharing": s} for s in Sharing},
 }
+ADVANTAGES = [name for name in names("advantages") if not estimators.by_name(name).needs_values]
 COUPLED = "tests.training.coupled:NORMALISED"
 LOSSES = [*names("policy_losses"), COUPLED]
 REDUCTIONS: tuple[str, ...] = get_args(AlgorithmConfig.model_fields["reduction"].annotation)
@@ -51,27 +53,37 @@ def algorithm_with(**fields: Any) -> AlgorithmConfig:
 
 
 def make_learner(model: PreTrainedModel, algorithm: AlgorithmConfig | None = None, **training: Any) -> Learner:
-    """Of a copy of the model."""
-    return Learner(copy.deepcopy(model), TrainingConfig(**training), algorithm or AlgorithmConfig(), updates=10)
+    """Of a copy of the model; its reference model is certain of everything."""
+    config = TrainingConfig(**training)
+    return Learner(
+        copy.deepcopy(model), config, algorithm or AlgorithmConfig(), 10, reference=lambda batch: np.zeros(len(batch))
+    )
 
 
 def accumulated(
-    learner: Learner, groups: Sequence[Group], old: NDArray[np.floating] | None = None
+    learner: Learner,
+    groups: Sequence[Group],
+    old: NDArray[np.floating] | None = None,
+    reference: NDArray[np.floating] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The gradient that a learner adds to nothing, and its metrics."""
     batch = flatten(groups)
     learner.model.zero_grad()
-    metrics = learner.accumulate(batch, advantages(batch, learner.algorithm), old)
+    metrics = learner.accumulate(batch, advantages(batch, learner.algorithm), old, reference)
     return gradients(learner.model), metrics
 
 
 def over_ranks(
-    learner: Learner, groups: Sequence[Group], old: NDArray[np.floating] | None, ranks: int
+    learner: Learner,
+    groups: Sequence[Group],
+    old: NDArray[np.floating] | None,
+    ranks: int,
+    reference: NDArray[np.floating] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """As `accumulated`, with trees dealt to so many replicas, whose gradients add up."""
     batch = flatten(groups)
     temperature = torch.from_numpy(np.where(batch.temperature > 0, batch.temperature, 1)).to(learner.model.dtype)
-    objective = learner.objective(batch, advantages(batch, learner.algorithm), old)
+    objective = learner.objective(batch, advantages(batch, learner.algorithm), old, reference)
     dealt = distribute(learner.trees(batch), ranks)
     assert len({len(own) for own in dealt}) == 1  # or collective operations would wait for each other for ever
     gradient: Gradient = objective.gradient
@@ -104,6 +116,7 @@ def separate(
     groups: Sequence[Group],
     algorithm: AlgorithmConfig,
     old: NDArray[np.floating] | None = None,
+    reference: NDArray[np.floating] | None = None,
 ) -> Separate:
     """Any policy loss and reduction. One plain call of the model for each step; then the loss over all tokens."""
     batch = flatten(groups)
@@ -146,6 +159,10 @@ def separate(
         weight, policy = found_correction.weight, policy * found_correction.factor
         metrics["correction_masked_fraction"] = float((~found_correction.keep)[trained].sum()) / count
         metrics["correction_weight_mean"] = float(found_correction.factor[trained].sum()) / count
+    if algorithm.kl is not None and reference is not None:
+        kl = ESTIMATORS[algorithm.kl.estimator](logp, tensor(reference))
+        policy = policy + algorithm.kl.coef * kl
+        metrics["kl"] = float(kl.detach()[trained].sum()) / count
     loss = (weight * (policy - algorithm.entropy_coef * entropy)).sum()
     return Separate(loss, {**metrics, "loss": float(loss.detach())})
 
@@ -155,15 +172,16 @@ def separate_gradient(
     groups: Sequence[Group],
     algorithm: AlgorithmConfig,
     old: NDArray[np.floating] | None = None,
+    reference: NDArray[np.floating] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The gradient of `separate`, and its metrics."""
     model.zero_grad()
-    reference = separate(model, groups, algorithm, old)
-    if reference.loss.requires_grad:
-        reference.loss.backward()
+    alone = separate(model, groups, algorithm, old, reference)
+    if alone.loss.requires_grad:
+        alone.loss.backward()
     found = gradients(model)
     model.zero_grad()
-    return found, reference.metrics
+    return found, alone.metrics
 
 
 def literal_loss(
