@@ -116,7 +116,7 @@ def config_of(name: str, options: dict[str, Any]) -> AlgorithmConfig:
     sections = {
         key: type(getattr(AlgorithmConfig(), key))(**options) for key in by_name(name).options
     }  # the only one is the loss's own
-    return AlgorithmConfig(policy_loss=name, **sections)  # type: ignore[arg-type]
+    return AlgorithmConfig(policy_loss=name, **sections)
 
 
 CASES = [(name, options) for name in REFERENCES for options in OPTIONS.get(name, [{}])]
@@ -274,9 +274,9 @@ def test_sapo_at_the_old_policy_is_twice_the_surrogate_over_tau() -> None:
 def test_the_trust_region_is_about_probability_not_ratio(
     new: float, old: float, advantage: float, outside: bool
 ) -> None:
-    tensors_ = one(math.log(new), math.log(old), advantage)
-    assert outside_trust_region(*tensors_, "tv", 0.15).tolist() == [outside]
-    assert (dppo(*tensors_, "tv", 0.15).item() == 0) == (outside or advantage == 0)
+    pi, mu, a = one(math.log(new), math.log(old), advantage)
+    assert outside_trust_region(pi, mu, a, "tv", 0.15).tolist() == [outside]
+    assert (dppo(pi, mu, a, "tv", 0.15).item() == 0) == (outside or advantage == 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

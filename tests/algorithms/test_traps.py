@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tests.models import distance, exact, make_group, make_step, norm, random_groups
 from tests.training.reference import accumulated, algorithm_with, earlier_policy, make_learner
@@ -25,7 +26,7 @@ ADVANTAGES = names("advantages")
 LOSSES = names("policy_losses")
 
 
-def of_tokens(batch: FlatBatch, name: str, values: float = 0.3) -> np.ndarray:  # type: ignore[type-arg]
+def of_tokens(batch: FlatBatch, name: str, values: float = 0.3) -> NDArray[np.float64]:
     return advantages(batch, AlgorithmConfig(advantage=name), Signals(values=np.full(len(batch), values)))
 
 
@@ -126,8 +127,7 @@ def concatenated(groups: Sequence[Group]) -> list[Group]:
 def test_observed_tokens_are_in_no_return(name: str) -> None:
     """They cost no discount, have no advantage and enter no statistics: as if the steps were one sequence."""
     steps, whole = flatten(appended_groups()), flatten(concatenated(appended_groups()))
-    options = {"gamma": 0.9} if name in ("reinforce++", "gae") else {}
-    config = AlgorithmConfig(advantage=name, **options)
+    config = AlgorithmConfig(advantage=name, gamma=0.9 if name in ("reinforce++", "gae") else 1.0)
     values = np.random.default_rng(0).normal(size=len(steps))
     spread = np.full(len(whole), 99.0)
     spread[whole.mask] = values
@@ -159,8 +159,7 @@ def test_gspo_and_sequence_corrections_over_steps_are_something_else() -> None:
     """A guard for the test above: per row, as published trainers compute them, is not per trajectory."""
     groups, model = appended_groups(), exact()
     old = earlier_policy(model, groups)
-    bounds = {"eps_low": 0.05, "eps_high": 0.05}
-    sections = (GspoConfig(**bounds), GspoConfig(scope="step", **bounds))
+    sections = (GspoConfig(eps_low=0.05, eps_high=0.05), GspoConfig(eps_low=0.05, eps_high=0.05, scope="step"))
     learners = [make_learner(model, AlgorithmConfig(policy_loss="gspo", gspo=section)) for section in sections]
     one, other = (accumulated(learner, groups, old)[0] for learner in learners)
     assert distance(one, other) > 1e-2 * norm(one)
