@@ -132,6 +132,23 @@ def test_a_correction_weighs_what_is_trained() -> None:
         assert metrics["correction_weight_mean"] == 1
 
 
+@pytest.mark.parametrize("loss", names("policy_losses"))
+def test_an_untrained_token_may_be_as_improbable_as_it_likes(loss: str) -> None:
+    """In float32 its ratio would be infinite, and no weight of 0 makes that a number again."""
+    recorded = make_step([1, 2], [3, 4, 5], mask=[True, False, True], logprobs=[-3, -500, -3])
+    groups = [make_group([([recorded], 1.0), ([make_step([1, 2], [6], logprobs=[-3])], 0.0)])]
+    algorithm = AlgorithmConfig(
+        policy_loss=loss, kl=KlConfig(coef=0.1), correction=CorrectionConfig(geometric_mask=(0.0, 1e3))
+    )
+    batch = flatten(groups)
+    masked = np.where(batch.mask, -3.0, -500.0)
+    learner = make_learner(tiny(), algorithm)
+    for old in (None, masked):
+        _, metrics = accumulated(learner, groups, old, masked)
+        assert all(np.isfinite(value) for value in metrics.values())
+        assert all(p.grad is None or p.grad.isfinite().all() for p in learner.model.parameters())
+
+
 # KL
 
 

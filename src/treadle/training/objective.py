@@ -114,8 +114,18 @@ class Objective:
 
     def _tokens(self, scores: Scores) -> tuple[Tensor, Tokens]:
         index = torch.from_numpy(scores.flat).to(scores.logp.device)
-        tokens = self.tokens.at(index)
-        return index, replace(tokens, logp_old=scores.logp.detach()) if self.anchored else tokens
+        tokens, now = self.tokens.at(index), scores.logp.detach()
+
+        def known(logp: Tensor) -> Tensor:
+            """Untrained tokens weigh nothing, but may be so improbable that their ratios would be infinite."""
+            return torch.where(tokens.mask, logp, now)
+
+        return index, replace(
+            tokens,
+            logp_old=now if self.anchored else known(tokens.logp_old),
+            logp_rollout=known(tokens.logp_rollout),
+            logp_ref=None if tokens.logp_ref is None else known(tokens.logp_ref),
+        )
 
 
 def joined(parts: Sequence[Scores], like: Tensor) -> Scores:
