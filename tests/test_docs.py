@@ -8,11 +8,26 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+import torch
 import yaml
 
+from treadle.algorithms.config import (
+    AlgorithmConfig,
+    CispoConfig,
+    CorrectionConfig,
+    DppoConfig,
+    GspoConfig,
+    KlConfig,
+    PpoClipConfig,
+    SapoConfig,
+)
+from treadle.algorithms.kl import ESTIMATORS
+from treadle.algorithms.losses import Tokens
 from treadle.core.config import build
+from treadle.core.registry import names
 from treadle.orchestration.config import RunConfig, load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +64,31 @@ def test_the_quickstart_recipe_is_valid() -> None:
     assert config.training.group_size == 16
     [row] = blocks(ROOT / "docs" / "quickstart.md", "json")
     assert set(json.loads(row)) == {"task_id", "prompt", "ground_truth"}
+
+
+def test_the_page_on_algorithms_has_every_name_and_option_and_its_loss_trains() -> None:
+    page = ROOT / "docs" / "algorithms.md"
+    named = set(re.findall(r"`(?:algorithm\.)?([\w+]+)", page.read_text(encoding="utf-8")))
+    sections = (
+        AlgorithmConfig,
+        PpoClipConfig,
+        GspoConfig,
+        CispoConfig,
+        SapoConfig,
+        DppoConfig,
+        CorrectionConfig,
+        KlConfig,
+    )
+    options = {name for section in sections for name in section.model_fields}
+    assert {*names("advantages"), *names("policy_losses"), *ESTIMATORS, *options} - {"scope"} <= named
+    assert set(get_args(AlgorithmConfig.model_fields["reduction"].annotation)) <= named
+    found: dict[str, Any] = {}
+    exec(blocks(page, "python")[0], found)
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    ones = torch.ones(2)
+    tokens = Tokens(logp.detach(), logp.detach(), ones, ones > 0, ones.long(), ones.long())
+    found["SQUARED"].per_token(logp, tokens, AlgorithmConfig()).sum().backward()
+    assert logp.grad is not None and logp.grad.tolist() == [-1.0, -1.0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

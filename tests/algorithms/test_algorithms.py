@@ -13,7 +13,7 @@ from tests.models import full, make_group, make_step, ragged_groups
 from treadle.algorithms.advantages import grpo
 from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
 from treadle.algorithms.losses import clipped, ppo_clip
-from treadle.algorithms.reductions import seq_mean_token_sum_norm, token_mean
+from treadle.algorithms.reductions import seq_mean_token_sum_norm, token_mean, unit_mean
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.core.types import Group
@@ -73,7 +73,7 @@ def test_a_failed_trajectory_enters_no_baseline() -> None:
 def test_a_trajectory_without_steps_enters_the_baseline() -> None:
     group = make_group([([], 0.0), ([make_step([1], [2])], 1.0)])
     found = advantages(flatten([group]), AlgorithmConfig(norm_by_std=False))
-    assert found.tolist() == [-0.5, 0.5]
+    assert found.tolist() == [0.5]
 
 
 def slow_ppo(new: float, old: float, advantage: float, low: float, high: float) -> float:
@@ -128,6 +128,10 @@ def test_reductions_are_their_formulas(rows: list[tuple[bool, int]], length_norm
     found = token_mean(mask)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, [1 / count if m else 0.0 for m, _ in rows], rtol=1e-15)
+    own = {u: sum(m for m, v in rows if v == u) for _, u in rows}
+    found = unit_mean(mask, unit)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, [1 / (units * own[u]) if m else 0.0 for m, u in rows], rtol=1e-14)
     found = seq_mean_token_sum_norm(mask, unit, length_norm)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, [1 / (units * length_norm) if m else 0.0 for m, _ in rows], rtol=1e-14)
@@ -135,24 +139,41 @@ def test_reductions_are_their_formulas(rows: list[tuple[bool, int]], length_norm
 
 @given(ragged_groups(vocabulary=5))
 def test_weights_count_trained_tokens_and_units_of_the_whole_update(groups: list[Group]) -> None:
-    """The three reductions, from the records: what failed, was greedy or masked is in no denominator."""
-    trained = [
-        (t.trajectory_id, number, bool(m))
+    """Every reduction, from the records: what failed, was greedy or masked is in no denominator."""
+    rows = [
+        ({"task": group.group_id, "trajectory": t.trajectory_id, "step": (t.trajectory_id, number)}, bool(m))
         for group in groups
         for t in group.trajectories
         if t.reward is not None
         for number, step in enumerate(t.steps)
         for m in step.mask
     ]
-    tokens = sum(m for *_, m in trained)
-    trajectories, steps = len({t for t, _, m in trained if m}), len({(t, s) for t, s, m in trained if m})
+
+    def units(kind: str) -> int:
+        return len({row[kind] for row, m in rows if m})
+
+    def tokens(kind: str, unit: Any) -> int:
+        return sum(m for row, m in rows if row[kind] == unit)
+
     batch = flatten(groups)
     for config, each in (
-        (AlgorithmConfig(), tokens),
-        (AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=7.0), 7.0 * trajectories),
-        (AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=7.0, scope="step"), 7.0 * steps),
+        (AlgorithmConfig(), lambda row: sum(m for _, m in rows)),
+        (
+            AlgorithmConfig(reduction="trajectory_mean"),
+            lambda row: units("trajectory") * tokens("trajectory", row["trajectory"]),
+        ),
+        (AlgorithmConfig(reduction="step_mean"), lambda row: units("step") * tokens("step", row["step"])),
+        (AlgorithmConfig(reduction="task_mean"), lambda row: units("task") * tokens("task", row["task"])),
+        (
+            AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=7.0),
+            lambda row: 7.0 * units("trajectory"),
+        ),
+        (
+            AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=7.0, scope="step"),
+            lambda row: 7.0 * units("step"),
+        ),
     ):
-        wanted = [1 / each if m else 0.0 for *_, m in trained]
+        wanted = [1 / each(row) if m else 0.0 for row, m in rows]
         np.testing.assert_allclose(token_weights(batch, config), wanted, rtol=1e-14)
 
 
@@ -161,10 +182,22 @@ def test_weights_count_trained_tokens_and_units_of_the_whole_update(groups: list
     [
         ({"reduction": "seq_mean_token_sum_norm"}, "length_norm is None with reduction seq_mean_token_sum_norm"),
         ({"length_norm": 100.0}, "length_norm is 100.0 with reduction token_mean"),
+        ({"length_norm": 100.0, "reduction": "step_mean"}, "length_norm is 100.0 with reduction step_mean"),
         ({"reduction": "seq_mean_token_sum_norm", "length_norm": 0.0}, "length_norm"),
-        ({"eps_low": 1.0}, "eps_low"),
-        ({"eps_high": 0.0}, "eps_high"),
-        ({"advantage": "rloo"}, "advantage"),
+        ({"ppo_clip": {"eps_low": 1.0}}, "ppo_clip.eps_low"),
+        ({"ppo_clip": {"eps_high": 0.0}}, "ppo_clip.eps_high"),
+        ({"ppo_clip": {"dual_clip": 1.0}}, "ppo_clip.dual_clip"),
+        ({"gspo": {"scope": "group"}}, "gspo.scope"),
+        (
+            {"correction": {"token_mask": [1.0, 2.0]}},
+            r"0 <= low < 1 < high, .*; got \[1.0, 2.0\]",
+        ),
+        ({"correction": {"outlier_mask": [0.5, 0.9]}}, r"got \[0.5, 0.9\]"),
+        ({"correction": {"token_tis": 0.5}}, "correction.token_tis"),
+        ({"kl": {}}, "missing key 'kl.coef'"),
+        ({"kl": {"coef": 0.1, "estimator": "k4"}}, "kl.estimator"),
+        ({"gamma": 0.0}, "gamma"),
+        ({"eps_low": 0.1}, "'eps_low' exists as 'ppo_clip.eps_low'"),
         ({"entropy_coef": -0.1}, "entropy_coef"),
         ({"epsilon": 0.2}, "epsilon"),
     ],

@@ -14,7 +14,7 @@ import pytest
 
 from tests.orchestration.runs import Summary, check_finished, query, resume, start, updates
 from tests.worlds import Quiet, Ragged, Vowels, make_step, tiny, user, vowel_tasks
-from treadle.core.errors import CheckpointError, RunError, TrainingStopped
+from treadle.core.errors import CheckpointError, ConfigError, RunError, TrainingStopped
 from treadle.core.types import Group, Task, Trajectory
 from treadle.envs.base import EnvStep
 from treadle.orchestration.inputs import Inputs, make_inputs
@@ -405,3 +405,20 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     assert mean_reward(rows[:5]) < 0.45
     assert mean_reward(rows[-5:]) > 0.7
     check_finished(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("advantage", "lines"), [("rloo", 1), ("step_return", 0)])
+def test_an_advantage_that_ignores_when_steps_were_rewarded_says_so_once(
+    advantage: str, lines: int, tmp_path: Path
+) -> None:
+    progress = Quiet()
+    start(tmp_path / "run", f"algorithm.advantage={advantage}", progress=progress)
+    told = [line for line in progress.lines if line.startswith("the environment rewards single steps")]
+    assert len(told) == lines
+    assert all("algorithm.advantage rloo uses the sum alone" in line for line in told)
+
+
+def test_an_algorithm_that_means_nothing_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.gamma is set, but advantage 'grpo' does not read it"):
+        start(tmp_path / "run", "algorithm.gamma=0.5")
+    assert not (tmp_path / "run").exists()

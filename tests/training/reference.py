@@ -9,7 +9,6 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,9 +20,12 @@ from tests.models import (
     make_step,
     step_logprobs,
 )
+from treadle.algorithms import estimators, losses
 from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
+from treadle.algorithms.corrections import corrected
+from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens
-from treadle.core.registry import names, resolve
+from treadle.core.registry import names
 from treadle.core.types import Group, Ids, Step
 from treadle.packing.flat import FlatBatch, flatten
 from treadle.packing.layout import Packing, Sharing, distribute
@@ -36,6 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "chain": {"packing": Packing.CHAIN},
     **{f"tree within {s}": {"packing": Packing.TREE, "sharing": s} for s in Sharing},
 }
+ADVANTAGES = [name for name in names("advantages") if not estimators.by_name(name).needs_values]
 COUPLED = "tests.training.coupled:NORMALISED"
 LOSSES = [*names("policy_losses"), COUPLED]
 REDUCTIONS: tuple[str, ...] = get_args(AlgorithmConfig.model_fields["reduction"].annotation)
@@ -43,39 +46,48 @@ SCOPES: tuple[str, ...] = get_args(AlgorithmConfig.model_fields["scope"].annotat
 
 
 def algorithm_with(**fields: Any) -> AlgorithmConfig:
-    """With the `length_norm` that some reductions need and others refuse."""
-    try:
-        return AlgorithmConfig(**fields)
-    except ValidationError:
+    """With the `length_norm` that one reduction needs and others refuse, as they do a scope."""
+    if fields.get("reduction") == "seq_mean_token_sum_norm":
         return AlgorithmConfig(**fields, length_norm=7.0)
+    return AlgorithmConfig(**{name: value for name, value in fields.items() if name != "scope"})
 
 
 def make_learner(model: PreTrainedModel, algorithm: AlgorithmConfig | None = None, **training: Any) -> Learner:
-    """Of a copy of the model."""
-    return Learner(copy.deepcopy(model), TrainingConfig(**training), algorithm or AlgorithmConfig(), updates=10)
+    """Of a copy of the model; its reference model is certain of everything."""
+    config = TrainingConfig(**training)
+    return Learner(
+        copy.deepcopy(model), config, algorithm or AlgorithmConfig(), 10, reference=lambda batch: np.zeros(len(batch))
+    )
 
 
 def accumulated(
-    learner: Learner, groups: Sequence[Group], old: NDArray[np.floating] | None = None
+    learner: Learner,
+    groups: Sequence[Group],
+    old: NDArray[np.floating] | None = None,
+    reference: NDArray[np.floating] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The gradient that a learner adds to nothing, and its metrics."""
     batch = flatten(groups)
     learner.model.zero_grad()
-    metrics = learner.accumulate(batch, advantages(batch, learner.algorithm), old)
+    metrics = learner.accumulate(batch, advantages(batch, learner.algorithm), old, reference)
     return gradients(learner.model), metrics
 
 
 def over_ranks(
-    learner: Learner, groups: Sequence[Group], old: NDArray[np.floating] | None, ranks: int
+    learner: Learner,
+    groups: Sequence[Group],
+    old: NDArray[np.floating] | None,
+    ranks: int,
+    reference: NDArray[np.floating] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """As `accumulated`, with trees dealt to so many replicas, whose gradients add up."""
     batch = flatten(groups)
     temperature = torch.from_numpy(np.where(batch.temperature > 0, batch.temperature, 1)).to(learner.model.dtype)
-    objective = learner.objective(batch, advantages(batch, learner.algorithm), old)
+    objective = learner.objective(batch, advantages(batch, learner.algorithm), old, reference)
     dealt = distribute(learner.trees(batch), ranks)
     assert len({len(own) for own in dealt}) == 1  # or collective operations would wait for each other for ever
     gradient: Gradient = objective.gradient
-    if learner.policy_loss.couples:
+    if objective.couples:
         parts = [learner.forward.scores(tree, temperature) for own in dealt for tree in own]
         gradient = looked_up(*objective.gradient(joined(parts, temperature)))
     total: dict[str, Tensor] = {}
@@ -104,6 +116,7 @@ def separate(
     groups: Sequence[Group],
     algorithm: AlgorithmConfig,
     old: NDArray[np.floating] | None = None,
+    reference: NDArray[np.floating] | None = None,
 ) -> Separate:
     """Any policy loss and reduction. One plain call of the model for each step; then the loss over all tokens."""
     batch = flatten(groups)
@@ -120,29 +133,38 @@ def separate(
     tokens = Tokens(
         logp_old=anchor,
         logp_rollout=tensor(batch.logp_rollout),
-        advantage=tensor(advantages(batch, algorithm)[batch.trajectory_id]),
+        advantage=tensor(advantages(batch, algorithm)),
         mask=trained,
         step=torch.from_numpy(batch.step_id),
         trajectory=torch.from_numpy(batch.trajectory_id),
     )
-    policy = resolve("policy_losses", algorithm.policy_loss).per_token(logp, tokens, algorithm)
-    loss = (tensor(token_weights(batch, algorithm)) * (policy - algorithm.entropy_coef * entropy)).sum()
-    ratio = (logp.detach() - anchor).exp()[trained]
-    positive, negative = tokens.advantage[trained] > 0, tokens.advantage[trained] < 0
-    cut = positive & (ratio > 1 + algorithm.eps_high) | negative & (ratio < 1 - algorithm.eps_low)
+    policy_loss, correction = losses.by_name(algorithm.policy_loss), algorithm.correction
+    policy = policy_loss.per_token(logp, tokens, algorithm)
+    weight = tensor(token_weights(batch, algorithm))
     gap = (anchor - tokens.logp_rollout).abs()[trained]
     count = max(int(trained.sum()), 1)
-    return Separate(
-        loss,
-        {
-            "loss": float(loss.detach()),
-            "entropy": float(entropy.detach()[trained].sum()) / count,
-            "clip_fraction": float(cut.sum()) / count,
-            "logprob_gap_mean": float(gap.sum()) / count,
-            "logprob_gap_max": max([0.0, *gap.tolist()]),
-            "trainable_tokens": int(trained.sum()),
-        },
-    )
+    metrics = {
+        "entropy": float(entropy.detach()[trained].sum()) / count,
+        "logprob_gap_mean": float(gap.sum()) / count,
+        "logprob_gap_max": max([0.0, *gap.tolist()]),
+        "trainable_tokens": int(trained.sum()),
+    }
+    if policy_loss.clipped is not None:
+        cut = policy_loss.clipped(logp.detach(), tokens, algorithm)
+        metrics["clip_fraction"] = float(cut[trained].sum()) / count
+    if correction.active:
+        found_correction = corrected(
+            tokens, weight, correction, lambda mask: tensor(token_weights(batch, algorithm, mask.numpy()))
+        )
+        weight, policy = found_correction.weight, policy * found_correction.factor
+        metrics["correction_masked_fraction"] = float((~found_correction.keep)[trained].sum()) / count
+        metrics["correction_weight_mean"] = float(found_correction.factor[trained].sum()) / count
+    if algorithm.kl is not None and reference is not None:
+        kl = ESTIMATORS[algorithm.kl.estimator](logp, tensor(reference))
+        policy = policy + algorithm.kl.coef * kl
+        metrics["kl"] = float(kl.detach()[trained].sum()) / count
+    loss = (weight * (policy - algorithm.entropy_coef * entropy)).sum()
+    return Separate(loss, {**metrics, "loss": float(loss.detach())})
 
 
 def separate_gradient(
@@ -150,15 +172,16 @@ def separate_gradient(
     groups: Sequence[Group],
     algorithm: AlgorithmConfig,
     old: NDArray[np.floating] | None = None,
+    reference: NDArray[np.floating] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The gradient of `separate`, and its metrics."""
     model.zero_grad()
-    reference = separate(model, groups, algorithm, old)
-    if reference.loss.requires_grad:
-        reference.loss.backward()
+    alone = separate(model, groups, algorithm, old, reference)
+    if alone.loss.requires_grad:
+        alone.loss.backward()
     found = gradients(model)
     model.zero_grad()
-    return found, reference.metrics
+    return found, alone.metrics
 
 
 def literal_loss(
@@ -182,6 +205,7 @@ def literal_loss(
         weight = 1 / max(tokens, 1)
     else:
         weight = 1 / (algorithm.length_norm * max(trajectories if algorithm.scope == "trajectory" else steps, 1))
+    clip = algorithm.ppo_clip
     loss = torch.zeros((), dtype=torch.float64)
     metrics = {"entropy": 0.0, "clip_fraction": 0.0, "logprob_gap_mean": 0.0, "logprob_gap_max": 0.0}
     at = 0
@@ -199,14 +223,12 @@ def literal_loss(
         for number in range(len(step.completion_ids)):
             if step.mask[number]:
                 ratio = (logp[number] - (logp[number].detach() if old is None else old[at])).exp()
-                bounded = ratio.clamp(1 - algorithm.eps_low, 1 + algorithm.eps_high)
+                bounded = ratio.clamp(1 - clip.eps_low, 1 + clip.eps_high)
                 policy = -torch.minimum(ratio * advantage, bounded * advantage)
                 loss = loss + weight * (policy - algorithm.entropy_coef * entropy[number])
                 anchor = float(logp[number].detach()) if old is None else float(old[at])
                 gap = abs(anchor - float(step.logprobs[number]))
-                cut = (advantage > 0 and ratio > 1 + algorithm.eps_high) or (
-                    advantage < 0 and ratio < 1 - algorithm.eps_low
-                )
+                cut = (advantage > 0 and ratio > 1 + clip.eps_high) or (advantage < 0 and ratio < 1 - clip.eps_low)
                 metrics["entropy"] += float(entropy[number].detach()) / tokens
                 metrics["clip_fraction"] += float(cut) / tokens
                 metrics["logprob_gap_mean"] += gap / tokens
@@ -225,7 +247,7 @@ def earlier_policy(model: PreTrainedModel, groups: Sequence[Group], seed: int = 
 
 def scale(batch: FlatBatch, algorithm: AlgorithmConfig) -> float:
     """How large the gradient's terms are. Where they cancel, their rounding is all that is left."""
-    size = np.abs(advantages(batch, algorithm)[batch.trajectory_id]) + algorithm.entropy_coef
+    size = np.abs(advantages(batch, algorithm)) + algorithm.entropy_coef
     return float((token_weights(batch, algorithm) * size).sum())
 
 

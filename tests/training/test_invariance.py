@@ -30,6 +30,7 @@ from tests.models import (
     weights_of,
 )
 from tests.training.reference import (
+    ADVANTAGES,
     COUPLED,
     LAYOUTS,
     LOSSES,
@@ -46,8 +47,17 @@ from tests.training.reference import (
     separate,
     separate_gradient,
 )
-from treadle.algorithms.config import AlgorithmConfig, advantages
-from treadle.core.types import Group
+from treadle.algorithms import losses
+from treadle.algorithms.config import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    DppoConfig,
+    GspoConfig,
+    KlConfig,
+    PpoClipConfig,
+    advantages,
+)
+from treadle.core.types import Group, Trajectory
 from treadle.packing.flat import flatten
 from treadle.packing.layout import Packing
 from treadle.training.config import OptimizerConfig
@@ -92,21 +102,45 @@ def test_the_reference_of_these_tests_is_the_literal_definition(
 # Every layout is each step alone
 
 
+BOUNDS = (0.4, 2.5)
+CORRECTIONS = {
+    "none": CorrectionConfig(),
+    "token": CorrectionConfig(token_mask=BOUNDS),
+    "token, renormalized": CorrectionConfig(token_mask=BOUNDS, renormalize=True),
+    "weighed": CorrectionConfig(token_tis=2.0, outlier_mask=(0.05, 20.0)),
+    "step": CorrectionConfig(sequence_tis=2.0, geometric_mask=BOUNDS, scope="step"),
+    "trajectory": CorrectionConfig(product_mask=(0.1, 10.0), geometric_mask=BOUNDS, renormalize=True),
+}
+
+
+def corrections_of(loss: str) -> list[CorrectionConfig]:
+    return [c for c in CORRECTIONS.values() if not (c.weighs and losses.by_name(loss).anchor == "rollout")]
+
+
 def check_against_each_step_alone(
-    data: st.DataObject, loss: str, reduction: str, layout: dict[str, Any], size: int
+    data: st.DataObject, loss: str, layout: dict[str, Any], size: int, **fields: Any
 ) -> None:
     vocabulary = data.draw(st.sampled_from([3, 32]))
     groups = data.draw(ragged_groups(max_groups=2, max_size=3, max_steps=size, vocabulary=vocabulary))
+    fields = {
+        "advantage": data.draw(st.sampled_from([name for name in ADVANTAGES if name != "maxrl"])),
+        "reduction": data.draw(st.sampled_from(REDUCTIONS)),
+        "correction": data.draw(st.sampled_from(corrections_of(loss))),
+        "kl": data.draw(st.sampled_from([None, KlConfig(coef=0.1)])),
+        **fields,
+    }
+    if fields["advantage"] == "maxrl":
+        groups = without_negative_rewards(groups)
     algorithm = algorithm_with(
         policy_loss=loss,
-        reduction=reduction,
         scope=data.draw(st.sampled_from(SCOPES)),
-        norm_by_std=data.draw(st.booleans()),
         entropy_coef=data.draw(st.sampled_from([0.0, 0.05])),
+        **fields,
     )
     model = exact()
     old = earlier_policy(model, groups) if data.draw(st.booleans()) else None
-    wanted, metrics = separate_gradient(model, groups, algorithm, old)
+    reference = None if algorithm.kl is None else earlier_policy(model, groups, seed=1)
+    wanted, metrics = separate_gradient(model, groups, algorithm, old, reference)
     learner = make_learner(
         model,
         algorithm,
@@ -116,33 +150,67 @@ def check_against_each_step_alone(
     )
     ranks = data.draw(st.integers(1, 4))
     limit = 1e-12 * max(norm(wanted), 1e-2 * scale(flatten(groups), algorithm))
-    for found, totals in (accumulated(learner, groups, old), over_ranks(learner, groups, old, ranks)):
+    for found, totals in (
+        accumulated(learner, groups, old, reference),
+        over_ranks(learner, groups, old, ranks, reference),
+    ):
         assert distance(found, wanted) <= limit
         assert_same_metrics(totals, metrics)
 
 
+def without_negative_rewards(groups: list[Group]) -> list[Group]:
+    def of(t: Trajectory) -> Trajectory:
+        return replace(t, reward=None if t.reward is None else abs(t.reward))
+
+    return [replace(group, trajectories=tuple(of(t) for t in group.trajectories)) for group in groups]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 @settings(max_examples=2, phases=GENERATE)
 @given(data=st.data())
 def test_any_layout_gives_the_gradient_and_metrics_of_each_step_alone(
-    loss: str, reduction: str, layout: dict[str, Any], data: st.DataObject
+    loss: str, layout: dict[str, Any], data: st.DataObject
 ) -> None:
-    """For every registered policy loss and reduction: packing, budget, checkpointing and ranks are cost only."""
-    check_against_each_step_alone(data, loss, reduction, layout, size=4)
+    """For every registered policy loss: packing, budget, checkpointing and ranks are cost only."""
+    check_against_each_step_alone(data, loss, layout, size=4)
+
+
+@pytest.mark.parametrize("layout", ["chain", "tree within batch"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"advantage": name} for name in ADVANTAGES),
+        *({"reduction": name} for name in REDUCTIONS),
+        *({"correction": correction} for correction in CORRECTIONS.values()),
+        *({"kl": KlConfig(coef=0.1, estimator=name)} for name in ("k2", "k3", "abs")),
+        {"policy_loss": "gspo", "gspo": GspoConfig(scope="step", eps_low=0.1, eps_high=0.1)},
+        {"policy_loss": "gspo", "gspo": GspoConfig(eps_low=0.1, eps_high=0.1)},
+        {"policy_loss": "dppo", "dppo": DppoConfig(divergence="kl", delta=0.05)},
+        {"ppo_clip": PpoClipConfig(dual_clip=1.5)},
+    ],
+    ids=lambda fields: " ".join(map(str, fields.items())),
+)
+@settings(max_examples=1, phases=GENERATE)
+@given(data=st.data())
+def test_so_does_every_advantage_reduction_correction_and_option(
+    fields: dict[str, Any], layout: str, data: st.DataObject
+) -> None:
+    fields = dict(fields)
+    loss = fields.pop("policy_loss", "ppo_clip")
+    check_against_each_step_alone(data, loss, LAYOUTS[layout], size=4, **fields)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("loss", LOSSES)
-@settings(max_examples=25, phases=GENERATE)
+@settings(max_examples=10, phases=GENERATE)
 @given(data=st.data())
 def test_any_layout_of_longer_trajectories_gives_the_gradient_and_metrics_of_each_step_alone(
     loss: str, reduction: str, layout: dict[str, Any], data: st.DataObject
 ) -> None:
-    check_against_each_step_alone(data, loss, reduction, layout, size=8)
+    check_against_each_step_alone(data, loss, layout, size=8, reduction=reduction)
 
 
 @pytest.mark.parametrize(("budget", "anchored"), [(12, True), (25, False), (8192, False)])
@@ -215,7 +283,7 @@ def test_every_token_may_have_an_advantage_of_its_own(layout: dict[str, Any], bu
     batch, model = flatten(groups), exact()
     own = torch.from_numpy(np.random.default_rng(0).normal(size=len(batch)))
     learner = make_learner(model, max_tokens_per_microbatch=budget, **layout)
-    objective = learner.objective(batch, np.zeros(len(batch.trajectories)))
+    objective = learner.objective(batch, np.zeros(len(batch)))
     objective = replace(objective, tokens=replace(objective.tokens, advantage=own))
     temperature = torch.from_numpy(np.where(batch.temperature > 0, batch.temperature, 1)).double()
     for tree in learner.trees(batch):

@@ -1,28 +1,151 @@
-"""The `algorithm` section of a configuration, and what it selects."""
+"""The `algorithm` section of a configuration, and what it selects. Needs no torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import AfterValidator, Field, model_validator
 
-from treadle.algorithms.advantages import grpo
-from treadle.algorithms.reductions import seq_mean_token_sum_norm, token_mean
+from treadle.algorithms.estimators import Signals, by_name
+from treadle.algorithms.reductions import seq_mean_token_sum_norm, token_mean, unit_mean
 from treadle.core.config import Config
 from treadle.packing.flat import Doubles, FlatBatch
 
+Scope = Literal["trajectory", "step"]
 
-class AlgorithmConfig(Config):
-    """How rewards become a loss: GRPO advantages, PPO-clip, and a reduction."""
 
-    policy_loss: str = Field("ppo_clip", description="loss of each token: a registered name or module:attribute")
-    norm_by_std: bool = Field(True, description="divide by the group's standard deviation (false: Dr. GRPO)")
+class PpoClipConfig(Config):
+    """Options of policy_loss ppo_clip."""
+
     eps_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - eps_low")
     eps_high: float = Field(0.28, gt=0, description="the ratio is clipped above 1 + eps_high")
-    reduction: Literal["token_mean", "seq_mean_token_sum_norm"] = Field(
+    dual_clip: float | None = Field(None, gt=1, description="with a negative advantage the ratio counts at most this")
+
+    @property
+    def bounds(self) -> tuple[float, float, float | None]:
+        """As the loss takes them."""
+        return self.eps_low, self.eps_high, self.dual_clip
+
+
+class GspoConfig(Config):
+    """Options of policy_loss gspo."""
+
+    eps_low: float = Field(3e-4, gt=0, lt=1, description="the unit's ratio is clipped below 1 - eps_low")
+    eps_high: float = Field(4e-4, gt=0, description="the unit's ratio is clipped above 1 + eps_high")
+    scope: Scope = Field("trajectory", description="unit whose tokens share one ratio")
+
+
+class CispoConfig(Config):
+    """Options of policy_loss cispo."""
+
+    eps_low: float = Field(1.0, gt=0, le=1, description="the weight is at least 1 - eps_low (1: no lower bound)")
+    eps_high: float = Field(4.0, gt=0, description="the weight is at most 1 + eps_high")
+
+
+class SapoConfig(Config):
+    """Options of policy_loss sapo."""
+
+    tau_positive: float = Field(1.0, gt=0, description="steepness of the gate where the advantage is positive")
+    tau_negative: float = Field(1.05, gt=0, description="steepness of the gate elsewhere")
+
+
+class DppoConfig(Config):
+    """Options of policy_loss dppo."""
+
+    divergence: Literal["tv", "kl"] = Field("tv", description="total variation or KL, of the token against all others")
+    delta: float = Field(0.15, gt=0, description="largest divergence from the sampling policy")
+
+
+def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
+    low, high = bounds
+    if not 0 <= low < 1 < high:
+        raise ValueError(f"bounds of a ratio must be 0 <= low < 1 < high, for example [0.5, 2.0]; got [{low}, {high}]")
+    return bounds
+
+
+Bounds = Annotated[tuple[float, float], AfterValidator(_ordered)]
+
+
+class CorrectionConfig(Config):
+    """What is done about rho = exp(logp_old - logp_rollout), the learner's policy against the engine's; all off."""
+
+    token_tis: float | None = Field(None, ge=1, description="weigh each token by min(rho, this)")
+    sequence_tis: float | None = Field(None, ge=1, description="weigh each unit by min(product of its rho, this)")
+    token_mask: Bounds | None = Field(None, description="[low, high]: leave out tokens with rho outside (IcePop)")
+    geometric_mask: Bounds | None = Field(
+        None, description="[low, high]: leave out units whose geometric mean of rho is outside"
+    )
+    product_mask: Bounds | None = Field(
+        None, description="[low, high]: leave out units whose product of rho is outside"
+    )
+    outlier_mask: Bounds | None = Field(
+        None, description="[low, high]: leave out units with a single token whose rho is outside"
+    )
+    scope: Scope = Field("trajectory", description="unit of the sequence-level corrections")
+    renormalize: bool = Field(False, description="take the reduction's denominators over the tokens kept")
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is corrected."""
+        return self.weighs or self.masks
+
+    @property
+    def weighs(self) -> bool:
+        """Whether policy losses are weighed by a ratio."""
+        return self.token_tis is not None or self.sequence_tis is not None
+
+    @property
+    def masks(self) -> bool:
+        """Whether tokens are left out."""
+        masks = (self.token_mask, self.geometric_mask, self.product_mask, self.outlier_mask)
+        return any(mask is not None for mask in masks)
+
+    @property
+    def by_unit(self) -> bool:
+        """Whether anything is decided over a unit, so that `scope` matters."""
+        units = (self.sequence_tis, self.geometric_mask, self.product_mask, self.outlier_mask)
+        return any(option is not None for option in units)
+
+    @property
+    def couples(self) -> bool:
+        """Whether a token's weight depends on other tokens' log-probabilities."""
+        return self.by_unit or (self.renormalize and self.masks)
+
+
+class KlConfig(Config):
+    """KL divergence from a reference model, and its coefficient."""
+
+    coef: float = Field(gt=0, description="coefficient; with a target, the first one")
+    estimator: Literal["k1", "k2", "k3", "abs"] = Field("k3", description="estimator of KL for each token")
+    where: Literal["loss", "reward"] = Field("loss", description="added to the loss, or taken off the tokens' rewards")
+    target: float | None = Field(None, gt=0, description="mean KL per token that the coefficient is steered to")
+    horizon: float = Field(10000.0, gt=0, description="trajectories that steering takes, about")
+
+
+class AlgorithmConfig(Config):
+    """How rewards become a loss: an advantage, a policy loss with its options, corrections, KL and a reduction."""
+
+    advantage: str = Field("grpo", description="advantage estimator: a registered name or module:attribute")
+    norm_by_std: bool = Field(True, description="divide by the group's standard deviation (false: Dr. GRPO)")
+    gamma: float = Field(
+        1.0, gt=0, le=1, description="discount: per step (step_return, gigpo) or trained token (reinforce++, gae)"
+    )
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="decay of later errors (gae)")
+    gigpo_weight: float = Field(1.0, ge=0, description="weight of the step advantage (gigpo)")
+    policy_loss: str = Field("ppo_clip", description="loss of each token: a registered name or module:attribute")
+    ppo_clip: PpoClipConfig = Field(PpoClipConfig(), description="options of ppo_clip")
+    gspo: GspoConfig = Field(GspoConfig(), description="options of gspo")
+    cispo: CispoConfig = Field(CispoConfig(), description="options of cispo")
+    sapo: SapoConfig = Field(SapoConfig(), description="options of sapo")
+    dppo: DppoConfig = Field(DppoConfig(), description="options of dppo")
+    correction: CorrectionConfig = Field(CorrectionConfig(), description="off-policy corrections")
+    kl: KlConfig | None = Field(None, description="KL from a reference model; null: none is loaded")
+    reduction: Literal["token_mean", "trajectory_mean", "step_mean", "task_mean", "seq_mean_token_sum_norm"] = Field(
         "token_mean", description="how the losses of tokens add up"
     )
-    scope: Literal["trajectory", "step"] = Field("trajectory", description="unit of sequence-level reductions")
+    scope: Scope = Field("trajectory", description="unit of seq_mean_token_sum_norm")
     length_norm: float | None = Field(None, gt=0, description="constant of seq_mean_token_sum_norm, in tokens")
     entropy_coef: float = Field(0.0, ge=0, description="entropy bonus at the first update")
     entropy_coef_end: float = Field(0.0, ge=0, description="entropy bonus it moves to, linearly, by the end of the run")
@@ -32,19 +155,28 @@ class AlgorithmConfig(Config):
         if (self.reduction == "seq_mean_token_sum_norm") != (self.length_norm is not None):
             raise ValueError(
                 f"length_norm is {self.length_norm} with reduction {self.reduction}: "
-                "seq_mean_token_sum_norm needs it (for example the longest expected response), token_mean has none"
+                "seq_mean_token_sum_norm needs it (for example the longest expected response), the others have none"
             )
         return self
 
 
-def advantages(batch: FlatBatch, config: AlgorithmConfig) -> Doubles:
-    """float64[J], one for each graded trajectory."""
-    return grpo(batch.rewards, batch.group_of_trajectory, config.norm_by_std)
+def advantages(batch: FlatBatch, config: AlgorithmConfig, signals: Signals | None = None) -> Doubles:
+    """float64[N], the advantage of each token."""
+    return by_name(config.advantage).per_token(batch, signals or Signals(), config)
 
 
-def token_weights(batch: FlatBatch, config: AlgorithmConfig) -> Doubles:
-    """float64[N], the reduction's weight of each token."""
-    if config.length_norm is None:
-        return token_mean(batch.mask)
+def token_weights(batch: FlatBatch, config: AlgorithmConfig, mask: NDArray[np.bool_] | None = None) -> Doubles:
+    """float64[N], the reduction's weight of each token. mask bool[N]: what is trained, the batch's own by default."""
+    mask = batch.mask if mask is None else mask
+    match config.reduction:
+        case "token_mean":
+            return token_mean(mask)
+        case "trajectory_mean":
+            return unit_mean(mask, batch.trajectory_id)
+        case "step_mean":
+            return unit_mean(mask, batch.step_id)
+        case "task_mean":
+            return unit_mean(mask, batch.group_id)
+    assert config.length_norm is not None  # validated above
     unit = batch.trajectory_id if config.scope == "trajectory" else batch.step_id
-    return seq_mean_token_sum_norm(batch.mask, unit, config.length_norm)
+    return seq_mean_token_sum_norm(mask, unit, config.length_norm)

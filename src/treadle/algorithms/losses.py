@@ -1,13 +1,23 @@
-"""Policy losses per token: pure functions on flat arrays [N], summed later under a reduction's weights."""
+"""Policy losses per token: pure functions on flat arrays [N], summed later under a reduction's weights.
+
+    r = exp(logp_new - logp_old), A the advantage, sg the identity without gradient
+
+Each function takes tensors [N] and returns the loss of each token [N]; `PolicyLoss` entries at the end bind them to a
+configuration, and are what is registered.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+from treadle.algorithms.segments import unit_mean, unit_of
+from treadle.core.registry import resolve
 
 if TYPE_CHECKING:
     from treadle.algorithms.config import AlgorithmConfig
@@ -15,10 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a policy loss may use of N completion tokens, in canonical order and without gradient.
+    """What a loss may use of N completion tokens, in canonical order and without gradient.
 
     logp_old [N]: of the policy that the update started from. logp_rollout [N]: as the engine sampled.
     advantage [N]. mask bool[N]: trainable. step, trajectory int64[N]: the unit that each token belongs to.
+    logp_ref [N]: of the reference model, if there is one.
     """
 
     logp_old: Tensor
@@ -27,10 +38,15 @@ class Tokens:
     mask: Tensor
     step: Tensor
     trajectory: Tensor
+    logp_ref: Tensor | None = None
 
     def at(self, index: Tensor) -> Tokens:
         """These tokens only. index int64[n]."""
-        return Tokens(*(getattr(self, f.name)[index] for f in fields(self)))
+        values = (getattr(self, f.name) for f in fields(self))
+        return Tokens(*(None if value is None else value[index] for value in values))  # type: ignore[arg-type]
+
+
+TokenFunction = Callable[[Tensor, Tokens, "AlgorithmConfig"], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +54,204 @@ class PolicyLoss:
     """A registered policy loss (entry points `treadle.policy_losses`).
 
     per_token: (logp [N], tokens, config) -> loss of each token [N].
-    couples: a token's loss depends on other tokens' log-probabilities, so that it must see the whole batch at once.
+    couples: a token's loss depends on other tokens' log-probabilities, so that it must see the whole batch at once. A
+    loss with a `scope` couples the tokens of each unit.
+    anchor: the log-probabilities that it compares with; only `old` needs a pass before the first of several updates.
+    options: the sections of the configuration that it reads. clipped: (logp, tokens, config) -> bool[N], tokens whose
+    ratio was bounded.
     """
 
-    per_token: Callable[[Tensor, Tokens, AlgorithmConfig], Tensor]
+    per_token: TokenFunction
     couples: bool = False
+    anchor: Literal["old", "rollout", "none"] = "old"
+    options: tuple[str, ...] = ()
+    clipped: TokenFunction | None = None
 
 
-def ppo_clip(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, eps_low: float, eps_high: float) -> Tensor:
-    """Clipped surrogate: -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) with r = exp(logp_new - logp_old).
+@cache
+def by_name(name: str) -> PolicyLoss:
+    """A registered name or module:attribute. Raises ConfigError."""
+    found: PolicyLoss = resolve("policy_losses", name)
+    return found
 
-    All tensors [N]; returns [N]. Source: Schulman et al. 2017, "PPO", eq. 7; asymmetric bounds: Yu et al. 2025, "DAPO".
+
+# The functions
+
+
+def ppo_clip(
+    logp_new: Tensor,
+    logp_old: Tensor,
+    advantage: Tensor,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Clipped surrogate: -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A); with A < 0 at most -dual_clip A.
+
+    Source: Schulman et al. 2017, "PPO", eq. 7; asymmetric bounds: Yu et al. 2025, "DAPO"; dual clip: Ye et al. 2020,
+    "Mastering complex control in MOBA games", eq. 5.
     """
     ratio = (logp_new - logp_old).exp()
-    return -torch.minimum(ratio * advantage, ratio.clamp(1 - eps_low, 1 + eps_high) * advantage)
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - eps_low, 1 + eps_high) * advantage)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantage < 0, torch.minimum(loss, -dual_clip * advantage), loss)
 
+
+def clipped(
+    logp_new: Tensor,
+    logp_old: Tensor,
+    advantage: Tensor,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """bool[N]: tokens whose gradient `ppo_clip` cuts off."""
+    ratio = (logp_new - logp_old).exp()
+    cut = torch.where(advantage >= 0, ratio > 1 + eps_high, ratio < 1 - eps_low)
+    if dual_clip is not None:
+        cut = cut | (advantage < 0) & (ratio > dual_clip)
+    return cut & (advantage != 0)
+
+
+def sequence_log_ratio(logp_new: Tensor, logp_old: Tensor, mask: Tensor, unit: Tensor) -> Tensor:
+    """log s of each token's unit, s = (product of its trainable tokens' r)^(1 / their number), with a gradient of one
+    for the token's own logp_new.
+
+    All [N]; mask bool, unit int64. Source: Zheng et al. 2025, "Group sequence policy optimization", eq. 7 and, for the
+    gradient by token (equal to that of eq. 5 where a unit's advantages and weights are equal), eq. 14.
+    """
+    mean = unit_mean(logp_new.detach() - logp_old, mask, unit)
+    return mean + (logp_new - logp_new.detach())
+
+
+def gspo(
+    logp_new: Tensor, logp_old: Tensor, advantage: Tensor, mask: Tensor, unit: Tensor, eps_low: float, eps_high: float
+) -> Tensor:
+    """-min(s A, clip(s, 1 - eps_low, 1 + eps_high) A), s the length-normalised ratio of the token's unit (the scope).
+
+    Source: Zheng et al. 2025, "Group sequence policy optimization", eq. 5 and 13.
+    """
+    ratio = sequence_log_ratio(logp_new, logp_old, mask, unit)
+    return ppo_clip(ratio, torch.zeros_like(ratio), advantage, eps_low, eps_high)
+
+
+def cispo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, eps_low: float, eps_high: float) -> Tensor:
+    """-sg(clip(r, 1 - eps_low, 1 + eps_high)) A logp_new: the weight is clipped, no token loses its gradient.
+
+    Source: MiniMax 2025, "MiniMax-M1", eq. 4-5.
+    """
+    ratio = (logp_new.detach() - logp_old).exp()
+    return -ratio.clamp(1 - eps_low, 1 + eps_high) * advantage * logp_new
+
+
+def sapo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate in place of clipping.
+
+    Source: Gao et al. 2025, "Soft adaptive policy optimization", eq. 5-6.
+    """
+    ratio = (logp_new - logp_old).exp()
+    tau = torch.where(advantage > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
+    return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
+
+
+def outside_trust_region(
+    logp_new: Tensor, logp_rollout: Tensor, advantage: Tensor, divergence: Literal["tv", "kl"], delta: float
+) -> Tensor:
+    """bool[N]: tokens that A pushes away from the sampling policy though they are more than delta from it.
+
+    The divergence is that of two outcomes, the token and any other: with mu, pi the probabilities of the token,
+    tv = |mu - pi|, kl = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)).
+    """
+    new, old = logp_new.detach().exp(), logp_rollout.exp()
+    if divergence == "tv":
+        distance = (old - new).abs()
+    else:
+        tiny = torch.finfo(new.dtype).tiny
+        rest_new, rest_old = -torch.expm1(logp_new.detach()), -torch.expm1(logp_rollout)
+        rest = rest_old.clamp(min=0) * (rest_old.clamp(min=tiny).log() - rest_new.clamp(min=tiny).log())
+        distance = old * (logp_rollout - logp_new.detach()) + rest
+    away = torch.where(advantage > 0, new > old, new < old) & (advantage != 0)
+    return away & (distance > delta)
+
+
+def dppo(
+    logp_new: Tensor, logp_rollout: Tensor, advantage: Tensor, divergence: Literal["tv", "kl"], delta: float
+) -> Tensor:
+    """-M r A with r = exp(logp_new - logp_rollout), M = 0 for tokens outside the trust region, else 1.
+
+    Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (binary TV and KL).
+    """
+    outside = outside_trust_region(logp_new, logp_rollout, advantage, divergence, delta)
+    return torch.where(outside, 0.0, -(logp_new - logp_rollout).exp() * advantage)
+
+
+def reinforce(logp_new: Tensor, advantage: Tensor) -> Tensor:
+    """-A logp_new. Source: Williams 1992, "Simple statistical gradient-following algorithms"."""
+    return -advantage * logp_new
+
+
+def importance_sampling(logp_new: Tensor, logp_rollout: Tensor, advantage: Tensor) -> Tensor:
+    """-r A with r = exp(logp_new - logp_rollout), unbounded: unbiased by token whatever policy sampled it.
+
+    Source: importance sampling of the policy gradient, as `importance_sampling` of Thinking Machines' Tinker.
+    """
+    return -(logp_new - logp_rollout).exp() * advantage
+
+
+# What is registered
 
 PPO_CLIP = PolicyLoss(
-    lambda logp, tokens, config: ppo_clip(logp, tokens.logp_old, tokens.advantage, config.eps_low, config.eps_high)
+    lambda logp, t, config: ppo_clip(logp, t.logp_old, t.advantage, *config.ppo_clip.bounds),
+    options=("ppo_clip",),
+    clipped=lambda logp, t, config: clipped(logp, t.logp_old, t.advantage, *config.ppo_clip.bounds),
 )
 
 
-def clipped(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, eps_low: float, eps_high: float) -> Tensor:
-    """bool[N]: tokens whose gradient `ppo_clip` cuts off."""
-    ratio = (logp_new - logp_old).exp()
-    return torch.where(advantage >= 0, ratio > 1 + eps_high, ratio < 1 - eps_low) & (advantage != 0)
+def _gspo(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
+    section = config.gspo
+    unit = unit_of(tokens, section.scope)
+    return gspo(logp, tokens.logp_old, tokens.advantage, tokens.mask, unit, section.eps_low, section.eps_high)
+
+
+def _gspo_clipped(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
+    section = config.gspo
+    ratio = sequence_log_ratio(logp, tokens.logp_old, tokens.mask, unit_of(tokens, section.scope))
+    return clipped(ratio, torch.zeros_like(ratio), tokens.advantage, section.eps_low, section.eps_high)
+
+
+GSPO = PolicyLoss(_gspo, couples=True, options=("gspo",), clipped=_gspo_clipped)
+
+
+def _cispo_clipped(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
+    ratio = (logp - tokens.logp_old).exp()
+    return (ratio < 1 - config.cispo.eps_low) | (ratio > 1 + config.cispo.eps_high)
+
+
+CISPO = PolicyLoss(
+    lambda logp, t, config: cispo(logp, t.logp_old, t.advantage, config.cispo.eps_low, config.cispo.eps_high),
+    options=("cispo",),
+    clipped=_cispo_clipped,
+)
+
+SAPO = PolicyLoss(
+    lambda logp, t, config: sapo(logp, t.logp_old, t.advantage, config.sapo.tau_positive, config.sapo.tau_negative),
+    options=("sapo",),
+)
+
+
+def _dppo_clipped(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
+    section = config.dppo
+    return outside_trust_region(logp, tokens.logp_rollout, tokens.advantage, section.divergence, section.delta)
+
+
+DPPO = PolicyLoss(
+    lambda logp, t, config: dppo(logp, t.logp_rollout, t.advantage, config.dppo.divergence, config.dppo.delta),
+    anchor="rollout",
+    options=("dppo",),
+    clipped=_dppo_clipped,
+)
+REINFORCE = PolicyLoss(lambda logp, t, config: reinforce(logp, t.advantage), anchor="none")
+IMPORTANCE_SAMPLING = PolicyLoss(
+    lambda logp, t, config: importance_sampling(logp, t.logp_rollout, t.advantage), anchor="rollout"
+)

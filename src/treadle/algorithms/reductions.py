@@ -1,7 +1,8 @@
 """Reductions: a weight w for every token, known before the forward pass, so that loss = sum_i w_i loss_i.
 
 Micro-batches (and ranks) then just add up, and no layout can change a denominator. Untrainable tokens weigh 0;
-counts are of trainable tokens and of units that have any.
+counts are of trainable tokens and of units that have any. Shapes: mask bool[N]; unit int64[N]: which trajectory, step
+or group each token belongs to; weights float64[N].
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.packing.flat import Doubles
+from treadle.packing.flat import Doubles, Indices
 
 
 def token_mean(mask: NDArray[np.bool_]) -> Doubles:
@@ -17,7 +18,18 @@ def token_mean(mask: NDArray[np.bool_]) -> Doubles:
     return mask / max(int(mask.sum()), 1)
 
 
-def seq_mean_token_sum_norm(mask: NDArray[np.bool_], unit: NDArray[np.int64], length_norm: float) -> Doubles:
+def unit_mean(mask: NDArray[np.bool_], unit: Indices) -> Doubles:
+    """w = 1 / (units * trainable tokens of the token's unit): a mean over units of means over their tokens.
+
+    With trajectories as units `trajectory_mean` (Shao et al. 2024, "DeepSeekMath", eq. 3), with steps `step_mean`, with
+    groups `task_mean`.
+    """
+    count = np.bincount(unit[mask], minlength=int(unit.max(initial=-1)) + 1)
+    weights: Doubles = mask / (max(int((count > 0).sum()), 1) * np.maximum(count, 1)[unit])
+    return weights
+
+
+def seq_mean_token_sum_norm(mask: NDArray[np.bool_], unit: Indices, length_norm: float) -> Doubles:
     """w = 1 / (units * length_norm): a sum over each unit's tokens divided by a constant, a mean over units.
 
     unit int64[N]: the trajectory or step (the scope) of each token. Source: Liu et al. 2025, "Dr. GRPO".

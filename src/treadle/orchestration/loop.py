@@ -121,6 +121,7 @@ class Loop:
             self._phase("rollout", self.config.groups_per_batch * self.config.training.group_size)
             groups = await buffer.take(self.config.groups_per_batch)
         self._tell_failures(groups)
+        self._tell_ignored_rewards(groups)
         self._give_up_if_failing(groups)
         with _timed(seconds, "update"):
             self._phase("update", 1)
@@ -163,6 +164,16 @@ class Loop:
         for trajectory in (t for group in groups for t in group.trajectories):
             text = trajectory.failure.message if trajectory.failure else trajectory.warning
             self._tell(text, f"task {trajectory.task_id}, trajectory {trajectory.trajectory_id}: {text}")
+
+    def _tell_ignored_rewards(self, groups: list[Group]) -> None:
+        """Once, if the environment rewards steps and the advantage takes a trajectory's sum alone."""
+        early = any(step.reward for group in groups for t in group.trajectories for step in t.steps[:-1])
+        if early and not self.learner.advantage.by_step:
+            text = (
+                f"the environment rewards single steps, of which algorithm.advantage {self.config.algorithm.advantage} "
+                "uses the sum alone; step_return, gigpo and reinforce++ use when each reward came"
+            )
+            self._tell(text, text)
 
     def _tell(self, text: str, line: str) -> None:
         if text and text not in self._told and len(self._told) < 20:

@@ -29,12 +29,13 @@ from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
 from treadle.rollout.attempt import open_rollouts
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others
-from treadle.training.learner import Learner
+from treadle.training.learner import Learner, check_algorithm
 
 
 def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress) -> dict[str, Any]:
     """Train from the beginning in a new run directory; returns the summary. Raises TreadleError."""
     clock = Clock()
+    check_algorithm(config.algorithm, config.training)
     use_threads(config.training.threads)
     policy = load_policy(config.model, config.seed)
     check_first_prompts(inputs, policy.renderer, config, policy.context)

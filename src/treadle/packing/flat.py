@@ -7,6 +7,7 @@ Everything the loss needs is an array over N; packing only decides how the learn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ class FlatBatch:
     step_start   int64[S + 1]  step s owns tokens [step_start[s], step_start[s + 1])
     trajectory_of_step, group_of_trajectory: int64[S], int64[J], indices into `trajectories` and `groups`
     rewards      float64[J]
+    step_rewards float64[S]    sum to `rewards` over the steps of a trajectory (if it has any): what no step was given
+                               belongs to the last one
     mask         bool[N]       trainable tokens
     logp_rollout float32[N]    as the engine reported them
     temperature  float32[N]    at which each token was sampled
@@ -39,6 +42,7 @@ class FlatBatch:
     trajectory_of_step: Indices
     group_of_trajectory: Indices
     rewards: Doubles
+    step_rewards: Doubles
     mask: NDArray[np.bool_]
     logp_rollout: NDArray[np.float32]
     temperature: NDArray[np.float32]
@@ -82,10 +86,18 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         trajectory_of_step=np.array([j for j, _ in steps], np.int64),
         group_of_trajectory=np.array([g for g, _ in graded], np.int64),
         rewards=np.array([trajectory.reward for _, trajectory in graded], np.float64),
+        step_rewards=np.array([r for _, trajectory in graded for r in _step_rewards(trajectory)], np.float64),
         mask=joined([step.mask for _, step in steps], np.bool_),  # type: ignore[arg-type]
         logp_rollout=joined([step.logprobs for _, step in steps], np.float32),  # type: ignore[arg-type]
         temperature=np.repeat(np.array([step.sampling.temperature for _, step in steps], np.float32), lengths),
     )
+
+
+def _step_rewards(trajectory: Trajectory) -> list[float]:
+    rewards = [step.reward for step in trajectory.steps]
+    if rewards and trajectory.reward is not None:
+        rewards[-1] += trajectory.reward - math.fsum(rewards)
+    return rewards
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -63,6 +63,7 @@ class _Facts:
     """checkpoint.json."""
 
     updates_done: int
+    kl_coef: float | None
     tokenizer_sha256: str
     weights_sha256: str
     optimizer_sha256: str
@@ -78,6 +79,7 @@ def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
         write_durably(temporary / "optimizer.safetensors", save_safetensors(moments))
         facts = _Facts(
             updates_done=learner.updates_done,
+            kl_coef=None if learner.kl is None else learner.kl.coef,
             tokenizer_sha256=file_sha256(tokenizer / "tokenizer.json"),
             weights_sha256=weights_sha256(learner.weights()),
             optimizer_sha256=weights_sha256(moments),
@@ -106,6 +108,8 @@ def load_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
     copy_weights(learner.model, weights, str(directory))
     _restore_moments(learner, moments)
     learner.updates_done = facts.updates_done
+    if learner.kl is not None and facts.kl_coef is not None:
+        learner.kl = replace(learner.kl, coef=facts.kl_coef)
 
 
 def copy_weights(model: PreTrainedModel, weights: dict[str, Tensor], source: str) -> None:

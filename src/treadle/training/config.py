@@ -67,7 +67,7 @@ class TrainingConfig(Config):
     """How the learner computes an update."""
 
     tasks_per_update: int = Field(32, ge=1, description="groups in one optimizer update, exactly")
-    group_size: int = Field(8, ge=2, description="trajectories of one task; alone, one has no baseline")
+    group_size: int = Field(8, ge=1, description="trajectories of one task; most advantages compare them, and need 2")
     updates_per_batch: int = Field(1, ge=1, description="optimizer updates between two weight publications")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="optimizer of RL")
     packing: Packing = Field(

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from treadle.algorithms.config import AlgorithmConfig
-from treadle.algorithms.losses import PolicyLoss, Tokens, clipped
+from treadle.algorithms.corrections import Corrected, corrected
+from treadle.algorithms.kl import ESTIMATORS
+from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.packing.flat import Indices
 
 
@@ -33,9 +35,11 @@ Gradient = Callable[[Scores], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """sum_i weight_i (policy loss_i - entropy_coef * entropy_i).
+    """sum_i weight_i (factor_i * policy loss_i + kl_coef * kl_i - entropy_coef * entropy_i).
 
     tokens, weight [N]. anchored: the update starts from the policy as it is now, and `logp_old` is `logp` itself.
+    reduction: weights of the tokens in a mask [N]. corrected: what corrections make of the weights, where `logp_old` is
+    known before the forward pass; factor is 1 without any. kl_coef: of KL in the loss; it needs `tokens.logp_ref`.
     """
 
     config: AlgorithmConfig
@@ -44,12 +48,26 @@ class Objective:
     weight: Tensor
     entropy_coef: float
     anchored: bool
+    reduction: Callable[[Tensor], Tensor]
+    corrected: Corrected | None = None
+    kl_coef: float = 0.0
+
+    @property
+    def couples(self) -> bool:
+        """Whether the gradient is only known once all tokens' log-probabilities are."""
+        return self.policy_loss.couples or (self.anchored and self.config.correction.couples)
 
     def loss(self, scores: Scores) -> Tensor:
-        """The loss of these tokens, a scalar; of all of them if the policy loss couples tokens."""
+        """The loss of these tokens, a scalar; of all of them if the objective couples tokens."""
         index, tokens = self._tokens(scores)
-        policy = self.policy_loss.per_token(scores.logp, tokens, self.config)
-        return (self.weight[index] * (policy - self.entropy_coef * scores.entropy)).sum()
+        each = self.policy_loss.per_token(scores.logp, tokens, self.config)
+        weight = self.weight[index]
+        if self.config.correction.active:
+            correction = self._corrected(index, tokens)
+            weight, each = correction.weight, correction.factor * each
+        if self.kl_coef:
+            each = each + self.kl_coef * self._kl(scores.logp, tokens)
+        return (weight * (each - self.entropy_coef * scores.entropy)).sum()
 
     def gradient(self, scores: Scores) -> tuple[Tensor, Tensor | None]:
         """See `Gradient`."""
@@ -59,24 +77,55 @@ class Objective:
 
     def metrics(self, scores: Scores) -> dict[str, float]:
         """Means over the trainable tokens; scores of all N, in order."""
-        _, tokens = self._tokens(scores)
-        mask, config = tokens.mask, self.config
+        index, tokens = self._tokens(scores)
+        mask = tokens.mask
         gap = (tokens.logp_old - tokens.logp_rollout).abs()[mask]
-        cut = clipped(scores.logp, tokens.logp_old, tokens.advantage, config.eps_low, config.eps_high)[mask]
         count = max(int(mask.sum()), 1)
-        return {
+
+        def mean(values: Tensor) -> float:
+            return float(values[mask].sum()) / count
+
+        found = {
             "loss": float(self.loss(scores)),
-            "entropy": float(scores.entropy[mask].sum()) / count,
-            "clip_fraction": float(cut.sum()) / count,
+            "entropy": mean(scores.entropy),
             "logprob_gap_mean": float(gap.sum()) / count,
             "logprob_gap_max": float(gap.max()) if len(gap) else 0.0,
             "trainable_tokens": int(mask.sum()),
         }
+        if self.policy_loss.clipped is not None:
+            found["clip_fraction"] = mean(self.policy_loss.clipped(scores.logp, tokens, self.config))
+        if self.config.correction.active:
+            correction = self._corrected(index, tokens)
+            found["correction_masked_fraction"] = mean(~correction.keep)
+            found["correction_weight_mean"] = mean(correction.factor)
+        if tokens.logp_ref is not None:
+            found["kl"] = mean(self._kl(scores.logp, tokens))
+        return found
+
+    def _corrected(self, index: Tensor, tokens: Tokens) -> Corrected:
+        """Of the tokens at hand: all of them if a correction couples tokens and is not known yet."""
+        if self.corrected is not None:
+            return self.corrected.at(index)
+        return corrected(tokens, self.weight[index], self.config.correction, self.reduction)
+
+    def _kl(self, logp: Tensor, tokens: Tokens) -> Tensor:
+        assert self.config.kl is not None and tokens.logp_ref is not None  # the learner sees to it
+        return ESTIMATORS[self.config.kl.estimator](logp, tokens.logp_ref)
 
     def _tokens(self, scores: Scores) -> tuple[Tensor, Tokens]:
         index = torch.from_numpy(scores.flat).to(scores.logp.device)
-        tokens = self.tokens.at(index)
-        return index, replace(tokens, logp_old=scores.logp.detach()) if self.anchored else tokens
+        tokens, now = self.tokens.at(index), scores.logp.detach()
+
+        def known(logp: Tensor) -> Tensor:
+            """Untrained tokens weigh nothing, but may be so improbable that their ratios would be infinite."""
+            return torch.where(tokens.mask, logp, now)
+
+        return index, replace(
+            tokens,
+            logp_old=now if self.anchored else known(tokens.logp_old),
+            logp_rollout=known(tokens.logp_rollout),
+            logp_ref=None if tokens.logp_ref is None else known(tokens.logp_ref),
+        )
 
 
 def joined(parts: Sequence[Scores], like: Tensor) -> Scores:

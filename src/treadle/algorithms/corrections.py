@@ -1,0 +1,99 @@
+"""Off-policy corrections: what the learner's policy and the engine's disagree about is weighed down or left out.
+
+    rho = exp(logp_old - logp_rollout) of a token; of a unit (trajectory or step), over its trainable tokens, either the
+    product of its tokens' rho or their geometric mean
+
+All are functions of log rho [N] without gradient, on flat arrays; a unit is the same whatever the packing. Sources:
+token and sequence TIS: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training";
+token mask: Ling team 2025, "IcePop"; sequence masks: Liu et al. 2025, "When speed kills stability"; outlier mask: the
+veto of verl's rollout correction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from treadle.algorithms.losses import Tokens
+from treadle.algorithms.segments import unit_mean, unit_of, unit_sum
+
+if TYPE_CHECKING:
+    from treadle.algorithms.config import CorrectionConfig
+
+
+def token_tis(log_rho: Tensor, cap: float) -> Tensor:
+    """Truncated importance sampling: min(rho, cap) [N]."""
+    return log_rho.exp().clamp(max=cap)
+
+
+def sequence_tis(log_rho: Tensor, mask: Tensor, unit: Tensor, cap: float) -> Tensor:
+    """min(product of the unit's rho, cap), for all of its tokens [N]. mask bool[N], unit int64[N]."""
+    return unit_sum(log_rho, mask, unit).exp().clamp(max=cap)
+
+
+def token_mask(log_rho: Tensor, low: float, high: float) -> Tensor:
+    """bool[N]: low <= rho <= high (IcePop)."""
+    return _between(log_rho.exp(), low, high)
+
+
+def geometric_mask(log_rho: Tensor, mask: Tensor, unit: Tensor, low: float, high: float) -> Tensor:
+    """bool[N]: the geometric mean of the unit's rho lies in [low, high]; it does not depend on the unit's length."""
+    return _between(unit_mean(log_rho, mask, unit).exp(), low, high)
+
+
+def product_mask(log_rho: Tensor, mask: Tensor, unit: Tensor, low: float, high: float) -> Tensor:
+    """bool[N]: the product of the unit's rho, its true importance ratio, lies in [low, high]."""
+    return _between(unit_sum(log_rho, mask, unit).exp(), low, high)
+
+
+def outlier_mask(log_rho: Tensor, mask: Tensor, unit: Tensor, low: float, high: float) -> Tensor:
+    """bool[N]: no trainable token of the unit has a rho outside [low, high]; one drops the whole unit."""
+    outside = (~_between(log_rho.exp(), low, high)).to(log_rho.dtype)
+    return unit_sum(outside, mask, unit) == 0
+
+
+def _between(value: Tensor, low: float, high: float) -> Tensor:
+    return (value >= low) & (value <= high)
+
+
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """weight [N]: of each token's loss, 0 where it is left out. factor [N]: of its policy loss alone. keep bool[N]."""
+
+    weight: Tensor
+    factor: Tensor
+    keep: Tensor
+
+    def at(self, index: Tensor) -> Corrected:
+        """These tokens only. index int64[n]."""
+        return Corrected(self.weight[index], self.factor[index], self.keep[index])
+
+
+def corrected(
+    tokens: Tokens, weight: Tensor, config: CorrectionConfig, reduction: Callable[[Tensor], Tensor]
+) -> Corrected:
+    """Apply what the section asks for. weight [N]: the reduction's. reduction: weights of the tokens in a mask.
+
+    Tokens left out weigh 0 also for KL and entropy; truncated ratios weigh the policy loss alone. `renormalize` takes
+    the reduction's denominators over the tokens kept.
+    """
+    log_rho = tokens.logp_old - tokens.logp_rollout
+    unit, mask = unit_of(tokens, config.scope), tokens.mask
+    factor, keep = torch.ones_like(log_rho), torch.ones_like(mask)
+    if config.token_tis is not None:
+        factor = token_tis(log_rho, config.token_tis)
+    if config.sequence_tis is not None:
+        factor = sequence_tis(log_rho, mask, unit, config.sequence_tis)
+    if config.token_mask is not None:
+        keep = keep & token_mask(log_rho, *config.token_mask)
+    if config.geometric_mask is not None:
+        keep = keep & geometric_mask(log_rho, mask, unit, *config.geometric_mask)
+    if config.product_mask is not None:
+        keep = keep & product_mask(log_rho, mask, unit, *config.product_mask)
+    if config.outlier_mask is not None:
+        keep = keep & outlier_mask(log_rho, mask, unit, *config.outlier_mask)
+    return Corrected(reduction(mask & keep) if config.renormalize else weight * keep, factor, keep)

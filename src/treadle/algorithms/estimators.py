@@ -1,0 +1,158 @@
+"""What is registered as an advantage: the estimators of `advantages`, bound to a batch and a configuration.
+
+    FlatBatch, Signals -Rewards-> trajectory [J], step [S], token [N] -estimator-> advantage [N]
+
+Shapes: J graded trajectories, S steps, N completion tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from treadle.algorithms.advantages import (
+    gae,
+    gigpo,
+    grpo,
+    maxrl,
+    paid_to_tokens,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+    step_return,
+)
+from treadle.core.registry import resolve
+from treadle.packing.flat import Doubles, FlatBatch, Indices
+
+if TYPE_CHECKING:
+    from treadle.algorithms.config import AlgorithmConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signals:
+    """What an estimator may use beside the batch.
+
+    penalty float64[N]: taken off the reward of each token (KL in the reward). values float64[N]: a value head's.
+    """
+
+    penalty: Doubles | None = None
+    values: Doubles | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rewards:
+    """The same rewards at three levels; each sums up to the next: trajectory float64[J], step float64[S], token
+    float64[N] (each step's on its last trainable token)."""
+
+    trajectory: Doubles
+    step: Doubles
+    token: Doubles
+
+    @classmethod
+    def of(cls, batch: FlatBatch, penalty: Doubles | None) -> Rewards:
+        """Of the environment, less the penalty of trainable tokens."""
+        paid = paid_to_tokens(batch.step_rewards, batch.trajectory_of_step, batch.step_id, batch.mask)
+        if penalty is None:
+            return cls(batch.rewards, batch.step_rewards, paid)
+        taken = np.where(batch.mask, penalty, 0.0)
+        return cls(
+            batch.rewards - np.bincount(batch.trajectory_id, taken, len(batch.trajectories)),
+            batch.step_rewards - np.bincount(batch.step_id, taken, len(batch.steps)),
+            paid - taken,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Advantage:
+    """A registered advantage estimator (entry points `treadle.advantages`).
+
+    per_token: (batch, signals, config) -> advantage float64[N]; values at untrainable tokens are of no effect.
+    options: fields of the configuration that it reads. needs_values: `Signals.values`, of a value head.
+    by_group: has a baseline over the group, so that a group of one trains nothing.
+    by_step: uses when a reward came; the others use a trajectory's sum alone.
+    """
+
+    per_token: Callable[[FlatBatch, Signals, AlgorithmConfig], Doubles]
+    options: tuple[str, ...] = ()
+    needs_values: bool = False
+    by_group: bool = True
+    by_step: bool = False
+
+
+@cache
+def by_name(name: str) -> Advantage:
+    """A registered name or module:attribute. Raises ConfigError."""
+    found: Advantage = resolve("advantages", name)
+    return found
+
+
+def equal_prompts(batch: FlatBatch) -> Indices:
+    """int64[S]: the state that each step met; two steps of one group with the same prompt, token for token, met one."""
+    groups = batch.group_of_trajectory[batch.trajectory_of_step]
+    known: dict[tuple[int, bytes], int] = {}
+    keys = ((int(g), step.prompt_ids.tobytes()) for g, step in zip(groups, batch.steps, strict=True))
+    return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
+
+
+def _by_trajectory(
+    estimate: Callable[[Doubles, Indices, AlgorithmConfig], Doubles],
+) -> Callable[[FlatBatch, Signals, AlgorithmConfig], Doubles]:
+    """From an estimator of trajectories: each of a trajectory's tokens gets its advantage."""
+
+    def per_token(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
+        rewards = Rewards.of(batch, signals.penalty).trajectory
+        return estimate(rewards, batch.group_of_trajectory, config)[batch.trajectory_id]
+
+    return per_token
+
+
+def _step_return(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
+    rewards = Rewards.of(batch, signals.penalty)
+    return step_return(
+        rewards.trajectory, rewards.step, batch.trajectory_of_step, batch.group_of_trajectory, config.gamma
+    )[batch.step_id]
+
+
+def _gigpo(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
+    rewards = Rewards.of(batch, signals.penalty)
+    return gigpo(
+        rewards.trajectory,
+        rewards.step,
+        batch.trajectory_of_step,
+        batch.group_of_trajectory,
+        equal_prompts(batch),
+        config.gamma,
+        config.gigpo_weight,
+        config.norm_by_std,
+    )[batch.step_id]
+
+
+def _reinforce_plus_plus(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
+    token = Rewards.of(batch, signals.penalty).token
+    return reinforce_plus_plus(token, batch.mask, batch.trajectory_id, config.gamma)
+
+
+def _reinforce_plus_plus_baseline(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
+    rewards = Rewards.of(batch, signals.penalty).trajectory
+    return reinforce_plus_plus_baseline(rewards, batch.group_of_trajectory, batch.mask, batch.trajectory_id)
+
+
+def _gae(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
+    if signals.values is None:
+        raise ValueError("advantage gae needs the values of a value head (Signals.values)")
+    token = Rewards.of(batch, signals.penalty).token
+    return gae(token, signals.values, batch.mask, batch.trajectory_id, config.gamma, config.gae_lambda)
+
+
+GRPO = Advantage(_by_trajectory(lambda r, group, config: grpo(r, group, config.norm_by_std)), options=("norm_by_std",))
+RLOO = Advantage(_by_trajectory(lambda r, group, config: rloo(r, group)))
+MAXRL = Advantage(_by_trajectory(lambda r, group, config: maxrl(r, group)))
+STEP_RETURN = Advantage(_step_return, options=("gamma",), by_step=True)
+GIGPO = Advantage(_gigpo, options=("gamma", "gigpo_weight", "norm_by_std"), by_step=True)
+REINFORCE_PLUS_PLUS = Advantage(_reinforce_plus_plus, options=("gamma",), by_group=False, by_step=True)
+REINFORCE_PLUS_PLUS_BASELINE = Advantage(_reinforce_plus_plus_baseline)
+GAE = Advantage(_gae, options=("gamma", "gae_lambda"), needs_values=True, by_group=False, by_step=True)

@@ -1,0 +1,91 @@
+"""Combinations of the `algorithm` section that mean nothing, each with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from treadle.algorithms import estimators, losses
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.estimators import Advantage
+from treadle.algorithms.losses import PolicyLoss
+from treadle.core.errors import ConfigError
+
+ADVANTAGE_OPTIONS = ("norm_by_std", "gamma", "gae_lambda", "gigpo_weight")
+LOSS_OPTIONS = ("ppo_clip", "gspo", "cispo", "sapo", "dppo")
+
+
+def check(config: AlgorithmConfig, filtered_sampling: bool = False) -> None:
+    """Raise ConfigError with every problem, one a line."""
+    found = problems(config, filtered_sampling)
+    if found:
+        raise ConfigError("\n".join(f"algorithm.{problem}" for problem in found))
+
+
+def problems(config: AlgorithmConfig, filtered_sampling: bool = False) -> list[str]:
+    """What is wrong with the section, each naming the value and the fix. Raises ConfigError for an unknown name.
+
+    filtered_sampling: completions are sampled with top-k, top-p or min-p, so that `logp_rollout` is of a truncated
+    distribution and rho is biased.
+    """
+    advantage, loss = estimators.by_name(config.advantage), losses.by_name(config.policy_loss)
+    return [
+        *_unread_options(config, advantage, loss),
+        *_correction(config, loss),
+        *_kl(config),
+        *_reduction(config),
+        *(_filtered(config, loss) if filtered_sampling else ()),
+    ]
+
+
+def _unread_options(config: AlgorithmConfig, advantage: Advantage, loss: PolicyLoss) -> Iterator[str]:
+    defaults = AlgorithmConfig()
+    for kind, chosen, options, read in (
+        ("advantage", config.advantage, ADVANTAGE_OPTIONS, advantage.options),
+        ("policy_loss", config.policy_loss, LOSS_OPTIONS, loss.options),
+    ):
+        for name in options:
+            if name not in read and getattr(config, name) != getattr(defaults, name):
+                yield f"{name} is set, but {kind} {chosen!r} does not read it; leave it out or choose another {kind}"
+
+
+def _correction(config: AlgorithmConfig, loss: PolicyLoss) -> Iterator[str]:
+    correction = config.correction
+    if correction.token_tis is not None and correction.sequence_tis is not None:
+        yield "correction: token_tis and sequence_tis both weigh by the same rho; keep one"
+    if loss.anchor == "rollout" and correction.weighs:
+        yield (
+            f"correction: policy_loss {config.policy_loss!r} compares with the engine's log-probabilities already; "
+            "token_tis or sequence_tis would count rho twice. Leave it out or choose ppo_clip"
+        )
+    if correction.renormalize and not correction.masks:
+        yield "correction.renormalize is true, but no mask leaves anything out; add one or leave it out"
+    if correction.scope != "trajectory" and not correction.by_unit:
+        yield f"correction.scope is {correction.scope!r}, but nothing is corrected over a sequence; leave it out"
+
+
+def _kl(config: AlgorithmConfig) -> Iterator[str]:
+    kl = config.kl
+    if kl is None:
+        return
+    if kl.where == "loss" and kl.estimator == "k1":
+        yield "kl: the gradient of k1 as a loss is 0 in expectation; choose k2 or k3, or where: reward"
+    if kl.where == "reward" and config.advantage == "maxrl":
+        yield "kl.where is 'reward' with advantage maxrl, which needs rewards >= 0; choose where: loss"
+    if kl.target is None and kl.horizon != type(kl).model_fields["horizon"].default:
+        yield "kl.horizon is set, but without kl.target the coefficient is fixed; set a target or leave it out"
+
+
+def _reduction(config: AlgorithmConfig) -> Iterator[str]:
+    if config.scope != "trajectory" and config.reduction != "seq_mean_token_sum_norm":
+        yield (
+            f"scope is {config.scope!r}, but reduction {config.reduction!r} has no unit to choose; "
+            "take step_mean or trajectory_mean, or seq_mean_token_sum_norm"
+        )
+
+
+def _filtered(config: AlgorithmConfig, loss: PolicyLoss) -> Iterator[str]:
+    reason = "with top_k, top_p or min_p the engine's log-probabilities are of a truncated distribution"
+    if loss.anchor == "rollout":
+        yield f"policy_loss {config.policy_loss!r} compares with them, but {reason}; choose ppo_clip or drop the filter"
+    if config.correction.active:
+        yield f"correction compares with them, but {reason}; leave it out or drop the filter"

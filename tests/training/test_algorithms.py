@@ -1,0 +1,241 @@
+"""What the learner makes of the `algorithm` section: every combination trains, and only what is needed is computed."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.models import distance, exact, full, make_group, make_step, norm, random_groups, same_bits, tiny, weights_of
+from tests.training.reference import ADVANTAGES, accumulated, earlier_policy, make_learner
+from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig, advantages
+from treadle.algorithms.estimators import Signals
+from treadle.algorithms.kl import k1
+from treadle.algorithms.losses import by_name
+from treadle.core.errors import ConfigError
+from treadle.core.registry import names
+from treadle.packing.flat import FlatBatch, flatten
+from treadle.training.checkpoint import load_checkpoint, save_checkpoint
+from treadle.training.config import OptimizerConfig, TrainingConfig
+from treadle.training.learner import Learner, check_algorithm
+
+FAST = OptimizerConfig(learning_rate=1e-2)
+TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"
+
+
+def learner_with(algorithm: AlgorithmConfig, reference: Any = None, **training: Any) -> Learner:
+    return Learner(exact(), TrainingConfig(optimizer=FAST, **training), algorithm, 10, reference)
+
+
+@pytest.mark.parametrize("loss", names("policy_losses"))
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_every_advantage_trains_with_every_policy_loss(advantage: str, loss: str) -> None:
+    """Two updates, the second one away from its anchor: what was rewarded becomes more probable."""
+    good, bad = make_step([1, 2], [3, 4], logprobs=[-3, -3]), make_step([1, 2], [5, 6], logprobs=[-3, -3])
+    groups = [make_group([([good], 1.0), ([bad], 0.0)], index) for index in range(2)]
+    algorithm = AlgorithmConfig(advantage=advantage, policy_loss=loss)
+    learner = learner_with(algorithm, updates_per_batch=2)
+    before = full(learner.logprobs(flatten(groups[:1])))
+    results = learner.train_batch(groups)
+    after = full(learner.logprobs(flatten(groups[:1])))
+    assert after[:2].sum() - after[2:].sum() > before[:2].sum() - before[2:].sum() + 0.1
+    assert all(np.isfinite(list(result.metrics.values())).all() for result in results)
+    assert [result.advantage["g000000.0" if i == 0 else "g000001.0"] > 0 for i, result in enumerate(results)] == [1, 1]
+
+
+def test_the_advantage_of_a_trajectory_is_told_as_the_mean_over_its_trained_tokens() -> None:
+    """Nothing is told of a trajectory without any: it has no advantage, not one of 0."""
+    steps = [make_step([1], [2, 3]), make_step([1], [4])]
+    rewarded = [replace(step, reward=reward) for step, reward in zip(steps, (1.0, 0.5), strict=True)]
+    greedy = make_step([1], [2], 0.0)
+    groups = [make_group([(rewarded, 1.5), (steps, 0.0), ([greedy], 0.0), ([], 0.0)])]
+    learner = learner_with(AlgorithmConfig(advantage="step_return"))
+    per_token = advantages(flatten(groups), learner.algorithm)
+    (result,) = learner.train_batch(groups)
+    assert set(result.advantage) == {"g000000.0", "g000000.1"}
+    assert result.advantage["g000000.0"] == pytest.approx(per_token[:3].mean())
+    assert len(set(per_token[:3].tolist())) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "passes"),
+    [
+        ({}, 2),
+        ({"policy_loss": "importance_sampling"}, 0),
+        ({"policy_loss": "dppo"}, 0),
+        ({"policy_loss": "reinforce"}, 0),
+        ({"policy_loss": "reinforce", "correction": CorrectionConfig(token_tis=2.0)}, 2),
+        ({"policy_loss": "gspo"}, 2),
+        ({"kl": KlConfig(coef=0.1, where="reward"), "policy_loss": "reinforce"}, 2),
+    ],
+    ids=str,
+)
+def test_old_logprobs_are_computed_only_for_what_compares_with_them(
+    fields: dict[str, Any], passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = learner_with(AlgorithmConfig(**fields), lambda batch: np.zeros(len(batch)), updates_per_batch=2)
+    asked = []
+    own = learner.logprobs
+
+    def counted(batch: FlatBatch) -> NDArray[np.floating]:
+        asked.append(batch)
+        return own(batch)
+
+    monkeypatch.setattr(learner, "logprobs", counted)
+    learner.train_batch(random_groups(0))
+    assert len(asked) == passes
+
+
+def test_a_coupled_correction_sees_the_whole_batch_only_where_it_must() -> None:
+    """On the first update of a batch `logp_old` is not known before the forward pass; later it is."""
+    groups, model = random_groups(0), exact()
+    by_unit = AlgorithmConfig(correction=CorrectionConfig(geometric_mask=(0.5, 2.0)))
+    batch = flatten(groups)
+    for algorithm, old, couples in (
+        (by_unit, None, True),
+        (by_unit, earlier_policy(model, groups), False),
+        (AlgorithmConfig(correction=CorrectionConfig(token_tis=2.0)), None, False),
+        (AlgorithmConfig(), None, False),
+        (AlgorithmConfig(policy_loss="gspo"), earlier_policy(model, groups), True),
+    ):
+        learner = make_learner(model, algorithm)
+        assert learner.objective(batch, advantages(batch, algorithm), old).couples == couples
+
+
+def test_a_correction_weighs_what_is_trained() -> None:
+    """A trajectory left out whole trains nothing; renormalised, the rest weighs as if it had never been there."""
+    groups, model = random_groups(0, groups=1, size=2), exact()
+    batch = flatten(groups)
+    old = earlier_policy(model, groups)
+    recorded = [
+        replace(s, logprobs=(old[a:b] - (3.0 if t else 0.0)).clip(max=0).astype(np.float32))
+        for s, t, a, b in zip(
+            batch.steps, batch.trajectory_of_step, batch.step_start, batch.step_start[1:], strict=False
+        )
+    ]
+    off = [make_group([(recorded[:3], 0.0), (recorded[3:], 1.0)])]
+    advantage = advantages(batch, AlgorithmConfig())
+    kept = batch.trajectory_id == 0
+    alone = make_learner(model)
+    alone.accumulate(flatten([make_group([(recorded[:3], 0.0)])]), advantage[kept], old[kept])
+    wanted = {name: p.grad.clone() for name, p in alone.model.named_parameters() if p.grad is not None}
+    share = kept.mean()
+    for renormalize in (True, False):
+        correction = CorrectionConfig(geometric_mask=(0.9, 1.1), renormalize=renormalize)
+        found, metrics = accumulated(make_learner(model, AlgorithmConfig(correction=correction)), off, old)
+        expected = {name: value * (1.0 if renormalize else share) for name, value in wanted.items()}
+        assert distance(found, expected) <= 1e-12 * norm(wanted)
+        assert metrics["correction_masked_fraction"] == pytest.approx(1 - share)
+        assert metrics["correction_weight_mean"] == 1
+
+
+@pytest.mark.parametrize("loss", names("policy_losses"))
+def test_an_untrained_token_may_be_as_improbable_as_it_likes(loss: str) -> None:
+    """In float32 its ratio would be infinite, and no weight of 0 makes that a number again."""
+    recorded = make_step([1, 2], [3, 4, 5], mask=[True, False, True], logprobs=[-3, -500, -3])
+    groups = [make_group([([recorded], 1.0), ([make_step([1, 2], [6], logprobs=[-3])], 0.0)])]
+    algorithm = AlgorithmConfig(
+        policy_loss=loss, kl=KlConfig(coef=0.1), correction=CorrectionConfig(geometric_mask=(0.0, 1e3))
+    )
+    batch = flatten(groups)
+    masked = np.where(batch.mask, -3.0, -500.0)
+    learner = make_learner(tiny(), algorithm)
+    for old in (None, masked):
+        _, metrics = accumulated(learner, groups, old, masked)
+        assert all(np.isfinite(value) for value in metrics.values())
+        assert all(p.grad is None or p.grad.isfinite().all() for p in learner.model.parameters())
+
+
+# KL
+
+
+def test_kl_in_the_loss_holds_the_policy_near_its_reference() -> None:
+    """Without any advantage, KL is all there is: it falls."""
+    groups = random_groups(0, rewards=(1.0,))
+    target = tiny(seed=5).double()
+    reference = Learner(target, TrainingConfig(), AlgorithmConfig(), 1).logprobs
+    learner = learner_with(AlgorithmConfig(kl=KlConfig(coef=1.0)), reference)
+    kls = [learner.train_batch(groups)[0].metrics["kl"] for _ in range(6)]
+    assert kls[-1] < 0.8 * kls[0]
+    assert learner.train_batch(groups)[0].metrics["kl_coef"] == 1.0
+
+
+def test_kl_in_the_reward_is_a_penalty_of_each_token() -> None:
+    groups = random_groups(0)
+    batch = flatten(groups)
+    reference = np.random.default_rng(0).normal(-1, 0.5, len(batch))
+    algorithm = AlgorithmConfig(advantage="reinforce++", kl=KlConfig(coef=0.3, estimator="k1", where="reward"))
+    learner, other = (
+        learner_with(algorithm, lambda _: reference),
+        learner_with(AlgorithmConfig(advantage="reinforce++")),
+    )
+    old = full(learner.logprobs(batch))
+    penalty = 0.3 * k1(torch.from_numpy(old), torch.from_numpy(reference)).numpy()
+    (result,) = learner.train_batch(groups)
+    other.accumulate(batch, advantages(batch, algorithm, Signals(penalty)), old)
+    total = float(torch.cat([p.grad.flatten() for p in other.model.parameters() if p.grad is not None]).norm())
+    assert result.metrics["gradient_norm"] == pytest.approx(total, rel=1e-9)
+    assert result.metrics["kl"] == pytest.approx(float((old - reference).mean()), rel=1e-9)
+
+
+def test_an_adaptive_coefficient_moves_and_is_in_the_checkpoint(tmp_path: Path) -> None:
+    groups = random_groups(0)
+    algorithm = AlgorithmConfig(kl=KlConfig(coef=0.1, target=1e-3, horizon=6.0))
+
+    def fresh() -> Learner:
+        return Learner(tiny(), TrainingConfig(optimizer=FAST), algorithm, 10, lambda batch: np.full(len(batch), -1.0))
+
+    learner = fresh()
+    coefs = [learner.train_batch(groups)[0].metrics["kl_coef"] for _ in range(3)]
+    assert coefs == pytest.approx([0.1, 0.1 * 1.2, 0.1 * 1.2**2])  # 6 trajectories an update
+    save_checkpoint(tmp_path / "step", learner, TOKENIZER)
+    other = fresh()
+    load_checkpoint(tmp_path / "step", other, TOKENIZER)
+    assert other.kl == learner.kl
+    for one in (learner, other):
+        one.train_batch(groups)
+    assert same_bits(weights_of(learner.model), weights_of(other.model))
+
+
+def test_no_reference_is_asked_unless_kl_is_used() -> None:
+    def never(batch: FlatBatch) -> NDArray[np.floating]:
+        raise AssertionError
+
+    learner_with(AlgorithmConfig(), never).train_batch(random_groups(0))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "training", "reason"),
+    [
+        (AlgorithmConfig(advantage="gae"), {}, "'gae' needs a value head"),
+        (AlgorithmConfig(kl=KlConfig(coef=0.1)), {}, "algorithm.kl needs a reference model"),
+        (AlgorithmConfig(), {"group_size": 1}, "training.group_size is 1, but algorithm.advantage 'grpo' compares"),
+        (AlgorithmConfig(gamma=0.5), {}, "algorithm.gamma is set, but advantage 'grpo' does not read it"),
+    ],
+    ids=["gae", "kl", "group of one", "validation"],
+)
+def test_what_cannot_work_is_refused_before_there_is_a_model(
+    algorithm: AlgorithmConfig, training: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_algorithm(algorithm, TrainingConfig(**training))
+    with pytest.raises(ConfigError, match=reason):
+        learner_with(algorithm, **training)
+
+
+def test_a_group_of_one_is_allowed_without_a_group_baseline() -> None:
+    check_algorithm(AlgorithmConfig(advantage="reinforce++"), TrainingConfig(group_size=1))
+
+
+def test_every_loss_without_an_anchor_of_old_says_so() -> None:
+    assert {name for name in names("policy_losses") if by_name(name).anchor != "old"} == {
+        "dppo",
+        "importance_sampling",
+        "reinforce",
+    }
