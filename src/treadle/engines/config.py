@@ -26,8 +26,15 @@ class VLLMConfig(Config):
     in_flight: Literal["keep", "recompute"] = Field(
         "keep", description="what becomes of the KV caches of completions in flight when weights change"
     )
+    transfer: Literal["shared_memory", "collective"] = Field(
+        "shared_memory",
+        description="how weights get to servers: a file that all of them see, or a broadcast (NCCL between GPUs, gloo else)",
+    )
     shared_directory: str | None = Field(
-        None, description="where weights are handed over, seen by all servers; default: /dev/shm"
+        None, description="shared_memory: where weights are handed over, seen by all servers; default: /dev/shm"
+    )
+    transfer_address: str = Field(
+        "127.0.0.1", description="collective: this machine's address at which all servers reach it"
     )
 
     @model_validator(mode="after")

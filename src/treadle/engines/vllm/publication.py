@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from treadle.core.engine import VersionSpan
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids
-from treadle.engines.vllm.server import Server
-from treadle.engines.vllm.weights_file import WeightsFile
+from treadle.engines.vllm.server import Server, left, on_each
+from treadle.engines.vllm.transfer import Staged, Transfer
 
 LOADING = "treadle: half loaded"
 """The label of a server from before a load to after it: one that is found with it must not be used."""
@@ -53,26 +52,25 @@ class Publication:
     def __init__(
         self,
         servers: Sequence[Server],
+        transfer: Transfer,
         *,
-        dtype: torch.dtype,
-        directory: str | None,
         in_flight: Literal["keep", "recompute"],
         proof: Callable[[], Proof] | None,
     ) -> None:
-        self._servers, self._dtype, self._directory = servers, dtype, directory
+        self._servers, self._transfer = servers, transfer
         self._in_flight, self._proof = in_flight, proof
         self._owner, self._swaps = uuid4().hex[:8], 0
         self._admitted: dict[str, int] = {}  # label -> version
         self._label = ""
-        self._file: WeightsFile | None = None  # of the admitted weights, to go back to
-        self._ready = False
+        self._staged: Staged | None = None  # the admitted weights, to go back to
+        self._connected: list[Server] = []  # those that the transfer was agreed with
         self._one = asyncio.Lock()
         self._gate = asyncio.Event()
 
     async def begin(self, version: int) -> None:
         """Call the weights that the servers have by this version. Raises EngineError."""
         label = self._next_label()
-        await self._each(lambda server: server.post("/update_weight_version", {"new_version": label}))
+        await on_each(self._servers, lambda server: server.post("/update_weight_version", {"new_version": label}))
         self._admit(label, version)
         self._gate.set()
 
@@ -97,26 +95,27 @@ class Publication:
     async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Load, prove and admit. Raises EngineError: the old weights serve on, or every server is given up."""
         async with self._one:
-            file = await WeightsFile.write(weights, self._dtype, self._directory)
+            staged = await self._transfer.stage(weights)
             self._gate.clear()
             try:
-                await self._swap(file, version)
+                await self._swap(staged, version)
             finally:
-                if file is not self._file:
-                    file.discard()
+                if staged is not self._staged:
+                    staged.discard()
                 self._gate.set()
 
     def close(self) -> None:
-        """Remove what lies in shared memory."""
-        if self._file is not None:
-            self._file.discard()
-            self._file = None
+        """Release what was staged."""
+        if self._staged is not None:
+            self._staged.discard()
+            self._staged = None
+        self._transfer.close()
 
-    async def _swap(self, file: WeightsFile, version: int) -> None:
+    async def _swap(self, staged: Staged, version: int) -> None:
         label = self._next_label()
         in_flight: Literal["keep", "abort"] = "keep"
         try:
-            await self._load(file, label, in_flight)
+            await self._load(staged, label, in_flight)
             in_flight = "abort"  # from here on, what is in flight may hold tokens of the new weights
             await self._resume()
             await self._prove()
@@ -129,22 +128,31 @@ class Publication:
             self._give_up(f"publication of version {version} was interrupted")
             raise
         self._admit(label, version)
-        old, self._file = self._file, file
+        old, self._staged = self._staged, staged
         if old is not None:
             old.discard()
 
-    async def _load(self, file: WeightsFile, label: str, in_flight: Literal["keep", "abort"]) -> None:
-        if not self._ready:
-            await self._each(lambda server: server.post("/init_weight_transfer_engine", {"init_info": {}}))
-            self._ready = True
-        await self._each(lambda server: server.post("/pause", mode=in_flight, clear_cache="false"))
-        await self._each(lambda server: server.post("/update_weight_version", {"new_version": LOADING}))
-        await self._each(lambda server: file.load(server, label))
+    async def _load(self, staged: Staged, label: str, in_flight: Literal["keep", "abort"]) -> None:
+        """Again, with those that are left, where it fails and a server got lost."""
+        while True:
+            servers = left(self._servers)
+            try:
+                if self._connected != servers:
+                    await self._transfer.connect(servers)
+                    self._connected = servers
+                await on_each(self._servers, lambda server: server.post("/pause", mode=in_flight, clear_cache="false"))
+                await on_each(self._servers, lambda server: server.post("/update_weight_version", {"new_version": LOADING}))
+                await staged.load(servers, label)
+                return
+            except EngineError:
+                self._connected = []
+                if left(self._servers) in ([], servers):
+                    raise
 
     async def _resume(self) -> None:
         if self._in_flight == "recompute":
-            await self._each(lambda server: server.post("/reset_prefix_cache", reset_running_requests="true"))
-        await self._each(lambda server: server.post("/resume"))
+            await on_each(self._servers, lambda server: server.post("/reset_prefix_cache", reset_running_requests="true"))
+        await on_each(self._servers, lambda server: server.post("/resume"))
 
     async def _prove(self) -> None:
         if self._proof is None:
@@ -159,32 +167,22 @@ class Publication:
                     f"({proof.tolerance:.0e} is allowed)"
                 )
 
-        await self._each(prove)
+        await on_each(self._servers, prove)
 
     async def _go_back(self, version: int, error: EngineError, in_flight: Literal["keep", "abort"]) -> None:
         """Load the admitted weights again."""
-        if self._file is None:
+        if self._staged is None:
             self._give_up(f"version {version} failed: {error}; there is no earlier publication to go back to")
             raise EngineError(f"publication of version {version} failed, and the engine is refused: {error}") from error
         label, serving = self._next_label(), self._admitted[self._label]
-        self._ready = False  # servers that took the new weights, of other names perhaps, are to take the old ones
+        self._connected = []  # servers that took the new weights, of other names perhaps, are to take the old ones
         try:
-            await self._load(self._file, label, in_flight)
+            await self._load(self._staged, label, in_flight)
             await self._resume()
         except BaseException as second:
             self._give_up(f"version {version} failed: {error}; going back to version {serving} failed, too: {second!r}")
             raise
         self._admit(label, serving)
-
-    async def _each(self, call: Callable[[Server], Awaitable[object]]) -> None:
-        """On every server that is left, side by side; raises the first error. One that gets lost is left behind."""
-        servers = [server for server in self._servers if not server.is_lost]
-        answers = await asyncio.gather(*(call(server) for server in servers), return_exceptions=True)
-        for server, answer in zip(servers, answers, strict=True):
-            if isinstance(answer, BaseException) and not server.is_lost:
-                raise answer
-        if all(server.is_lost for server in self._servers):
-            raise EngineError("; ".join(str(server.error()) for server in self._servers))
 
     def _give_up(self, reason: str) -> None:
         for server in self._servers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -146,3 +146,19 @@ class Server:
             return response
         finally:
             work.cancel()
+
+
+def left(servers: Sequence[Server]) -> list[Server]:
+    """Those that are not lost."""
+    return [server for server in servers if not server.is_lost]
+
+
+async def on_each(servers: Sequence[Server], call: Callable[[Server], Awaitable[object]]) -> None:
+    """On every server that is left, side by side; raises the first error. One that gets lost is left behind."""
+    called = left(servers)
+    answers = await asyncio.gather(*(call(server) for server in called), return_exceptions=True)
+    for server, answer in zip(called, answers, strict=True):
+        if isinstance(answer, BaseException) and not server.is_lost:
+            raise answer
+    if not left(servers):
+        raise EngineError("; ".join(str(server.error()) for server in servers))

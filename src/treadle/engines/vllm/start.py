@@ -11,10 +11,13 @@ import torch
 
 from treadle.core.errors import EngineError
 from treadle.engines.config import EngineConfig
+from treadle.engines.vllm.collective import Collective
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.vllm.publication import LOADING, Proof, Publication
 from treadle.engines.vllm.server import Server
+from treadle.engines.vllm.transfer import Transfer
+from treadle.engines.vllm.weights_file import SharedMemory
 
 
 async def open_engine(
@@ -44,19 +47,20 @@ async def open_engine(
                 servers.append(Server(process.url, process))
         await asyncio.gather(*(wait_for(server, config.vllm.start_timeout) for server in servers))
         await asyncio.gather(*(_connect(server) for server in servers))
-        publication = Publication(
-            servers,
-            dtype=getattr(torch, config.dtype),
-            directory=config.vllm.shared_directory,
-            in_flight=config.vllm.in_flight,
-            proof=proof,
-        )
+        publication = Publication(servers, _transfer(config), in_flight=config.vllm.in_flight, proof=proof)
         await publication.begin(version=0)
     except BaseException:
         await asyncio.gather(*(server.close() for server in servers))
         on_close()
         raise
     return VLLMEngine(servers, publication, stop_token_ids=stop_token_ids, shapes=shapes, on_close=on_close)
+
+
+def _transfer(config: EngineConfig) -> Transfer:
+    dtype = getattr(torch, config.dtype)
+    if config.vllm.transfer == "collective":
+        return Collective(dtype, config.vllm.transfer_address)
+    return SharedMemory(dtype, config.vllm.shared_directory)
 
 
 async def wait_for(server: Server, timeout: float) -> None:

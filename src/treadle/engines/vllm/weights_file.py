@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.core.errors import EngineError
-from treadle.engines.vllm.server import Server
+from treadle.engines.vllm.server import Server, on_each
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = f"treadle-{socket.gethostname()}-"
@@ -36,15 +36,37 @@ class WeightsFile:
         await asyncio.to_thread(_write, path, weights, dtype)
         return cls(path)
 
-    async def load(self, server: Server, label: str) -> None:
-        """Have the server load it and report this label. Raises EngineError; then the server may be half loaded."""
-        await server.post("/start_weight_update")
-        await server.post("/update_weights", {"update_info": {"path": str(self.path)}})
-        await server.post("/finish_weight_update", {"weight_version": label})
+    async def load(self, servers: Sequence[Server], label: str) -> None:
+        """Have the servers load it and report this label. Raises EngineError; then they may be half loaded."""
+
+        async def load(server: Server) -> None:
+            await server.post("/start_weight_update")
+            await server.post("/update_weights", {"update_info": {"path": str(self.path)}})
+            await server.post("/finish_weight_update", {"weight_version": label})
+
+        await on_each(servers, load)
 
     def discard(self) -> None:
         """Remove the file."""
         self.path.unlink(missing_ok=True)
+
+
+class SharedMemory:
+    """The `Transfer` by such files. dtype: of the servers' weights."""
+
+    def __init__(self, dtype: torch.dtype, directory: str | None) -> None:
+        self._dtype, self._directory = dtype, directory
+
+    async def connect(self, servers: Sequence[Server]) -> None:
+        """Have the servers forget what weights they took before. Raises EngineError."""
+        await on_each(servers, lambda server: server.post("/init_weight_transfer_engine", {"init_info": {}}))
+
+    async def stage(self, weights: Mapping[str, Tensor]) -> WeightsFile:
+        """A new file. Raises EngineError."""
+        return await WeightsFile.write(weights, self._dtype, self._directory)
+
+    def close(self) -> None:
+        """Nothing to drop."""
 
 
 def _remove_orphans(folder: Path) -> None:
@@ -61,7 +83,7 @@ def _remove_orphans(folder: Path) -> None:
 def _write(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     temporary = path.with_suffix(".tmp")
     try:
-        tensors = {name: _ready(tensor, dtype) for name, tensor in weights.items()}
+        tensors = {name: to_host(tensor, dtype) for name, tensor in weights.items()}
         save_file(tensors, temporary, {"format": "pt"})
         temporary.replace(path)
     except OSError as error:
@@ -70,5 +92,6 @@ def _write(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Non
         temporary.unlink(missing_ok=True)
 
 
-def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def to_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In that type if it is a floating-point one, contiguous. Not a copy where it is all of this already."""
     return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()

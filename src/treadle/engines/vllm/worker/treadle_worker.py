@@ -1,14 +1,16 @@
-"""Loaded by vLLM's workers (`--worker-extension-cls treadle_worker.Extension`): takes new weights from a file.
+"""Loaded by vLLM's workers (`--worker-extension-cls treadle_worker.Extension`): takes new weights.
 
 Runs in vLLM's virtual environment; imports nothing of Treadle. `worker` must be on its PYTHONPATH.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from treadle_group import Group, join, packed_bytes, unpack
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -26,58 +28,99 @@ if not torch.cuda.is_available():
 
 @dataclass
 class Init(WeightTransferInitInfo):
-    """Nothing to agree on."""
+    """group: in which weights will be broadcast: host and port of its store, size, timeout (seconds) and first, the
+    rank of this server's first worker; None for weights in files.
+    """
+
+    group: dict[str, Any] | None = None
 
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """path: a safetensors file with every weight, by its Hugging Face name."""
+    """Every weight by its Hugging Face name, from one of both.
 
-    path: str
+    path: a safetensors file. buckets: what is about to be broadcast: {"dtype", "shapes": {name: shape}} each.
+    """
+
+    path: str | None = None
+    buckets: list[dict[str, Any]] | None = None
 
 
-class FileEngine(WeightTransferEngine[Init, Update]):
-    """Loads a whole model from one file, usually in shared memory.
+class Engine(WeightTransferEngine[Init, Update]):
+    """Loads a whole model from one file, usually in shared memory, or as it is broadcast.
 
     All of it happens in `update_weights`, so that a file that cannot be loaded is refused before the model is touched.
     """
 
     init_info_cls = Init
     update_info_cls = Update
-    _shapes: dict[str, Any] | None = None  # of the last file
+    _shapes: dict[str, Any] | None = None  # of the last weights
+    _group: Group | None = None
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        """A new trainer, whose weights may have other names."""
+        """A new trainer, whose weights may have other names, or another group with the same one."""
+        self.shutdown()
         self._shapes = None
+        if init_info.group is not None:
+            told = dict(init_info.group)
+            own = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
+            self._group = join(rank=told.pop("first") + own, device=self.device, **told)
 
     def start_weight_update(self) -> None:
-        """Nothing to do before the file has been looked at."""
+        """Nothing to do before the weights have been looked at."""
 
     def finish_weight_update(self) -> None:
         """Nothing left to do."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the file. The base class would synchronise an accelerator, which a CPU has none of."""
+        """Load them. The base class would synchronise an accelerator, which a CPU has none of."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.cuda.is_available():
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Update) -> None:
-        """Raises ValueError, with the model untouched, for a file of other weights than the last one's."""
+        """Raises ValueError, with the model untouched, for other weights than the last ones."""
+        if update_info.path is None:
+            self._receive_broadcast(update_info.buckets or [])
+            return
         with safe_open(update_info.path, "pt") as file:  # refuses a file that is cut short
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            if self._shapes not in (None, shapes):
-                raise ValueError(f"{update_info.path} holds other weights than those before")
-            abandon_reload(self.model)
-            expected = {name for name, _ in self.model.named_parameters()}  # tied ones once, as long as they are tied
-            initialize_layerwise_reload(self.model)
-            load_all(self.model, expected, ((name, file.get_tensor(name)) for name in shapes))
-            finalize_layerwise_reload(self.model, self.model_config)
-            pack_again(self.model)
-        self._shapes = shapes
+            self._load(shapes, ((name, file.get_tensor(name)) for name in shapes))
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _receive_broadcast(self, buckets: list[dict[str, Any]]) -> None:
+        if self._group is None:
+            raise ValueError("this server is in no group that weights could be broadcast in")
+        weights = received(self._group, buckets)
+        try:
+            self._load({name: tuple(shape) for bucket in buckets for name, shape in bucket["shapes"].items()}, weights)
+        finally:
+            deque(weights, maxlen=0)  # a broadcast takes everybody, those included who can do nothing with it
+
+    def _load(self, shapes: dict[str, Any], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if self._shapes not in (None, shapes):
+            raise ValueError("these are other weights than those before")
+        abandon_reload(self.model)
+        expected = {name for name, _ in self.model.named_parameters()}  # tied ones once, as long as they are tied
+        initialize_layerwise_reload(self.model)
+        load_all(self.model, expected, weights)
+        finalize_layerwise_reload(self.model, self.model_config)
+        pack_again(self.model)
+        self._shapes = shapes
+
+
+def received(group: Group, buckets: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights by name as they arrive. Raises RuntimeError where the group fails."""
+    for bucket in buckets:
+        dtype, shapes = getattr(torch, bucket["dtype"]), list(bucket["shapes"].values())
+        packed = torch.empty(packed_bytes(dtype, shapes), dtype=torch.uint8, device=group.device)
+        group.broadcast(packed)
+        yield from zip(bucket["shapes"], unpack(packed, dtype, shapes), strict=True)
 
 
 def load_all(model: torch.nn.Module, expected: set[str], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -121,4 +164,4 @@ class Extension:
     """What vLLM mixes into its worker class. Importing this module is what matters."""
 
 
-WeightTransferEngineFactory.register_engine("treadle", FileEngine)
+WeightTransferEngineFactory.register_engine("treadle", Engine)

@@ -1,0 +1,183 @@
+"""Weights on their way to servers on any machine: broadcast from this process to every worker of every server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from treadle.core.errors import EngineError
+from treadle.engines.vllm.server import Server, on_each
+from treadle.engines.vllm.weights_file import to_host
+from treadle.engines.vllm.worker.treadle_group import Group, listen, pack
+
+_BUCKET = 256 << 20  # bytes that one broadcast carries; a larger tensor goes alone
+_TIMEOUT = 60.0  # seconds that each step of a group may take: forming it, one broadcast
+
+T = TypeVar("T")
+
+
+class Collective:
+    """The `Transfer` by broadcasts. dtype: of the servers' weights. address: at which servers reach this process.
+
+    A group has the workers of all servers. It is made anew after any failure, on another port.
+    """
+
+    def __init__(self, dtype: torch.dtype, address: str) -> None:
+        self._dtype, self._address = dtype, address
+        self._device = torch.device("cpu")  # where weights were when they were last staged
+        self._group: Group | None = None
+
+    async def connect(self, servers: Sequence[Server]) -> None:
+        """Form a group with all workers of these servers. Raises EngineError."""
+        self.close()
+        answers = await asyncio.gather(*(server.get("/get_world_size") for server in servers))
+        *firsts, size = accumulate((int(answer["world_size"]) for answer in answers), initial=1)
+        try:
+            store = listen(self._address, _TIMEOUT)
+        except OSError as error:
+            raise EngineError(f"engine.vllm.transfer_address {self._address} is not one of this machine") from error
+        told = {"host": self._address, "port": store.port, "size": size, "timeout": _TIMEOUT}
+        self._group = await _together(
+            lambda: Group(store, 0, size, device=self._device, address=self._address, timeout=_TIMEOUT),
+            {
+                server: server.post("/init_weight_transfer_engine", {"init_info": {"group": {**told, "first": first}}})
+                for server, first in zip(servers, firsts, strict=True)
+            },
+            steps=2,
+        )
+
+    async def stage(self, weights: Mapping[str, Tensor]) -> Buckets:
+        """A copy in this machine's memory. Raises nothing."""
+        self._device = next((tensor.device for tensor in weights.values()), torch.device("cpu"))
+        return Buckets(self, await asyncio.to_thread(lambda: list(_packed(weights, self._dtype))))
+
+    def close(self) -> None:
+        """Drop the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    async def broadcast(self, buckets: Sequence[Bucket], servers: Sequence[Server]) -> None:
+        """To the servers of the last `connect`, which load. Raises EngineError; then the group is gone."""
+        group = self._group
+        if group is None:
+            raise EngineError("weights are to be broadcast, and no group was formed")
+
+        def send() -> None:
+            for bucket in buckets:
+                group.broadcast(bucket.packed.to(group.device))
+
+        told = {"update_info": {"buckets": [bucket.told() for bucket in buckets]}}
+        calls = {server: server.post("/update_weights", told) for server in servers}
+        try:
+            await _together(send, calls, steps=1 + len(buckets))
+        except BaseException:
+            self.close()
+            raise
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Weights of one type in one piece. shapes: by name, in the order in which they lie in packed, uint8 on the CPU."""
+
+    dtype: torch.dtype
+    shapes: Mapping[str, tuple[int, ...]]
+    packed: Tensor
+
+    def told(self) -> dict[str, Any]:
+        """What a server must know to receive it."""
+        return {"dtype": str(self.dtype).removeprefix("torch."), "shapes": self.shapes}
+
+
+class Buckets:
+    """All weights, until `discard`. They may be broadcast again."""
+
+    def __init__(self, transfer: Collective, buckets: list[Bucket]) -> None:
+        self._transfer, self._buckets = transfer, buckets
+
+    async def load(self, servers: Sequence[Server], label: str) -> None:
+        """Have the servers load them and report this label. Raises EngineError; then servers may be half loaded."""
+        await on_each(servers, lambda server: server.post("/start_weight_update"))
+        await self._transfer.broadcast(self._buckets, servers)
+        await on_each(servers, lambda server: server.post("/finish_weight_update", {"weight_version": label}))
+
+    def discard(self) -> None:
+        """Release the memory."""
+        self._buckets = []
+
+
+def _packed(weights: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Bucket]:
+    """In the order of names."""
+    for names in cut({name: _bytes(weights[name], dtype) for name in sorted(weights)}, _BUCKET):
+        tensors = [to_host(weights[name], dtype) for name in names]
+        yield Bucket(tensors[0].dtype, {name: tuple(weights[name].shape) for name in names}, pack(tensors))
+
+
+def cut(sizes: Mapping[str, tuple[torch.dtype, int]], limit: int) -> list[list[str]]:
+    """Runs of names of one type and, together, of at most `limit` bytes, if no single one has more."""
+    runs: list[list[str]] = []
+    kind, room = None, 0
+    for name, (dtype, size) in sizes.items():
+        if dtype != kind or size > room:
+            runs.append([])
+            kind, room = dtype, limit
+        runs[-1].append(name)
+        room -= size
+    return runs
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    kind = dtype if tensor.is_floating_point() else tensor.dtype
+    return kind, tensor.numel() * kind.itemsize
+
+
+async def _together(work: Callable[[], T], calls: Mapping[Server, Coroutine[Any, Any, Any]], *, steps: int) -> T:
+    """What `work` returns, in a thread, while the servers answer: neither ends without the other.
+
+    Whatever fails, fails the rest at the latest as its steps time out. A server that does not answer then either is
+    given up, and the thread abandoned. Raises EngineError, for what failed first if it was not a server that got lost.
+    """
+    here = _in_thread(work)
+    there = {server: asyncio.ensure_future(call) for server, call in calls.items()}
+    try:
+        first, late = await asyncio.wait(
+            [here, *there.values()], timeout=steps * _TIMEOUT, return_when=asyncio.FIRST_EXCEPTION
+        )
+        if late:
+            _, late = await asyncio.wait(late, timeout=1.5 * _TIMEOUT)
+    finally:
+        for call in there.values():
+            call.cancel()
+    for server, call in there.items():
+        if call in late:
+            server.lose("it did not come back from a broadcast that failed")
+    failed = [call for server, call in there.items() if call not in late and call.exception() and not server.is_lost]
+    for call in sorted(failed, key=lambda call: call not in first):
+        raise call.result()
+    if here in late:
+        raise EngineError("weights could not be broadcast: nothing came of it in time")
+    if error := here.exception():
+        raise EngineError(f"weights could not be broadcast: {error}") from error
+    return here.result()
+
+
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Unlike one of `asyncio.to_thread`, a thread that never ends keeps nobody from exiting."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # raised where the result is awaited
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return asyncio.wrap_future(result)
