@@ -28,7 +28,7 @@ class VLLMConfig(Config):
     )
     transfer: Literal["shared_memory", "collective"] = Field(
         "shared_memory",
-        description="how weights get to servers: a file that all of them see, or a broadcast (NCCL between GPUs, gloo else)",
+        description="how weights get to servers: a file all of them see, or a broadcast (NCCL between GPUs, else gloo)",
     )
     shared_directory: str | None = Field(
         None, description="shared_memory: where weights are handed over, seen by all servers; default: /dev/shm"

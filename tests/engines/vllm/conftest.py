@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -25,6 +25,7 @@ from treadle.training.checkpoint import export_model
 ROOT = Path(__file__).parents[3]
 TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
 END = 2
+TRANSFERS = pytest.mark.parametrize("transfer", ["shared_memory", "collective"])
 SIZES: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 64,
@@ -89,14 +90,16 @@ Connect = Callable[..., AbstractAsyncContextManager[VLLMEngine]]
 
 @pytest.fixture
 def connect(servers: dict[str, Served], tmp_path: Path) -> Connect:
-    """`async with connect("tied", ...) as engine`: over those servers, with `open_engine`'s options."""
+    """`async with connect("tied", ...) as engine`: over those servers and `urls`, with `open_engine`'s options."""
 
     @asynccontextmanager
-    async def connected(*names: str, in_flight: str = "keep", **options: Any) -> AsyncIterator[VLLMEngine]:
-        urls = [servers[name].url for name in names]
-        config = build(EngineConfig, {"kind": "vllm", "vllm": {"urls": urls, "in_flight": in_flight}})
+    async def connected(
+        *names: str, in_flight: str = "keep", transfer: str = "shared_memory", urls: Sequence[str] = (), **options: Any
+    ) -> AsyncIterator[VLLMEngine]:
         for name in names:
             await started(servers[name].process)
+        vllm = {"urls": [*(servers[n].url for n in names), *urls], "in_flight": in_flight, "transfer": transfer}
+        config = build(EngineConfig, {"kind": "vllm", "vllm": vllm})
         engine = await open_engine(config, model=None, logs=tmp_path, **{"stop_token_ids": [END], **options})
         try:
             yield engine

@@ -11,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from tests.engines.vllm.conftest import Connect, Served, shared_files, sized, under_way
+from tests.engines.vllm.conftest import TRANSFERS, Connect, Served, shared_files, sized, under_way
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
+from treadle.engines.vllm import collective
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.vllm.publication import Proof
 from treadle.engines.vllm.weights_file import WeightsFile
@@ -44,6 +45,12 @@ def shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in unique_weights(model).items()}
 
 
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broadcast is of several."""
+    monkeypatch.setattr(collective, "_BUCKET", 100_000)
+
+
 LONG = 950  # tokens of a completion, most of the context: seconds, so that a publication comes in between
 
 
@@ -63,13 +70,16 @@ def start(engine: VLLMEngine, count: int, tokens: int) -> list[asyncio.Task[Comp
     return [asyncio.get_running_loop().create_task(sampled(number)) for number in range(count)]
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+@pytest.mark.parametrize(
+    ("transfer", "in_flight"), [("shared_memory", "keep"), ("shared_memory", "recompute"), ("collective", "keep")]
+)
 @pytest.mark.parametrize("name", ["tied", "untied"])
 async def test_each_token_is_of_the_version_that_is_reported_for_it(
-    name: str, in_flight: str, servers: dict[str, Served], connect: Connect
+    name: str, in_flight: str, transfer: str, servers: dict[str, Served], connect: Connect, small_buckets: None
 ) -> None:
     old, new = (sized(servers[name].family, seed) for seed in (0, 1))
-    async with connect(name, in_flight=in_flight, stop_token_ids=[], shapes=shapes(old)) as engine:
+    options = {"in_flight": in_flight, "transfer": transfer, "stop_token_ids": [], "shapes": shapes(old)}
+    async with connect(name, **options) as engine:
         for delay in (
             0.2,
             0.05,
@@ -153,6 +163,7 @@ async def test_a_file_that_cannot_be_read_leaves_the_old_version_serving(
     assert shared_files() == []
 
 
+@TRANSFERS
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -164,15 +175,18 @@ async def test_a_file_that_cannot_be_read_leaves_the_old_version_serving(
     ids=["shape", "shape of a part", "unknown", "missing"],
 )
 async def test_weights_that_fail_halfway_leave_the_old_version_serving(
-    spoil: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], connect: Connect
+    spoil: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    transfer: str,
+    connect: Connect,
+    small_buckets: None,
 ) -> None:
     old, new = (sized("qwen3", seed) for seed in (0, 1))
-    async with connect("tied", stop_token_ids=[], shapes=shapes(old)) as engine:
+    async with connect("tied", transfer=transfer, stop_token_ids=[], shapes=shapes(old)) as engine:
         await engine.publish(unique_weights(old), 3)
         with pytest.raises(EngineError, match=r"1 weights do not fit the engine's, for example model\.layers\.1\."):
             await engine.publish(spoil(unique_weights(new)), 4)
         engine._shapes = None  # what follows shows that the servers would notice, too
-        await engine._servers[0].post("/init_weight_transfer_engine", {"init_info": {}})  # forgets what to expect
+        engine._publication._connected = []  # the server is to forget what it expects
         calls = start(engine, 4, 200)
         await under_way(engine._servers[0], 40)
         with pytest.raises(EngineError, match=r"publication of version 4 failed: .*; version 3 serves on"):
@@ -185,14 +199,15 @@ async def test_weights_that_fail_halfway_leave_the_old_version_serving(
         np.testing.assert_allclose(await engine.score(PROBE), score(new, PROBE), atol=1e-4)
 
 
-async def test_weights_that_are_not_proven_are_never_admitted(connect: Connect) -> None:
+@TRANSFERS
+async def test_weights_that_are_not_proven_are_never_admitted(transfer: str, connect: Connect) -> None:
     models = [sized("qwen3", seed) for seed in range(3)]
     expected = {"of": models[0]}
 
     def proof() -> Proof:
         return Proof(PROBE, score(expected["of"], PROBE).astype(np.float32), 1e-4)
 
-    async with connect("tied", stop_token_ids=[], proof=proof) as engine:
+    async with connect("tied", transfer=transfer, stop_token_ids=[], proof=proof) as engine:
         await engine.publish(unique_weights(models[0]), 3)
         calls = start(engine, 8, LONG)
         await under_way(engine._servers[0], 8)

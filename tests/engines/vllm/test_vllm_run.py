@@ -44,6 +44,6 @@ def test_a_run_without_vllm_is_refused_before_it_is_made(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_run_starts_its_own_servers_and_stops_them(tmp_path: Path) -> None:
-    start(tmp_path / "run", *overrides(python=python_with_vllm(), servers=2), "engine.batch=16")
+    start(tmp_path / "run", *overrides(python=python_with_vllm(), servers=2, transfer="collective"), "engine.batch=16")
     check_finished(tmp_path / "run")
     assert "POST /update_weights" in (tmp_path / "run" / "vllm-1.log").read_text()

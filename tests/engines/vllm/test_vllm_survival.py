@@ -3,15 +3,22 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.engines.vllm.conftest import Connect, Served, metric, sized, under_way
+from tests.engines.vllm.conftest import TRANSFERS, Connect, Served, metric, sized, under_way
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams
+from treadle.engines.vllm import collective
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.weights import unique_weights
 
@@ -54,20 +61,54 @@ async def test_a_session_stays_on_one_server_and_finds_its_prefix_there(connect:
     assert len(plays) == 6
 
 
-async def test_where_one_server_fails_all_go_back(connect: Connect) -> None:
+@TRANSFERS
+async def test_where_one_server_fails_all_go_back(transfer: str, connect: Connect) -> None:
     new = unique_weights(sized("qwen3", 1))
-    async with connect("tied", "untied", stop_token_ids=[]) as engine:
+    async with connect("tied", "untied", transfer=transfer, stop_token_ids=[]) as engine:
         await engine.publish(same_policy(), 1)
         ids = np.arange(100, 140, dtype=np.int32)
         before = [await server.score(ids) for server in engine._servers]
-        for server in engine._servers:
-            await server.post("/init_weight_transfer_engine", {"init_info": {}})  # forgets what to expect
+        engine._publication._connected = []  # servers are to forget what they expect
         with pytest.raises(EngineError, match=r"lm_head.*version 1 serves on"):
             await engine.publish(new, 2)  # all that the tied server needs; the other one lacks its output layer
         for server, score in zip(engine._servers, before, strict=True):
             np.testing.assert_allclose(await server.score(ids), score, atol=1e-6)
         np.testing.assert_allclose(before[0], before[1], atol=1e-4)
         await play(engine, 0, 1)
+
+
+@contextmanager
+def doomed(end: str) -> Iterator[str]:
+    """The URL of what answers like a vLLM server until weights are half broadcast, and then ends like that."""
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("doomed_server.py")), end], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("end", ["killed", "silent"])
+async def test_a_server_that_ends_in_a_broadcast_is_left_behind(
+    end: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (sized("qwen3", seed) for seed in (0, 1))
+    ids = np.arange(100, 140, dtype=np.int32)
+    monkeypatch.setattr(collective, "_BUCKET", 100_000)
+    monkeypatch.setattr(collective, "_TIMEOUT", 3.0)
+    with doomed(end) as url:
+        async with connect("tied", urls=[url], transfer="collective", stop_token_ids=[]) as engine:
+            await engine.publish(unique_weights(old), 1)
+            before = await engine._servers[0].score(ids)
+            started = time.monotonic()
+            await engine.publish(unique_weights(new), 2)
+            assert time.monotonic() - started < 30
+            assert [server.is_lost for server in engine._servers] == [False, True]
+            assert np.abs(await engine.score(ids) - before).max() > 0.01
+            await engine.publish(unique_weights(old), 3)
+            np.testing.assert_allclose(await engine.score(ids), before, atol=1e-6)
 
 
 async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connect, servers: dict[str, Served]) -> None:

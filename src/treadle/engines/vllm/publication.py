@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
@@ -70,7 +70,7 @@ class Publication:
     async def begin(self, version: int) -> None:
         """Call the weights that the servers have by this version. Raises EngineError."""
         label = self._next_label()
-        await on_each(self._servers, lambda server: server.post("/update_weight_version", {"new_version": label}))
+        await self._each(lambda server: server.post("/update_weight_version", {"new_version": label}))
         self._admit(label, version)
         self._gate.set()
 
@@ -140,8 +140,8 @@ class Publication:
                 if self._connected != servers:
                     await self._transfer.connect(servers)
                     self._connected = servers
-                await on_each(self._servers, lambda server: server.post("/pause", mode=in_flight, clear_cache="false"))
-                await on_each(self._servers, lambda server: server.post("/update_weight_version", {"new_version": LOADING}))
+                await self._each(lambda server: server.post("/pause", mode=in_flight, clear_cache="false"))
+                await self._each(lambda server: server.post("/update_weight_version", {"new_version": LOADING}))
                 await staged.load(servers, label)
                 return
             except EngineError:
@@ -151,8 +151,8 @@ class Publication:
 
     async def _resume(self) -> None:
         if self._in_flight == "recompute":
-            await on_each(self._servers, lambda server: server.post("/reset_prefix_cache", reset_running_requests="true"))
-        await on_each(self._servers, lambda server: server.post("/resume"))
+            await self._each(lambda server: server.post("/reset_prefix_cache", reset_running_requests="true"))
+        await self._each(lambda server: server.post("/resume"))
 
     async def _prove(self) -> None:
         if self._proof is None:
@@ -167,7 +167,7 @@ class Publication:
                     f"({proof.tolerance:.0e} is allowed)"
                 )
 
-        await on_each(self._servers, prove)
+        await self._each(prove)
 
     async def _go_back(self, version: int, error: EngineError, in_flight: Literal["keep", "abort"]) -> None:
         """Load the admitted weights again."""
@@ -183,6 +183,9 @@ class Publication:
             self._give_up(f"version {version} failed: {error}; going back to version {serving} failed, too: {second!r}")
             raise
         self._admit(label, serving)
+
+    async def _each(self, call: Callable[[Server], Awaitable[object]]) -> None:
+        await on_each(self._servers, call)
 
     def _give_up(self, reason: str) -> None:
         for server in self._servers:

@@ -12,9 +12,10 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Backend, BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 
 class Group:
@@ -41,21 +42,21 @@ class Group:
 
     def close(self) -> None:
         """Drop connections."""
-        self._group.abort()  # type: ignore[attr-defined]  # every backend has it since torch 2.7
+        self._group.abort()
 
-    def _gloo(self, rank: int, size: int, address: str) -> Backend:
+    def _gloo(self, rank: int, size: int, address: str) -> Any:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # what the stubs call Options
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = self._wait
         return ProcessGroupGloo(PrefixStore("gloo", self._store), rank, size, options)
 
-    def _nccl(self, rank: int, size: int) -> Backend:
+    def _nccl(self, rank: int, size: int) -> Any:
         from torch._C._distributed_c10d import ProcessGroupNCCL  # torch for CPUs has none
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = 2 * self._wait  # `wait` gives up first
-        # a lost peer is an error of the broadcast; left to itself, torch would end this process
-        with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"):
+        options._timeout = self._wait
+        # then a lost peer is an error of the broadcast; else a thread of torch's would end this process
+        with _environment("TORCH_NCCL_BLOCKING_WAIT", "1"):
             return ProcessGroupNCCL(PrefixStore("nccl", self._store), rank, size, options)
 
 
@@ -84,7 +85,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def unpack(packed: torch.Tensor, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
     """What `pack` was given, as views."""
     parts = packed.view(dtype).split([math.prod(shape) for shape in shapes])
-    return (part.view(*shape) for part, shape in zip(parts, shapes, strict=True))
+    return (part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True))
 
 
 def packed_bytes(dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> int:
