@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treadle.core.errors import EngineError
-from treadle.engines.vllm.server import Server, on_each
+from treadle.engines.vllm.server import Server
 from treadle.engines.vllm.weights_file import to_host
 from treadle.engines.vllm.worker.treadle_group import Group, listen, pack
 
@@ -65,7 +65,7 @@ class Collective:
             self._group.close()
             self._group = None
 
-    async def broadcast(self, buckets: Sequence[Bucket], servers: Sequence[Server]) -> None:
+    async def broadcast(self, buckets: Sequence[Bucket], servers: Sequence[Server], label: str) -> None:
         """To the servers of the last `connect`, which load. Raises EngineError; then the group is gone."""
         group = self._group
         if group is None:
@@ -75,10 +75,9 @@ class Collective:
             for bucket in buckets:
                 group.broadcast(bucket.packed.to(group.device))
 
-        told = {"update_info": {"buckets": [bucket.told() for bucket in buckets]}}
-        calls = {server: server.post("/update_weights", told) for server in servers}
+        update = {"buckets": [bucket.told() for bucket in buckets]}
         try:
-            await _together(send, calls, steps=1 + len(buckets))
+            await _together(send, {server: server.load(update, label) for server in servers}, steps=1 + len(buckets))
         except BaseException:
             self.close()
             raise
@@ -105,9 +104,7 @@ class Buckets:
 
     async def load(self, servers: Sequence[Server], label: str) -> None:
         """Have the servers load them and report this label. Raises EngineError; then servers may be half loaded."""
-        await on_each(servers, lambda server: server.post("/start_weight_update"))
-        await self._transfer.broadcast(self._buckets, servers)
-        await on_each(servers, lambda server: server.post("/finish_weight_update", {"weight_version": label}))
+        await self._transfer.broadcast(self._buckets, servers, label)
 
     def discard(self) -> None:
         """Release the memory."""

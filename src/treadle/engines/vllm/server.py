@@ -124,6 +124,12 @@ class Server:
             raise EngineError(f"{self} returned log-probabilities of {sorted(found)}, not of {token}")
         return found[token]
 
+    async def load(self, update: Mapping[str, Any], label: str) -> None:
+        """Have it load weights, from where `update` says, and report this label. Raises EngineError: half loaded."""
+        await self.post("/start_weight_update")
+        await self.post("/update_weights", {"update_info": update})
+        await self.post("/finish_weight_update", {"weight_version": label})
+
     async def disconnect(self) -> None:
         """Close connections."""
         await self._http.aclose()

@@ -38,13 +38,7 @@ class WeightsFile:
 
     async def load(self, servers: Sequence[Server], label: str) -> None:
         """Have the servers load it and report this label. Raises EngineError; then they may be half loaded."""
-
-        async def load(server: Server) -> None:
-            await server.post("/start_weight_update")
-            await server.post("/update_weights", {"update_info": {"path": str(self.path)}})
-            await server.post("/finish_weight_update", {"weight_version": label})
-
-        await on_each(servers, load)
+        await on_each(servers, lambda server: server.load({"path": str(self.path)}, label))
 
     def discard(self) -> None:
         """Remove the file."""
