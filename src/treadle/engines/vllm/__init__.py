@@ -2,6 +2,7 @@
 
     VLLMEngine.generate -> Server.post -> POST /inference/v1/generate        ids in, ids, logprobs and versions out
     VLLMEngine.publish  -> Publication: stage -> pause -> load -> resume -> prove -> admit
+    Publication         -> Transfer: SharedMemory (a file) or Collective (a broadcast, worker/treadle_group.py)
     start.open_engine   -> ServerProcess -> worker/treadle_launch.py -> vLLM, with worker/treadle_worker.py inside
 
 `worker` holds what runs inside vLLM's own virtual environment; it imports nothing of Treadle.

@@ -38,8 +38,7 @@ class Collective:
     async def connect(self, servers: Sequence[Server]) -> None:
         """Form a group with all workers of these servers. Raises EngineError."""
         self.close()
-        answers = await asyncio.gather(*(server.get("/get_world_size") for server in servers))
-        *firsts, size = accumulate((int(answer["world_size"]) for answer in answers), initial=1)
+        *firsts, size = accumulate((server.workers for server in servers), initial=1)  # rank 0 is this process
         try:
             store = listen(self._address, _TIMEOUT)
         except OSError as error:
@@ -157,8 +156,8 @@ async def _together(work: Callable[[], T], calls: Mapping[Server, Coroutine[Any,
         if call in late:
             server.lose("it did not come back from a broadcast that failed")
     failed = [call for server, call in there.items() if call not in late and call.exception() and not server.is_lost]
-    for call in sorted(failed, key=lambda call: call not in first):
-        raise call.result()
+    if failed:
+        min(failed, key=lambda call: call not in first).result()
     if here in late:
         raise EngineError("weights could not be broadcast: nothing came of it in time")
     if error := here.exception():

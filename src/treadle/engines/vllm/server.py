@@ -32,7 +32,8 @@ class Server:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(base_url=self.url, timeout=httpx.Timeout(None, connect=10.0), limits=limits)
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.context = 0  # tokens, prompt and completion together; known after `connect`
+        self.context = 0  # tokens, prompt and completion together; known once it is connected
+        self.workers = 0  # processes that hold the model or parts of it; known then if weights are to be broadcast
 
     def __str__(self) -> str:
         return f"vLLM server {self.url}" + (f" (log: {self.process.log})" if self.process else "")

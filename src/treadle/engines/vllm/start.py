@@ -47,6 +47,9 @@ async def open_engine(
                 servers.append(Server(process.url, process))
         await asyncio.gather(*(wait_for(server, config.vllm.start_timeout) for server in servers))
         await asyncio.gather(*(_connect(server) for server in servers))
+        if config.vllm.transfer == "collective":
+            for server in servers:
+                server.workers = int((await server.get("/get_world_size"))["world_size"])
         publication = Publication(servers, _transfer(config), in_flight=config.vllm.in_flight, proof=proof)
         await publication.begin(version=0)
     except BaseException:

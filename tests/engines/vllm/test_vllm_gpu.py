@@ -1,0 +1,63 @@
+"""Publication between GPUs, for a machine that has them:
+
+TREADLE_VLLM_VENV=/opt/vllm python -m pytest tests/engines/vllm/test_vllm_gpu.py
+
+With two GPUs or more the broadcast is NCCL's; trainer and server on a single one broadcast by gloo.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engines.vllm.conftest import TOKENIZER, TRANSFERS, python_with_vllm, sized
+from treadle.core.config import build
+from treadle.core.types import Floats, Ids
+from treadle.engines.config import EngineConfig
+from treadle.engines.vllm.collective import Collective
+from treadle.engines.vllm.start import open_engine
+from treadle.engines.weights import unique_weights
+from treadle.training.checkpoint import export_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("vllm"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+IDS = np.random.default_rng(0).integers(0, 1024, 48).astype(np.int32)
+
+
+def score(seed: int, ids: Ids) -> Floats:
+    tokens = torch.from_numpy(ids.astype(np.int64))[None]
+    with torch.no_grad():
+        logits = sized("qwen3", seed)(tokens, use_cache=False).logits[0, :-1]
+    found: Floats = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
+    return found
+
+
+@TRANSFERS
+async def test_a_server_gets_the_weights_of_another_gpu(transfer: str, tmp_path: Path) -> None:
+    export_model(tmp_path / "model", sized("qwen3", 0), TOKENIZER)
+    gpus = torch.cuda.device_count()
+    vllm = {
+        "python": python_with_vllm(),
+        "transfer": transfer,
+        "args": {"gpu-memory-utilization": 0.3},
+        "environment": {"CUDA_VISIBLE_DEVICES": str(gpus - 1)},
+    }
+    config = build(EngineConfig, {"kind": "vllm", "dtype": "bfloat16", "batch": 16, "vllm": vllm})
+    engine = await open_engine(config, model=tmp_path / "model", stop_token_ids=[], logs=tmp_path)
+    try:
+        for version, seed in ((1, 1), (2, 2), (3, 1)):
+            weights = {name: tensor.to("cuda:0") for name, tensor in unique_weights(sized("qwen3", seed)).items()}
+            await engine.publish(weights, version)
+            gap = np.abs(await engine.score(IDS) - score(seed, IDS)).mean()
+            assert gap <= config.tolerance < np.abs(score(seed, IDS) - score(3 - seed, IDS)).mean()
+        way = engine._publication._transfer
+        if isinstance(way, Collective):
+            assert way._group is not None
+            assert way._group.device.type == ("cuda" if gpus > 1 else "cpu")
+    finally:
+        await engine.close()
