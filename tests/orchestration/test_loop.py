@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from treadle.core.errors import CheckpointError, ConfigError, RunError, Training
 from treadle.core.types import Group, Task, Trajectory
 from treadle.envs.base import EnvStep
 from treadle.orchestration.inputs import Inputs, make_inputs
+from treadle.orchestration.metrics import DECLARED
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.packing.checks import set_aside
 
@@ -160,6 +162,8 @@ def test_an_environments_metrics_are_in_every_row_and_durable(tmp_path: Path) ->
         assert len(own) == 4 and row["env/invalid"] == np.mean([t["invalid"] for t in own])
         assert row["env/searches"] == np.mean([t["searches"] for t in own])
     assert row["env/invalid"] > 0.5
+    patterns = [m.name.replace("*", "?*") for m in DECLARED] + ["env/?*", "kind", "update", "version"]
+    assert [key for key in row if not any(fnmatchcase(key, pattern) for pattern in patterns)] == []
     evaluation = RunDirectory.open(tmp_path / "run").metrics()[0]
     assert evaluation["metrics"].keys() >= {"env/searches", "env/invalid"}
 
