@@ -27,8 +27,10 @@ from treadle.algorithms.config import (
 from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens
 from treadle.core.config import build
+from treadle.core.metrics import Level
 from treadle.core.registry import names
 from treadle.orchestration.config import RunConfig, load_recipe
+from treadle.orchestration.metrics import DECLARED
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -89,6 +91,20 @@ def test_the_page_on_algorithms_has_every_name_and_option_and_its_loss_trains() 
     tokens = Tokens(logp.detach(), logp.detach(), ones, ones > 0, ones.long(), ones.long())
     found["SQUARED"].per_token(logp, tokens, AlgorithmConfig()).sum().backward()
     assert logp.grad is not None and logp.grad.tolist() == [-1.0, -1.0]
+
+
+def metrics_table() -> str:
+    """The declarations as docs/runs.md shows them."""
+    levels = get_args(Level)
+    cells = [("metric", "level", "aggregation", "unit", "meaning"), ("---",) * 5]
+    for m in sorted(DECLARED, key=lambda metric: levels.index(metric.level)):
+        cells.append((f"`{m.name}`", m.level, m.aggregation, m.unit, m.help))
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
+
+
+def test_the_page_on_runs_lists_every_metric_as_declared() -> None:
+    page = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    assert metrics_table() in page, f"the table must be:\n{metrics_table()}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

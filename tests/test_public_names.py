@@ -17,6 +17,7 @@ PUBLIC = {
     "Environment",
     "Group",
     "Message",
+    "Metric",
     "SamplingParams",
     "Step",
     "Task",

@@ -7,7 +7,8 @@ import yaml
 
 from tests.cli.conftest import Place
 from tests.cli.worlds import treadle
-from treadle.core.config import describe
+from treadle.algorithms.config import KlConfig
+from treadle.core.config import REQUIRED, describe, describe_sections
 from treadle.orchestration.config import load_recipe, recipe_names
 
 
@@ -25,10 +26,29 @@ def test_show_has_every_value_with_its_meaning_and_marks_what_differs() -> None:
     config = load_recipe("demo", ["seed=7", "training.packing=step"])
     for leaf in describe(config):
         [line] = [line for line in lines if line[2:].split(" ")[0] == leaf.path]
-        assert line.startswith("  " if leaf.is_default else "* ")
-        assert line.endswith(leaf.help)
-    assert any(line.split()[:3] == ["*", "seed", "7"] for line in lines)
+        overridden = leaf.path in ("seed", "training.packing")
+        assert line.startswith("+ " if overridden else "  " if leaf.is_default else "* ")
+        assert leaf.help in line and line.endswith(leaf.help) == (leaf.is_default or leaf.default is REQUIRED)
+    assert any(line.split()[:3] == ["+", "seed", "7"] for line in lines)
     assert any(line.split()[:2] == [".hidden_size", "96"] for line in lines)
+    [rate] = [line for line in lines if line.startswith("* training.optimizer.learning_rate ")]
+    assert rate.split()[2] == "0.0005" and rate.endswith("peak learning rate (default: 1e-06)")
+    headings = [line.split(None, 1) for line in lines]
+    order = [headings.index([path, meaning]) for path, meaning in describe_sections(config).items()]
+    assert order == sorted(order)  # a section's own values stand between its heading and those of its parts
+    shuffle, train = (next(i for i, line in enumerate(lines) if line[2:].startswith(p)) for p in ("data.sh", "data.tr"))
+    assert shuffle < train
+
+
+def test_show_marks_a_part_that_the_command_line_set() -> None:
+    done = treadle("recipes", "show", "demo", "data.train.options.count=9", "algorithm.kl={coef: 0.1}")
+    lines = done.out.splitlines()
+    options, count = [line.split() for line in lines if line.startswith("+ ")][:2]
+    assert options[:2] == ["+", "data.train.options"] and options[-2:] == ["(default:", "{})"]
+    assert count == ["+", ".count", "9"]
+    [coef] = [line for line in lines if line[2:].startswith("algorithm.kl.coef ")]
+    assert coef.startswith("+ ") and coef.split()[2] == "0.1"
+    assert sum(line.startswith("+ algorithm.kl.") for line in lines) == len(KlConfig.model_fields)
 
 
 @pytest.mark.parametrize("name", recipe_names())

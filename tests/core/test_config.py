@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from pydantic import Field, ValidationError, model_validator
 
 import treadle
-from treadle.core.config import Config, FieldLine, apply_overrides, build, describe, dump_yaml, load_yaml
+from treadle.core.config import (
+    REQUIRED,
+    Config,
+    FieldLine,
+    apply_overrides,
+    build,
+    describe,
+    describe_sections,
+    dump_yaml,
+    load_yaml,
+)
 from treadle.core.errors import ConfigError
 
 
@@ -330,27 +340,32 @@ def test_every_config_survives_yaml(tmp_path_factory: pytest.TempPathFactory, re
 def test_describe_lists_every_leaf_with_its_help() -> None:
     lines = describe(build(Recipe, {"training": {"steps": 3, "optimizer": {"learning_rate": 0.1}}, "seed": 1}))
     assert lines == [
-        FieldLine("name", "demo", True, "of the run"),
-        FieldLine("seed", 1, False, "of every draw"),
-        FieldLine("training.steps", 3, False, "optimizer steps"),
-        FieldLine("training.optimizer.learning_rate", 0.1, False, "peak learning rate"),
-        FieldLine("training.optimizer.betas", (0.9, 0.95), True, "of AdamW"),
-        FieldLine("training.optimizer.warmup", None, True, "steps, or a fraction of them"),
-        FieldLine("training.packing", Packing.STEP, True, "layout of the forward pass"),
-        FieldLine("evaluation", None, True, "absent: none"),
-        FieldLine("datasets", (), True, "several"),
-        FieldLine("output", None, True, "run directory"),
-        FieldLine("stop", (), True, "stop strings"),
-        FieldLine("resume", False, True, "go on"),
+        FieldLine("name", "demo", True, "of the run", "demo"),
+        FieldLine("seed", 1, False, "of every draw", 0),
+        FieldLine("training.steps", 3, False, "optimizer steps", REQUIRED),
+        FieldLine("training.optimizer.learning_rate", 0.1, False, "peak learning rate", 0.5),
+        FieldLine("training.optimizer.betas", (0.9, 0.95), True, "of AdamW", (0.9, 0.95)),
+        FieldLine("training.optimizer.warmup", None, True, "steps, or a fraction of them", None),
+        FieldLine("training.packing", Packing.STEP, True, "layout of the forward pass", Packing.STEP),
+        FieldLine("evaluation", None, True, "absent: none", None),
+        FieldLine("datasets", (), True, "several", ()),
+        FieldLine("output", None, True, "run directory", None),
+        FieldLine("stop", (), True, "stop strings", ()),
+        FieldLine("resume", False, True, "go on", False),
     ]
 
 
 def test_describe_opens_optional_configs_and_knows_the_parents_defaults() -> None:
     recipe = build(Recipe, {**MINIMAL, "evaluation": {"warmup": 2}})
     lines = {line.path: line for line in describe(recipe)}
-    assert lines["evaluation.warmup"] == FieldLine("evaluation.warmup", 2, False, "steps, or a fraction of them")
+    assert lines["evaluation.warmup"] == FieldLine("evaluation.warmup", 2, False, "steps, or a fraction of them", None)
     assert lines["training.optimizer.learning_rate"].value == 0.5
     assert lines["training.optimizer.learning_rate"].is_default
+    assert describe_sections(recipe) == {
+        "training": "the learner",
+        "training.optimizer": "how weights move",
+        "evaluation": "absent: none",
+    }
     assert not lines["training.steps"].is_default
 
 

@@ -176,12 +176,25 @@ def test_entities_are_distinct_words() -> None:
 # ---- episodes
 
 
+def found(text: str) -> EnvStep:
+    """The answer to a search."""
+    info = {"searches": 1, "found_nothing": text == "nothing found", "invalid": False}
+    return EnvStep([{"role": "tool", "content": text}], info=info)
+
+
+def ended(how: str) -> EnvStep:
+    """The end of an episode."""
+    info = {"ended": how, "searches": 0, "invalid": how == "format"}
+    return EnvStep(reward=float(how == "right"), done=True, info=info)
+
+
 @given(seed=st.integers(), index=st.integers(0, 8), split=st.sampled_from(["train", "held_out"]))
 def test_an_oracle_that_only_reads_is_right_in_hops_searches(seed: int, index: int, split: str) -> None:
     task = tasks(split, index + 1, seed=seed)[index]
     messages, steps = play(task, oracle)
     assert [step.reward for step in steps] == [0.0] * task.extras["hops"] + [1.0]
-    assert steps[-1].info == {"ended": "right"}
+    assert steps[-1] == ended("right")
+    assert sum(step.info["searches"] for step in steps) == task.extras["hops"]
     assert len(steps) <= lookup.MAX_TURNS == 6
     assert contents(messages, "assistant")[-1] == f"<answer> {task.ground_truth}</answer>"
 
@@ -205,24 +218,23 @@ def test_observations_are_tool_messages() -> None:
     task = tasks("train", 1)[0]
     _, steps = play(task, oracle)
     page = World(task.extras["world_seed"]).search(task.extras["start"])
-    assert steps[0] == EnvStep([{"role": "tool", "content": page}])
+    assert steps[0] == found(page)
     assert not steps[-1].observations
 
 
 def test_an_unknown_name_is_not_an_error_but_nothing_found() -> None:
     replies = iter(["<search> Nobody</search>", "<answer> x</answer>"])
     _, steps = play(tasks("train", 1)[0], lambda _: next(replies))
-    assert steps[0] == EnvStep([{"role": "tool", "content": "nothing found"}])
-    assert steps[1] == EnvStep(reward=0.0, done=True, info={"ended": "wrong"})
+    assert steps == [found("nothing found"), ended("wrong")]
 
 
-@pytest.mark.parametrize(("turn", "ended", "reward"), [(5, "right", 1.0), (6, "right", 1.0), (7, "turns", 0.0)])
-def test_an_answer_counts_up_to_the_sixth_turn(turn: int, ended: str, reward: float) -> None:
+@pytest.mark.parametrize(("turn", "how"), [(5, "right"), (6, "right"), (7, "turns")])
+def test_an_answer_counts_up_to_the_sixth_turn(turn: int, how: str) -> None:
     task = tasks("train", 1)[0]
     replies = iter(["<search> Anna</search>"] * (turn - 1) + [f"<answer> {task.ground_truth}</answer>"])
     _, steps = play(task, lambda _: next(replies))
     assert len(steps) == min(turn, 6)
-    assert steps[-1] == EnvStep(reward=reward, done=True, info={"ended": ended})
+    assert steps[-1] == ended(how)
 
 
 def test_a_second_attempt_starts_from_turn_zero() -> None:
@@ -257,7 +269,7 @@ def test_a_second_attempt_starts_from_turn_zero() -> None:
 def test_a_malformed_action_ends_the_episode_without_reward(text: str) -> None:
     task = tasks("train", 1)[0]
     _, steps = play(task, lambda _: text.format(gold=task.ground_truth))
-    assert steps == [EnvStep(reward=0.0, done=True, info={"ended": "format"})]
+    assert steps == [ended("format")]
 
 
 @given(st.text() | st.from_regex(r"<(search|answer)>[\s\S]*</(search|answer)>", fullmatch=True))

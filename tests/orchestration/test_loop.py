@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from treadle.core.errors import CheckpointError, ConfigError, RunError, Training
 from treadle.core.types import Group, Task, Trajectory
 from treadle.envs.base import EnvStep
 from treadle.orchestration.inputs import Inputs, make_inputs
+from treadle.orchestration.metrics import DECLARED
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.packing.checks import set_aside
 
@@ -127,11 +129,10 @@ def test_metrics_are_per_trajectory_not_per_row(tmp_path: Path) -> None:
     check_finished(tmp_path / "run")
     [row] = updates(tmp_path / "run")
     assert (row["reward_mean"], row["steps_mean"]) == (pytest.approx(1.75 / 3), 2.0)
-    assert (row["success"], row["pass_at_k"], row["equal_reward_groups"]) == (
-        pytest.approx(1 / 3),
-        pytest.approx(1 / 3),
-        1,
-    )
+    assert [row[name] for name in ("success", "pass_at_1", "pass_at_3")] == [pytest.approx(1 / 3)] * 3
+    assert (row["equal_reward_groups"], row["zero_advantage_groups"]) == (1, 1)
+    assert (row["sequences"], row["staleness_max"], row["token_staleness_mean"]) == (18, 0, 0)
+    assert (row["ratio_mean"], row["ratio_max"], row["trainable_fraction"]) == (1, 1, 1)
     assert (row["trajectories"], row["failed"], row["ended_done"]) == (9, 0, 1.0)
     steps = query(
         tmp_path / "run",
@@ -144,6 +145,27 @@ def test_metrics_are_per_trajectory_not_per_row(tmp_path: Path) -> None:
     assert (evaluation["reward_mean"], evaluation["steps_mean"], evaluation["success"]) == (0.75, 2.5, 0.5)
     [equal] = query(tmp_path / "run", "SELECT DISTINCT advantage FROM trajectories WHERE advantage IS NOT NULL")
     assert equal["advantage"] == 0.0  # equal rewards in every group
+
+
+def test_an_environments_metrics_are_in_every_row_and_durable(tmp_path: Path) -> None:
+    """The lookup world as it ships, played by a model that knows nothing of it: its replies are invalid."""
+    world = ["environment=lookup", "rollout.max_input_tokens=110", "data.train.options.count=8"]
+    world += [f"data.{split}.source=lookup" for split in ("train", "held_out")]
+    start(tmp_path / "run", *world, "orchestration.updates=2", "training.group_size=2")
+    check_finished(tmp_path / "run")
+    recorded = query(
+        tmp_path / "run",
+        "SELECT g.split, g.idx, t.metrics FROM trajectories t JOIN groups g USING (group_id)",
+    )
+    for number, row in enumerate(updates(tmp_path / "run")):
+        own = [json.loads(t["metrics"]) for t in recorded if t["split"] == "train" and t["idx"] // 2 == number]
+        assert len(own) == 4 and row["env/invalid"] == np.mean([t["invalid"] for t in own])
+        assert row["env/searches"] == np.mean([t["searches"] for t in own])
+    assert row["env/invalid"] > 0.5
+    patterns = [m.name.replace("*", "?*") for m in DECLARED] + ["env/?*", "kind", "update", "version"]
+    assert [key for key in row if not any(fnmatchcase(key, pattern) for pattern in patterns)] == []
+    evaluation = RunDirectory.open(tmp_path / "run").metrics()[0]
+    assert evaluation["metrics"].keys() >= {"env/searches", "env/invalid"}
 
 
 # Failed trajectories

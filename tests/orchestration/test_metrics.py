@@ -1,13 +1,19 @@
 """Figures over trajectories and tasks, and the lines a person reads."""
 
+import itertools
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause
+from treadle.core.metrics import Measures, Metric, measured
 from treadle.core.types import DropReason, Failure, Status, Task, Trajectory
-from treadle.orchestration.metrics import evaluation_result, trajectory_metrics
+from treadle.orchestration.metrics import DECLARED, evaluation_result, pass_at, run_metrics, trajectory_metrics
 from treadle.orchestration.progress import PlainProgress, evaluation_line, update_line
 
 
@@ -24,10 +30,11 @@ def test_means_are_over_graded_trajectories_and_pass_at_k_over_tasks() -> None:
         make_group(1, attempt(0.5), attempt(0.5, warning="close raised")),
         make_group(2, attempt(None), attempt(None)),
     ]
-    row = trajectory_metrics(groups, success_at=1.0)
+    row = trajectory_metrics(groups, success_at=1.0, version=0)
     assert row["reward_mean"] == 0.5
     assert row["success"] == 0.25
-    assert row["pass_at_k"] == 0.5  # a task without a graded attempt is not a failed task
+    assert (row["pass_at_1"], row["pass_at_2"]) == (0.25, 0.5)  # a task without a graded attempt is not a failed task
+    assert row["pass_at_3"] is None  # no task has three graded attempts
     assert row["equal_reward_groups"] == 0.5
     assert (row["trajectories"], row["failed"], row["warnings"]) == (7, 3, 1)
     assert (row["steps_mean"], row["completion_tokens_mean"]) == (1.5, 3.0)
@@ -35,10 +42,109 @@ def test_means_are_over_graded_trajectories_and_pass_at_k_over_tasks() -> None:
     assert row["ended_done"] == pytest.approx(4 / 7)
     assert row["ended_failed"] == pytest.approx(3 / 7)
     assert row["last_stop_stop"] == 1.0
-    nothing = trajectory_metrics([make_group(0, attempt(None))], 1.0)
-    assert (nothing["reward_mean"], nothing["success"], nothing["pass_at_k"]) == (None, None, None)
-    rest = {"update": 1, "entropy": 0.0, "logprob_gap_max": 0.0, "seconds_rollout": 0.0, "seconds_update": 0.0}
-    assert "reward -  success -" in update_line({**nothing, **rest}, 1)
+    nothing = trajectory_metrics([make_group(0, attempt(None))], 1.0, 0)
+    assert (nothing["reward_mean"], nothing["success"], nothing["pass_at_1"]) == (None, None, None)
+    rest = {"update": 1, "entropy": None, "logprob_gap_max": None, "seconds_rollout": 0.0, "seconds_update": 0.0}
+    line = update_line({**nothing, **rest}, 1)
+    assert "reward -  success -" in line and "entropy -  gap -" in line
+
+
+def test_trajectories_without_steps_count() -> None:
+    row = trajectory_metrics([make_group(0, attempt(0.0, steps=0), attempt(1.0, steps=4))], 1.0, 0)
+    assert (row["trajectories"], row["reward_mean"], row["steps_mean"], row["steps_max"]) == (2, 0.5, 2.0, 4)
+    assert (row["completion_tokens_mean"], row["completion_tokens_max"]) == (4.0, 8)
+    assert row["ended_done"] == row["last_stop_stop"] == 1.0  # of all; of those with a last step
+
+
+def test_staleness_is_of_trajectories_and_of_trainable_tokens() -> None:
+    """A trajectory is as stale as its oldest token; tokens that are not trained do not age."""
+    versions = [np.array(v, np.int32) for v in ([3, 5], [4, 4])]
+    steps = tuple(replace(make_step(), policy_versions=v, mask=np.array([False, True])) for v in versions)
+    groups = [make_group(0, replace(attempt(1.0), steps=steps), attempt(0.0), attempt(0.5, steps=0))]
+    row = trajectory_metrics(groups, 1.0, version=5)
+    assert (row["staleness_mean"], row["staleness_max"]) == ((2 + 5) / 2, 5)
+    assert row["token_staleness_mean"] == (0 + 1 + 5 + 5) / 4
+
+
+def test_what_is_lost_is_counted_by_cause() -> None:
+    groups = [make_group(0, attempt(None, steps=2), attempt(1.0, steps=3), attempt(0.0))]
+    other = replace(groups[0].trajectories[1], trajectory_id="g.1")
+    groups = [replace(groups[0], trajectories=(groups[0].trajectories[0], other, groups[0].trajectories[2]))]
+    row = trajectory_metrics(groups, 1.0, 0, refused={"g.1": "too long"})
+    assert (row["failed"], row["failed_agent"], row["refused"]) == (1, 1, 1)
+    assert (row["dropped_failed"], row["dropped_refused"]) == (2, 3)
+    assert "failed_engine" not in row and "dropped_cancelled" not in row
+    assert row["reward_mean"] == 0.5 and row["reward_positive"] == 0.5
+
+
+@given(st.data())
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_attempts(data: st.DataObject) -> None:
+    wins = data.draw(st.lists(st.booleans(), min_size=1, max_size=8))
+    k = data.draw(st.integers(1, len(wins)))
+    choices = [any(chosen) for chosen in itertools.combinations(wins, k)]
+    assert pass_at(k, len(wins), sum(wins)) == pytest.approx(sum(choices) / len(choices))
+
+
+@pytest.mark.parametrize(("size", "shown"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_pass_at_k_is_told_for_powers_of_two_and_the_group(size: int, shown: list[int]) -> None:
+    row = trajectory_metrics([make_group(0, *(attempt(float(n == 0)) for n in range(size)))], 1.0, 0)
+    assert [name for name in row if name.startswith("pass_at_")] == [f"pass_at_{k}" for k in shown]
+    assert row["pass_at_1"] == pytest.approx(1 / size) and row[f"pass_at_{size}"] == 1.0
+
+
+REWARDS = st.none() | st.sampled_from([-1.0, 0.0, 0.25, 1.0])
+GROUPS = st.lists(st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=4), min_size=1, max_size=6)
+
+
+@given(GROUPS, st.lists(st.integers(0, 6), max_size=3))
+def test_parts_of_a_batch_add_up_to_the_whole(shape: list[list[tuple[float | None, int]]], cuts: list[int]) -> None:
+    """Groups, however they are split over updates or ranks."""
+    groups = [make_group(n, *(attempt(*each) for each in group)) for n, group in enumerate(shape)]
+    edges = [0, *sorted(cuts), len(groups)]
+    parts = [trajectory_metrics(groups[a:b], 1.0, 3) for a, b in itertools.pairwise(edges)]
+    whole = trajectory_metrics(groups, 1.0, 3)
+    together = sum(parts, Measures())
+    assert {name: together[name] for name in whole} == pytest.approx(dict(whole), abs=1e-12)
+    assert all(name.startswith("pass_at_") for name in together.keys() - whole.keys())  # of a part of smaller groups
+
+
+@given(GROUPS)
+def test_each_metric_counts_the_units_of_its_level(shape: list[list[tuple[float | None, int]]]) -> None:
+    """So that what is counted per step is never told as per trajectory."""
+    groups = [make_group(n, *(attempt(*each) for each in group)) for n, group in enumerate(shape)]
+    everyone = [t for group in groups for t in group.trajectories]
+    graded = [t for t in everyone if t.reward is not None]
+    most = {
+        "task": sum(any(t.reward is not None for t in group.trajectories) for group in groups),
+        "trajectory": len(graded),
+        "token": sum(t.completion_tokens for t in graded),
+    }
+    for tally in trajectory_metrics(groups, 1.0, 0).tallies:
+        name, own = tally.metric.name, tally.metric.level
+        if tally.metric.aggregation == "mean" and not name.startswith("ended_"):
+            partial = name.startswith(("pass_at_", "last_stop_", "staleness_"))  # not every unit has a value
+            assert tally.count == most[own] or (partial and tally.count < most[own]), name
+        elif name.startswith("ended_"):
+            assert tally.count == len(everyone)
+
+
+def test_every_metric_of_a_row_is_declared_once() -> None:
+    assert len({metric.name for metric in DECLARED}) == len(DECLARED) > 40
+    assert all(metric.help and metric.unit != "%" for metric in DECLARED)
+    patterns = [re.compile(re.escape(metric.name).replace(r"\*", r"\w+") + "$") for metric in DECLARED]
+    groups = [make_group(0, attempt(1.0), attempt(None, warning="x"))]
+    row = trajectory_metrics(groups, 1.0, 0) + run_metrics({"rollout": 1.0}, 2.0, 3.0)
+    assert [name for name in row if not any(pattern.match(name) for pattern in patterns)] == []
+
+
+def test_an_environments_metrics_are_named_apart_and_keep_their_level() -> None:
+    searches = Metric("searches", "trajectory", "mean")
+    slow = Metric("slow", "step", "mean", "share")
+    told = [measured("trajectory", {searches: [n]}) + measured("step", {slow: [True, *[False] * n]}) for n in (1, 4)]
+    groups = [make_group(0, *(replace(attempt(1.0), metrics=own) for own in told), attempt(None), attempt(0.0))]
+    row = trajectory_metrics(groups, 1.0, 0)
+    assert (row["env/searches"], row["env/slow"]) == (2.5, 2 / 7)  # 7 steps; the mean over trajectories would be 0.35
+    assert evaluation_result(groups, 1, 1.0, 1.0, None).metrics == {"env/searches": 2.5, "env/slow": 2 / 7}
 
 
 def test_dropped_steps_do_not_count() -> None:
@@ -46,8 +152,9 @@ def test_dropped_steps_do_not_count() -> None:
     lost = replace(make_step([1] * 50, []), dropped=DropReason.CANCELLED)
     with_lost = replace(whole, steps=(*whole.steps, lost))
     for success_at in (0.5, 1.0):
-        told = [trajectory_metrics([make_group(0, t)], success_at) for t in (whole, with_lost)]
-        assert told[0] == told[1]
+        told = [trajectory_metrics([make_group(0, t)], success_at, 0) for t in (whole, with_lost)]
+        lost_steps = {name: value for name, value in told[1].items() if name != "dropped_cancelled"}
+        assert told[0] == lost_steps and told[1]["dropped_cancelled"] == 1
 
 
 def test_an_evaluation_counts_failures_beside_its_means_and_splits_by_a_key() -> None:
@@ -70,7 +177,7 @@ def test_an_evaluation_without_a_graded_attempt_has_no_success() -> None:
 
 def test_plain_progress_prints_the_last_update_always(capsys: pytest.CaptureFixture[str]) -> None:
     row = {
-        **trajectory_metrics([make_group(0, attempt(1.0), attempt(None))], 1.0),
+        **trajectory_metrics([make_group(0, attempt(1.0), attempt(None))], 1.0, 0),
         **{"entropy": 0.5, "logprob_gap_max": 2e-6, "seconds_rollout": 1.0, "seconds_update": 0.25},
     }
     progress = PlainProgress(interval=1000)

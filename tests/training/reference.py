@@ -25,6 +25,7 @@ from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
 from treadle.algorithms.corrections import corrected
 from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens
+from treadle.core.metrics import Measures
 from treadle.core.registry import names
 from treadle.core.types import Group, Ids, Step
 from treadle.packing.flat import FlatBatch, flatten
@@ -65,7 +66,7 @@ def accumulated(
     groups: Sequence[Group],
     old: NDArray[np.floating] | None = None,
     reference: NDArray[np.floating] | None = None,
-) -> tuple[dict[str, Tensor], dict[str, float]]:
+) -> tuple[dict[str, Tensor], Measures]:
     """The gradient that a learner adds to nothing, and its metrics."""
     batch = flatten(groups)
     learner.model.zero_grad()
@@ -79,7 +80,7 @@ def over_ranks(
     old: NDArray[np.floating] | None,
     ranks: int,
     reference: NDArray[np.floating] | None = None,
-) -> tuple[dict[str, Tensor], dict[str, float]]:
+) -> tuple[dict[str, Tensor], Measures]:
     """As `accumulated`, with trees dealt to so many replicas, whose gradients add up."""
     batch = flatten(groups)
     temperature = torch.from_numpy(np.where(batch.temperature > 0, batch.temperature, 1)).to(learner.model.dtype)
@@ -148,6 +149,8 @@ def separate(
         "logprob_gap_mean": float(gap.sum()) / count,
         "logprob_gap_max": max([0.0, *gap.tolist()]),
         "trainable_tokens": int(trained.sum()),
+        **ratio_metrics((logp.detach() - anchor)[trained].tolist(), (anchor - tokens.logp_rollout)[trained].tolist()),
+        "trainable_fraction": int(trained.sum()) / max(len(trained), 1),
     }
     if policy_loss.clipped is not None:
         cut = policy_loss.clipped(logp.detach(), tokens, algorithm)
@@ -184,6 +187,17 @@ def separate_gradient(
     return found, alone.metrics
 
 
+def ratio_metrics(log_ratios: list[float], gaps: list[float]) -> dict[str, float]:
+    """Of trainable tokens: log-probability now less at the batch's start, and at its start less the engine's."""
+    ratios, count = [math.exp(value) for value in log_ratios], max(len(gaps), 1)
+    return {
+        "ratio_mean": sum(ratios) / count,
+        "ratio_max": max(ratios, default=0.0),
+        "ratio_min": min(ratios, default=0.0),
+        "logprob_gap_kl": sum(math.exp(gap) - 1 - gap for gap in gaps) / count,
+    }
+
+
 def literal_loss(
     model: PreTrainedModel,
     groups: Sequence[Group],
@@ -208,7 +222,7 @@ def literal_loss(
     clip = algorithm.ppo_clip
     loss = torch.zeros((), dtype=torch.float64)
     metrics = {"entropy": 0.0, "clip_fraction": 0.0, "logprob_gap_mean": 0.0, "logprob_gap_max": 0.0}
-    at = 0
+    at, log_ratios, gaps = 0, [], []
     for group, trajectory, step in trained:
         rewards = [t.reward for t in group.trajectories if t.reward is not None]
         assert trajectory.reward is not None
@@ -228,13 +242,17 @@ def literal_loss(
                 loss = loss + weight * (policy - algorithm.entropy_coef * entropy[number])
                 anchor = float(logp[number].detach()) if old is None else float(old[at])
                 gap = abs(anchor - float(step.logprobs[number]))
+                gaps.append(anchor - float(step.logprobs[number]))
+                log_ratios.append(float(logp[number].detach()) - anchor)
                 cut = (advantage > 0 and ratio > 1 + clip.eps_high) or (advantage < 0 and ratio < 1 - clip.eps_low)
                 metrics["entropy"] += float(entropy[number].detach()) / tokens
                 metrics["clip_fraction"] += float(cut) / tokens
                 metrics["logprob_gap_mean"] += gap / tokens
                 metrics["logprob_gap_max"] = max(metrics["logprob_gap_max"], gap)
             at += 1
-    return Separate(loss, {**metrics, "loss": float(loss.detach()), "trainable_tokens": tokens})
+    metrics["trainable_fraction"] = tokens / max(sum(len(step.completion_ids) for *_, step in trained), 1)
+    metrics |= {**ratio_metrics(log_ratios, gaps), "loss": float(loss.detach()), "trainable_tokens": tokens}
+    return Separate(loss, metrics)
 
 
 def earlier_policy(model: PreTrainedModel, groups: Sequence[Group], seed: int = 0) -> NDArray[np.float64]:

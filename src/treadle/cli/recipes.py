@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,8 +12,8 @@ from rich.text import Text
 
 from treadle.cli.console import make_console, print_table
 from treadle.cli.options import Commands, add_command, add_recipe
-from treadle.core.config import FieldLine, describe, dump_yaml
-from treadle.orchestration.config import load_recipe, recipe_names
+from treadle.core.config import REQUIRED, FieldLine, describe, describe_sections, dump_yaml
+from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 
 _EXAMPLES = """examples:
   treadle recipes                                        the shipped recipes
@@ -52,36 +53,50 @@ def run_show(options: argparse.Namespace) -> int:
     if options.yaml:
         print(dump_yaml(config), end="")
         return 0
-    _print_listing(make_console(), describe(config))
+    _print_listing(make_console(), config, [override.partition("=")[0] for override in options.overrides])
     return 0
 
 
-def _print_listing(console: Console, lines: list[FieldLine]) -> None:
-    """One value a line: mark, path, value, help. Nested plain data (model.build) is opened up below its key.
+def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str]) -> None:
+    """A heading for each section, then its own values, one a line: mark, path, value, help, and the default if it is
+    another.
 
-    A narrow terminal has paths split into a heading for each section and names below it.
+    overridden: paths set on the command line. Nested plain data (model.build) is opened up below its key. A narrow
+    terminal has names instead of paths below the headings.
     """
-    narrow, section = console.width < _WIDE, ""
+    narrow, lines = console.width < _WIDE, describe(config)
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold", max_width=(24 if narrow else 40) if console.is_terminal else None)
     table.add_column(style="dim")
-    for line in lines:
-        parent, _, name = line.path.rpartition(".")
-        if narrow and parent != section:
-            section = parent
-            table.add_row("", Text(f"{section}.", style="bold"))
-        style = "" if line.is_default else "bold"
-        shown = Text(("  " if section else "") + name if narrow else line.path, style)
-        nested = line.value.items() if isinstance(line.value, dict) else ()
-        table.add_row(
-            "" if line.is_default else "*", shown, Text("" if nested else _plain(line.value), style), line.help
-        )
-        for key, value in nested:
-            table.add_row("", Text(f"    .{key}" if narrow else f"  .{key}", style), Text(_plain(value), style))
+    for section, meaning in {"": "", **describe_sections(config)}.items():
+        if section:
+            table.add_row()
+            table.add_row("", Text(section, style="bold underline"), "", meaning)
+        for line in lines:
+            parent, _, name = line.path.rpartition(".")
+            if parent == section:
+                _add_value(table, line, ("  " if section else "") + name if narrow else line.path, narrow, overridden)
     print_table(console, table)
-    console.print("\n* differs from the default", style="dim")
+    console.print("\n* set by the recipe, + on the command line; the others are defaults", style="dim")
+
+
+def _add_value(table: Table, line: FieldLine, shown: str, narrow: bool, overridden: Sequence[str]) -> None:
+    style = "" if line.is_default else "bold"
+    nested = line.value if isinstance(line.value, dict) else {}
+    differs = not line.is_default and line.default is not REQUIRED
+    help_text = f"{line.help} (default: {_plain(line.default)})" if differs else line.help
+    mark = "+" if _is_below(line.path, overridden) else "" if line.is_default else "*"
+    table.add_row(mark, Text(shown, style), Text("" if nested else _plain(line.value), style), help_text)
+    for key, value in nested.items():
+        own = "+" if _is_below(f"{line.path}.{key}", overridden) else ""
+        table.add_row(own, Text(f"    .{key}" if narrow else f"  .{key}", style), Text(_plain(value), style))
+
+
+def _is_below(path: str, overridden: Sequence[str]) -> bool:
+    """Whether an override set this, a part of it, or what it is a part of."""
+    return any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.") for other in overridden)
 
 
 def _plain(value: Any) -> str:

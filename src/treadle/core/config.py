@@ -39,13 +39,18 @@ class Config(pydantic.BaseModel):
     )
 
 
+REQUIRED: Any = pydantic_core.PydanticUndefined
+"""Stands for the default of a field that has none."""
+
+
 class FieldLine(NamedTuple):
-    """One leaf of a configuration: `FieldLine("training.learning_rate", 5e-4, False, "peak ...")`."""
+    """One leaf of a configuration: `FieldLine("training.learning_rate", 5e-4, False, "peak ...", 1e-6)`."""
 
     path: str
     value: Any
     is_default: bool
     help: str
+    default: Any
 
 
 # YAML
@@ -284,6 +289,17 @@ def describe(config: Config) -> list[FieldLine]:
     return list(_leaves(config, None, ""))
 
 
+def describe_sections(config: Config, prefix: str = "") -> dict[str, str]:
+    """Path -> help of every nested Config that is there: `{"training": "the learner", "training.optimizer": ...}`."""
+    found = {}
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, Config):
+            found[prefix + name] = field.description or ""
+            found |= describe_sections(value, f"{prefix}{name}.")
+    return found
+
+
 def _leaves(config: Config, defaults: Config | None, prefix: str) -> Iterator[FieldLine]:
     """`defaults`: what the parent would have put here, which may differ from the class's own defaults."""
     for name, field in type(config).model_fields.items():
@@ -293,5 +309,5 @@ def _leaves(config: Config, defaults: Config | None, prefix: str) -> Iterator[Fi
             same_kind = standard if type(standard) is type(value) else None
             yield from _leaves(value, same_kind, f"{prefix}{name}.")
         else:
-            required = defaults is None and field.is_required()
-            yield FieldLine(prefix + name, value, not required and value == standard, field.description or "")
+            is_default = standard is not REQUIRED and bool(value == standard)
+            yield FieldLine(prefix + name, value, is_default, field.description or "", standard)

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treadle.core.errors import Cause, DataError
+from treadle.core.metrics import Measures
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -270,6 +271,7 @@ class Trajectory:
 
     `reward is None` says that the attempt could not be judged; it is not 0.0 and enters no baseline.
     warning: something that went wrong without touching the reward (an environment that failed to close).
+    metrics: what the environment measured, if it declares any.
     """
 
     trajectory_id: str
@@ -281,6 +283,7 @@ class Trajectory:
     failure: Failure | None = None
     warning: str = ""
     seconds: float = 0.0
+    metrics: Measures = field(default_factory=Measures)
 
     def __post_init__(self) -> None:
         if (self.status is Status.FAILED) != (self.failure is not None):

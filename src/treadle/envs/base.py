@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+from treadle.core.metrics import Metric
 from treadle.core.types import Message, Task
 
 
@@ -13,7 +14,8 @@ class EnvStep(NamedTuple):
 
     observations: the messages the agent reads next (role `user` or `tool`); empty when done.
     reward: of this step; a trajectory's reward is their sum. done: the episode is over.
-    info: for whoever calls the environment directly (tests, notebooks); neither shown to the agent nor recorded.
+    info: values of the environment's `metrics`; the rest is for whoever calls it directly (tests, notebooks), and
+    neither shown to the agent nor recorded.
 
     >>> EnvStep([{"role": "tool", "content": "page Anna, hobby chess"}])
     >>> EnvStep(reward=1.0, done=True)
@@ -33,9 +35,14 @@ class Environment(Protocol):
         class Arithmetic(Environment):
             async def step(self, text: str) -> EnvStep:
                 return EnvStep(reward=float(text.strip() == self.task.ground_truth), done=True)
+
+    metrics: what it measures, each under its name in a step's `info`; recorded as `env/<name>`. Of level `step`, each
+    value counts for itself; of level `trajectory`, a trajectory's values add up first. What is not given is not
+    counted: what may be 0 is given as 0.
     """
 
     task: Task
+    metrics: ClassVar[Sequence[Metric]] = ()
 
     async def reset(self, task: Task) -> Sequence[Message]:
         """Start the attempt; returns the messages the agent starts from (default: the task's prompt)."""

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from math import floor
 
 from treadle.core.errors import ConfigError, DataError
+from treadle.core.metrics import Metric
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
 from treadle.envs.tasks import check_count, check_share, check_split
@@ -153,8 +154,14 @@ class Lookup(Environment):
     Needs a task of `tasks`, or one with `extras` {"world_seed", "start", "attribute"} and its `ground_truth`;
     the prompt is made from those. At most `MAX_TURNS` replies; any other text ends the episode with reward 0.
     The last step's `info["ended"]` tells how it ended: `right`, `wrong`, `turns` (still searching at the last
-    turn) or `format`.
+    turn) or `format`. `metrics` count searches, those that find nothing, and replies that are neither.
     """
+
+    metrics = (
+        Metric("searches", "trajectory", "mean", "searches", "pages asked for"),
+        Metric("found_nothing", "step", "mean", "share", "searches for what has no page"),
+        Metric("invalid", "trajectory", "mean", "share", "ended by a reply that is neither search nor answer"),
+    )
 
     def __init__(self) -> None:
         self.turns = 0
@@ -177,11 +184,14 @@ class Lookup(Environment):
             return _end("right" if argument == self.task.ground_truth else "wrong")
         if self.turns >= MAX_TURNS:
             return _end("turns")
-        return EnvStep([Message(role="tool", content=self.world.search(argument))])
+        text = self.world.search(argument)
+        info = {"searches": 1, "found_nothing": text == NOTHING, "invalid": False}
+        return EnvStep([Message(role="tool", content=text)], info=info)
 
 
 def _end(how: str) -> EnvStep:
-    return EnvStep(reward=float(how == "right"), done=True, info={"ended": how})
+    info = {"ended": how, "searches": 0, "invalid": how == "format"}
+    return EnvStep(reward=float(how == "right"), done=True, info=info)
 
 
 def question_of(task: Task) -> Question:

@@ -19,6 +19,7 @@ from treadle.rollout.attempt import EnvironmentFactory, checked_messages, make_e
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation, check_turns
 from treadle.rollout.foreign import guarded
+from treadle.rollout.meter import check_metrics
 from treadle.rollout.replies import reply_parser
 from treadle.training.demonstrations import load_demonstrations
 
@@ -98,10 +99,12 @@ def _with_players(
             "some tasks name neither an environment nor an agent; "
             "set 'environment' or 'agent' in the recipe or in each task"
         )
+    players = {name: environments.get(name) or load_environment(name) for name, _ in sorted(named) if name}
+    check_metrics(players)
     return Inputs(
         train,
         held_out,
-        {name: environments.get(name) or load_environment(name) for name, _ in sorted(named) if name},
+        players,
         {name: agents.get(name) or load_agent(name) for _, name in sorted(named) if name},
     )
 

@@ -24,7 +24,8 @@ CREATE TABLE IF NOT EXISTS groups (
 CREATE TABLE IF NOT EXISTS trajectories (
   trajectory_id TEXT PRIMARY KEY, group_id TEXT NOT NULL REFERENCES groups, attempt INTEGER NOT NULL,
   status TEXT NOT NULL, reward REAL, advantage REAL, failure_cause TEXT, failure_message TEXT, warning TEXT NOT NULL,
-  steps INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, oldest_version INTEGER, seconds REAL NOT NULL);
+  steps INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, oldest_version INTEGER, seconds REAL NOT NULL,
+  metrics TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (
   trajectory_id TEXT NOT NULL REFERENCES trajectories, step INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT,
   prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, stop_reason TEXT NOT NULL, reward REAL NOT NULL,
@@ -98,7 +99,7 @@ class Ledger:
                 )
                 db.execute("INSERT INTO groups VALUES (?,?,?,?,?,?,?,?)", row)
                 db.executemany(
-                    "INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
+                    "INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
                     [_trajectory_row(group.group_id, t) for t in group.trajectories],
                 )
                 db.executemany(
@@ -178,7 +179,7 @@ def _trajectory_row(group_id: str, t: Trajectory) -> tuple[Any, ...]:
     cause, message = (t.failure.cause, t.failure.message) if t.failure else (None, None)
     return (
         *(t.trajectory_id, group_id, t.attempt, t.status, t.reward, None, cause, message, t.warning),
-        *(len(t.steps), t.completion_tokens, t.oldest_version, t.seconds),
+        *(len(t.steps), t.completion_tokens, t.oldest_version, t.seconds, json.dumps(dict(t.metrics))),
     )
 
 

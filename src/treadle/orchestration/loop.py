@@ -24,7 +24,7 @@ from treadle.core.types import Group, Task
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.evaluation import play_held_out
 from treadle.orchestration.ledger import Ledger, LoopState
-from treadle.orchestration.metrics import EvaluationResult, evaluation_result, trajectory_metrics
+from treadle.orchestration.metrics import EvaluationResult, evaluation_result, run_metrics, trajectory_metrics
 from treadle.orchestration.producer import GroupBuffer, Producer, TaskCursor
 from treadle.orchestration.progress import Progress
 from treadle.orchestration.rollout_store import write_shard
@@ -142,19 +142,16 @@ class Loop:
 
     def _log(self, groups: list[Group], results: list[UpdateResult], seconds: dict[str, float]) -> None:
         """One line of metrics.jsonl per optimizer update, each about its own groups."""
-        size = self.config.training.tasks_per_update
-        wall, cpu = self.clock.read()
+        size, success_at = self.config.training.tasks_per_update, self.config.evaluation.success_at
+        each = run_metrics({phase: value / len(results) for phase, value in seconds.items()}, *self.clock.read())
         for number, result in enumerate(results):
+            own = groups[number * size : (number + 1) * size]
+            played = trajectory_metrics(own, success_at, self.state.version, result.refused)
             row = {
                 "kind": "update",
                 "update": self.state.update + number + 1,
                 "version": self.state.version,
-                **trajectory_metrics(groups[number * size : (number + 1) * size], self.config.evaluation.success_at),
-                "refused": len(result.refused),
-                **result.metrics,
-                **{f"seconds_{phase}": value / len(results) for phase, value in seconds.items()},
-                "wall_seconds": wall,
-                "cpu_seconds": cpu,
+                **(played + result.metrics + each),
             }
             self.run_directory.log(row)
             self.progress.updated(row, self.config.orchestration.updates)

@@ -1,14 +1,62 @@
-"""Metrics of a batch over trajectories and tasks, never over rows. Every name says its unit."""
+"""Metrics of what was played: over trajectories, tasks and tokens, never over rows."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from treadle.core.types import Group, Trajectory
+from treadle.core.metrics import Figure, Measures, Metric, declared, measured, shares
+from treadle.core.types import DropReason, Group, Status, StopReason, Trajectory
+from treadle.training import metrics as training_metrics
 
-Figure = float | None
+# over graded trajectories
+
+REWARD_MEAN = Metric("reward_mean", "trajectory", "mean", "", "reward")
+REWARD_POSITIVE = Metric("reward_positive", "trajectory", "mean", "share", "reward above 0")
+SUCCESS = Metric("success", "trajectory", "mean", "share", "reward of at least `evaluation.success_at`")
+STEPS_MEAN = Metric("steps_mean", "trajectory", "mean", "steps", "LLM calls")
+STEPS_MAX = Metric("steps_max", "trajectory", "max", "steps", "most LLM calls")
+COMPLETION_TOKENS_MEAN = Metric("completion_tokens_mean", "trajectory", "mean", "tokens", "sampled, over all its steps")
+COMPLETION_TOKENS_MAX = Metric("completion_tokens_max", "trajectory", "max", "tokens", "most sampled")
+PROMPT_TOKENS_MEAN = Metric(
+    "prompt_tokens_mean", "trajectory", "mean", "tokens", "prompts as sent: what three steps share counts three times"
+)
+LAST_STOP = Metric("last_stop_*", "trajectory", "mean", "share", "why the last completion ended, if there is any step")
+STALENESS_MEAN = Metric(
+    "staleness_mean", "trajectory", "mean", "versions", "learner's version less the oldest that sampled a token"
+)
+STALENESS_MAX = Metric("staleness_max", "trajectory", "max", "versions", "largest such difference")
+TOKEN_STALENESS = Metric(
+    "token_staleness_mean", "token", "mean", "versions", "learner's version less the one that sampled the token"
+)
+
+# over all trajectories and their steps
+
+TRAJECTORIES = Metric("trajectories", "trajectory", "sum", "trajectories", "played")
+FAILED = Metric("failed", "trajectory", "sum", "trajectories", "without a reward; they enter no mean and no baseline")
+FAILED_BY = Metric("failed_*", "trajectory", "sum", "trajectories", "the same by cause, of those that occur")
+REFUSED = Metric("refused", "trajectory", "sum", "trajectories", "graded, but the learner's model cannot train them")
+WARNINGS = Metric("warnings", "trajectory", "sum", "trajectories", "with a warning")
+ENDED = Metric("ended_*", "trajectory", "mean", "share", "how it ended, failed ones too")
+DROPPED = Metric("dropped_*", "step", "sum", "steps", "recorded, but not trained, by reason, of those that occur")
+
+# over tasks with a graded trajectory
+
+PASS_AT = Metric(
+    "pass_at_*", "task", "mean", "share", "one of k attempts succeeds, estimated; tasks with k graded attempts or more"
+)
+EQUAL_REWARDS = Metric("equal_reward_groups", "task", "mean", "share", "all graded attempts have the same reward")
+
+# of the run
+
+SECONDS = Metric("seconds_*", "run", "sum", "seconds", "rollout, update, publish; a batch's, shared by its updates")
+WALL_SECONDS = Metric("wall_seconds", "run", "max", "seconds", "of the run so far, over all its processes")
+CPU_SECONDS = Metric("cpu_seconds", "run", "max", "seconds", "of this process, and those before it")
+
+DECLARED: tuple[Metric, ...] = (*declared(globals()), *declared(vars(training_metrics)))
+"""Every metric of an update's row but the environment's."""
 
 
 def mean(values: Sequence[float]) -> Figure:
@@ -25,7 +73,8 @@ def shown(value: Figure, digits: int = 3) -> str:
 class EvaluationResult:
     """Held-out tasks played once each.
 
-    success: share of graded attempts, None without any; by: the same per value of `table_by`.
+    success: share of graded attempts, None without any; by: the same per value of `table_by`. metrics: the
+    environment's, `env/<name>` -> value.
     """
 
     update: int
@@ -37,31 +86,118 @@ class EvaluationResult:
     steps_mean: Figure
     by: dict[str, Figure]
     by_tasks: dict[str, int]
+    metrics: dict[str, Figure] = field(default_factory=dict)
 
 
-def trajectory_metrics(groups: Sequence[Group], success_at: float) -> dict[str, Figure]:
-    """Means over the graded trajectories of an update and over the tasks that have any; how all of them ended.
+def trajectory_metrics(
+    groups: Sequence[Group], success_at: float, version: int, refused: Container[str] = ()
+) -> Measures:
+    """Of one update's groups, as they were played; means over trajectories are over the graded ones.
 
-    prompt_tokens counts every prompt as sent, so a token that three steps share counts three times.
+    version: of the learner before the update. refused: ids of trajectories that it could not train.
     """
     everyone = [t for group in groups for t in group.trajectories]
     graded = [t for t in everyone if t.reward is not None]
-    rewards = [[t.reward for t in group.trajectories if t.reward is not None] for group in groups]
-    tasks = [own for own in rewards if own]
-    return {
-        "reward_mean": mean([t.reward for t in graded if t.reward is not None]),
-        "success": mean([_success(t, success_at) for t in graded]),
-        "pass_at_k": mean([float(max(own) >= success_at) for own in tasks]),
-        "equal_reward_groups": mean([float(min(own) == max(own)) for own in tasks]),
-        "trajectories": len(everyone),
-        "failed": len(everyone) - len(graded),
-        "warnings": sum(bool(t.warning) for t in everyone),
-        "steps_mean": mean([len(t.live_steps) for t in graded]),
-        "completion_tokens_mean": mean([t.completion_tokens for t in graded]),
-        "prompt_tokens_mean": mean([sum(len(s.prompt_ids) for s in t.live_steps) for t in graded]),
-        **_shares("ended", [str(t.status) for t in everyone]),
-        **_shares("last_stop", [str(t.live_steps[-1].stop_reason) for t in graded if t.live_steps]),
+    return (
+        _of_graded(graded, success_at, version)
+        + _of_everyone(everyone, refused)
+        + _of_tasks(groups, success_at)
+        + environment_metrics(graded)
+        + measured("token", {TOKEN_STALENESS: _token_staleness(graded, version)})
+    )
+
+
+def environment_metrics(trajectories: Iterable[Trajectory]) -> Measures:
+    """What their environments declare, as `env/<name>`."""
+    return sum((t.metrics for t in trajectories), Measures()).under("env/")
+
+
+def run_metrics(seconds: Mapping[str, float], wall: float, cpu: float) -> Measures:
+    """seconds: by phase of the update. wall, cpu: seconds of the run so far."""
+    phases = {SECONDS.of(phase): [value] for phase, value in seconds.items()}
+    return measured("run", {**phases, WALL_SECONDS: [wall], CPU_SECONDS: [cpu]})
+
+
+def pass_at(k: int, attempts: int, successes: int) -> float:
+    """1 - C(attempts - successes, k) / C(attempts, k), 1 <= k <= attempts: whether one of k would have succeeded.
+
+    The mean over all choices of k of the attempts, so unbiased. Source: Chen et al. 2021, "Evaluating large language
+    models trained on code", eq. 1.
+    """
+    return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
+
+
+def _of_graded(graded: Sequence[Trajectory], success_at: float, version: int) -> Measures:
+    rewards = [t.reward for t in graded if t.reward is not None]
+    steps, tokens = [len(t.live_steps) for t in graded], [t.completion_tokens for t in graded]
+    staleness = [version - t.oldest_version for t in graded if t.oldest_version is not None]
+    last = [t.live_steps[-1].stop_reason for t in graded if t.live_steps]
+    values: dict[Metric, Sequence[float]] = {
+        REWARD_MEAN: rewards,
+        REWARD_POSITIVE: [reward > 0 for reward in rewards],
+        SUCCESS: [reward >= success_at for reward in rewards],
+        STEPS_MEAN: steps,
+        STEPS_MAX: steps,
+        COMPLETION_TOKENS_MEAN: tokens,
+        COMPLETION_TOKENS_MAX: tokens,
+        PROMPT_TOKENS_MEAN: [sum(len(step.prompt_ids) for step in t.live_steps) for t in graded],
+        STALENESS_MEAN: staleness,
+        STALENESS_MAX: staleness,
+        **shares(LAST_STOP, StopReason, last),
     }
+    return measured("trajectory", values)
+
+
+def _of_everyone(everyone: Sequence[Trajectory], refused: Container[str]) -> Measures:
+    causes = [t.failure.cause for t in everyone if t.failure is not None]
+    values: dict[Metric, Sequence[float]] = {
+        TRAJECTORIES: [1] * len(everyone),
+        FAILED: [1] * len(causes),
+        REFUSED: [t.trajectory_id in refused for t in everyone],
+        WARNINGS: [bool(t.warning) for t in everyone],
+        **_counts(FAILED_BY, causes),
+        **shares(ENDED, Status, [t.status for t in everyone]),
+    }
+    dropped = [why for t in everyone for why in _dropped(t, refused)]
+    return measured("trajectory", values) + measured("step", _counts(DROPPED, dropped))
+
+
+def _of_tasks(groups: Sequence[Group], success_at: float) -> Measures:
+    """Tasks without a graded attempt are left out."""
+    rewards = [[t.reward for t in group.trajectories if t.reward is not None] for group in groups]
+    values: dict[Metric, Sequence[float]] = {EQUAL_REWARDS: [min(own) == max(own) for own in rewards if own]}
+    for k in _attempts_shown(max((len(group.trajectories) for group in groups), default=0)):
+        enough = [own for own in rewards if len(own) >= k]
+        values[PASS_AT.of(k)] = [pass_at(k, len(own), sum(r >= success_at for r in own)) for own in enough]
+    return measured("task", values)
+
+
+def _attempts_shown(group_size: int) -> list[int]:
+    """1, 2, 4, ... and the size itself."""
+    powers = [2**n for n in range(group_size.bit_length())]
+    return powers if group_size in powers or not group_size else [*powers, group_size]
+
+
+def _dropped(t: Trajectory, refused: Container[str]) -> Iterator[DropReason]:
+    """Why steps of the trajectory are not trained, one for each such step."""
+    for step in t.steps:
+        if step.dropped is not None:
+            yield step.dropped
+        elif t.reward is None:
+            yield DropReason.FAILED
+        elif t.trajectory_id in refused:
+            yield DropReason.REFUSED
+
+
+def _token_staleness(graded: Sequence[Trajectory], version: int) -> list[int]:
+    """Of each trainable token."""
+    versions = [step.policy_versions[step.mask] for t in graded for step in t.live_steps]
+    return [version - own for part in versions for own in part.tolist()]
+
+
+def _counts(family: Metric, keys: Iterable[object]) -> dict[Metric, list[int]]:
+    """How often each key occurs; one that does not has no entry, and adds up to 0 nevertheless."""
+    return {family.of(key): [1] * count for key, count in sorted(Counter(map(str, keys)).items())}
 
 
 def evaluation_result(
@@ -83,12 +219,9 @@ def evaluation_result(
         steps_mean=mean([len(t.live_steps) for _, t in graded]),
         by={key: mean(parts[key]) for key in sorted(parts)},
         by_tasks={key: len(parts[key]) for key in sorted(parts)},
+        metrics=dict(environment_metrics(t for _, t in graded)),
     )
 
 
 def _success(trajectory: Trajectory, success_at: float) -> float:
     return float(trajectory.reward is not None and trajectory.reward >= success_at)
-
-
-def _shares(prefix: str, values: Sequence[str]) -> dict[str, float]:
-    return {f"{prefix}_{value}": count / len(values) for value, count in sorted(Counter(values).items())}

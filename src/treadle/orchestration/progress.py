@@ -35,11 +35,12 @@ class Progress(Protocol):
 
 def update_line(row: Mapping[str, Any], updates: int) -> str:
     """`update 37/200  reward 0.61 ...`: the figures a person watches."""
+    gap = row["logprob_gap_max"]
     return (
         f"update {row['update']:>{len(str(updates))}}/{updates}  "
         f"reward {shown(row['reward_mean'])}  success {shown(row['success'])}  "
         f"steps {shown(row['steps_mean'], 2)}  tokens {shown(row['completion_tokens_mean'], 1)}  "
-        f"entropy {row['entropy']:.3f}  gap {row['logprob_gap_max']:.0e}  "
+        f"entropy {shown(row['entropy'])}  gap {'-' if gap is None else f'{gap:.0e}'}  "
         f"rollout {row['seconds_rollout']:.2f}s  update {row['seconds_update']:.2f}s"
         + (f"  FAILED {row['failed']}/{row['trajectories']}" if row["failed"] else "")
     )

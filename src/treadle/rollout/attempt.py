@@ -33,6 +33,7 @@ from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.agents import Agent, AgentHost, hosting
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.foreign import Outcome, guarded, is_finite, raised
+from treadle.rollout.meter import Meter
 from treadle.rollout.replies import AUTO, reply_parser
 from treadle.rollout.session import Address, CallOptions, Session
 
@@ -120,6 +121,7 @@ class Rollouts:
             failure=outcome.failure,
             warning=outcome.warning,
             seconds=time.perf_counter() - started,
+            metrics=outcome.metrics,
         )
 
     async def _play_environment(self, task: Task, session: Session) -> Outcome:
@@ -127,15 +129,17 @@ class Rollouts:
         try:
             environment = make_environment(self.environments[task.environment])
             try:
-                status = await self._play(environment, task, session)
+                meter = Meter(task.environment, environment)
+                status = await self._play(environment, task, session, meter)
             finally:
                 session.close()  # first: the engine waits for it, and the environment may take its time
                 warning = await self._close(environment)
-            return Outcome(status, _total(step.reward for step in session.steps), warning=warning)
+            reward = _total(step.reward for step in session.steps)
+            return Outcome(status, reward, warning=warning, metrics=meter.read())
         except TrajectoryFailure as error:
             return Outcome.failed(error, warning)
 
-    async def _play(self, environment: Environment, task: Task, session: Session) -> Status:
+    async def _play(self, environment: Environment, task: Task, session: Session, meter: Meter) -> Status:
         limit = self.config.environment_timeout
         opening = await guarded(lambda: environment.reset(task), Cause.ENVIRONMENT, limit, "reset")
         conversation: list[Message] = list(checked_messages(opening, "reset"))
@@ -153,6 +157,7 @@ class Rollouts:
                 raise TrajectoryFailure(Cause.ENVIRONMENT, str(error)) from error
             answer = await self._step(environment, reply["content"])
             session.reward_last(answer.reward)
+            meter.note(answer.info)
             if answer.done:
                 return Status.DONE
             conversation += [reply, *checked_messages(answer.observations, "step")]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import TypeVar
 
 import numpy as np
 
 from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.metrics import Measures
 from treadle.core.types import Failure, Status
 
 T = TypeVar("T")
@@ -19,12 +20,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an attempt ended, as its trajectory will say it: a reward, or a failure."""
+    """How an attempt ended, as its trajectory will say it: a reward, or a failure; what its environment measured."""
 
     status: Status
     reward: float | None
     failure: Failure | None = None
     warning: str = ""
+    metrics: Measures = field(default_factory=Measures)
 
     @classmethod
     def failed(cls, error: TrajectoryFailure, warning: str = "") -> Outcome:

@@ -25,6 +25,7 @@ from treadle.algorithms.kl import ESTIMATORS, KlController
 from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.algorithms.validation import check
 from treadle.core.errors import ConfigError
+from treadle.core.metrics import Measures, measured
 from treadle.core.types import Group
 from treadle.engines.weights import unique_weights
 from treadle.packing.checks import set_aside
@@ -32,6 +33,16 @@ from treadle.packing.flat import FlatBatch, calls, flatten
 from treadle.packing.tree import PrefixTree
 from treadle.training.config import TrainingConfig
 from treadle.training.forward import Forward
+from treadle.training.metrics import (
+    GRADIENT_NORM,
+    KL_COEF,
+    LEARNING_RATE,
+    LONGEST_ROW,
+    PACKED_SEQUENCES,
+    PACKED_TOKENS,
+    SEQUENCES,
+    ZERO_ADVANTAGE,
+)
 from treadle.training.objective import Gradient, Objective, joined, looked_up
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 
@@ -40,11 +51,11 @@ from treadle.training.optimizer import learning_rate, make_optimizer, step
 class UpdateResult:
     """What one optimizer update did.
 
-    metrics: over its trainable tokens. advantage: trajectory_id -> mean over its trainable tokens, if it has any.
-    refused: trajectory_id -> why it could not be trained.
+    metrics: of what it trained (`training.metrics`). advantage: trajectory_id -> mean over its trainable tokens, if it
+    has any. refused: trajectory_id -> why it could not be trained.
     """
 
-    metrics: dict[str, float]
+    metrics: Measures
     advantage: dict[str, float]
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -147,12 +158,13 @@ class Learner:
         totals = self.accumulate(batch, advantage, logp_old, logp_ref)
         norm = step(self.optimizer, self.model, self.training.optimizer, rate) if batch.mask.any() else 0.0
         self.updates_done += 1
+        of_update = {LEARNING_RATE: [rate], GRADIENT_NORM: [norm]}
         if self.kl is not None:
-            totals["kl_coef"] = self.kl.coef
-            if batch.mask.any():
-                self.kl = self.kl.after(totals["kl"], len(batch.trajectories))
+            of_update[KL_COEF] = [self.kl.coef]
+            if (kl := totals["kl"]) is not None:
+                self.kl = self.kl.after(kl, len(batch.trajectories))
         return UpdateResult(
-            metrics={"learning_rate": rate, "gradient_norm": norm, **totals},
+            metrics=measured("run", of_update) + totals + _batch_metrics(batch, advantage),
             advantage=_by_trajectory(batch, advantage),
         )
 
@@ -170,8 +182,8 @@ class Learner:
         advantage: NDArray[np.float64],
         logp_old: NDArray[np.floating] | None = None,
         logp_ref: NDArray[np.floating] | None = None,
-    ) -> dict[str, float]:
-        """Add the batch's gradient to the parameters' `.grad`; returns token metrics.
+    ) -> Measures:
+        """Add the batch's gradient to the parameters' `.grad`; returns metrics of its tokens and of their layout.
 
         advantage float64[N]. logp_old [N], or None to anchor on the policy as it is now. logp_ref [N], for KL.
         """
@@ -182,11 +194,11 @@ class Learner:
             whole = joined([self.forward.scores(tree, temperature) for tree in trees], temperature)
             gradient = looked_up(*objective.gradient(whole))
         scores = [self.forward.backward(tree, temperature, gradient, objective.entropy_coef > 0) for tree in trees]
-        return {
-            **objective.metrics(joined(scores, temperature)),
-            "packed_tokens": sum(len(tree) for tree in trees),
-            "packed_sequences": sum(int((tree.depth == 0).sum()) for tree in trees),
+        packed = {
+            PACKED_TOKENS: [len(tree) for tree in trees],
+            PACKED_SEQUENCES: [int((tree.depth == 0).sum()) for tree in trees],
         }
+        return objective.metrics(joined(scores, temperature)) + measured("run", packed)
 
     def trees(self, batch: FlatBatch) -> list[PrefixTree]:
         """The batch as it is laid out for the forward pass."""
@@ -237,6 +249,16 @@ class Learner:
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         dtype = torch.float64 if self.model.dtype is torch.float64 else torch.float32
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.device, dtype)
+
+
+def _batch_metrics(batch: FlatBatch, advantage: NDArray[np.float64]) -> Measures:
+    """Of its steps and tasks, whatever the packing."""
+    lengths = [len(step.prompt_ids) + len(step.completion_ids) for step in batch.steps]
+    trained, group = batch.mask, batch.group_id
+    moved = np.unique(group[trained & (advantage != 0)])
+    still = ~np.isin(np.unique(group[trained]), moved)
+    steps = measured("step", {SEQUENCES: [1] * len(lengths), LONGEST_ROW: lengths})
+    return steps + measured("task", {ZERO_ADVANTAGE: still.tolist()})
 
 
 def _by_trajectory(batch: FlatBatch, advantage: NDArray[np.float64]) -> dict[str, float]:

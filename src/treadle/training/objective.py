@@ -14,9 +14,27 @@ from torch import Tensor
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.corrections import Corrected, corrected
-from treadle.algorithms.kl import ESTIMATORS
+from treadle.algorithms.kl import ESTIMATORS, k3
 from treadle.algorithms.losses import PolicyLoss, Tokens
+from treadle.core.metrics import Measures, Tally
 from treadle.packing.flat import Indices
+from treadle.training.metrics import (
+    CLIP_FRACTION,
+    CORRECTION_MASKED,
+    CORRECTION_WEIGHT,
+    ENTROPY,
+    GAP_KL,
+    GAP_MAX,
+    GAP_MEAN,
+    KL,
+    LOSS,
+    RATIO_MAX,
+    RATIO_MEAN,
+    RATIO_MIN,
+    TRAINABLE_FRACTION,
+    TRAINABLE_TOKENS,
+    tally,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +93,33 @@ class Objective:
         by_logp, by_entropy = torch.autograd.grad(self.loss(leaves), (leaves.logp, leaves.entropy))
         return by_logp, by_entropy if self.entropy_coef else None
 
-    def metrics(self, scores: Scores) -> dict[str, float]:
-        """Means over the trainable tokens; scores of all N, in order."""
+    def metrics(self, scores: Scores) -> Measures:
+        """Over the trainable tokens; scores of all N, in order."""
         index, tokens = self._tokens(scores)
         mask = tokens.mask
-        gap = (tokens.logp_old - tokens.logp_rollout).abs()[mask]
-        count = max(int(mask.sum()), 1)
-
-        def mean(values: Tensor) -> float:
-            return float(values[mask].sum()) / count
-
+        ratio = (scores.logp - tokens.logp_old)[mask].double().exp()  # in float64, which no ratio leaves
+        gap = (tokens.logp_old - tokens.logp_rollout)[mask]
         found = {
-            "loss": float(self.loss(scores)),
-            "entropy": mean(scores.entropy),
-            "logprob_gap_mean": float(gap.sum()) / count,
-            "logprob_gap_max": float(gap.max()) if len(gap) else 0.0,
-            "trainable_tokens": int(mask.sum()),
+            RATIO_MEAN: ratio,
+            RATIO_MAX: ratio,
+            RATIO_MIN: ratio,
+            ENTROPY: scores.entropy[mask],
+            GAP_MEAN: gap.abs(),
+            GAP_MAX: gap.abs(),
+            GAP_KL: k3(torch.zeros_like(gap.double()), gap.double()),
+            TRAINABLE_TOKENS: mask[mask],
+            TRAINABLE_FRACTION: mask,
         }
         if self.policy_loss.clipped is not None:
-            found["clip_fraction"] = mean(self.policy_loss.clipped(scores.logp, tokens, self.config))
+            found[CLIP_FRACTION] = self.policy_loss.clipped(scores.logp, tokens, self.config)[mask]
         if self.config.correction.active:
             correction = self._corrected(index, tokens)
-            found["correction_masked_fraction"] = mean(~correction.keep)
-            found["correction_weight_mean"] = mean(correction.factor)
+            found[CORRECTION_MASKED] = ~correction.keep[mask]
+            found[CORRECTION_WEIGHT] = correction.factor[mask]
         if tokens.logp_ref is not None:
-            found["kl"] = mean(self._kl(scores.logp, tokens))
-        return found
+            found[KL] = self._kl(scores.logp, tokens)[mask]
+        loss = Tally(LOSS, float(self.loss(scores)), len(mask))
+        return Measures([loss, *(tally(metric, values) for metric, values in found.items())])
 
     def _corrected(self, index: Tensor, tokens: Tokens) -> Corrected:
         """Of the tokens at hand: all of them if a correction couples tokens and is not known yet."""

@@ -1,0 +1,153 @@
+"""Typed metrics: what is measured is declared once, and the declaration alone decides how it adds up.
+
+    Metric --Tally.over(values of one level's units)--> Tally --Measures: a + b--> value
+
+    STEPS = Metric("steps_mean", "trajectory", "mean", "steps", "LLM calls of a trajectory")
+    here = measured("trajectory", {STEPS: [3, 1, 2]})
+    (here + measured("trajectory", {STEPS: [6]}))["steps_mean"]  # 3.0: four trajectories, not two means
+
+A mean is kept as sum and count, so that parts (micro-batches, updates, ranks) combine to what the whole gives at once.
+A name is never looked into.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from treadle.core.errors import ConfigError
+
+Level = Literal["token", "step", "trajectory", "task", "run"]
+Aggregation = Literal["mean", "sum", "max", "min"]
+Figure = float | None
+"""None for nothing: a mean of no trajectory is not 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A declared metric.
+
+    level: of what each counted value is one. aggregation: how values become one. unit: of the value; `share` counts yes
+    as 1 and no as 0. help: what it is, in a line. A `*` in the name stands for the key of a family: `ended_*`.
+
+    Raises ConfigError for a name, level or aggregation that is none.
+    """
+
+    name: str
+    level: Level
+    aggregation: Aggregation
+    unit: str = ""
+    help: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"a metric needs a name, got {self.name!r}")
+        for what, value, known in (("level", self.level, Level), ("aggregation", self.aggregation, Aggregation)):
+            if value not in get_args(known):
+                raise ConfigError(f"metric {self.name!r}: {what} {value!r} must be one of {', '.join(get_args(known))}")
+
+    def of(self, key: object) -> Metric:
+        """The member of this family for one key: `ended_*` of `done` is `ended_done`."""
+        return replace(self, name=self.name.replace("*", str(key)))
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What was counted of a metric: how many values, and their sum, or the largest or smallest of them."""
+
+    metric: Metric
+    total: float
+    count: int
+
+    @classmethod
+    def over(cls, metric: Metric, values: Iterable[float]) -> Tally:
+        """Of one value per unit of the metric's level; units that have none are left out by the caller."""
+        counted = list(values)
+        return cls(metric, _folded(metric, counted) if counted else 0, len(counted))
+
+    def __add__(self, other: Tally) -> Tally:
+        """Of both together. Raises ConfigError for two declarations under one name."""
+        if self.metric != other.metric:
+            raise ConfigError(
+                f"metric {self.metric.name!r} is declared twice, as {self.metric} and as {other.metric}; rename one"
+            )
+        totals = [tally.total for tally in (self, other) if tally.count]
+        return Tally(self.metric, _folded(self.metric, totals) if totals else 0, self.count + other.count)
+
+    @property
+    def value(self) -> Figure:
+        """The aggregate; of no values, a sum is 0 and anything else None."""
+        if self.metric.aggregation == "sum":
+            return self.total
+        if not self.count:
+            return None
+        return self.total / self.count if self.metric.aggregation == "mean" else self.total
+
+
+def _folded(metric: Metric, values: list[float]) -> float:
+    """At least one value."""
+    match metric.aggregation:
+        case "max":
+            return max(values)
+        case "min":
+            return min(values)
+        case _:
+            return sum(values) if all(isinstance(value, int) for value in values) else math.fsum(values)
+
+
+class Measures(Mapping[str, Any]):
+    """What was measured: reads as name -> `Tally.value`, and adds up. Read-only."""
+
+    def __init__(self, tallies: Iterable[Tally] = ()) -> None:
+        self._tallies: dict[str, Tally] = {}
+        for tally in tallies:
+            known = self._tallies.get(tally.metric.name)
+            self._tallies[tally.metric.name] = tally if known is None else known + tally
+
+    def __add__(self, other: Measures) -> Measures:
+        """Both together: equal metrics combine. Raises ConfigError for two declarations under one name."""
+        return Measures((*self.tallies, *other.tallies))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._tallies[name].value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tallies)
+
+    def __len__(self) -> int:
+        return len(self._tallies)
+
+    def __repr__(self) -> str:
+        return f"Measures({dict(self)})"
+
+    @property
+    def tallies(self) -> tuple[Tally, ...]:
+        """In order of first appearance."""
+        return tuple(self._tallies.values())
+
+    def under(self, prefix: str) -> Measures:
+        """The same under `prefix` + name."""
+        return Measures(replace(t, metric=replace(t.metric, name=prefix + t.metric.name)) for t in self.tallies)
+
+
+def measured(level: Level, values: Mapping[Metric, Iterable[float]]) -> Measures:
+    """Values of one level's units, by metric.
+
+    Raises ConfigError for a metric of another level: what is counted per step is never reported per trajectory.
+    """
+    if wrong := [metric for metric in values if metric.level != level]:
+        raise ConfigError(f"metric {wrong[0].name!r} is of level {wrong[0].level}, its values are of level {level}")
+    return Measures(Tally.over(metric, counted) for metric, counted in values.items())
+
+
+def shares(family: Metric, keys: Iterable[Any], found: Iterable[Any]) -> dict[Metric, list[bool]]:
+    """For each key of a family of shares, whether each value found is that key; also keys that never occur."""
+    values = list(found)
+    return {family.of(key): [value == key for value in values] for key in keys}
+
+
+def declared(namespace: Mapping[str, object]) -> tuple[Metric, ...]:
+    """The metrics that a module declares: `declared(vars(module))`."""
+    return tuple(value for value in namespace.values() if isinstance(value, Metric))

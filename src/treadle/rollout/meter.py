@@ -1,0 +1,68 @@
+"""What environments measure: values of their declared metrics, out of the `info` of each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
+from treadle.core.metrics import Measures, Metric, Tally
+from treadle.rollout.foreign import is_finite
+
+
+def check_metrics(environments: Mapping[str, object]) -> None:
+    """Raise ConfigError for what environments declare and cannot be counted, or declare in two ways.
+
+    environments: name -> class, or whatever makes one; what does not tell its metrics declares none yet.
+    """
+    known: dict[str, tuple[str, Metric]] = {}
+    for name, environment in environments.items():
+        where = f"environment {name!r}: metrics"
+        for metric in _listed(getattr(environment, "metrics", ()), where):
+            if metric.level not in ("step", "trajectory"):
+                raise ConfigError(f"{where}: {metric.name!r} is of level {metric.level}; make it step or trajectory")
+            if not metric.name.isidentifier():
+                raise ConfigError(f"{where}: {metric.name!r} must be a name of letters, digits and underscores")
+            other, earlier = known.setdefault(metric.name, (name, metric))
+            if metric != earlier:
+                raise ConfigError(f"{where}: {metric.name!r} is declared otherwise by {other!r}; rename one")
+
+
+def _listed(found: object, where: str) -> Iterable[Metric]:
+    if not isinstance(found, tuple | list) or not all(isinstance(metric, Metric) for metric in found):
+        raise ConfigError(f"{where} must be a tuple of treadle.Metric, got {found!r:.100}")
+    return found
+
+
+class Meter:
+    """Counts one attempt's values of what its environment declares. Raises TrajectoryFailure (environment)."""
+
+    def __init__(self, name: str, environment: object) -> None:
+        try:
+            check_metrics({name: environment})
+        except ConfigError as error:  # only now: what makes the environment did not tell
+            raise TrajectoryFailure(Cause.ENVIRONMENT, str(error)) from error
+        self._values: dict[Metric, list[float]] = {metric: [] for metric in getattr(environment, "metrics", ())}
+
+    def note(self, info: object) -> None:
+        """Take what a step says. Raises TrajectoryFailure (environment) for a value that is no finite number."""
+        if self._values and not isinstance(info, Mapping):
+            raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave info {info!r:.100}; it must be a mapping")
+        for metric, values in self._values.items():
+            value = info.get(metric.name)  # type: ignore[attr-defined]  # a mapping, by now
+            if value is None:
+                continue
+            if not is_finite(value):
+                raise TrajectoryFailure(
+                    Cause.ENVIRONMENT,
+                    f"step gave info[{metric.name!r}] = {value!r:.100}; a declared metric must be a finite number",
+                )
+            values.append(float(value))
+
+    def read(self) -> Measures:
+        """Metrics that have a value: each one of level step, their sum of level trajectory."""
+        found = {metric: values for metric, values in self._values.items() if values}
+        return Measures(
+            Tally.over(metric, values if metric.level == "step" else [math.fsum(values)])
+            for metric, values in found.items()
+        )

@@ -1,0 +1,54 @@
+"""What the learner measures of an update, over what it trained."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from treadle.core.metrics import Metric, Tally
+
+# over trainable tokens
+
+LOSS = Metric("loss", "token", "sum", "", "the update's loss: each token's, times its weight")
+ENTROPY = Metric("entropy", "token", "mean", "nats", "of the distribution that the token is drawn from")
+KL = Metric("kl", "token", "mean", "nats", "from the reference model, by `algorithm.kl.estimator`")
+RATIO_MEAN = Metric("ratio_mean", "token", "mean", "", "probability before the update / at the start of its batch")
+RATIO_MAX = Metric("ratio_max", "token", "max", "", "largest such ratio")
+RATIO_MIN = Metric("ratio_min", "token", "min", "", "smallest such ratio")
+CLIP_FRACTION = Metric("clip_fraction", "token", "mean", "share", "ratio bounded by the policy loss, if it clips")
+CORRECTION_MASKED = Metric(
+    "correction_masked_fraction", "token", "mean", "share", "left out by `algorithm.correction`, if it is set"
+)
+CORRECTION_WEIGHT = Metric(
+    "correction_weight_mean", "token", "mean", "", "truncated importance ratio of `algorithm.correction`"
+)
+GAP_MEAN = Metric(
+    "logprob_gap_mean", "token", "mean", "nats", "log-probability, engine's and learner's: absolute difference"
+)
+GAP_MAX = Metric("logprob_gap_max", "token", "max", "nats", "largest such difference; near 1e-6 in float32")
+GAP_KL = Metric("logprob_gap_kl", "token", "mean", "nats", "KL from the engine's policy to the learner's, by `k3`")
+TRAINABLE_TOKENS = Metric("trainable_tokens", "token", "sum", "tokens", "sampled tokens that are trained")
+TRAINABLE_FRACTION = Metric("trainable_fraction", "token", "mean", "share", "trained, of all sampled tokens")
+
+# over trained steps, tasks with a trained token, and the update
+
+SEQUENCES = Metric("sequences", "step", "sum", "sequences", "steps, each of which is a sequence before packing")
+LONGEST_ROW = Metric("longest_row", "step", "max", "tokens", "longest sequence, prompt and completion")
+ZERO_ADVANTAGE = Metric("zero_advantage_groups", "task", "mean", "share", "no token with an advantage other than 0")
+PACKED_SEQUENCES = Metric("packed_sequences", "run", "sum", "sequences", "sequences after packing")
+PACKED_TOKENS = Metric("packed_tokens", "run", "sum", "tokens", "tokens computed after packing")
+LEARNING_RATE = Metric("learning_rate", "run", "mean", "", "of the update")
+GRADIENT_NORM = Metric("gradient_norm", "run", "mean", "", "before clipping")
+KL_COEF = Metric("kl_coef", "run", "mean", "", "coefficient of KL, if `algorithm.kl` is set")
+
+
+def tally(metric: Metric, values: Tensor) -> Tally:
+    """Of a tensor [n] of one value per token. Extremes and sums are of the values as they are, in their precision."""
+    if not len(values):
+        return Tally(metric, 0, 0)
+    match metric.aggregation:
+        case "max":
+            return Tally(metric, float(values.max()), len(values))
+        case "min":
+            return Tally(metric, float(values.min()), len(values))
+        case _:
+            return Tally(metric, values.sum().item(), len(values))
