@@ -146,7 +146,7 @@ def _ask(router: nn.Module, tokens: Tensor, choice: _Choice) -> _Choice | None:
     try:
         with choice:
             answer = router(tokens)
-    except TypeError:  # it wants more than hidden states
+    except (TypeError, ValueError):  # it takes or makes something else
         return None
     if choice.chosen is None or not isinstance(answer, tuple) or len(answer) < 3:
         return None
