@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from treadle.core.errors import Cause
 from treadle.core.types import (
@@ -184,13 +185,8 @@ class ExactNorm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon) * (self.weight + self.offset)
 
 
-class ExactRouter(nn.Module):
+class ExactRouter(Qwen3MoeTopKRouter):
     """A top-k router computed in its input's own precision."""
-
-    def __init__(self, stock: Any) -> None:
-        super().__init__()
-        self.weight = cast(nn.Parameter, stock.weight)
-        self.top_k = int(stock.top_k)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
@@ -204,8 +200,8 @@ def keep_norms_in_float64(model: PreTrainedModel) -> PreTrainedModel:
         for name, child in list(module.named_children()):
             if type(child).__name__.endswith(("RMSNorm", "CohereLayerNorm")):
                 setattr(module, name, ExactNorm(child))
-            elif type(child).__name__ == "Qwen3MoeTopKRouter":
-                setattr(module, name, ExactRouter(child))
+            elif type(child) is Qwen3MoeTopKRouter:
+                child.__class__ = ExactRouter
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the default has no float64
     return model.double()
@@ -252,6 +248,31 @@ def make_trajectory(steps: Sequence[Step], reward: float | None, group: int = 0,
 def make_group(trajectories: Sequence[tuple[Sequence[Step], float | None]], index: int = 0) -> Group:
     made = [make_trajectory(steps, reward, index, number) for number, (steps, reward) in enumerate(trajectories)]
     return Group(group_id(index), index, 0, index, Task(f"task-{index}"), tuple(made))
+
+
+ROUTINGS = ("absent", "empty", "short", "whole")
+
+
+@st.composite
+def routed(
+    draw: st.DrawFn, groups: list[Group], layers: int = 2, top_k: int = 2, experts: int = 4, choices: int = 3
+) -> list[Group]:
+    """The groups with routing: of all sampled tokens of a step, of the first ones, of no token, or none; few different
+    ones, so that steps often agree. choices: how many."""
+    random = np.random.default_rng(draw(st.integers(0, 2**16)))
+    pool = random.random((choices, layers, experts)).argsort(-1)[..., :top_k]
+
+    def of(step: Step) -> Step:
+        how, tokens = draw(st.sampled_from(ROUTINGS)), len(step.completion_ids)
+        if how == "absent":
+            return step
+        rows = {"empty": 0, "short": int(random.integers(0, tokens + 1)), "whole": tokens}[how]
+        return replace(step, routing=pool[random.integers(0, choices, rows)].astype(np.int16))
+
+    return [
+        replace(g, trajectories=tuple(replace(t, steps=tuple(of(s) for s in t.steps)) for t in g.trajectories))
+        for g in groups
+    ]
 
 
 REWARDS: tuple[float | None, ...] = (0.0, 1.0, 0.7, -2.5, None)

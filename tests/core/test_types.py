@@ -237,3 +237,31 @@ def test_a_task_is_plain_json_data_with_checked_messages() -> None:
     with pytest.raises(DataError, match="task t: prompt: message 0 needs 'role' and 'content'"):
         Task("t", prompt=[{"role": "user"}])  # type: ignore[typeddict-item]
     assert Task("t", prompt=[{"role": "user", "content": "x"}]).prompt == ({"role": "user", "content": "x"},)
+
+
+ROUTING = [[[0, 3], [1, 2]], [[3, 1], [0, 1]]]
+
+
+def test_routing_is_kept_as_int16_read_only_and_through_pickling() -> None:
+    for routing in (ROUTING, ROUTING[:1], np.empty((0, 2, 2), np.int64)):
+        step = make_step(routing=np.array(routing))
+        for one in (step, pickle.loads(pickle.dumps(step)), copy.deepcopy(step)):
+            assert one.routing is not None and one.routing.dtype == np.int16 and not one.routing.flags.writeable
+            assert np.array_equal(one.routing, routing)
+    assert make_step().routing is None
+
+
+@pytest.mark.parametrize(
+    ("routing", "message"),
+    [
+        (ROUTING * 2, r"at most 2 tokens, got shape \(4, 2, 2\)"),
+        (ROUTING[0], r"\[tokens, layers, experts\] of at most 2 tokens, got shape \(2, 2\)"),
+        ([[[0, -1]]], r"experts in \[0, 2\*\*15\), got int64 -1 .. 0"),
+        ([[[0, 2**15]]], r"got int64 0 .. 32768"),
+        ([[[0.0, 1.0]]], "got float64"),
+        ([[[0, 1], [2, 2]]], "an expert twice"),
+    ],
+)
+def test_routing_that_no_model_could_have_chosen_is_refused(routing: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make_step(routing=np.array(routing))

@@ -55,9 +55,9 @@ def test_what_the_learner_refuses_is_dropped_told_and_not_trained(
         empty = make_step([1], [])
         return replace(trajectory, steps=(*trajectory.steps, empty)) if trajectory.attempt == 0 else trajectory
 
-    def spoilt(groups: Sequence[Group], vocabulary: int, context: int | None) -> tuple[list[Group], dict[str, str]]:
+    def spoilt(groups: Sequence[Group], *model: Any) -> tuple[list[Group], dict[str, str]]:
         made = [replace(g, trajectories=tuple(map(with_an_empty_step, g.trajectories))) for g in groups]
-        return set_aside(made, vocabulary, context)
+        return set_aside(made, *model)
 
     monkeypatch.setattr("treadle.training.learner.set_aside", spoilt)
     progress = Quiet()

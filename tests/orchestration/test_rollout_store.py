@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.worlds import make_group, make_step
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
-from treadle.core.types import SamplingParams, Status, Step, StopReason, Trajectory
+from treadle.core.types import Routing, SamplingParams, Status, Step, StopReason, Trajectory
 from treadle.orchestration.rollout_store import read_steps, write_shard
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
@@ -40,7 +40,14 @@ def steps(draw: st.DrawFn) -> Step:
         stop_reason=draw(st.sampled_from(StopReason)),
         reward=draw(finite),
         seconds=draw(st.floats(0, 1e9)),
+        routing=draw(st.none() | st.builds(_routing, st.integers(0, size), st.integers(0, 3), st.integers(1, 2))),
     )
+
+
+def _routing(tokens: int, layers: int, top_k: int) -> Routing:
+    """As of a model with so many experts that ids need all 16 bits."""
+    rows = np.arange(tokens * layers)[:, None] * 999 % 2**15
+    return ((rows + np.arange(top_k)) % 2**15).reshape(tokens, layers, top_k).astype(np.int16)
 
 
 def same(a: Step, b: Step) -> bool:
@@ -50,6 +57,10 @@ def same(a: Step, b: Step) -> bool:
         getattr(a, n).tobytes() == getattr(b, n).tobytes() and getattr(a, n).dtype == getattr(b, n).dtype
         for n in arrays
     )
+    if (a.routing is None) != (b.routing is None):
+        return False
+    if a.routing is not None and b.routing is not None:
+        exact &= a.routing.dtype == b.routing.dtype and np.array_equal(a.routing, b.routing)
     return exact and all(getattr(a, n) == getattr(b, n) for n in plain)
 
 

@@ -12,6 +12,33 @@ from treadle.packing.checks import set_aside
 GOOD = make_step([1, 2, 3], [4, 5])
 
 
+def with_routing(routing: list[list[list[int]]]) -> Step:
+    return replace(GOOD, routing=np.array(routing, np.int16))
+
+
+@pytest.mark.parametrize(
+    ("routing", "fault"),
+    [
+        ([[[0, 1]]], "its routing is of 1 layers and 2 experts up to 1, the model has 2 layers with 2 of 4 experts"),
+        ([[[0], [1]]], "its routing is of 2 layers and 1 experts up to 1"),
+        ([[[0, 1], [2, 4]]], "its routing is of 2 layers and 2 experts up to 4"),
+    ],
+)
+def test_routing_of_another_model_costs_its_trajectory_alone(routing: list[list[list[int]]], fault: str) -> None:
+    for step in (with_routing(routing), replace(with_routing(routing), dropped=DropReason.CANCELLED)):
+        groups = with_step(step)
+        _, refused = set_aside(groups, 32, 40, (2, 2, 4))
+        assert list(refused) == ["g000001.1"] and f"step 2: {fault}" in refused["g000001.1"]
+        assert not set_aside(groups, 32, 40)[1]  # where nothing is replayed, nobody looks
+
+
+def test_sound_short_and_empty_routing_passes() -> None:
+    for routing in ([[[0, 1], [3, 2]]] * 2, [[[0, 1], [3, 2]]]):
+        assert not set_aside(with_step(with_routing(routing)), 32, 40, (2, 2, 4))[1]
+    nothing = replace(GOOD, routing=np.empty((0, 0, 0), np.int16))
+    assert not set_aside(with_step(nothing), 32, 40, (2, 2, 4))[1]
+
+
 def with_step(step: Step) -> list[Group]:
     """Two groups; attempt 1 of the second has the step as its third."""
     return [*random_groups(0, groups=1), make_group([([GOOD], 1.0), ([GOOD, GOOD, step], 0.0), ([GOOD], 0.5)], index=1)]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from treadle.core.errors import EngineError
-from treadle.core.types import Floats, Ids, SamplingParams, StopReason
+from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,15 @@ class Completion:
     """What an engine sampled.
 
     token_ids int32[C]; logprobs float32[C], of each token under the sampling distribution (after
-    temperature); policy_versions: spans that cover [0, C) without gap or overlap.
+    temperature); policy_versions: spans that cover [0, C) without gap or overlap. routing int16[<= C, M, k]: the
+    experts chosen where each token was predicted (see `Step`), from an engine that tells.
     """
 
     token_ids: Ids
     logprobs: Floats
     stop_reason: StopReason
     policy_versions: tuple[VersionSpan, ...]
+    routing: Routing | None = None
 
     def versions_per_token(self) -> Ids:
         """int32[C]; raises EngineError where the spans do not cover the completion exactly once."""

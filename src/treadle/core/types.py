@@ -1,6 +1,6 @@
 """What is recorded: Task, Step, Trajectory, Group.
 
-Legend of shapes: P prompt tokens, C completion tokens of one step.
+Legend of shapes: P prompt tokens, C completion tokens of one step, M layers with experts, k experts a token.
 
 Arrays have fixed dtypes, are checked at construction and read-only afterwards: a record that exists is a
 record that can be trained. For example, a step whose stop string was hit after two sampled tokens:
@@ -28,6 +28,7 @@ from treadle.core.metrics import Measures
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
+Routing = NDArray[np.int16]
 
 
 class FunctionCall(TypedDict):
@@ -127,6 +128,23 @@ def _array(owner: str, name: str, value: ArrayLike, dtype: type[np.generic], kin
     return array
 
 
+def _routing(value: ArrayLike, tokens: int) -> Routing:
+    array = np.asarray(value)
+    if array.ndim != 3 or len(array) > tokens:
+        raise DataError(
+            f"Step.routing must be [tokens, layers, experts] of at most {tokens} tokens, got shape {array.shape}"
+        )
+    if array.size and not (array.dtype.kind in "iu" and array.min() >= 0 and array.max() < 2**15):
+        raise DataError(
+            f"Step.routing must hold experts in [0, 2**15), got {array.dtype.name} {array.min()} .. {array.max()}"
+        )
+    if (np.diff(np.sort(array, -1)) == 0).any():
+        raise DataError("Step.routing names an expert twice for one token of one layer")
+    array = np.array(array, dtype=np.int16)
+    array.flags.writeable = False
+    return array
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one completion is sampled.
@@ -210,6 +228,9 @@ class Step:
     seconds         spent in the engine call
     break_cause     why the prompt does not carry on an earlier step's ids, where the recorder knows it from messages
     dropped         why the step will never be trained, where that is known when it is recorded
+    routing         int16[<= C, M, k]  the experts that the engine chose where it predicted each sampled token: while it
+                    read the token before, so that the first row is of the prompt's last token. None, or fewer rows:
+                    the engine did not say, of the last tokens
 
     Raises DataError, naming the field, where lengths, dtypes or values break this.
     """
@@ -225,6 +246,7 @@ class Step:
     seconds: float = 0.0
     break_cause: BreakCause | None = None
     dropped: DropReason | None = None
+    routing: Routing | None = None
 
     def __post_init__(self) -> None:
         fix = object.__setattr__
@@ -234,6 +256,8 @@ class Step:
         length = len(self.completion_ids)
         trainable = np.full(length, self.sampling.temperature > 0) if self.mask is None else self.mask
         fix(self, "mask", _array("Step", "mask", trainable, np.bool_, "b"))
+        if self.routing is not None:
+            fix(self, "routing", _routing(self.routing, length))
         if not len(self.prompt_ids):
             raise DataError("Step.prompt_ids is empty: a completion needs at least one token before it")
         for name in ("logprobs", "policy_versions", "mask"):

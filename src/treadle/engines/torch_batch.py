@@ -12,12 +12,12 @@ from torch import Tensor
 
 from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, VersionSpan
-from treadle.core.types import Ids, SamplingParams, StopReason
+from treadle.core.types import Ids, Routing, SamplingParams, StopReason
 from treadle.engines.cache_rows import Cached, CachedRows
 from treadle.engines.kv_cache import KVCache
 from treadle.engines.sampling import Rules, rules, sample
 from treadle.engines.stop_strings import Decode, StopStrings
-from treadle.engines.torch_model import CachedModel
+from treadle.engines.torch_model import CachedModel, Predicted
 
 _SHARED = 0.75  # share of live rows from which computing all rows is cheaper than gathering the live ones
 _DRAWS = 16  # tokens whose draws are made at once
@@ -59,6 +59,7 @@ class _Row:
     starts: list[tuple[int, int]]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routing: list[Routing] = field(default_factory=list)
     ended: StopReason | None = None
 
     def position(self) -> int:
@@ -76,6 +77,7 @@ class _Row:
             logprobs=np.array(self.logprobs, np.float32),
             stop_reason=reason,
             policy_versions=tuple(VersionSpan(v, a, b) for (v, a), b in zip(self.starts, ends, strict=True) if a < b),
+            routing=np.stack(self.routing) if self.routing else None,
         )
 
 
@@ -124,11 +126,11 @@ class Batch:
         entering = [self._row(call) for call in calls]
         known = self._cached.place([row.cached for row in entering], max(r.call.positions for r in [*live, *entering]))
         self._rows = sorted([*live, *entering], key=lambda row: row.cached.row)
-        logits = self._prefill(entering, known)
+        predicted = self._prefill(entering, known)
         self._computed = []
         self._draw({row.cached.row for row in entering})
         here = [row.cached.row for row in entering]
-        self._append(entering, logits, rules([row.call.sampling for row in entering], logits.device), here)
+        self._append(entering, predicted, rules([row.call.sampling for row in entering], predicted.logits.device), here)
         return len(calls)
 
     @torch.inference_mode()
@@ -150,7 +152,7 @@ class Batch:
         if self._drawn == _DRAWS:
             self._draw(set())
         where = slice(0, len(rows)) if everything else torch.tensor(computed, device=self._model.device)
-        self._append(rows, self._next_logits(rows, where), self._rules, computed)
+        self._append(rows, self._next(rows, where), self._rules, computed)
 
     @torch.inference_mode()
     def publish(self, weights: Mapping[str, Tensor], version: int, *, recompute: bool) -> None:
@@ -195,37 +197,37 @@ class Batch:
 
     # --- prompts -------------------------------------------------------------------------------------------------
 
-    def _prefill(self, rows: Sequence[_Row], known: Sequence[int]) -> Tensor:
-        """Bring every prompt into the cache, of which it knows so many tokens; the logits float32[B, V] after each."""
-        logits = torch.empty(len(rows), self._model.vocabulary, device=self._model.device)
+    def _prefill(self, rows: Sequence[_Row], known: Sequence[int]) -> Predicted:
+        """Bring every prompt into the cache, of which it knows so many tokens; what is predicted after each."""
+        predicted = self._model.empty(len(rows))
         fresh: dict[tuple[str | None, bytes], list[int]] = {}
         for number, row in enumerate(rows):
             if not known[number]:
                 fresh.setdefault((row.call.salt, row.call.prompt.tobytes()), []).append(number)
         for part in self._model.parts(list(fresh.values()), lambda same: len(rows[same[0]].call.prompt)):
-            self._prefill_fresh(rows, part, logits)
+            self._prefill_fresh(rows, part, predicted)
         continued = [number for number, kept in enumerate(known) if kept]
         for numbers in self._model.parts(continued, lambda number: len(rows[number].call.prompt) - known[number]):
             chunks = [rows[number].call.prompt[known[number] :] for number in numbers]
             where = self._where([rows[number].cached.row for number in numbers])
-            logits[torch.tensor(numbers, device=logits.device)] = self._model.extend(
-                self._cached.cache, where, chunks, [known[number] for number in numbers]
-            )
+            answers = self._model.extend(self._cached.cache, where, chunks, [known[number] for number in numbers])
+            predicted.put(torch.tensor(numbers, device=self._model.device), answers)
             self.counters.prefilled += sum(map(len, chunks))
         self.counters.reused += sum(known)
-        return logits
+        return predicted
 
-    def _prefill_fresh(self, rows: Sequence[_Row], groups: Sequence[list[int]], logits: Tensor) -> None:
-        """Compute each distinct prompt once and hand its cache and logits to every row of its group."""
+    def _prefill_fresh(self, rows: Sequence[_Row], groups: Sequence[list[int]], predicted: Predicted) -> None:
+        """Compute each distinct prompt once and hand its cache and prediction to every row of its group."""
         prompts = [rows[same[0]].call.prompt for same in groups]
         longest = max(map(len, prompts))
         once = KVCache(len(prompts), longest + 1)
         answers = self._model.extend(once, slice(0, len(prompts)), prompts, [0] * len(prompts))
         numbers = [number for same in groups for number in same]
-        sources = torch.tensor([i for i, same in enumerate(groups) for _ in same], device=logits.device)
-        targets = torch.tensor([rows[number].cached.row for number in numbers], device=logits.device)
+        device = self._model.device
+        sources = torch.tensor([i for i, same in enumerate(groups) for _ in same], device=device)
+        targets = torch.tensor([rows[number].cached.row for number in numbers], device=device)
         self._cached.cache.copy_rows(once, sources, targets, longest)
-        logits[torch.tensor(numbers, device=logits.device)] = answers[sources]
+        predicted.put(torch.tensor(numbers, device=device), answers, sources)
         self.counters.prefilled += sum(map(len, prompts))
         self.counters.shared += sum(len(p) * (len(same) - 1) for p, same in zip(prompts, groups, strict=True))
 
@@ -237,7 +239,7 @@ class Batch:
 
     # --- tokens --------------------------------------------------------------------------------------------------
 
-    def _next_logits(self, rows: Sequence[_Row], where: slice | Tensor) -> Tensor:
+    def _next(self, rows: Sequence[_Row], where: slice | Tensor) -> Predicted:
         """Feed each row its last token."""
         positions = np.array([row.position() for row in rows])
         ids = torch.tensor([row.tokens[-1] for row in rows])[:, None]
@@ -253,15 +255,18 @@ class Batch:
         tokens = np.array(first)[:, None] + np.arange(_DRAWS)
         self._draws, self._drawn = token_uniforms(seeds[:, None], tokens), 0
 
-    def _append(self, rows: Sequence[_Row], logits: Tensor, how: Rules, numbers: list[int]) -> None:
-        draws = torch.from_numpy(self._draws[numbers, self._drawn]).to(logits.device)
+    def _append(self, rows: Sequence[_Row], predicted: Predicted, how: Rules, numbers: list[int]) -> None:
+        draws = torch.from_numpy(self._draws[numbers, self._drawn]).to(predicted.logits.device)
         self._drawn += 1
-        ids, logprobs = sample(logits, how, draws)
-        for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+        ids, logprobs = sample(predicted.logits, how, draws)
+        routing = None if predicted.routing is None else predicted.routing.cpu().numpy()
+        for number, (row, token, logprob) in enumerate(zip(rows, ids.tolist(), logprobs.tolist(), strict=True)):
             if row.ended is not None:
                 continue
             row.tokens.append(token)
             row.logprobs.append(min(logprob, 0.0))
+            if routing is not None:
+                row.routing.append(routing[number])
             self.counters.sampled += 1
             if token in self._stop or (row.stops is not None and row.stops.completes(token)):
                 self._end(row, StopReason.STOP)

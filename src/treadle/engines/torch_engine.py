@@ -57,6 +57,7 @@ class TorchEngine:
     loop's thread: right where nothing else has anything to do meanwhile, as in synchronous training, because OpenMP
     keeps a team of workers per calling thread, and several teams on a small machine slow each other down (1.5 times
     here).
+    routing: completions tell which experts were chosen. Raises ConfigError for a model whose experts cannot be told.
 
     Invariant: a call starts from cached keys and values of the current weights only, of a prefix of what it sends,
     computed for the same session and salt.
@@ -75,8 +76,9 @@ class TorchEngine:
         lock_step: bool = False,
         recompute_on_publish: bool = False,
         own_thread: bool = True,
+        routing: bool = False,
     ) -> None:
-        self._model = CachedModel(model, dtype or model.dtype, prefill_tokens)
+        self._model = CachedModel(model, dtype or model.dtype, prefill_tokens, routing)
         self._batch = Batch(
             self._model,
             stop_token_ids=stop_token_ids,

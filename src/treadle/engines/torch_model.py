@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -14,22 +16,42 @@ from transformers import PreTrainedModel
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids
 from treadle.engines.kv_cache import ATTENTION, KVCache, KVCall
+from treadle.engines.routing import Routers
 from treadle.engines.weights import require_plain_attention, unique_weights
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predicted:
+    """What the model says after the last token of each of B rows.
+
+    logits float32[B, V]. routing int16[B, M, k]: the experts chosen there; None unless the model's were asked for.
+    """
+
+    logits: Tensor
+    routing: Tensor | None = None
+
+    def put(self, rows: Tensor, values: Predicted, of: Tensor | slice = slice(None)) -> None:
+        """Rows `rows` become rows `of` of `values`."""
+        self.logits[rows] = values.logits[of]
+        if self.routing is not None and values.routing is not None:
+            self.routing[rows] = values.routing[of]
 
 
 class CachedModel:
     """A copy of a Hugging Face decoder that reads and writes a `KVCache`.
 
     dtype: of the weights and the cache; logits are float32 whatever it is.
-    prefill_tokens: most (padded) tokens of one pass.
+    prefill_tokens: most (padded) tokens of one pass. routing: tell which experts are chosen.
+    Raises ConfigError for a model whose experts cannot be told.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, prefill_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, prefill_tokens: int, routing: bool = False) -> None:
         require_plain_attention(model)
         self.model = _copy_in(dtype, model).requires_grad_(False).eval()
         self.model.set_attn_implementation(ATTENTION)
+        self._routers = Routers.of(self.model) if routing else None
         self.prefill_tokens = prefill_tokens
         self.device = self.model.device
         text = self.model.config.get_text_config()
@@ -42,8 +64,16 @@ class CachedModel:
         self.extend(cache, slice(0, 1), [np.zeros(1, np.int32)], [0])
         return cache.position_bytes()
 
-    def extend(self, cache: KVCache, rows: slice | Tensor, chunks: Sequence[Ids], starts: Sequence[int]) -> Tensor:
-        """Append chunks[i] at position starts[i] of each row; returns the logits after each chunk, float32[B, V].
+    def empty(self, rows: int) -> Predicted:
+        """Room for predictions."""
+        logits = torch.empty(rows, self.vocabulary, device=self.device)
+        if self._routers is None:
+            return Predicted(logits)
+        shape = (rows, self._routers.layers, self._routers.top_k)
+        return Predicted(logits, torch.empty(shape, dtype=torch.int16, device=self.device))
+
+    def extend(self, cache: KVCache, rows: slice | Tensor, chunks: Sequence[Ids], starts: Sequence[int]) -> Predicted:
+        """Append chunks[i] at position starts[i] of each row; returns what is predicted after each chunk.
 
         Chunks are padded on the left, so that every row's last token stands in the last column; padding is written to
         the cache's last position, which no real query looks at.
@@ -57,15 +87,20 @@ class CachedModel:
         length = max(start + len(chunk) for chunk, start in zip(chunks, starts, strict=True))
         return self.forward(cache, rows, torch.from_numpy(ids), torch.from_numpy(positions), length)
 
-    def forward(self, cache: KVCache, rows: slice | Tensor, ids: Tensor, positions: Tensor, length: int) -> Tensor:
-        """ids, positions int64[B, C] -> logits after the last column, float32[B, V]."""
+    def forward(self, cache: KVCache, rows: slice | Tensor, ids: Tensor, positions: Tensor, length: int) -> Predicted:
+        """ids, positions int64[B, C] -> what is predicted after the last column."""
         positions = positions.to(self.device)
         call = KVCall(cache, rows, positions, length)
         ids = ids.to(self.device)
-        logits: Tensor = self.model(
-            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, kv=call
-        ).logits
-        return logits[:, -1].float()
+        telling = nullcontext(list[Tensor]()) if self._routers is None else self._routers.choosing()
+        with telling as chosen:
+            logits: Tensor = self.model(
+                input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, kv=call
+            ).logits
+        if not chosen:
+            return Predicted(logits[:, -1].float())
+        last = [layer.view(*ids.shape, -1)[:, -1] for layer in chosen]
+        return Predicted(logits[:, -1].float(), torch.stack(last, 1).to(torch.int16))
 
     def parts(self, items: Sequence[T], tokens: Callable[[T], int]) -> list[list[T]]:
         """Cut items into consecutive parts whose padded size stays within `prefill_tokens`."""

@@ -104,6 +104,15 @@ class RunConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _told_experts(self) -> RunConfig:
+        if self.training.routing_replay and self.engine.kind != "torch":
+            raise ValueError(
+                f"training.routing_replay is true, but engine.kind {self.engine.kind!r} does not tell which experts it "
+                "chose; use engine.kind=torch, or set it to false"
+            )
+        return self
+
     @property
     def groups_per_batch(self) -> int:
         """Groups trained between two weight publications."""

@@ -27,13 +27,14 @@ def check_engine_config(config: EngineConfig) -> None:
         find_python(config.vllm.python)
 
 
-async def open_engine(config: EngineConfig, policy: Policy, logs: Path | None = None) -> Engine:
+async def open_engine(config: EngineConfig, policy: Policy, logs: Path | None = None, routing: bool = False) -> Engine:
     """An engine with the policy's present weights, or with any if its servers run already: publish before it samples.
 
-    logs: where servers write theirs; default: a temporary directory, which stays. Raises ConfigError or EngineError.
+    logs: where servers write theirs; default: a temporary directory, which stays. routing: kind torch tells which
+    experts are chosen; with others, a run refuses it. Raises ConfigError or EngineError.
     """
     if config.kind == "torch":
-        return policy.engine(config.batch, getattr(torch, config.dtype), config.lock_step)
+        return policy.engine(config.batch, getattr(torch, config.dtype), config.lock_step, routing)
     return await _vllm(config, policy, logs or Path(tempfile.mkdtemp(prefix="treadle-logs-")))
 
 

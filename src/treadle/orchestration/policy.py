@@ -37,7 +37,9 @@ class Policy:
     context: int
     decode: Any
 
-    def engine(self, max_batch: int, dtype: torch.dtype | None = None, lock_step: bool = True) -> TorchEngine:
+    def engine(
+        self, max_batch: int, dtype: torch.dtype | None = None, lock_step: bool = True, routing: bool = False
+    ) -> TorchEngine:
         """An embedded engine with its own weights.
 
         In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on one of its own,
@@ -51,6 +53,7 @@ class Policy:
             dtype=dtype,
             lock_step=lock_step,
             own_thread=not lock_step,
+            routing=routing,
         )
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
-from treadle.core.types import BreakCause, DropReason, Group, SamplingParams, Step, StopReason
+from treadle.core.types import BreakCause, DropReason, Group, Routing, SamplingParams, Step, StopReason
 
 _SCHEMA = pa.schema(
     [
@@ -36,6 +36,8 @@ _SCHEMA = pa.schema(
         ("seconds", pa.float64()),
         ("break_cause", pa.string()),
         ("dropped", pa.string()),
+        ("routing", pa.binary()),  # int16, little-endian: as a list, reading makes a Python object of every number
+        ("routing_shape", pa.list_(pa.int32())),
     ]
 )
 
@@ -101,6 +103,8 @@ def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str
         "seconds": step.seconds,
         "break_cause": step.break_cause,
         "dropped": step.dropped,
+        "routing": None if step.routing is None else step.routing.astype("<i2").tobytes(),
+        "routing_shape": None if step.routing is None else step.routing.shape,
     }
 
 
@@ -126,4 +130,9 @@ def _step(row: dict[str, Any]) -> Step:
         seconds=row["seconds"],
         break_cause=BreakCause(row["break_cause"]) if row["break_cause"] else None,
         dropped=DropReason(row["dropped"]) if row["dropped"] else None,
+        routing=_routing(row["routing"], row["routing_shape"]),
     )
+
+
+def _routing(data: bytes | None, shape: Sequence[int] | None) -> Routing | None:
+    return None if data is None or shape is None else np.frombuffer(data, "<i2").reshape(shape).astype(np.int16)

@@ -15,6 +15,7 @@ import torch
 
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
+from treadle.engines.routing import Routers
 from treadle.engines.weights import weights_sha256
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.curve import draw_curve
@@ -38,6 +39,8 @@ def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress)
     check_algorithm(config.algorithm, config.training)
     use_threads(config.training.threads)
     policy = load_policy(config.model, config.seed)
+    if config.training.routing_replay:
+        Routers.of(policy.model)  # or an error, before anything is computed
     check_first_prompts(inputs, policy.renderer, config, policy.context)
     check_demonstrations(config, policy.renderer)
     check_engine_config(config.engine)
@@ -123,7 +126,7 @@ async def _run_loop(
     progress: Progress,
 ) -> tuple[LoopState, bool]:
     """Returns the final state and whether the run was asked to stop before its end."""
-    engine = await open_engine(config.engine, policy, run.path)
+    engine = await open_engine(config.engine, policy, run.path, config.training.routing_replay)
     stop = StopRequest()
     try:
         async with open_rollouts(

@@ -11,10 +11,13 @@ from treadle.core.errors import Cause
 from treadle.core.types import Failure, Group, Status, Step, Trajectory
 
 
-def set_aside(groups: Sequence[Group], vocabulary: int, context: int | None) -> tuple[list[Group], dict[str, str]]:
+def set_aside(
+    groups: Sequence[Group], vocabulary: int, context: int | None, routing: tuple[int, int, int] | None = None
+) -> tuple[list[Group], dict[str, str]]:
     """The groups without what cannot be trained, and why: trajectory_id -> message naming task, trajectory and step.
 
-    vocabulary: the model's number of token ids. context: its longest sequence in tokens, if it has one. A trajectory
+    vocabulary: the model's number of token ids. context: its longest sequence in tokens, if it has one. routing: its
+    layers with experts, experts a token and experts a layer, if they are replayed. A trajectory
     with a faulty step becomes a failed one, which enters no baseline and no loss; its siblings train as if it had
     failed while it was played.
     """
@@ -22,7 +25,7 @@ def set_aside(groups: Sequence[Group], vocabulary: int, context: int | None) -> 
         t.trajectory_id: f"task {t.task_id}, trajectory {t.trajectory_id}, {fault}"
         for group in groups
         for t in group.trajectories
-        if t.reward is not None and (fault := _fault(t, vocabulary, context)) is not None
+        if t.reward is not None and (fault := _fault(t, vocabulary, context, routing)) is not None
     }
     if not faults:
         return list(groups), faults
@@ -36,11 +39,26 @@ def set_aside(groups: Sequence[Group], vocabulary: int, context: int | None) -> 
     return [replace(group, trajectories=tuple(map(sound, group.trajectories))) for group in groups], faults
 
 
-def _fault(trajectory: Trajectory, vocabulary: int, context: int | None) -> str | None:
+def _fault(
+    trajectory: Trajectory, vocabulary: int, context: int | None, routing: tuple[int, int, int] | None
+) -> str | None:
     for number, step in enumerate(trajectory.steps):
-        if step.dropped is None and (fault := _step_fault(step, vocabulary, context)) is not None:
+        fault = None if step.dropped is not None else _step_fault(step, vocabulary, context)
+        if fault is None and routing is not None:  # of dropped ones, too: later steps inherit theirs
+            fault = _routing_fault(step, *routing)
+        if fault is not None:
             return f"step {number}: {fault}"
     return None
+
+
+def _routing_fault(step: Step, layers: int, top_k: int, experts: int) -> str | None:
+    found = step.routing
+    if found is None or not len(found) or (found.shape[1:] == (layers, top_k) and found.max() < experts):
+        return None
+    return (
+        f"its routing is of {found.shape[1]} layers and {found.shape[2]} experts up to {found.max(initial=0)}, the "
+        f"model has {layers} layers with {top_k} of {experts} experts; was it recorded with another model?"
+    )
 
 
 def _step_fault(step: Step, vocabulary: int, context: int | None) -> str | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.core.types import Group, Ids, Step, Trajectory
+from treadle.core.types import Group, Ids, Routing, Step, Trajectory
+from treadle.packing.routing import distinct, replayed
 
 Indices = NDArray[np.int64]
 Doubles = NDArray[np.float64]
@@ -107,8 +108,9 @@ class Call:
     token_ids int32[L]: prompt, then completion, which begins at `prompt_length`.
     first: where the completion's first token stands in the flat arrays.
     trajectory, group: within which tokens may be shared, by `training.sharing`.
-    keys int32[L, K] >= 0, or None: whatever else changes a hidden state at each token (adapter, expert routing, a hash
-    of an image). Nodes are shared where ids and keys agree.
+    keys int32[L, K], or None: whatever else changes a hidden state at each token (adapter, expert routing, a hash of an
+    image); -1: nothing does. Nodes are shared where ids and keys agree.
+    routing int16[D, M, k], or None: the experts that the first key stands for, the same array for all calls of a batch.
     """
 
     token_ids: Ids
@@ -117,14 +119,33 @@ class Call:
     trajectory: int = 0
     group: int = 0
     keys: NDArray[np.int32] | None = None
+    routing: Routing | None = None
 
 
-def calls(batch: FlatBatch) -> list[Call]:
-    """The batch's steps as packing sees them."""
+def calls(batch: FlatBatch, routing: bool = False) -> list[Call]:
+    """The batch's steps as packing sees them; with their experts if `routing` is to be replayed."""
     group = batch.group_of_trajectory[batch.trajectory_of_step]
-    return [
+    made = [
         Call(step.full_ids, len(step.prompt_ids), int(first), int(trajectory), int(group))
         for step, first, trajectory, group in zip(
             batch.steps, batch.step_start[:-1], batch.trajectory_of_step, group, strict=True
         )
     ]
+    return _with_routing(batch, made) if routing else made
+
+
+def _with_routing(batch: FlatBatch, made: Sequence[Call]) -> list[Call]:
+    everything = [step for trajectory in batch.trajectories for step in trajectory.steps]  # dropped ones, too
+    table, recorded = distinct(everything)
+    if table is None:
+        return list(made)
+    ends = np.cumsum([len(trajectory.steps) for trajectory in batch.trajectories]).tolist()
+    keys = [
+        where
+        for trajectory, end in zip(batch.trajectories, ends, strict=True)
+        for step, where in zip(
+            trajectory.steps, replayed(trajectory.steps, recorded[end - len(trajectory.steps) : end]), strict=True
+        )
+        if step.dropped is None
+    ]
+    return [replace(call, keys=own[:, None], routing=table) for call, own in zip(made, keys, strict=True)]

@@ -15,7 +15,7 @@ from enum import StrEnum
 import numpy as np
 
 from treadle.core.errors import DataError
-from treadle.core.types import Ids
+from treadle.core.types import Ids, Routing
 from treadle.packing.flat import Call, Indices
 from treadle.packing.tree import PrefixTree, depth_first
 
@@ -156,6 +156,7 @@ class MicroBatch:
     context int64[C]: nodes of the tree, root first: the ancestors of its first node. Key j < C has position j.
     subtree_end int64[C + T]: node i sees key j exactly if j <= C + i < subtree_end[j].
     source int64[P]: the node to read a pair's distribution at. target_ids int32[P], flat int64[P]: see `PrefixTree`.
+    routing int16[T, M, k]: the experts to be replayed, -1 where none are; None if none are anywhere.
     """
 
     start: int
@@ -166,6 +167,7 @@ class MicroBatch:
     source: Indices
     target_ids: Ids
     flat: Indices
+    routing: Routing | None = None
 
 
 def chunks(tree: PrefixTree, budget: int) -> list[MicroBatch]:
@@ -198,7 +200,15 @@ def _chunk(tree: PrefixTree, start: int, end: int, context: Indices, pairs: Indi
         source=tree.source[pairs] - start,
         target_ids=tree.target_ids[pairs],
         flat=tree.flat[pairs],
+        routing=_routing(tree, start, end),
     )
+
+
+def _routing(tree: PrefixTree, start: int, end: int) -> Routing | None:
+    if tree.keys is None or tree.routing is None:
+        return None
+    which = tree.keys[start:end, 0]
+    return np.where(which[:, None, None] < 0, np.int16(-1), tree.routing[which]) if (which >= 0).any() else None
 
 
 def row_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.core.prefix import common_prefix
-from treadle.core.types import Ids
+from treadle.core.types import Ids, Routing
 from treadle.packing.flat import Call, Indices
 
 
@@ -41,7 +41,7 @@ def depth_first(calls: Sequence[Call], roots: Sequence[int]) -> tuple[list[int],
 
 def _words(calls: Sequence[Call]) -> list[NDArray[np.int32]]:
     """What must agree for a node to be shared, a word a token: its id [L], or id and keys [L, 1 + K]."""
-    width = max((c.keys.shape[1] for c in calls if c.keys is not None), default=0)
+    width = _width(calls)
     if not width:
         return [c.token_ids for c in calls]
     words = [np.full((len(c.token_ids), 1 + width), -1, np.int32) for c in calls]  # -1: no such key
@@ -52,6 +52,10 @@ def _words(calls: Sequence[Call]) -> list[NDArray[np.int32]]:
     return words
 
 
+def _width(calls: Sequence[Call]) -> int:
+    return max((c.keys.shape[1] for c in calls if c.keys is not None), default=0)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixTree:
     """Unique nodes of some calls, in depth-first order.
@@ -60,6 +64,7 @@ class PrefixTree:
     subtree_end int64[T]: node j is i or an ancestor of i exactly if j <= i < subtree_end[j].
     source int64[P]: the node at which a pair's distribution is read, the parent of its token's node.
     target_ids int32[P]: the token it is asked for. flat int64[P]: the pair's index in the flat arrays.
+    keys int32[T, K], routing int16[D, M, k]: see `Call`; None if no call has any.
 
     Nodes are computed once; pairs are many: steps that share a node have their own advantage there.
     """
@@ -70,6 +75,8 @@ class PrefixTree:
     source: Indices
     target_ids: Ids
     flat: Indices
+    keys: NDArray[np.int32] | None = None
+    routing: Routing | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -83,6 +90,8 @@ class PrefixTree:
         nodes = int((lengths - common).sum())
         token_ids, depth = np.empty(nodes, np.int32), np.empty(nodes, np.int64)
         subtree_end = np.full(nodes, nodes, np.int64)
+        width = _width(calls)
+        keys = np.full((nodes, width), -1, np.int32) if width else None
         path = np.empty(int(lengths.max(initial=0)), np.int64)  # depth -> node, from the root to the newest leaf
         sources: list[Indices] = [np.empty(0, np.int64)]
         size = bottom = 0
@@ -91,6 +100,8 @@ class PrefixTree:
             end = size + length - depth_kept
             token_ids[size:end] = call.token_ids[depth_kept:]
             depth[size:end] = np.arange(depth_kept, length)
+            if keys is not None and call.keys is not None:
+                keys[size:end, : call.keys.shape[1]] = call.keys[depth_kept:]
             path[depth_kept:length] = np.arange(size, end)
             sources.append(path[call.prompt_length - 1 : length - 1].copy())
             size, bottom = end, length
@@ -103,4 +114,6 @@ class PrefixTree:
             flat=np.concatenate(
                 [np.empty(0, np.int64), *(c.first + np.arange(len(c.token_ids) - c.prompt_length) for c in calls)]
             ),
+            keys=keys,
+            routing=next((c.routing for c in calls if c.routing is not None), None),
         )

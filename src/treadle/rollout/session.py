@@ -235,6 +235,7 @@ def _recorded(prompt: Prompt, completion: Completion, sampling: SamplingParams, 
             stop_reason=completion.stop_reason,
             seconds=seconds,
             break_cause=prompt.break_cause,
+            routing=completion.routing,
         )
     except DataError as error:
         raise EngineError(f"step {number}: the engine's answer cannot be recorded: {error}") from error

@@ -87,4 +87,8 @@ class TrainingConfig(Config):
         "float32", description="of forward passes; weights and optimizer stay float32"
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    routing_replay: bool = Field(
+        False,
+        description="mixture of experts: train each sampled token through the experts that the engine chose for it",
+    )
     threads: int | None = Field(None, ge=1, description="torch threads; default: the machine's cores")

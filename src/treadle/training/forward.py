@@ -12,8 +12,10 @@ Shapes: T nodes of a micro-batch, P pairs of a tree, N completion tokens of an u
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -22,7 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
-from treadle.packing.flat import Call
+from treadle.engines.routing import Routers
+from treadle.packing.flat import Call, Indices
 from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, micro_batches, row_batches
 from treadle.packing.tree import PrefixTree, depth_first
 from treadle.training.attention.interface import ATTENTION, Kernel, KeysAndValues, Shape, Tree
@@ -38,7 +41,8 @@ class Forward:
 
     A model whose layers cannot share prefixes (see `support.native_only`) is warned about once; it keeps its own
     attention and computes each step as a padded row. half: run in bfloat16. make_kernel: tree attention for a shape;
-    default: the device's.
+    default: the device's. routing: replay the experts that trees name; otherwise, and where they name none, the model
+    chooses.
     Raises ConfigError for a model with dropout, or one that does not compute with tree attention what it computes
     with its own.
     """
@@ -50,10 +54,12 @@ class Forward:
         gradient_checkpointing: bool = False,
         half: bool = False,
         make_kernel: Callable[[Shape], Kernel] | None = None,
+        routing: bool = False,
     ) -> None:
         self.model, self.budget, self.half = model, budget, half
         self._make_kernel = make_kernel or kernel_for(model.device)
         self._head = Head.of(model)
+        self._routers = Routers.of(model) if routing else None
         if model.get_decoder() is model:
             raise ConfigError(f"{type(model).__name__} does not tell its decoder from its head; it cannot be trained")
         refuse_randomness(model)
@@ -70,6 +76,12 @@ class Forward:
             # renamed in the course of transformers 5; where both exist, the old name warns
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
+
+    @property
+    def routing(self) -> tuple[int, int, int] | None:
+        """What is replayed: layers with experts, experts a token, experts a layer; None if nothing is."""
+        routers = self._routers
+        return None if routers is None else (routers.layers, routers.top_k, routers.experts)
 
     def trees(self, calls: Sequence[Call], packing: Packing, sharing: Sharing) -> list[PrefixTree]:
         """Lay out calls for this model. Raises DataError for a call that cannot be laid out."""
@@ -92,9 +104,10 @@ class Forward:
         parts = self._chunks(tree)
         if len(parts) > 1:
             return self._stream(parts, len(tree), temperature, gradient, entropy_grad)
-        logp, entropy = self._pairs(parts[0], temperature, entropy_grad)
-        scores = Scores(parts[0].flat, logp.detach(), entropy.detach())
-        _propagate(logp, entropy, *gradient(scores))
+        with self._replayed(parts[0]):
+            logp, entropy = self._pairs(parts[0], temperature, entropy_grad)
+            scores = Scores(parts[0].flat, logp.detach(), entropy.detach())
+            _propagate(logp, entropy, *gradient(scores))
         return scores
 
     def _chunks(self, tree: PrefixTree) -> list[MicroBatch]:
@@ -107,7 +120,8 @@ class Forward:
         found = []
         for part in parts:
             fresh: dict[int, KeysAndValues] | None = {} if len(parts) > 1 else None
-            found.append(self._pairs(part, temperature, False, store.at(part.context), fresh))
+            with self._replayed(part):
+                found.append(self._pairs(part, temperature, False, store.at(part.context), fresh))
             store.put(part, fresh or {})
         return Scores(
             np.concatenate([part.flat for part in parts]),
@@ -126,20 +140,35 @@ class Forward:
         for part, (first, end) in reversed(list(zip(parts, pairwise(bounds), strict=True))):
             context = store.leaves(part.context)
             fresh: dict[int, KeysAndValues] = {}
-            logp, entropy = self._pairs(part, temperature, entropy_grad, context, fresh)
-            roots, gradients = store.pending(part, fresh)
-            _propagate(
-                logp,
-                entropy,
-                by_logp[first:end],
-                None if by_entropy is None else by_entropy[first:end],
-                roots,
-                gradients,
-            )
+            with self._replayed(part):
+                logp, entropy = self._pairs(part, temperature, entropy_grad, context, fresh)
+                roots, gradients = store.pending(part, fresh)
+                _propagate(
+                    logp,
+                    entropy,
+                    by_logp[first:end],
+                    None if by_entropy is None else by_entropy[first:end],
+                    roots,
+                    gradients,
+                )
             store.collect(part.context, context)
         return scores
 
     # --- one forward pass ---
+
+    @contextmanager
+    def _replayed(self, part: MicroBatch) -> Iterator[None]:
+        """A forward pass, and its backward pass, which may compute layers again, with the part's experts."""
+        if self._routers is None or part.routing is None:
+            yield
+            return
+        wanted = part.routing
+        if not self.shares:
+            place, shape = _rows(part)
+            wanted = np.full((math.prod(shape), *wanted.shape[1:]), -1, np.int16)
+            wanted[place] = part.routing
+        with self._routers.choosing(torch.from_numpy(wanted).long().to(self.model.device)):
+            yield
 
     def _pairs(
         self,
@@ -176,14 +205,12 @@ class Forward:
 
     def _hidden_rows(self, part: MicroBatch) -> Tensor:
         """[T, d], each sequence a row, padded behind, out of sight of a causal layer: it needs no mask."""
-        starts = np.append(np.flatnonzero(part.position_ids == 0), len(part.token_ids))
-        lengths = np.diff(starts)
-        place = np.repeat(np.arange(len(lengths)) * lengths.max(), lengths) + part.position_ids
-        ids = np.zeros(len(lengths) * int(lengths.max()), np.int64)
+        place, shape = _rows(part)
+        ids = np.zeros(math.prod(shape), np.int64)
         ids[place] = part.token_ids
         device = self.model.device
         hidden: Tensor = self.model.get_decoder()(
-            input_ids=torch.from_numpy(ids).view(len(lengths), -1).to(device), use_cache=False
+            input_ids=torch.from_numpy(ids).view(shape).to(device), use_cache=False
         ).last_hidden_state
         return hidden.flatten(0, 1).index_select(0, torch.from_numpy(place).to(device))
 
@@ -225,6 +252,14 @@ class Forward:
                 f"{type(model).__name__} computes other logits packed than alone (they differ by {gap:.1%}): its "
                 "attention, positions or head work in a way that Treadle does not know"
             )
+
+
+def _rows(part: MicroBatch) -> tuple[Indices, tuple[int, int]]:
+    """Where the nodes stand if each sequence is a row, padded behind: int64[T], and the (rows, width) of that."""
+    starts = np.append(np.flatnonzero(part.position_ids == 0), len(part.token_ids))
+    lengths = np.diff(starts)
+    width = int(lengths.max())
+    return np.repeat(np.arange(len(lengths)) * width, lengths) + part.position_ids, (len(lengths), width)
 
 
 def _propagate(

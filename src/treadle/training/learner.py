@@ -109,6 +109,7 @@ class Learner:
             training.max_tokens_per_microbatch,
             training.gradient_checkpointing,
             half=training.precision == "bfloat16",
+            routing=training.routing_replay,
         )
         self.optimizer = make_optimizer(model, training.optimizer)
 
@@ -140,7 +141,8 @@ class Learner:
 
     def _sound(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
         config = self.model.config.get_text_config()
-        return set_aside(groups, config.vocab_size, getattr(config, "max_position_embeddings", None))
+        context = getattr(config, "max_position_embeddings", None)
+        return set_aside(groups, config.vocab_size, context, self.forward.routing)
 
     def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
         """The current log-probability of every completion token [N], each at its recorded temperature."""
@@ -202,7 +204,9 @@ class Learner:
 
     def trees(self, batch: FlatBatch) -> list[PrefixTree]:
         """The batch as it is laid out for the forward pass."""
-        return self.forward.trees(calls(batch), self.training.packing, self.training.sharing)
+        return self.forward.trees(
+            calls(batch, self.training.routing_replay), self.training.packing, self.training.sharing
+        )
 
     def objective(
         self,

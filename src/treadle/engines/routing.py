@@ -1,0 +1,153 @@
+"""The routers of a mixture-of-experts model: which experts they choose, told or given.
+
+Shapes: T tokens of a forward pass, M layers with experts, k experts a token.
+
+A router of transformers answers (logits, weights, indices), and the last `torch.topk` that it computes is its choice.
+That call is all that is watched or replaced: weights of given experts are computed, and trained, as of chosen ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from treadle.core.errors import ConfigError
+
+_TOPK = (torch.topk, Tensor.topk)
+
+
+class _Choice(TorchFunctionMode):
+    """Inside a router's forward pass: gives the `last` top-k the experts `wanted` int64[T, k], where they are not -1.
+
+    calls: of top-k so far. chosen int64[T, k]: what the latest one answered. experts: out of how many.
+    """
+
+    def __init__(self, wanted: Tensor | None = None, last: int = 0) -> None:
+        super().__init__()
+        self.wanted, self.last = wanted, last
+        self.calls = self.experts = 0
+        self.chosen: Tensor | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in _TOPK:
+            return found
+        self.calls += 1
+        self.experts, self.chosen = args[0].shape[-1], found.indices
+        if self.wanted is None or self.calls != self.last:
+            return found
+        self.chosen = torch.where(self.wanted < 0, found.indices, self.wanted)
+        return torch.return_types.topk((args[0].gather(-1, self.chosen), self.chosen))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routers:
+    """A model's routers, in the order of its layers.
+
+    layers: M. top_k: k. experts: of a layer. topks: how often a router computes a top-k.
+    """
+
+    modules: tuple[nn.Module, ...]
+    top_k: int
+    experts: int
+    topks: int
+
+    @property
+    def layers(self) -> int:
+        """M."""
+        return len(self.modules)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Routers:
+        """Raises ConfigError for a model without experts, or with routers that are not as described above."""
+        name, modules = type(model).__name__, _routers(model)
+        if not modules:
+            raise ConfigError(f"{name} has no experts to replay; set training.routing_replay to false")
+        kinds = {_kind(module, model) for module in modules}
+        kind = kinds.pop()
+        if kinds or kind is None:
+            raise ConfigError(
+                f"{name} chooses experts in a way that Treadle cannot replay ({type(modules[0]).__name__}); "
+                "set training.routing_replay to false"
+            )
+        return cls(modules, *kind)
+
+    @contextmanager
+    def choosing(self, wanted: Tensor | None = None) -> Iterator[list[Tensor]]:
+        """Within, the routers choose `wanted` int64[T, M, k]; where that is -1, or without, for themselves.
+
+        Yields a list of what they choose, int64[T, k] a layer, which the first forward pass fills.
+        """
+        found: list[Tensor] = []
+        with ExitStack() as undo:
+            for layer, module in enumerate(self.modules):
+                own = None if wanted is None else wanted[:, layer]
+                _replace_forward(module, _watched(module.forward, own, self.topks, found), undo)
+            yield found
+
+
+def _watched(forward: Callable[..., Any], wanted: Tensor | None, topks: int, found: list[Tensor]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with _Choice(wanted, topks) as choice:
+            answer = forward(*args, **kwargs)
+        if choice.chosen is not None:
+            found.append(choice.chosen)
+        return answer
+
+    return watched
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
+    """On the instance; a replacement of somebody else's comes back afterwards."""
+    before = vars(module).get("forward")
+    object.__setattr__(module, "forward", forward)
+    if before is None:
+        undo.callback(object.__delattr__, module, "forward")
+    else:
+        undo.callback(object.__setattr__, module, "forward", before)
+
+
+def _routers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+    """Modules of the classes that transformers records router logits of."""
+    classes: list[type] = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            recorders: Any = (module._can_record_outputs or {}).get("router_logits", [])
+            recorders = recorders if isinstance(recorders, list) else [recorders]
+            classes += [getattr(recorder, "target_class", recorder) for recorder in recorders]
+    return tuple(module for module in model.modules() if isinstance(module, tuple(classes)))
+
+
+def _kind(router: nn.Module, model: PreTrainedModel) -> tuple[int, int, int] | None:
+    """(k, experts, calls of top-k) of a router that does as it is told, else None."""
+    hidden = model.config.get_text_config().hidden_size
+    tokens = torch.linspace(-1, 1, 3 * hidden, dtype=model.dtype, device=next(router.parameters()).device)
+    with torch.no_grad():
+        own = _ask(router, tokens.view(3, hidden), _Choice())
+        if own is None or own.chosen is None:
+            return None
+        told = _Choice((own.chosen + 1) % own.experts, own.calls)
+        if _ask(router, tokens.view(3, hidden), told) is None:
+            return None
+    return own.chosen.shape[-1], own.experts, own.calls
+
+
+def _ask(router: nn.Module, tokens: Tensor, choice: _Choice) -> _Choice | None:
+    """None if the router does not answer with the choice."""
+    try:
+        with choice:
+            answer = router(tokens)
+    except (TypeError, ValueError):  # it takes or makes something else
+        return None
+    if choice.chosen is None or not isinstance(answer, tuple) or len(answer) < 3:
+        return None
+    return choice if torch.equal(answer[2], choice.chosen) else None

@@ -1,0 +1,64 @@
+"""Runs of a tiny mixture of experts whose routing is told, recorded and replayed."""
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+
+from tests.orchestration.runs import check_finished, query, resume, start, updates
+from tests.orchestration.test_loop import Interrupting
+from tests.worlds import tiny
+from treadle.core.errors import ConfigError
+from treadle.orchestration.rollout_store import read_shard
+
+MOE = (
+    "model.build={model_type: qwen3_moe, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 24, "
+    "num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, num_local_experts: 4, "
+    "num_experts_per_tok: 2, max_position_embeddings: 128, norm_topk_prob: true}",
+    "training.routing_replay=true",
+    "data.held_out=null",
+    "orchestration.checkpoint_every=1",
+)
+
+
+def test_a_run_replays_what_it_recorded_and_repeats(tmp_path: Path) -> None:
+    """Two updates; then again, stopped after the first."""
+    summary = start(tmp_path / "run", *MOE, "orchestration.updates=2")
+    check_finished(tmp_path / "run")
+    rows = updates(tmp_path / "run")
+    assert len(rows) == 2 and all(row["trainable_tokens"] > 0 for row in rows)
+    assert max(row["logprob_gap_max"] for row in rows) < 1e-5
+    shards = sorted((tmp_path / "run" / "rollouts").iterdir())
+    steps = [s for f in shards for own in read_shard(f.parent, f.name).values() for s in own]
+    assert len(steps) == len(query(tmp_path / "run", "SELECT 1 FROM steps")) > 12
+    for step in steps:
+        assert step.routing is not None and step.routing.shape == (len(step.completion_ids), 2, 2)
+    assert len(np.unique(np.concatenate([s.routing for s in steps if s.routing is not None]))) > 2
+    table = pandas.read_parquet(shards[0].parent)
+    row = table.iloc[0]
+    assert np.frombuffer(row.routing, "<i2").reshape(row.routing_shape).shape == (len(row.completion_ids), 2, 2)
+
+    start(tmp_path / "half", *MOE, "orchestration.updates=2", progress=Interrupting(signal.SIGTERM, 1))
+    assert len(updates(tmp_path / "half")) == 1
+    assert resume(tmp_path / "half")["weights_sha256"] == summary["weights_sha256"]
+
+
+def test_a_model_without_experts_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM has no experts to replay; set training\.routing_replay"):
+        start(tmp_path / "run", "training.routing_replay=true")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_engine_that_does_not_tell_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"engine\.kind 'vllm' does not tell which experts it chose; use engine\.kind"
+    ):
+        tiny(*MOE, "engine.kind=vllm")
+
+
+def test_routing_is_not_recorded_unless_it_is_replayed(tmp_path: Path) -> None:
+    start(tmp_path / "run", *MOE, "training.routing_replay=false", "orchestration.updates=1")
+    for shard in (tmp_path / "run" / "rollouts").iterdir():
+        assert all(s.routing is None for own in read_shard(shard.parent, shard.name).values() for s in own)

@@ -1,0 +1,325 @@
+"""Replayed experts: the learner computes what the engine computed, whatever its own routers would choose by now, and
+the same in every layout."""
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.models import (
+    VOCABULARY,
+    ExactRouter,
+    distance,
+    exact,
+    full,
+    gradients,
+    make_group,
+    norm,
+    ragged_groups,
+    routed,
+    same_bits,
+    step_logprobs,
+    tiny,
+    weights_of,
+)
+from tests.training.reference import LAYOUTS, accumulated, forked_groups, make_learner, over_ranks, scale
+from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
+from treadle.core.errors import ConfigError
+from treadle.core.types import Group, Ids, SamplingParams, Step
+from treadle.engines.torch_engine import TorchEngine
+from treadle.engines.weights import unique_weights
+from treadle.packing.flat import flatten
+from treadle.packing.layout import Packing
+from treadle.packing.routing import distinct, replayed
+from treadle.training.config import OptimizerConfig
+
+GENERATE = [Phase.explicit, Phase.reuse, Phase.generate]  # shrinking would take minutes
+BUDGETS = (1, 2, 3, 7, 20, 60, 8192)
+REINFORCE = AlgorithmConfig(policy_loss="reinforce")
+
+
+# Each step alone, with its experts, is the definition
+
+
+class ToldRouter(ExactRouter):
+    """Takes the experts `told` int64[T, k] where they are not -1."""
+
+    told: Tensor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        probabilities = logits.softmax(-1)
+        own = probabilities.topk(self.top_k, -1).indices
+        chosen = torch.stack([told if told[0] >= 0 else mine for told, mine in zip(self.told, own, strict=True)])
+        weights = torch.stack([p[c] for p, c in zip(probabilities, chosen, strict=True)])
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+
+def told_logprobs(model: PreTrainedModel, trajectory: Sequence[Step]) -> list[Tensor]:
+    """Of each step's completion, by a plain forward pass of the step alone through the recorded experts."""
+    table, recorded = distinct(trajectory)
+    routers = [m for m in model.modules() if isinstance(m, ExactRouter)]
+    found = []
+    for step, keys in zip(trajectory, replayed(trajectory, recorded), strict=True):
+        for layer, router in enumerate(routers):
+            told = [[-1, -1] if key < 0 or table is None else table[key, layer].tolist() for key in keys]
+            router.__class__ = ToldRouter
+            cast(ToldRouter, router).told = torch.tensor(told)
+        found.append(step_logprobs(model, step)[0])
+    for router in routers:
+        router.__class__ = ExactRouter
+    return found
+
+
+def told_gradient(model: PreTrainedModel, groups: Sequence[Group]) -> tuple[dict[str, Tensor], Tensor]:
+    """Of `reinforce` over each step alone; and the log-probabilities [N]."""
+    batch = flatten(groups)
+    model.zero_grad()
+    logp = torch.cat(
+        [torch.zeros(0).double(), *(own for t in batch.trajectories for own in told_logprobs(model, t.steps))]
+    )
+    weight = torch.from_numpy(token_weights(batch, REINFORCE) * advantages(batch, REINFORCE))
+    if logp.requires_grad:
+        (-(weight * logp).sum()).backward()
+    found = gradients(model)
+    model.zero_grad()
+    return found, logp.detach()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@settings(max_examples=8, phases=GENERATE, deadline=None)
+@given(data=st.data())
+def test_any_layout_replays_what_each_step_alone_would(layout: dict[str, Any], data: st.DataObject) -> None:
+    """Absent, empty, short and whole routing; packing, budget, checkpointing and ranks are cost only."""
+    vocabulary = data.draw(st.sampled_from([3, VOCABULARY]))
+    groups = data.draw(routed(data.draw(ragged_groups(max_groups=2, max_size=3, max_steps=4, vocabulary=vocabulary))))
+    model = exact("qwen3-moe")
+    wanted, logp = told_gradient(model, groups)
+    learner = make_learner(
+        model,
+        REINFORCE,
+        routing_replay=True,
+        max_tokens_per_microbatch=data.draw(st.sampled_from(BUDGETS)),
+        gradient_checkpointing=data.draw(st.booleans()),
+        **layout,
+    )
+    limit = 1e-12 * max(norm(wanted), 1e-2 * scale(flatten(groups), REINFORCE))
+    ranks = data.draw(st.integers(1, 3))
+    for found, _ in (accumulated(learner, groups), over_ranks(learner, groups, None, ranks)):
+        assert distance(found, wanted) <= limit
+    assert np.allclose(learner.logprobs(flatten(groups)), full(logp), rtol=0, atol=1e-11)
+
+
+def with_other_experts(groups: Sequence[Group], seed: int = 0) -> list[Group]:
+    """Random ones for every sampled token."""
+    random = np.random.default_rng(seed)
+
+    def of(step: Step) -> Step:
+        routing = random.random((len(step.completion_ids), 2, 4)).argsort(-1)[..., :2]
+        return replace(step, routing=routing.astype(np.int16))
+
+    return [
+        replace(g, trajectories=tuple(replace(t, steps=tuple(map(of, t.steps))) for t in g.trajectories))
+        for g in groups
+    ]
+
+
+def test_experts_matter_in_these_tests_and_only_where_they_are_replayed() -> None:
+    plain = forked_groups(groups=1)
+    groups = with_other_experts(plain)
+    own, ignored, told = (
+        make_learner(exact("qwen3-moe"), REINFORCE, routing_replay=replay).logprobs(flatten(g))
+        for g, replay in ((plain, True), (groups, False), (groups, True))
+    )
+    assert np.array_equal(own, ignored)  # bit for bit
+    assert np.abs(told - own).max() > 1e-2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_without_replay_a_mixture_of_experts_trains_the_same_in_every_layout(layout: dict[str, Any]) -> None:
+    """And with nothing to replay, replaying is that."""
+    groups = forked_groups()
+    wanted, _ = told_gradient(exact("qwen3-moe"), groups)
+    assert norm(wanted) > 1e-2
+    for budget in (15, 8192):
+        found = [
+            accumulated(
+                make_learner(
+                    exact("qwen3-moe"), REINFORCE, routing_replay=replay, max_tokens_per_microbatch=budget, **layout
+                ),
+                groups,
+            )[0]
+            for replay in (False, True)
+        ]
+        assert same_bits(*found) and distance(found[0], wanted) <= 1e-12 * norm(wanted)
+
+
+@pytest.mark.parametrize("budget", [15, 8192])
+def test_weights_agree_in_every_layout_after_several_updates(budget: int) -> None:
+    batches = [with_other_experts(forked_groups(seed, groups=1, length=3), seed) for seed in range(4)]
+    ends = []
+    for layout in LAYOUTS.values():
+        learner = make_learner(
+            exact("qwen3-moe"),
+            routing_replay=True,
+            max_tokens_per_microbatch=budget,
+            optimizer=OptimizerConfig(learning_rate=3e-3),
+            **layout,
+        )
+        for groups in batches:
+            learner.train_batch(groups)
+        ends.append(weights_of(learner.model))
+    assert distance(ends[0], weights_of(exact("qwen3-moe"))) > 1e-3 * norm(ends[0])
+    for other in ends[1:]:
+        assert distance(ends[0], other) <= 1e-13 * norm(ends[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("qwen3-moe", {"model_type": "mixtral", "num_local_experts": 4, "router_jitter_noise": 0.0}),
+        ("qwen3-moe", {"model_type": "olmoe"}),
+    ],
+)
+def test_other_families_replay_the_same_in_every_layout(family: str, fields: dict[str, Any]) -> None:
+    model, plain = tiny(family, **fields), forked_groups(groups=1)
+    groups = with_other_experts(plain)
+    found = [make_learner(model, routing_replay=True, packing=p).logprobs(flatten(groups)) for p in Packing]
+    own = make_learner(model).logprobs(flatten(groups))
+    for logp in found:
+        assert np.abs(logp - found[0]).max() < 1e-4 and np.abs(logp - own).max() > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot share prefixes")
+def test_experts_are_replayed_in_padded_rows_too() -> None:
+    """In a model whose layers share no prefixes: as if each step stood in a row of its own."""
+    model, plain = tiny("qwen3-next"), forked_groups(groups=1)
+    batch = flatten(with_other_experts(plain))
+    longest = max(len(step.full_ids) for step in batch.steps)
+    alone, padded, own = (
+        make_learner(model, routing_replay=replay, max_tokens_per_microbatch=budget).logprobs(batch)
+        for replay, budget in ((True, longest), (True, 8192), (False, 8192))
+    )
+    assert np.abs(padded - alone).max() < 1e-4 and np.abs(padded - own).max() > 1e-2
+
+
+# What the engine computed
+
+
+def played(model: PreTrainedModel, prompts: Sequence[Ids], turns: int, **options: Any) -> list[Group]:
+    """Trajectories of `turns` steps, an observation after each."""
+
+    async def one(engine: TorchEngine, name: str, prompt: Ids) -> list[Step]:
+        steps = []
+        for turn in range(turns):
+            params = SamplingParams(max_tokens=8, seed=10 * len(name) + turn)
+            answer = await engine.generate(prompt, params, session=name)
+            versions = answer.versions_per_token()
+            steps.append(
+                Step(
+                    prompt,
+                    answer.token_ids,
+                    answer.logprobs,
+                    versions,
+                    params,
+                    answer.stop_reason,
+                    routing=answer.routing,
+                )
+            )
+            prompt = np.concatenate([prompt, answer.token_ids, np.array([5, 6 + turn], np.int32)])
+        engine.close_session(name)
+        return steps
+
+    async def run() -> list[list[Step]]:
+        engine = TorchEngine(model, stop_token_ids=[0], lock_step=True, routing=True, **options)
+        await engine.publish(unique_weights(model), 3)
+        names = ["s" * (1 + number) for number in range(len(prompts))]
+        for name in names:
+            engine.open_session(name)
+        try:
+            return list(await asyncio.gather(*(one(engine, n, p) for n, p in zip(names, prompts, strict=True))))
+        finally:
+            await engine.close()
+
+    return [make_group([(steps, float(i % 2)) for i, steps in enumerate(asyncio.run(run()))])]
+
+
+def rerouted(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """The same model, whose routers prefer other experts."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in other.modules():
+            if type(module).__name__ == "Qwen3MoeTopKRouter":
+                weight = cast(Tensor, module.weight)
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+    return other
+
+
+OPENINGS = [np.array(ids, np.int32) for ids in ([3, 1, 4], [3, 1, 4], [2, 7, 1, 8, 2])]
+
+
+@pytest.mark.parametrize("packing", Packing)
+def test_the_learner_computes_what_the_engine_did(packing: Packing) -> None:
+    model = tiny("qwen3-moe")
+    batch = flatten(played(model, OPENINGS, turns=3))
+    logp = make_learner(model, routing_replay=True, packing=packing).logprobs(batch)
+    assert np.abs(logp - batch.logp_rollout).max() < 1e-5
+
+
+@pytest.mark.parametrize("packing", Packing)
+def test_even_if_its_own_routers_would_choose_others(packing: Packing) -> None:
+    """With one expert a token, whose weight is 1 whatever the router says: all that is left of it is the choice. Of a
+    prompt, only the last token's is recorded: these have one."""
+    model = tiny("qwen3-moe", num_experts_per_tok=1)
+    groups = played(model, [np.array([start], np.int32) for start in (3, 9, 27)], turns=1)
+    other, batch = rerouted(model), flatten(groups)
+    logp = make_learner(other, routing_replay=True, packing=packing).logprobs(batch)
+    assert np.abs(logp - batch.logp_rollout).max() < 1e-5
+    own = make_learner(other, packing=packing).logprobs(batch)
+    assert np.abs(own - batch.logp_rollout).max() > 1e-1
+
+
+def test_later_turns_read_earlier_ones_through_the_experts_of_their_time() -> None:
+    """What later turns sampled with is nearer if earlier turns are replayed in their prompts, too."""
+    model = tiny("qwen3-moe", num_experts_per_tok=1)
+    groups = played(model, [np.array([start], np.int32) for start in range(1, 9)], turns=2)
+    other = make_learner(rerouted(model), routing_replay=True)
+
+    def gap(groups: list[Group]) -> float:
+        batch = flatten(groups)
+        second = batch.step_id % 2 == 1 if len(batch.steps) == 16 else np.ones(len(batch), np.bool_)
+        return float(np.abs(other.logprobs(batch) - batch.logp_rollout)[second].mean())
+
+    alone = [make_group([([t.steps[1]], 1.0) for t in groups[0].trajectories])]
+    assert gap(groups) < 0.7 * gap(alone)
+
+
+# Refusals
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no experts to replay"):
+        make_learner(tiny(), routing_replay=True)
+
+
+def test_experts_of_another_model_are_refused_by_name() -> None:
+    groups = with_other_experts(forked_groups(groups=1))
+    first = groups[0].trajectories[0]
+    strange = replace(first.steps[0], routing=np.full((1, 2, 1), 3, np.int16))
+    groups = [replace(groups[0], trajectories=(replace(first, steps=(strange,)), *groups[0].trajectories[1:]))]
+    learner = make_learner(exact("qwen3-moe"), routing_replay=True)
+    [result] = learner.train_batch(groups)
+    assert list(result.refused) == [first.trajectory_id]
+    assert "its routing is of 2 layers and 1 experts up to 3" in result.refused[first.trajectory_id]
+    [result] = make_learner(exact("qwen3-moe")).train_batch(groups)
+    assert not result.refused
