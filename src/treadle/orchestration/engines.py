@@ -33,7 +33,7 @@ async def open_engine(config: EngineConfig, policy: Policy, logs: Path | None = 
     logs: where servers write theirs; default: a temporary directory, which stays. Raises ConfigError or EngineError.
     """
     if config.kind == "torch":
-        return policy.engine(config.batch, getattr(torch, config.dtype), config.lock_step)
+        return policy.engine(config.batch, getattr(torch, config.dtype), config.lock_step is not False)
     return await _vllm(config, policy, logs or Path(tempfile.mkdtemp(prefix="treadle-logs-")))
 
 
