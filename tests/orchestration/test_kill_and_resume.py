@@ -66,7 +66,7 @@ def test_ctrl_c_saves_and_leaves_with_130_and_resume_finishes_the_same(tmp_path:
         wait_for_update(tmp_path, 1, process)
         process.send_signal(signal.SIGINT)
         output = expect(process, 130)
-    assert "stopping: finishing an update" in output
+    assert "stopping: finishing this update" in output
     assert "--resume --name run" in output
     done = len(updates(run))
     assert 1 <= done < 8

@@ -37,7 +37,9 @@ class FailuresConfig(Config):
     timeout: FailurePolicy = Field(FailurePolicy(), description="something took too long")
     context: FailurePolicy = Field(FailurePolicy(), description="the first prompt was too long")
     retry_share: float = Field(0.5, ge=0, description="most retries of a run, as a share of all first attempts so far")
-    task_limit: int = Field(3, ge=1, description="groups in a row that fail whole before their task is left out")
+    task_limit: int = Field(
+        3, ge=1, description="groups in a row with too few graded attempts before their task is left out"
+    )
 
     def of(self, cause: Cause) -> FailurePolicy:
         """The policy for a cause."""

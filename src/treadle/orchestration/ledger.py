@@ -47,7 +47,8 @@ class LoopState:
     """Where the loop stands; with the weights and the optimizer all that resuming needs.
 
     cursor: groups started so far, in submission order; outstanding: those of them that were not taken for training.
-    evaluations: held-out results so far, for the summary. failed_tasks: task_id -> groups in a row that failed whole.
+    evaluations: held-out results so far, for the summary. failed_tasks: task_id -> groups in a row with too few
+    graded attempts.
     """
 
     update: int = 0

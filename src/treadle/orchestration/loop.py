@@ -14,14 +14,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from treadle.algorithms.dynamic_sampling import learns_nothing, without_steps
 from treadle.core.engine import Engine
@@ -148,7 +148,7 @@ class Loop:
         return self.state
 
     async def _train(self, producer: Producer) -> None:
-        while not self._is_last:
+        while not self._is_last and not self.stop.asked:
             producer.admit(self.state.version)
             if not await self._train_batch(producer):
                 return
@@ -162,11 +162,11 @@ class Loop:
     # --- one batch -----------------------------------------------------------------------------------------------
 
     async def _train_batch(self, producer: Producer) -> bool:
-        """Whether there was a batch: none is waited for once a stop is asked for."""
+        """Whether there was a batch."""
         seconds: dict[str, float] = {}
         with _timed(seconds, "rollout"):
             self._phase("rollout", self.config.groups_per_batch * self.config.training.group_size)
-            taken = await self.stop.unless_asked(self._next_batch(producer))
+            taken = await self._unless_stopped(self._next_batch(producer))
         if taken is None:
             return False
         groups = self._note_taken(taken)
@@ -199,6 +199,11 @@ class Loop:
             self._give_up_if_failing()
             self._give_up_if_filtering()
             producer.admit(self.state.version)
+            if not self._buffer.running:
+                self._give_up(
+                    "every task is left out: its last groups had too few graded attempts (failures.task_limit is "
+                    f"{self.config.failures.task_limit}, training.min_group_size {self._least})"
+                )
             await self._buffer.arrival()
         return batch
 
@@ -221,6 +226,13 @@ class Loop:
         self.ledger.note_dropped([t.trajectory_id for g in nothing for t in g.trajectories], DropReason.FILTERED)
         return [without_steps(group) if group in nothing else group for group in groups]
 
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result, or None if a stop is asked for first: what has finished until then is on record and reused.
+
+        At max_staleness 0 it would be sampled again, so that it is worth waiting for.
+        """
+        return await (work if self.config.orchestration.max_staleness == 0 else self.stop.unless_asked(work))
+
     async def _beside(self, work: Callable[[], T]) -> T:
         """Compute on the learner's thread; here where nothing else has anything to do meanwhile.
 
@@ -239,7 +251,8 @@ class Loop:
         if graded < self._least:
             failed = self._failed_tasks[group.task.task_id] = self._failed_tasks.get(group.task.task_id, 0) + 1
             if failed == self.config.failures.task_limit:
-                self.progress.say(f"task {group.task.task_id} is left out: its last {failed} groups failed whole")
+                what = f"its last {failed} groups had fewer than {self._least} graded attempts"
+                self.progress.say(f"task {group.task.task_id} is left out: {what}")
             self._tell_failures([group])
             return DropReason.FAILED
         self._failed_tasks.pop(group.task.task_id, None)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from treadle.core.draws import Stream, permutation
-from treadle.core.errors import DataError, TrainingStopped
+from treadle.core.errors import DataError
 from treadle.core.types import Group, Task, Trajectory, group_id
 from treadle.orchestration.buffer import GroupBuffer
 from treadle.orchestration.failures import Retries
@@ -98,15 +98,18 @@ class Producer:
         if self._in_rounds and self._buffer.running:
             return
         while self._buffer.under_way < self._capacity and (self._most is None or self._buffer.running < self._most):
-            self._start(self._next())
+            group = self._next()
+            if group is None:
+                return
+            self._start(group)
 
     def stop(self) -> None:
         """Cancel whatever is being sampled."""
         for task in self._finishing:
             task.cancel()
 
-    def _next(self) -> Group:
-        """The next group, none of a task that is left out. Raises TrainingStopped if all are."""
+    def _next(self) -> Group | None:
+        """The next group, none of a task that is left out; None if all are."""
         if self.again:
             return self._group(self.again.popleft())
         for _ in range(len(self._cursor.tasks)):
@@ -114,9 +117,7 @@ class Producer:
             self.next_index += 1
             if not self._left_out(group.task):
                 return group
-        raise TrainingStopped(
-            "every task is left out: its last groups failed whole (failures.task_limit). Fix the cause, then --resume"
-        )
+        return None
 
     def _group(self, index: int) -> Group:
         if index in self._kept:

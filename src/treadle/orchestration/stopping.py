@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class StopRequest:
-    """Set by Ctrl-C or SIGTERM: the loop finishes an update that is being computed, checkpoints and leaves."""
+    """Set by Ctrl-C or SIGTERM: the loop finishes its update, checkpoints and leaves."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -46,7 +46,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(stop: StopRequest) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM asks the loop to finish an update and save; the second one interrupts at once.
+    """The first Ctrl-C or SIGTERM asks the loop to finish its update and save; the second one interrupts at once.
 
     Plain handlers rather than the event loop's, which would wait for an update to end. They are put back afterwards.
     """
@@ -61,7 +61,7 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
         for number in handled:
             signal.signal(number, signal.default_int_handler)
         # a signal may come in the middle of a print, which must not be entered again
-        os.write(2, b"\nstopping: finishing an update that is being computed, then saving (once more: stop at once)\n")
+        os.write(2, b"\nstopping: finishing this update, then saving a checkpoint (once more: stop at once)\n")
 
     try:
         for number in handled:
