@@ -14,6 +14,7 @@ import pytest
 from tests.cli.broken import TRAJECTORIES, Calls, text_of, whole
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
+from tests.orchestration.runs import shard_of
 from treadle.cli.facts import PackingCount, RelationCount, _calls
 from treadle.core.types import BreakCause
 from treadle.packing.breaks import Kind, Relation
@@ -173,11 +174,12 @@ def test_shards_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, broken: Path
     found = facts(broken)
     monkeypatch.setattr("treadle.cli.facts._ROWS", 3)
     assert facts(broken) == found
-    [shard] = (broken / "rollouts").glob("*.parquet")
-    rows = pq.read_table(shard).to_pylist()
-    assert [(*names, call.token_ids.tolist(), call.prompt_length) for *names, call, _cause in _calls(shard)] == [
-        (r["group_id"], r["trajectory_id"], r["prompt_ids"] + r["completion_ids"], len(r["prompt_ids"])) for r in rows
-    ]
+    for shard in (broken / "rollouts").glob("*.parquet"):
+        rows = [row for row in pq.read_table(shard).to_pylist() if row["dropped"] is None]
+        read = [(name, call) for name, (calls, _) in _calls(shard).items() for call in calls]
+        assert [(name, call.token_ids.tolist(), call.prompt_length) for name, call in read] == [
+            (r["trajectory_id"], r["prompt_ids"] + r["completion_ids"], len(r["prompt_ids"])) for r in rows
+        ]
 
 
 def test_the_text(finished: Trained) -> None:
@@ -237,9 +239,10 @@ def test_a_run_in_progress(finished: Trained, place: Place) -> None:
 
 def test_a_shard_that_is_gone_is_named(finished: Trained, place: Place) -> None:
     shutil.copytree(finished.path, place.runs / "run")
-    (place.runs / "run" / "rollouts" / "train-g000004.parquet").unlink()
+    shard = shard_of(finished.path, "g000005.2")
+    (place.runs / "run" / "rollouts" / shard).unlink()
     done = treadle("report", place.runs / "run")
-    assert done.status == 0 and "missing, not counted: train-g000004.parquet\n" in done.out
+    assert done.status == 0 and f"missing, not counted: {shard}\n" in done.out
 
 
 def test_a_damaged_ledger(finished: Trained, place: Place) -> None:

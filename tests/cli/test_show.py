@@ -13,6 +13,7 @@ import pytest
 from tests.cli.broken import SPELLED, SYSTEM, TRAJECTORIES, ids, text_of, whole
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import treadle
+from tests.orchestration.runs import shard_of
 from tests.worlds import END, chatml
 from treadle.cli.show import as_json
 from treadle.cli.transcript import load_run_tokenizer
@@ -35,7 +36,7 @@ def test_json_is_what_the_shard_holds(finished: Trained) -> None:
     done = treadle("show", finished.path, "g000005.2", "--json")
     assert (done.status, done.err) == (0, "")
     found = json.loads(done.out)
-    [row] = [r for r in pq.read_table(finished.path / "rollouts" / "train-g000004.parquet").to_pylist()
+    [row] = [r for r in pq.read_table(finished.path / "rollouts" / shard_of(finished.path, "g000005.2")).to_pylist()
              if r["trajectory_id"] == "g000005.2"]  # fmt: skip
     [only] = found["steps"]
     tokens = only["tokens"]
@@ -95,9 +96,10 @@ def test_an_unknown_trajectory_names_some_that_exist(finished: Trained) -> None:
 
 def test_a_shard_that_is_gone(finished: Trained, place: Place) -> None:
     shutil.copytree(finished.path, place.runs / "run")
-    (place.runs / "run" / "rollouts" / "train-g000004.parquet").unlink()
+    shard = shard_of(finished.path, "g000005.2")
+    (place.runs / "run" / "rollouts" / shard).unlink()
     done = treadle("show", place.runs / "run", "g000005.2")
-    assert done.status == 1 and "train-g000004.parquet, which is gone" in done.error
+    assert done.status == 1 and f"{shard}, which is gone" in done.error
 
 
 def test_before_the_first_checkpoint_the_configured_tokenizer_is_used(finished: Trained, place: Place) -> None:

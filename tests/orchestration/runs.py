@@ -30,8 +30,17 @@ def query(path: Path, sql: str, *values: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def shard_of(path: Path, trajectory_id: str) -> str:
+    """The file that holds a trajectory's tokens."""
+    [row] = query(path, "SELECT shard FROM trajectories WHERE trajectory_id = ?", trajectory_id)
+    return str(row["shard"])
+
+
 def updates(path: Path) -> list[dict[str, Any]]:
     return [row for row in RunDirectory.open(path).metrics() if row["kind"] == "update"]
+
+
+_UNTRAINED = ("resampled", "rolled back", "failed", "filtered", "stale")  # of trajectories with a reward
 
 
 def check_finished(path: Path) -> None:
@@ -53,11 +62,11 @@ def check_finished(path: Path) -> None:
         elif row["failed"]:
             assert (row["state"], row["reason"]) == ("dropped", "failed")
         else:
-            assert (row["state"], row["reason"]) in (("trained", None), ("dropped", "resampled"))
-            trained[row["idx"]] = trained.get(row["idx"], 0) + row["n"] * (row["state"] == "trained")
-    groups = config.training.tasks_per_update * config.orchestration.updates
-    assert sorted(trained) == list(range(groups))
-    if not any(row["failed"] for row in states):
+            assert (row["state"], row["reason"]) in (("trained", None), *(("dropped", reason) for reason in _UNTRAINED))
+            if row["state"] == "trained":
+                trained[row["idx"]] = trained.get(row["idx"], 0) + row["n"]
+    assert len(trained) == config.training.tasks_per_update * config.orchestration.updates
+    if not any(row["failed"] for row in states) and not config.orchestration.max_staleness:
         assert set(trained.values()) == {config.training.group_size}  # each index once, however often it was sampled
     names = sorted(p.name for p in (path / "checkpoints").iterdir())
     assert len(names) <= config.orchestration.keep_last

@@ -59,14 +59,13 @@ def test_recording_notes_everything(ledger: Ledger) -> None:
         "epoch": 0,
         "position": 3,
         "batch": 7,
-        "shard": "s",
     }
     assert task["task_id"] == "t3"
     assert task["prompt"] == [{"role": "user", "content": "?"}]
     first, second = ledger.query("SELECT * FROM trajectories ORDER BY attempt")
     assert (first["reward"], first["status"], first["failure_cause"], first["advantage"]) == (0.75, "done", None, None)
     assert (first["steps"], first["completion_tokens"], first["oldest_version"], first["seconds"]) == (2, 1, 0, 0.5)
-    assert (second["reward"], second["status"]) == (None, "failed")
+    assert (second["reward"], second["status"], second["shard"]) == (None, "failed", "s")
     assert (second["failure_cause"], second["failure_message"]) == ("timeout", "too slow")
     rows = ledger.query("SELECT * FROM steps WHERE trajectory_id = 'g000003.0' ORDER BY step")
     assert [(r["step"], r["prompt_tokens"], r["completion_tokens"], r["reward"]) for r in rows] == [
@@ -100,7 +99,7 @@ def test_states_of_a_batch_from_recording_to_checkpoint(ledger: Ledger) -> None:
     ledger.commit_checkpoint("step-000001", LoopState(update=1, cursor=1))
     assert states(ledger)["g000000.0"] == ("trained", None)
     assert states(ledger)["g000001.0"] == ("recorded", None)
-    assert ledger.roll_back(LoopState(cursor=1)) == 1
+    assert ledger.roll_back(LoopState(cursor=1), DropReason.RESAMPLED) == 1
     assert states(ledger)["g000001.0"] == ("dropped", "resampled")
     ledger.record([group(1, "g000001r1")], "train", 0, "s2")
     ledger.commit_checkpoint("step-000002", LoopState(update=2, cursor=2))
@@ -137,7 +136,7 @@ def test_conservation_through_any_history(
             expected |= dict.fromkeys(pending, ("trained", None))
             saved, pending = now, []
         else:
-            assert ledger.roll_back(saved) == len(pending)
+            assert ledger.roll_back(saved, DropReason.RESAMPLED) == len(pending)
             expected |= dict.fromkeys(pending, ("dropped", "resampled"))
             now, pending = saved, []
         assert states(ledger) == expected | dict.fromkeys(pending, ("recorded", None))

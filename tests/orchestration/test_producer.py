@@ -1,19 +1,23 @@
-"""Task order, admission, and batches in submission order whatever finishes first."""
+"""Task order, admission, and what is sampled in place of what."""
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import make_group, plain_rollouts, saying, user
-from treadle.core.errors import DataError
-from treadle.core.types import Group, Ids, SamplingParams, Task
+from tests.worlds import make_step, plain_rollouts, saying, user
+from treadle.core.errors import Cause, DataError, TrajectoryFailure
+from treadle.core.types import DropReason, Failure, Group, Ids, SamplingParams, Status, Task, Trajectory
 from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
-from treadle.orchestration.producer import GroupBuffer, Producer, TaskCursor
+from treadle.orchestration.buffer import GroupBuffer, Late
+from treadle.orchestration.failures import FailurePolicy, FailuresConfig, Retries
+from treadle.orchestration.producer import Producer, TaskCursor
 
 
 def make_tasks(count: int) -> list[Task]:
@@ -55,52 +59,18 @@ def test_a_cursor_gives_the_same_task_whenever_it_is_asked(size: int, indices: l
     assert [jumping.at(index) for index in indices] == [expected[index] for index in indices]
 
 
+@given(size=st.integers(2, 4), seed=st.integers(0, 2**48 - 1))
+def test_no_shuffle_comes_twice_in_a_row(size: int, seed: int) -> None:
+    """Of few tasks, chance would soon repeat one."""
+    orders = [order(seed, epoch, size) for epoch in range(12)]
+    assert all(before != after for before, after in itertools.pairwise(orders))
+    straight = TaskCursor(make_tasks(size), seed, shuffle=True)
+    assert [[straight.at(epoch * size + place)[1] for place in range(size)] for epoch in range(12)] == orders
+
+
 def test_no_tasks_are_refused() -> None:
     with pytest.raises(DataError, match="no training tasks"):
         TaskCursor([], 0, True)
-
-
-# GroupBuffer
-
-
-@given(st.permutations(range(9)), st.integers(1, 3), st.integers(0, 5))
-def test_batches_are_in_submission_order_and_durable_first(arrival: Sequence[int], size: int, first: int) -> None:
-    persisted: list[list[int]] = []
-
-    async def take_all() -> list[list[int]]:
-        buffer = GroupBuffer(first, lambda groups: persisted.append([g.index for g in groups]))
-        taken: list[list[int]] = []
-
-        async def trainer() -> None:
-            for number in range(9 // size):
-                batch = await buffer.take(size)
-                assert len(persisted) == number + 1
-                taken.append([g.index for g in batch])
-
-        training = asyncio.ensure_future(trainer())
-        for index in arrival:
-            buffer.put(make_group(first + index))
-            await asyncio.sleep(0)
-        await asyncio.wait_for(training, 5)
-        return taken
-
-    expected = [list(range(first + at, first + at + size)) for at in range(0, 9 - size + 1, size)]
-    assert asyncio.run(take_all()) == expected
-    assert persisted == expected
-
-
-def test_a_batch_waits_for_its_slowest_group() -> None:
-    async def go() -> None:
-        buffer = GroupBuffer(0, lambda groups: None)
-        taking = asyncio.ensure_future(buffer.take(2))
-        buffer.put(make_group(1))
-        buffer.put(make_group(2))
-        await asyncio.sleep(0.01)
-        assert not taking.done()
-        buffer.put(make_group(0))
-        assert [g.index for g in await asyncio.wait_for(taking, 5)] == [0, 1]
-
-    asyncio.run(go())
 
 
 # Producer
@@ -114,83 +84,199 @@ class Slow(Environment):
         return EnvStep(reward=1.0, done=True)
 
 
+def make_buffer(
+    judge: Callable[[Group], DropReason | None] = lambda group: None, staleness: int = 0, late: Late = "mask_steps"
+) -> tuple[GroupBuffer, list[tuple[int, DropReason]]]:
+    """A buffer, and what it discards."""
+    discarded: list[tuple[int, DropReason]] = []
+    buffer = GroupBuffer(
+        max_staleness=staleness,
+        late=late,
+        judge=judge,
+        discard=lambda group, reason: discarded.append((group.index, reason)),
+    )
+    return buffer, discarded
+
+
 def producer(
     buffer: GroupBuffer, tasks: asyncio.TaskGroup, engine: FakeEngine | None = None, **settings: Any
 ) -> Producer:
+    async def record(part: Group) -> None:
+        await asyncio.sleep(0)
+
     options: dict[str, Any] = {
         "seed": 1,
         "group_size": 2,
-        "groups_per_batch": 3,
-        "max_staleness": 0,
-        "started": 0,
+        "capacity": 3,
+        "in_rounds": True,
+        "most": None,
+        "next_index": 0,
+        "again": (),
+        "kept": {},
         "times_sampled": {},
-        "on_trajectory": lambda: None,
+        "retries": Retries(FailuresConfig()),
+        "record": record,
+        "left_out": lambda task: False,
+        "on_trajectory": lambda trajectory: None,
         **settings,
     }
+    world = options.pop("world", Slow)
     cursor = TaskCursor(make_tasks(40), 1, shuffle=False)
-    return Producer(cursor, plain_rollouts(engine or saying("a"), Slow), buffer, tasks, **options)
+    return Producer(cursor, plain_rollouts(engine or saying("a"), world), buffer, tasks, **options)
 
 
-class Counting(GroupBuffer):
-    """Keeps everything that was put into it."""
-
-    def __init__(self) -> None:
-        super().__init__(0, lambda groups: None)
-        self.groups: list[Group] = []
-
-    def put(self, group: Group) -> None:
-        self.groups.append(group)
-        super().put(group)
+async def next_batch(making: Producer, buffer: GroupBuffer, size: int, version: int = 0) -> list[Group]:
+    """As the loop does."""
+    while (batch := buffer.batch(size, version)) is None:
+        making.admit(version)
+        await asyncio.wait_for(buffer.arrival(), 5)
+    return batch
 
 
-def started(versions: Sequence[int], **settings: Any) -> list[list[int]]:
-    """Indices of the groups started by each call of `admit`."""
+def batches(
+    versions: int,
+    judge: Callable[[Group], DropReason | None] = lambda group: None,
+    staleness: int = 0,
+    **settings: Any,
+) -> list[tuple[list[int], list[int]]]:
+    """For each version, what is under way right after it is published, and what is trained: three groups."""
 
-    async def go() -> list[list[int]]:
-        buffer = Counting()
-        counts: list[list[int]] = []
-        for version in versions:
-            async with asyncio.TaskGroup() as tasks:
-                if not counts:
-                    admitting = producer(buffer, tasks, **settings)
-                admitting._tasks = tasks
-                before = len(buffer.groups)
-                admitting.admit(version)
-            counts.append(sorted(g.index for g in buffer.groups[before:]))
-        return counts
+    async def go() -> list[tuple[list[int], list[int]]]:
+        buffer, _ = make_buffer(judge, staleness)
+        seen: list[tuple[list[int], list[int]]] = []
+        engine = saying("a")
+        async with asyncio.TaskGroup() as tasks:
+            making = producer(buffer, tasks, engine, **settings)
+            for version in range(versions):
+                await engine.publish({}, version)
+                making.admit(version)
+                started = list(buffer.outstanding)
+                batch = await next_batch(making, buffer, 3, version)
+                seen.append((started, [g.index for g in batch]))
+                buffer.trained()
+            making.stop()
+        return seen
 
     return asyncio.run(go())
 
 
-@pytest.mark.parametrize(
-    ("staleness", "expected"),
-    [
-        (0, [[0, 1, 2], [], [3, 4, 5], [6, 7, 8]]),
-        (1, [[0, 1, 2, 3, 4, 5], [], [6, 7, 8], [9, 10, 11]]),
-        (3, [list(range(12)), [], [12, 13, 14], [15, 16, 17]]),
-    ],
-)
-def test_admission_follows_the_policy_version(staleness: int, expected: list[list[int]]) -> None:
-    """started < (version + 1 + max_staleness) * groups_per_batch."""
-    assert started([0, 0, 1, 2], max_staleness=staleness) == expected
+def test_synchronous_admission_is_exactly_the_next_batch() -> None:
+    expected = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert batches(3) == [(indices, indices) for indices in expected]
+
+
+def test_what_is_under_way_never_exceeds_the_capacity() -> None:
+    """Two versions of staleness: three batches' worth, refilled as groups are trained."""
+    seen = batches(4, staleness=2, capacity=9, in_rounds=False)
+    assert [len(started) for started, _ in seen] == [9] * 4
+    trained = [index for _, batch in seen for index in batch]
+    assert len(set(trained)) == 12 and max(trained) < 18
+
+
+def test_groups_run_side_by_side_only_as_far_as_allowed() -> None:
+    seen = batches(2, staleness=2, capacity=9, in_rounds=False, most=2)
+    assert len(seen[0][0]) == 2
+    assert len({index for _, batch in seen for index in batch}) == 6
 
 
 def test_a_resumed_producer_goes_on_where_the_run_stood() -> None:
-    assert started([2, 3], started=6) == [[6, 7, 8], [9, 10, 11]]
+    assert batches(2, next_index=6) == [([6, 7, 8], [6, 7, 8]), ([9, 10, 11], [9, 10, 11])]
+    assert batches(2, next_index=6, again=(2, 4)) == [([2, 4, 6], [2, 4, 6]), ([7, 8, 9], [7, 8, 9])]
+
+
+def test_others_take_the_place_of_what_is_discarded_in_order_and_exactly() -> None:
+    """Every third group is of no use: a batch of three takes the first three others."""
+
+    def judge(group: Group) -> DropReason | None:
+        return DropReason.FILTERED if group.index % 3 == 0 else None
+
+    assert [batch for _, batch in batches(3, judge=judge)] == [[1, 2, 4], [5, 7, 8], [10, 11, 13]]
+
+
+def test_tasks_that_are_left_out_are_passed_over() -> None:
+    taken = batches(2, left_out=lambda task: task.task_id in ("t1", "t4"))
+    assert [batch for _, batch in taken] == [[0, 2, 3], [5, 6, 7]]
+
+
+def test_only_the_attempts_that_a_kept_group_lacks_are_made() -> None:
+    made = Trajectory("g000001.0", "t1", 0, (make_step(),), 1.0, Status.DONE)
+    kept = {1: Group("g000001", 1, 0, 1, make_tasks(2)[1], (made,))}
+
+    async def go() -> list[Group]:
+        buffer, _ = make_buffer()
+        async with asyncio.TaskGroup() as tasks:
+            return await next_batch(producer(buffer, tasks, kept=kept, times_sampled={1: 1}), buffer, 3)
+
+    batch = asyncio.run(go())
+    assert [t.trajectory_id for t in batch[1].trajectories] == ["g000001.0", "g000001.1"]
+    assert batch[1].trajectories[0] is made
+
+
+class Flaky(Environment):
+    """Fails as often as told, over all attempts, then is right."""
+
+    left = 0
+
+    async def step(self, text: str) -> EnvStep:
+        if type(self).left:
+            type(self).left -= 1
+            raise TrajectoryFailure(Cause.INFRASTRUCTURE, "gone")
+        return EnvStep(reward=1.0, done=True)
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"), [(0, [1.0]), (1, [None, 1.0]), (2, [None, None, 1.0]), (3, [None, None, None])]
+)
+def test_a_failed_attempt_is_made_again_as_its_cause_allows(failures: int, expected: list[float | None]) -> None:
+    class World(Flaky):
+        left = failures
+
+    policy = FailuresConfig(infrastructure=FailurePolicy(retries=2, backoff=0.001), retry_share=3.0)
+
+    async def go() -> Group:
+        buffer, _ = make_buffer()
+        async with asyncio.TaskGroup() as tasks:
+            making = producer(buffer, tasks, group_size=1, capacity=1, world=World, retries=Retries(policy))
+            return (await next_batch(making, buffer, 1))[0]
+
+    group = asyncio.run(go())
+    assert [t.reward for t in group.trajectories] == expected
+    assert [t.attempt for t in group.trajectories] == list(range(len(expected)))
+    seeds = {s.sampling.seed for t in group.trajectories for s in t.steps}
+    assert len(seeds) == len(expected)  # each has draws of its own
+
+
+def test_retries_end_with_their_budget() -> None:
+    retries = Retries(FailuresConfig(infrastructure=FailurePolicy(retries=1, backoff=2.0), retry_share=0.25))
+    failed = Trajectory("t", "t", 0, (), None, Status.FAILED, Failure(Cause.INFRASTRUCTURE, "gone"))
+    assert [retries.seconds_before(failed, 1) for _ in range(8)] == [2.0, None, None, None, 2.0, None, None, None]
+
+
+def test_a_failure_may_be_graded() -> None:
+    retries = Retries(FailuresConfig(agent=FailurePolicy(then="grade", reward=-1.0)))
+    failed = Trajectory("t", "t", 0, (make_step(),), None, Status.FAILED, Failure(Cause.AGENT, "oops"))
+    graded = retries.final(failed)
+    assert (graded.reward, graded.status, graded.warning) == (-1.0, Status.DONE, "graded after a failure: agent: oops")
+    other = replace(failed, failure=Failure(Cause.ENGINE, "gone"))
+    assert retries.final(other) is other
 
 
 def test_groups_leave_in_order_with_their_attempts_names_and_tasks() -> None:
-    finished: list[int] = []
+    finished: list[str] = []
+    arrival: list[int] = []
 
-    async def go() -> tuple[list[Group], list[int]]:
-        buffer = Counting()
+    def judge(group: Group) -> None:
+        arrival.append(group.index)
+
+    async def go() -> list[Group]:
+        buffer, _ = make_buffer(judge)
         async with asyncio.TaskGroup() as tasks:
-            making = producer(buffer, tasks, times_sampled={1: 2}, on_trajectory=lambda: finished.append(1))
-            making.admit(0)
-            batch = await buffer.take(3)
-        return batch, [g.index for g in buffer.groups]
+            making = producer(
+                buffer, tasks, times_sampled={1: 2}, on_trajectory=lambda t: finished.append(t.trajectory_id)
+            )
+            return await next_batch(making, buffer, 3)
 
-    batch, arrival = asyncio.run(go())
+    batch = asyncio.run(go())
     assert arrival == [2, 1, 0]  # the worlds above see to that
     assert [g.group_id for g in batch] == ["g000000", "g000001r2", "g000002"]
     assert [g.task.task_id for g in batch] == ["t0", "t1", "t2"]
@@ -203,10 +289,9 @@ def test_groups_leave_in_order_with_their_attempts_names_and_tasks() -> None:
 def test_seeds_depend_on_the_address_not_on_how_often_a_group_was_sampled() -> None:
     def seeds(**settings: Any) -> list[int]:
         async def go() -> list[int]:
-            buffer = Counting()
+            buffer, _ = make_buffer()
             async with asyncio.TaskGroup() as tasks:
-                producer(buffer, tasks, **settings).admit(0)
-                batch = await buffer.take(3)
+                batch = await next_batch(producer(buffer, tasks, **settings), buffer, 3)
             return [s.sampling.seed for g in batch for t in g.trajectories for s in t.steps]
 
         return asyncio.run(go())
@@ -222,10 +307,9 @@ def test_a_bug_ends_the_run_with_its_own_exception() -> None:
         raise ZeroDivisionError("a bug")
 
     async def go() -> None:
-        buffer = Counting()
+        buffer, _ = make_buffer()
         async with asyncio.TaskGroup() as tasks:
-            producer(buffer, tasks, engine=FakeEngine(reply)).admit(0)
-            await asyncio.wait_for(buffer.take(3), 5)
+            await next_batch(producer(buffer, tasks, engine=FakeEngine(reply)), buffer, 3)
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(go())

@@ -150,6 +150,15 @@ class AlgorithmConfig(Config):
     entropy_coef: float = Field(0.0, ge=0, description="entropy bonus at the first update")
     entropy_coef_end: float = Field(0.0, ge=0, description="entropy bonus it moves to, linearly, by the end of the run")
 
+    dynamic_sampling: Literal["off", "filter", "replace"] = Field(
+        "off",
+        description="groups whose advantages are all 0: off keeps them, filter samples others in their place, replace "
+        "gives their weight to the other groups of the update",
+    )
+    dynamic_sampling_limit: float = Field(
+        5.0, ge=1, description="filter: most groups sampled for one batch, as a multiple of those trained"
+    )
+
     @model_validator(mode="after")
     def _length_norm_where_needed(self) -> AlgorithmConfig:
         if (self.reduction == "seq_mean_token_sum_norm") != (self.length_norm is not None):

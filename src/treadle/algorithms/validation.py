@@ -33,6 +33,7 @@ def problems(config: AlgorithmConfig, filtered_sampling: bool = False) -> list[s
         *_correction(config, loss),
         *_kl(config),
         *_reduction(config),
+        *_dynamic_sampling(config, advantage),
         *(_filtered(config, loss) if filtered_sampling else ()),
     ]
 
@@ -81,6 +82,17 @@ def _reduction(config: AlgorithmConfig) -> Iterator[str]:
             f"scope is {config.scope!r}, but reduction {config.reduction!r} has no unit to choose; "
             "take step_mean or trajectory_mean, or seq_mean_token_sum_norm"
         )
+
+
+def _dynamic_sampling(config: AlgorithmConfig, advantage: Advantage) -> Iterator[str]:
+    if config.dynamic_sampling != "off" and not advantage.by_group:
+        yield (
+            f"dynamic_sampling is {config.dynamic_sampling!r}, but advantage {config.advantage!r} has no baseline over "
+            "a group that could make all of it 0; leave it off or choose grpo"
+        )
+    limit = AlgorithmConfig.model_fields["dynamic_sampling_limit"].default
+    if config.dynamic_sampling != "filter" and config.dynamic_sampling_limit != limit:
+        yield "dynamic_sampling_limit is set, but only dynamic_sampling 'filter' samples further groups; leave it out"
 
 
 def _filtered(config: AlgorithmConfig, loss: PolicyLoss) -> Iterator[str]:

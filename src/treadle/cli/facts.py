@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,7 @@ class RelationCount:
 
 
 def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], None]) -> dict[str, Any]:
-    """What takes a look at every token, shard by shard.
+    """What takes a look at every token, group by group.
 
     Packing counts the training steps that were trained or still will be, relations all that is recorded.
     """
@@ -186,64 +186,75 @@ def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], No
         decode, no_tokenizer = decoder(load_run_tokenizer(run.path)), None
     except TreadleError as error:
         decode, no_tokenizer = None, str(error)
-    shards = ledger.query("SELECT DISTINCT shard, split FROM groups ORDER BY split DESC, idx")
-    packing, related, missing = PackingCount(), RelationCount(), []
-    for number, row in enumerate(shards, 1):
-        shard, split = row["shard"], row["split"]
-        trained = ledger.query(
-            "SELECT DISTINCT trajectory_id FROM groups JOIN trajectories USING (group_id) JOIN steps USING "
-            "(trajectory_id) WHERE shard = ? AND state IN ('trained', 'recorded')",
-            shard,
-        )
-        if (run.rollouts / shard).is_file():
-            wanted = {row["trajectory_id"] for row in trained}
-            for trajectories in _groups(run.rollouts / shard):
-                ends: list[Call] = []
-                for trajectory, calls, causes in trajectories:
-                    if decode is not None:
-                        related.add(split, trajectory, relations(calls, decode, causes))
-                    if trajectory in wanted:
-                        ends += packing.add_trajectory(calls)
-                packing.add_group(ends)
-        else:
-            missing.append(shard)
-        on_shard(number, len(shards))
+    rows = ledger.query(
+        "SELECT split, group_id, trajectory_id, shard, EXISTS (SELECT 1 FROM steps s WHERE s.trajectory_id = "
+        "t.trajectory_id AND state IN ('trained', 'recorded')) AS trained FROM groups JOIN trajectories t USING "
+        "(group_id) ORDER BY split DESC, idx, groups.rowid, attempt"
+    )
+    packing, related, shards = PackingCount(), RelationCount(), _Shards(run.rollouts, rows, on_shard)
+    for _group, members in itertools.groupby(rows, lambda row: row["group_id"]):
+        ends: list[Call] = []
+        for row in members:
+            calls, causes = shards.take(row["shard"], row["trajectory_id"])
+            if decode is not None and calls:
+                related.add(row["split"], row["trajectory_id"], relations(calls, decode, causes))
+            if row["trained"]:
+                ends += packing.add_trajectory(calls)
+        packing.add_group(ends)
     return {
         "packing": packing.facts(),
         "relations": {**related.facts(), "no_tokenizer": no_tokenizer},
-        "missing_shards": missing,
+        "missing_shards": shards.missing,
     }
 
 
-def _groups(shard: Path) -> Iterator[Iterator[tuple[str, list[Call], list[BreakCause | None]]]]:
-    """Each group's (trajectory id, its calls, their recorded break causes), read as they are asked for.
+_Steps = tuple[list[Call], list[BreakCause | None]]
 
-    A shard holds each group's trajectories in a row, and each trajectory's steps in a row and in order.
+
+class _Shards:
+    """Trajectories' calls and recorded break causes, asked for in the order of `rows`.
+
+    A shard holds what finished together, a group may lie in several: each is read once, and forgotten when all of it
+    was taken. missing: shards that are gone.
     """
-    for _group, rows in itertools.groupby(_calls(shard), lambda row: row[0]):
-        trajectories = itertools.groupby(rows, lambda row: row[1])
-        yield (_trajectory(name, steps) for name, steps in trajectories)
+
+    def __init__(self, folder: Path, rows: Sequence[dict[str, Any]], on_shard: Callable[[int, int], None]) -> None:
+        self._folder, self._on_shard = folder, on_shard
+        self._left = Counter(row["shard"] for row in rows)
+        self._total, self._done = len(self._left), 0
+        self._read: dict[str, dict[str, _Steps]] = {}
+        self.missing: list[str] = []
+
+    def take(self, shard: str, trajectory: str) -> _Steps:
+        """Without steps that were dropped when recorded; nothing of a shard that is gone."""
+        if shard not in self._read:
+            exists = (self._folder / shard).is_file()
+            self._read[shard] = _calls(self._folder / shard) if exists else {}
+            if not exists:
+                self.missing.append(shard)
+        found = self._read[shard].pop(trajectory, ([], []))
+        self._left[shard] -= 1
+        if not self._left[shard]:
+            del self._read[shard]
+            self._done += 1
+            self._on_shard(self._done, self._total)
+        return found
 
 
-def _trajectory(
-    name: str, steps: Iterator[tuple[str, str, Call, BreakCause | None]]
-) -> tuple[str, list[Call], list[BreakCause | None]]:
-    rows = list(steps)
-    return name, [call for *_, call, _cause in rows], [cause for *_, cause in rows]
-
-
-def _calls(shard: Path) -> Iterator[tuple[str, str, Call, BreakCause | None]]:
-    """(group id, trajectory id, call, recorded break cause), without steps that were dropped when recorded."""
-    columns = ["group_id", "trajectory_id", "prompt_ids", "completion_ids", "break_cause", "dropped"]
+def _calls(shard: Path) -> dict[str, _Steps]:
+    """trajectory_id -> its calls and recorded break causes, in order."""
+    columns = ["trajectory_id", "prompt_ids", "completion_ids", "break_cause", "dropped"]
+    found: dict[str, _Steps] = {}
     with pq.ParquetFile(shard) as file:
         for batch in file.iter_batches(_ROWS, columns=columns):
-            told = zip(*(batch.column(name).to_pylist() for name in (*columns[:2], *columns[4:])), strict=True)
-            sides = zip(*(_arrays(batch.column(name)) for name in columns[2:4]), strict=True)
-            for (group, trajectory, cause, dropped), (prompt, completion) in zip(told, sides, strict=True):
-                if dropped is not None:
-                    continue
-                call = Call(np.concatenate([prompt, completion]), len(prompt), first=0)
-                yield group, trajectory, call, BreakCause(cause) if cause else None
+            told = zip(*(batch.column(name).to_pylist() for name in (columns[0], *columns[3:])), strict=True)
+            sides = zip(*(_arrays(batch.column(name)) for name in columns[1:3]), strict=True)
+            for (trajectory, cause, dropped), (prompt, completion) in zip(told, sides, strict=True):
+                if dropped is None:
+                    calls, causes = found.setdefault(trajectory, ([], []))
+                    calls.append(Call(np.concatenate([prompt, completion]), len(prompt), first=0))
+                    causes.append(BreakCause(cause) if cause else None)
+    return found
 
 
 def _arrays(column: pa.ListArray) -> list[Any]:

@@ -23,8 +23,7 @@ def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list
     """Its ledger row (with the task and split) and its steps. Raises RunError if it is not on record."""
     ledger = Ledger(run / "ledger.sqlite", read_only=True)
     rows = ledger.query(
-        "SELECT t.*, g.task, g.split, g.shard FROM trajectories t JOIN groups g USING (group_id) "
-        "WHERE trajectory_id = ?",
+        "SELECT t.*, g.task, g.split FROM trajectories t JOIN groups g USING (group_id) WHERE trajectory_id = ?",
         trajectory_id,
     )
     some = ledger.query("SELECT trajectory_id FROM trajectories ORDER BY rowid DESC LIMIT 3")

@@ -14,7 +14,7 @@ The end-of-turn token that Treadle then writes for the model belongs to the *nex
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NotRequired, TypedDict
@@ -93,6 +93,9 @@ class DropReason(StrEnum):
     RESAMPLED = "resampled"  # the batch was interrupted and sampled again whole
     REFUSED = "refused"  # the learner's model cannot train its trajectory
     CANCELLED = "cancelled"  # nobody waited for the answer any more
+    STALE = "stale"  # sampled by a policy too old to be trained now
+    FILTERED = "filtered"  # nothing can be learned from its group: all advantages are 0
+    ROLLED_BACK = "rolled back"  # sampled by weights that were lost when the run went back to a checkpoint
 
 
 class BreakCause(StrEnum):
@@ -330,10 +333,15 @@ class Trajectory:
     @property
     def oldest_version(self) -> int | None:
         """The oldest policy version that sampled any of the tokens that count; None without tokens."""
-        return min(
-            (int(step.policy_versions.min()) for step in self.live_steps if len(step.policy_versions)),
-            default=None,
-        )
+        return min((int(versions.min()) for versions in self._versions()), default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest one; None without tokens."""
+        return max((int(versions.max()) for versions in self._versions()), default=None)
+
+    def _versions(self) -> Iterator[Ids]:
+        return (step.policy_versions for step in self.live_steps if len(step.policy_versions))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

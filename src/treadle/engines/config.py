@@ -53,10 +53,10 @@ class EngineConfig(Config):
     kind: Literal["torch", "vllm"] = Field("torch", description="torch: embedded; vllm: servers beside this process")
     batch: int = Field(256, ge=1, description="most sequences that are decoded together")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine's weights")
-    lock_step: bool = Field(
-        True,
-        description="torch: decode only when every open session waits, so that runs repeat bit for bit; "
-        "false: start each call at once, for agents that take their time",
+    lock_step: bool | None = Field(
+        None,
+        description="torch: decode only when every open session waits, so that runs repeat bit for bit; false: start "
+        "each call at once, for agents that take their time; default: in synchronous training",
     )
     vllm: VLLMConfig = Field(VLLMConfig(), description="for kind vllm")
 

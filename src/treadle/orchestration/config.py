@@ -7,12 +7,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config, apply_overrides, build, load_yaml
 from treadle.core.errors import ConfigError
 from treadle.engines.config import EngineConfig
+from treadle.orchestration.buffer import Late
+from treadle.orchestration.failures import FailuresConfig
 from treadle.rollout.attempt import RolloutConfig
 from treadle.training.config import ModelConfig, TrainingConfig, WarmStartConfig
 
@@ -50,6 +52,14 @@ class OrchestrationConfig(Config):
 
     updates: int = Field(100, ge=1, description="optimizer updates of the run")
     max_staleness: int = Field(0, ge=0, description="policy versions a trained token may lag behind; 0 is synchronous")
+    late: Late = Field(
+        "mask_steps",
+        description="what becomes of steps that would be trained later than that: mask_steps leaves those out, drop "
+        "their whole group, wait waits for a group before it can happen",
+    )
+    max_concurrent_groups: int | None = Field(
+        None, ge=1, description="groups sampled side by side; default: all that max_staleness admits"
+    )
     checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
     keep_last: int = Field(2, ge=1, description="checkpoints kept on disk")
     max_failed_fraction: float = Field(
@@ -58,13 +68,6 @@ class OrchestrationConfig(Config):
         le=1,
         description="stop, after a checkpoint, if more than this share of a batch's trajectories failed",
     )
-
-    @field_validator("max_staleness")
-    @classmethod
-    def _synchronous(cls, value: int) -> int:
-        if value:
-            raise ValueError(f"max_staleness is {value}; only 0 (synchronous training) is supported so far")
-        return value
 
 
 class RunConfig(Config):
@@ -82,6 +85,7 @@ class RunConfig(Config):
     algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="from rewards to a loss")
     training: TrainingConfig = Field(TrainingConfig(), description="the learner")
     engine: EngineConfig = Field(EngineConfig(), description="what samples")
+    failures: FailuresConfig = Field(FailuresConfig(), description="what becomes of failed attempts")
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="held-out evaluation")
     orchestration: OrchestrationConfig = Field(OrchestrationConfig(), description="the loop")
 
@@ -112,6 +116,34 @@ class RunConfig(Config):
                 "chose; use engine.kind=torch, or set it to false"
             )
         return self
+
+    @model_validator(mode="after")
+    def _continuous_if_asynchronous(self) -> RunConfig:
+        if self.orchestration.max_staleness and self.engine.lock_step:
+            raise ValueError(
+                "engine.lock_step is true with orchestration.max_staleness "
+                f"{self.orchestration.max_staleness}: waves would wait for every agent; leave engine.lock_step out"
+            )
+        if not self.orchestration.max_staleness and self.orchestration.late != "mask_steps":
+            raise ValueError(
+                f"orchestration.late is {self.orchestration.late!r}, but with max_staleness 0 nothing is ever late; "
+                "leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_large_enough(self) -> RunConfig:
+        least, size = self.training.min_group_size, self.training.group_size
+        if least is not None and least > size:
+            raise ValueError(f"training.min_group_size is {least}, training.group_size {size}; lower the first")
+        return self
+
+    @property
+    def engine_in_training(self) -> EngineConfig:
+        """With lock_step resolved."""
+        synchronous = self.orchestration.max_staleness == 0
+        given = self.engine.lock_step
+        return self.engine.model_copy(update={"lock_step": synchronous if given is None else given})
 
     @property
     def groups_per_batch(self) -> int:

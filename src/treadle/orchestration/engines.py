@@ -34,7 +34,7 @@ async def open_engine(config: EngineConfig, policy: Policy, logs: Path | None = 
     experts are chosen; with others, a run refuses it. Raises ConfigError or EngineError.
     """
     if config.kind == "torch":
-        return policy.engine(config.batch, getattr(torch, config.dtype), config.lock_step, routing)
+        return policy.engine(config.batch, getattr(torch, config.dtype), config.lock_step is not False, routing)
     return await _vllm(config, policy, logs or Path(tempfile.mkdtemp(prefix="treadle-logs-")))
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from treadle.core.types import DropReason, Group, StepState, Trajectory
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
   group_id TEXT PRIMARY KEY, idx INTEGER NOT NULL, split TEXT NOT NULL, epoch INTEGER NOT NULL,
-  position INTEGER NOT NULL, batch INTEGER NOT NULL, task TEXT NOT NULL, shard TEXT NOT NULL);
+  position INTEGER NOT NULL, batch INTEGER NOT NULL, task TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS trajectories (
   trajectory_id TEXT PRIMARY KEY, group_id TEXT NOT NULL REFERENCES groups, attempt INTEGER NOT NULL,
   status TEXT NOT NULL, reward REAL, advantage REAL, failure_cause TEXT, failure_message TEXT, warning TEXT NOT NULL,
-  steps INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, oldest_version INTEGER, seconds REAL NOT NULL,
-  metrics TEXT NOT NULL);
+  steps INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, oldest_version INTEGER, newest_version INTEGER,
+  seconds REAL NOT NULL, shard TEXT NOT NULL, metrics TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (
   trajectory_id TEXT NOT NULL REFERENCES trajectories, step INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT,
   prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, stop_reason TEXT NOT NULL, reward REAL NOT NULL,
@@ -38,11 +39,16 @@ CREATE INDEX IF NOT EXISTS trajectories_group ON trajectories (group_id);
 """
 
 
+_UNTAKEN = "g.idx >= ? OR g.idx IN (SELECT value FROM json_each(?))"  # cursor, outstanding
+
+
 @dataclass(frozen=True, slots=True)
 class LoopState:
     """Where the loop stands; with the weights and the optimizer all that resuming needs.
 
-    cursor: groups consumed so far, in submission order. evaluations: held-out results so far, for the summary.
+    cursor: groups started so far, in submission order; outstanding: those of them that were not taken for training.
+    evaluations: held-out results so far, for the summary. failed_tasks: task_id -> groups in a row with too few
+    graded attempts.
     """
 
     update: int = 0
@@ -51,6 +57,8 @@ class LoopState:
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
     evaluations: tuple[dict[str, Any], ...] = ()
+    outstanding: tuple[int, ...] = ()
+    failed_tasks: Mapping[str, int] = field(default_factory=dict)
 
 
 class Ledger:
@@ -60,7 +68,9 @@ class Ledger:
         if read_only and not path.is_file():
             raise RunError(f"no ledger at {path}; is {path.parent} a run directory?")
         try:
-            self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro" if read_only else path, uri=read_only)
+            name = f"{path.resolve().as_uri()}?mode=ro" if read_only else path
+            self._db = sqlite3.connect(name, uri=read_only, check_same_thread=False)  # the lock sees to that
+            self._lock = threading.Lock()
             self._db.row_factory = sqlite3.Row
             if not read_only:
                 self._db.execute("PRAGMA journal_mode=WAL")
@@ -73,7 +83,7 @@ class Ledger:
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Commit on leaving, roll back on any error. Raises RunError where the disk fails."""
         try:
-            with self._db:
+            with self._lock, self._db:
                 yield self._db
         except sqlite3.OperationalError as error:
             raise RunError(f"the ledger could not be written: {error}; free disk space, then --resume") from error
@@ -81,9 +91,10 @@ class Ledger:
     # --- writing -------------------------------------------------------------------------------------------------
 
     def record(self, groups: Sequence[Group], split: str, batch: int, shard: str) -> None:
-        """Note finished groups whose tokens are already durable in `shard`.
+        """Note finished trajectories whose tokens are already durable in `shard`; of a group, some or all.
 
-        Evaluated steps are in their terminal state at once, and so are dropped ones and those of ungraded trajectories.
+        batch: the policy version of the moment. Evaluated steps are in their terminal state at once, and so are dropped
+        ones and those of ungraded trajectories.
         """
         with self._transaction() as db:
             for group in groups:
@@ -95,13 +106,12 @@ class Ledger:
                     group.position,
                     batch,
                     json.dumps(asdict(group.task)),
-                    shard,
                 )
-                db.execute("INSERT INTO groups VALUES (?,?,?,?,?,?,?,?)", row)
-                db.executemany(
-                    "INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-                    [_trajectory_row(group.group_id, t) for t in group.trajectories],
-                )
+                db.execute("INSERT OR IGNORE INTO groups VALUES (?,?,?,?,?,?,?)", row)
+                for trajectory in group.trajectories:
+                    fields = _trajectory_row(group.group_id, trajectory, shard)
+                    names, values = ", ".join(fields), ", ".join(f":{name}" for name in fields)
+                    db.execute(f"INSERT INTO trajectories ({names}) VALUES ({values})", fields)
                 db.executemany(
                     "INSERT INTO steps VALUES (?,?,?,?,?,?,?,?)",
                     [row for t in group.trajectories for row in _step_rows(t, split)],
@@ -115,6 +125,22 @@ class Ledger:
                 [(a, t) for t, a in advantages.items()],
             )
 
+    def note_dropped(self, trajectories: Sequence[str], reason: DropReason) -> None:
+        """Their recorded steps will not be trained."""
+        with self._transaction() as db:
+            db.executemany(
+                "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ? AND state = ?",
+                [(StepState.DROPPED, reason, trajectory, StepState.RECORDED) for trajectory in trajectories],
+            )
+
+    def note_dropped_steps(self, steps: Sequence[tuple[str, int]], reason: DropReason) -> None:
+        """(trajectory_id, number) of recorded steps that will not be trained."""
+        with self._transaction() as db:
+            db.executemany(
+                "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ? AND step = ? AND state = ?",
+                [(StepState.DROPPED, reason, *step, StepState.RECORDED) for step in steps],
+            )
+
     def note_refused(self, refused: Mapping[str, str]) -> None:
         """trajectory_id -> why the learner could not train it; its steps are dropped."""
         with self._transaction() as db:
@@ -126,27 +152,34 @@ class Ledger:
                 db.execute("UPDATE trajectories SET warning = ? WHERE trajectory_id = ?", (message, trajectory))
 
     def commit_checkpoint(self, directory: str, state: LoopState) -> None:
-        """One transaction: the recorded steps before the cursor are trained, and this checkpoint is the latest."""
+        """One transaction: recorded steps of groups taken so far are trained, and this checkpoint is the latest."""
         with self._transaction() as db:
-            self._move_steps(db, StepState.TRAINED, None, "g.idx < ?", state.cursor)
+            which = "g.idx < ? AND g.idx NOT IN (SELECT value FROM json_each(?))"
+            self._move_steps(db, StepState.TRAINED, None, which, state.cursor, json.dumps(state.outstanding))
             db.execute(
                 "INSERT INTO checkpoints (update_number, directory, state) VALUES (?,?,?)",
                 (state.update, directory, json.dumps(asdict(state))),
             )
 
-    def roll_back(self, state: LoopState) -> int:
-        """Drop what was recorded after the checkpoint that is resumed from; it will be sampled again.
+    def roll_back(self, state: LoopState, reason: DropReason, keep: Sequence[str] = ()) -> int:
+        """Drop what was recorded and is not in the checkpoint that is resumed from, but for the groups to `keep`.
 
         Returns how many steps that were. Their groups stay on record under their own names.
         """
         with self._transaction() as db:
-            return self._move_steps(db, StepState.DROPPED, DropReason.RESAMPLED, "g.idx >= ?", state.cursor)
+            which = f"({_UNTAKEN}) AND g.group_id NOT IN (SELECT value FROM json_each(?))"
+            outstanding = json.dumps(state.outstanding)
+            return self._move_steps(
+                db, StepState.DROPPED, reason, which, state.cursor, outstanding, json.dumps(list(keep))
+            )
 
-    def _move_steps(self, db: sqlite3.Connection, state: StepState, reason: str | None, which: str, value: int) -> int:
+    def _move_steps(
+        self, db: sqlite3.Connection, state: StepState, reason: str | None, which: str, *values: object
+    ) -> int:
         moved = db.execute(
             "UPDATE steps SET state = ?, reason = ? WHERE state = ? AND trajectory_id IN (SELECT t.trajectory_id FROM "
             f"trajectories t JOIN groups g USING (group_id) WHERE g.split = 'train' AND {which})",
-            (state, reason, StepState.RECORDED, value),
+            (state, reason, StepState.RECORDED, *values),
         )
         return moved.rowcount
 
@@ -154,20 +187,37 @@ class Ledger:
 
     def latest_checkpoint(self) -> tuple[str, LoopState] | None:
         """(directory name, state), or None before the first checkpoint."""
-        row = self._db.execute("SELECT directory, state FROM checkpoints ORDER BY number DESC LIMIT 1").fetchone()
-        if row is None:
+        rows = self.query("SELECT directory, state FROM checkpoints ORDER BY number DESC LIMIT 1")
+        if not rows:
             return None
+        [row] = rows
         state = json.loads(row["state"])
-        return row["directory"], LoopState(**{**state, "evaluations": tuple(state["evaluations"])})
+        for name in ("evaluations", "outstanding"):
+            state[name] = tuple(state[name])
+        return row["directory"], LoopState(**state)
+
+    def untaken(self, state: LoopState) -> list[dict[str, Any]]:
+        """Trajectories on record that are not in the checkpoint, of each group its newest name; in order of groups.
+
+        waiting: steps of it that may still be trained.
+        """
+        return self.query(
+            "SELECT g.*, t.*, (SELECT count(*) FROM steps s WHERE s.trajectory_id = t.trajectory_id AND s.state = "
+            f"'recorded') AS waiting FROM trajectories t JOIN groups g USING (group_id) WHERE split = 'train' AND "
+            f"({_UNTAKEN}) AND g.rowid = (SELECT max(rowid) FROM groups h WHERE h.split = 'train' AND h.idx = g.idx) "
+            "ORDER BY g.idx, t.attempt",
+            state.cursor,
+            json.dumps(state.outstanding),
+        )
 
     def times_sampled(self) -> dict[int, int]:
         """Group index -> how often it is on record; a resumed run names the next sample apart."""
-        rows = self._db.execute("SELECT idx, count(*) FROM groups WHERE split = 'train' GROUP BY idx")
-        return dict(tuple(row) for row in rows)
+        rows = self.query("SELECT idx, count(*) AS times FROM groups WHERE split = 'train' GROUP BY idx")
+        return {row["idx"]: row["times"] for row in rows}
 
     def query(self, sql: str, *values: Any) -> list[dict[str, Any]]:
         """Rows of a SELECT, as dicts."""
-        with closing(self._db.execute(sql, values)) as cursor:
+        with self._lock, closing(self._db.execute(sql, values)) as cursor:
             return [dict(row) for row in cursor]
 
     def close(self) -> None:
@@ -175,12 +225,24 @@ class Ledger:
         self._db.close()
 
 
-def _trajectory_row(group_id: str, t: Trajectory) -> tuple[Any, ...]:
-    cause, message = (t.failure.cause, t.failure.message) if t.failure else (None, None)
-    return (
-        *(t.trajectory_id, group_id, t.attempt, t.status, t.reward, None, cause, message, t.warning),
-        *(len(t.steps), t.completion_tokens, t.oldest_version, t.seconds, json.dumps(dict(t.metrics))),
-    )
+def _trajectory_row(group_id: str, t: Trajectory, shard: str) -> dict[str, Any]:
+    return {
+        "trajectory_id": t.trajectory_id,
+        "group_id": group_id,
+        "attempt": t.attempt,
+        "status": t.status,
+        "reward": t.reward,
+        "failure_cause": t.failure.cause if t.failure else None,
+        "failure_message": t.failure.message if t.failure else None,
+        "warning": t.warning,
+        "steps": len(t.steps),
+        "completion_tokens": t.completion_tokens,
+        "oldest_version": t.oldest_version,
+        "newest_version": t.newest_version,
+        "seconds": t.seconds,
+        "shard": shard,
+        "metrics": json.dumps(dict(t.metrics)),
+    }
 
 
 def _step_rows(t: Trajectory, split: str) -> Iterator[tuple[Any, ...]]:

@@ -5,7 +5,8 @@
                      +------------------ admit(version) ----------------------+
 
 After each publication, in this order: metrics, evaluation if due, checkpoint if due, then the next batch is admitted.
-Evaluations and checkpoints therefore never share the engine with training, and cannot change it.
+At `max_staleness` 0 nothing else is under way meanwhile: evaluations and checkpoints cannot change what is sampled. At
+any other, groups go on beside all of it, and the learner computes on a thread of its own.
 """
 
 from __future__ import annotations
@@ -13,26 +14,36 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar
 
+from treadle.algorithms.dynamic_sampling import learns_nothing, without_steps
 from treadle.core.engine import Engine
-from treadle.core.errors import TrainingStopped, TreadleError
-from treadle.core.types import Group, Task
+from treadle.core.errors import Cause, TrainingStopped, TreadleError
+from treadle.core.types import DropReason, Group, Task, Trajectory
+from treadle.orchestration.buffer import GroupBuffer
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.evaluation import play_held_out
+from treadle.orchestration.failures import Retries
 from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result, run_metrics, trajectory_metrics
-from treadle.orchestration.producer import GroupBuffer, Producer, TaskCursor
+from treadle.orchestration.producer import Producer, TaskCursor
 from treadle.orchestration.progress import Progress
+from treadle.orchestration.recorder import Recorder
 from treadle.orchestration.rollout_store import write_shard
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest
 from treadle.rollout.attempt import Rollouts
 from treadle.training.checkpoint import remove_others, save_checkpoint
 from treadle.training.learner import Learner, UpdateResult
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -52,8 +63,20 @@ class Clock:
         )
 
 
+@dataclass(slots=True)
+class _Since:
+    """What has finished since the last batch was taken."""
+
+    finished: int = 0  # trajectories
+    groups: int = 0
+    failures: Counter[tuple[Cause, str]] = field(default_factory=Counter)
+    discarded: Counter[DropReason] = field(default_factory=Counter)
+
+
 class Loop:
     """Trains until `orchestration.updates`, a stop request, or a reason to give up.
+
+    kept: groups on record of an earlier process that are gone on with, by index.
 
     Invariant: `state` describes exactly the learner's weights whenever a checkpoint is written.
     """
@@ -74,6 +97,7 @@ class Loop:
         clock: Clock,
         progress: Progress,
         stop: StopRequest,
+        kept: Mapping[int, Group] = MappingProxyType({}),
     ) -> None:
         self.config, self.run_directory, self.ledger, self.learner = config, run, ledger, learner
         self.engine, self.rollouts, self.held_out, self.tokenizer = engine, rollouts, held_out, tokenizer
@@ -82,16 +106,38 @@ class Loop:
         self._saved = state.update if ledger.latest_checkpoint() else None  # update of the newest checkpoint on disk
         self._told: set[str] = set()
         self._finished_trajectories = 0
+        self._recorder = Recorder(run.rollouts, ledger, lambda: self.state.version)
+        self._buffer = GroupBuffer(
+            max_staleness=config.orchestration.max_staleness,
+            late=config.orchestration.late,
+            judge=self._judge,
+            discard=self._discard,
+        )
+        self._since = _Since()
+        self._kept = kept
+        least, baseline = config.training.min_group_size, learner.advantage.by_group
+        self._least = least or (min(2, config.training.group_size) if baseline else 1)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="treadle-learner")
+        self._failed_tasks: dict[str, int] = dict(state.failed_tasks)
 
     async def run(self) -> LoopState:
         """Run to the end; returns the final state. Raises TrainingStopped, RunError or CheckpointError."""
+        try:
+            return await self._run()
+        finally:
+            await self._recorder.settled()
+            self._thread.shutdown()
+
+    async def _run(self) -> LoopState:
         await self.engine.publish(self.learner.weights(), self.state.version)
         if self._saved is None:
             await self._evaluate(final=True)
             self._checkpoint()
         try:
             async with asyncio.TaskGroup() as tasks:
-                await self._train(GroupBuffer(self.state.cursor, self._persist), tasks)
+                producer = self._producer(tasks)
+                await self._train(producer)
+                producer.stop()
         except BaseExceptionGroup as several:
             if all(isinstance(error, TreadleError) for error in several.exceptions) or len(several.exceptions) == 1:
                 raise several.exceptions[0] from None
@@ -101,11 +147,11 @@ class Loop:
         self._checkpoint()
         return self.state
 
-    async def _train(self, buffer: GroupBuffer, tasks: asyncio.TaskGroup) -> None:
-        producer = self._producer(buffer, tasks)
+    async def _train(self, producer: Producer) -> None:
         while not self._is_last and not self.stop.asked:
             producer.admit(self.state.version)
-            await self._train_batch(buffer)
+            if not await self._train_batch(producer):
+                return
             if self._is_last:
                 return
             if self._due(self.config.evaluation.every):
@@ -115,19 +161,23 @@ class Loop:
 
     # --- one batch -----------------------------------------------------------------------------------------------
 
-    async def _train_batch(self, buffer: GroupBuffer) -> None:
+    async def _train_batch(self, producer: Producer) -> bool:
+        """Whether there was a batch."""
         seconds: dict[str, float] = {}
         with _timed(seconds, "rollout"):
             self._phase("rollout", self.config.groups_per_batch * self.config.training.group_size)
-            groups = await buffer.take(self.config.groups_per_batch)
-        self._tell_failures(groups)
-        self._tell_ignored_rewards(groups)
-        self._give_up_if_failing(groups)
+            taken = await self._unless_stopped(self._next_batch(producer))
+        if taken is None:
+            return False
+        groups = self._note_taken(taken)
+        self._give_up_if_failing()
+        self._since = _Since()
         with _timed(seconds, "update"):
             self._phase("update", 1)
-            results = self.learner.train_batch(groups)  # on this thread: every environment waits for the next version
+            results = await self._beside(partial(self.learner.train_batch, groups))
         with _timed(seconds, "publish"):
             await self.engine.publish(self.learner.weights(), self.state.version + 1)
+        self._buffer.trained()
         self.ledger.note_advantages({t: a for result in results for t, a in result.advantage.items()})
         refused = {t: why for result in results for t, why in result.refused.items()}
         self._refuse(refused)
@@ -136,9 +186,82 @@ class Loop:
             self.state,
             update=self.state.update + len(results),
             version=self.state.version + 1,
-            cursor=self.state.cursor + len(groups),
+            cursor=producer.next_index,
+            outstanding=tuple(sorted((*self._buffer.outstanding, *producer.again))),
+            failed_tasks=dict(self._failed_tasks),
         )
         self._give_up_if_refusing(refused, groups)
+        return True
+
+    async def _next_batch(self, producer: Producer) -> list[Group]:
+        """Wait for enough groups; for those that were discarded others are started."""
+        while (batch := self._buffer.batch(self.config.groups_per_batch, self.state.version)) is None:
+            self._give_up_if_failing()
+            self._give_up_if_filtering()
+            producer.admit(self.state.version)
+            if not self._buffer.running:
+                self._give_up(
+                    "every task is left out: its last groups had too few graded attempts (failures.task_limit is "
+                    f"{self.config.failures.task_limit}, training.min_group_size {self._least})"
+                )
+            await self._buffer.arrival()
+        return batch
+
+    def _note_taken(self, groups: list[Group]) -> list[Group]:
+        """The batch as it is trained: without what dynamic sampling leaves out; all that is left out is on record."""
+        self._tell_failures(groups)
+        self._tell_ignored_rewards(groups)
+        stale = [
+            (t.trajectory_id, number)
+            for group in groups
+            for t in group.trajectories
+            for number, step in enumerate(t.steps)
+            if step.dropped is DropReason.STALE
+        ]
+        if stale:
+            self.ledger.note_dropped_steps(stale, DropReason.STALE)
+        if self.config.algorithm.dynamic_sampling != "replace":
+            return groups
+        nothing = [group for group in groups if learns_nothing(group, self.config.algorithm)]
+        self.ledger.note_dropped([t.trajectory_id for g in nothing for t in g.trajectories], DropReason.FILTERED)
+        return [without_steps(group) if group in nothing else group for group in groups]
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result, or None if a stop is asked for first: what has finished until then is on record and reused.
+
+        At max_staleness 0 it would be sampled again, so that it is worth waiting for.
+        """
+        return await (work if self.config.orchestration.max_staleness == 0 else self.stop.unless_asked(work))
+
+    async def _beside(self, work: Callable[[], T]) -> T:
+        """Compute on the learner's thread; here where nothing else has anything to do meanwhile.
+
+        OpenMP keeps a team of workers per calling thread, and several teams on a small machine slow each other down.
+        """
+        if self.config.orchestration.max_staleness == 0:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # --- what becomes of groups ----------------------------------------------------------------------------------
+
+    def _judge(self, group: Group) -> DropReason | None:
+        """Why a finished group cannot be trained, or None."""
+        self._since.groups += 1
+        graded = sum(t.reward is not None for t in group.trajectories)
+        if graded < self._least:
+            failed = self._failed_tasks[group.task.task_id] = self._failed_tasks.get(group.task.task_id, 0) + 1
+            if failed == self.config.failures.task_limit:
+                what = f"its last {failed} groups had fewer than {self._least} graded attempts"
+                self.progress.say(f"task {group.task.task_id} is left out: {what}")
+            self._tell_failures([group])
+            return DropReason.FAILED
+        self._failed_tasks.pop(group.task.task_id, None)
+        filtering = self.config.algorithm.dynamic_sampling == "filter"
+        return DropReason.FILTERED if filtering and learns_nothing(group, self.config.algorithm) else None
+
+    def _discard(self, group: Group, reason: DropReason) -> None:
+        self._since.discarded[reason] += 1
+        self.ledger.note_dropped([t.trajectory_id for t in group.trajectories], reason)
 
     def _log(self, groups: list[Group], results: list[UpdateResult], seconds: dict[str, float]) -> None:
         """One line of metrics.jsonl per optimizer update, each about its own groups."""
@@ -183,13 +306,24 @@ class Loop:
             for why in refused.values():
                 self._tell(why, f"not trained: {why}")
 
-    def _give_up_if_failing(self, groups: list[Group]) -> None:
-        everyone = [t for group in groups for t in group.trajectories]
-        failures = [t.failure for t in everyone if t.failure is not None]
-        if failures:
-            (cause, message), count = Counter((f.cause, f.message) for f in failures).most_common(1)[0]
+    def _give_up_if_failing(self) -> None:
+        """Of what has finished since the last batch; before a batch's worth has, only if it is certain."""
+        since, batch = self._since, self.config.groups_per_batch * self.config.training.group_size
+        if since.failures:
+            (cause, message), count = since.failures.most_common(1)[0]
             why = f"most often ({count}x) {cause}: {message}"
-            self._give_up_beyond(len(failures), len(everyone), f"of update {self.state.update + 1} failed", why)
+            of = f"of update {self.state.update + 1} failed"
+            self._give_up_beyond(since.failures.total(), max(since.finished, batch), of, why)
+
+    def _give_up_if_filtering(self) -> None:
+        section, batch = self.config.algorithm, self.config.groups_per_batch
+        filtered = self._since.discarded[DropReason.FILTERED]
+        if filtered and self._since.groups >= section.dynamic_sampling_limit * batch:
+            self._give_up(
+                f"{filtered} of {self._since.groups} groups of update {self.state.update + 1} taught nothing "
+                f"(all advantages 0), and {batch} are needed; algorithm.dynamic_sampling_limit is "
+                f"{section.dynamic_sampling_limit:g}: raise it, choose dynamic_sampling 'replace', or other tasks"
+            )
 
     def _give_up_if_refusing(self, refused: dict[str, str], groups: list[Group]) -> None:
         if refused:
@@ -200,11 +334,15 @@ class Loop:
     def _give_up_beyond(self, count: int, everyone: int, what: str, why: str) -> None:
         most = self.config.orchestration.max_failed_fraction
         if count > most * everyone:
-            self._checkpoint()
-            raise TrainingStopped(
-                f"{count} of {everyone} trajectories {what} (orchestration.max_failed_fraction is {most}); {why}. "
-                f"A checkpoint of update {self.state.update} is saved: fix the cause, then --resume"
+            self._give_up(
+                f"{count} of {everyone} trajectories {what} (orchestration.max_failed_fraction is {most}); {why}"
             )
+
+    def _give_up(self, why: str) -> NoReturn:
+        self._checkpoint()
+        raise TrainingStopped(
+            f"{why}. A checkpoint of update {self.state.update} is saved: fix the cause, then --resume"
+        )
 
     # --- evaluation and checkpoints ------------------------------------------------------------------------------
 
@@ -271,26 +409,33 @@ class Loop:
 
     # --- small things --------------------------------------------------------------------------------------------
 
-    def _producer(self, buffer: GroupBuffer, tasks: asyncio.TaskGroup) -> Producer:
+    def _producer(self, tasks: asyncio.TaskGroup) -> Producer:
+        section = self.config.orchestration
         return Producer(
             self._cursor,
             self.rollouts,
-            buffer,
+            self._buffer,
             tasks,
             seed=self.config.seed,
             group_size=self.config.training.group_size,
-            groups_per_batch=self.config.groups_per_batch,
-            max_staleness=self.config.orchestration.max_staleness,
-            started=self.state.cursor,
+            capacity=(1 + section.max_staleness) * self.config.groups_per_batch,
+            in_rounds=section.max_staleness == 0,
+            most=section.max_concurrent_groups,
+            next_index=self.state.cursor,
+            again=self.state.outstanding,
+            kept=self._kept,
             times_sampled=self.ledger.times_sampled(),
-            on_trajectory=self._trajectory_finished,
+            retries=Retries(self.config.failures),
+            record=self._recorder,
+            left_out=lambda task: self._failed_tasks.get(task.task_id, 0) >= self.config.failures.task_limit,
+            on_trajectory=self._trajectory_recorded,
         )
 
-    def _persist(self, groups: list[Group]) -> None:
-        """Token arrays first, then one ledger transaction."""
-        first = groups[0]
-        shard = write_shard(self.run_directory.rollouts, f"train-{first.group_id}", groups)
-        self.ledger.record(groups, "train", self.state.version, shard)
+    def _trajectory_recorded(self, trajectory: Trajectory) -> None:
+        self._since.finished += 1
+        if trajectory.failure is not None:
+            self._since.failures[trajectory.failure.cause, trajectory.failure.message] += 1
+        self._trajectory_finished()
 
     def _phase(self, name: str, total: int) -> None:
         self._finished_trajectories = 0

@@ -3,68 +3,62 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+
+import numpy as np
 
 from treadle.core.draws import Stream, permutation
 from treadle.core.errors import DataError
-from treadle.core.types import Group, Task, group_id
-from treadle.rollout.attempt import Rollouts, gather_group
+from treadle.core.types import Group, Task, Trajectory, group_id
+from treadle.orchestration.buffer import GroupBuffer
+from treadle.orchestration.failures import Retries
+from treadle.packing.flat import Indices
+from treadle.rollout.attempt import Rollouts
 from treadle.rollout.session import Address
 
 
 class TaskCursor:
-    """Tasks in the order of training, for ever: each epoch has its own shuffle, a pure function of seed and epoch."""
+    """Tasks in the order of training, for ever: each epoch has its own shuffle, a pure function of seed and epoch.
+
+    No epoch has the order of the one before it: where chance would have it so, it is turned by one.
+    """
 
     def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool) -> None:
         if not tasks:
             raise DataError("there are no training tasks")
-        self._tasks, self._seed, self._shuffle = tasks, seed, shuffle
-        self._epoch, self._order = -1, range(0)
+        self.tasks, self._seed, self._shuffle = tasks, seed, shuffle
+        self._epoch, self._order = -1, np.arange(0)
 
     def at(self, index: int) -> tuple[int, int, Task]:
         """(epoch, position in the dataset, task) of the group with this submission index."""
-        epoch, place = divmod(index, len(self._tasks))
-        if self._shuffle and epoch != self._epoch:
-            self._epoch, self._order = epoch, permutation(len(self._tasks), self._seed, epoch).tolist()
-        position = self._order[place] if self._shuffle else place
-        return epoch, position, self._tasks[position]
+        epoch, place = divmod(index, len(self.tasks))
+        position = int(self._shuffled(epoch)[place]) if self._shuffle else place
+        return epoch, position, self.tasks[position]
 
-
-class GroupBuffer:
-    """Finished groups, taken in submission order, whatever order they finish in.
-
-    `persist` makes a batch durable before it is handed out: tokens first, then the ledger.
-    """
-
-    def __init__(self, next_index: int, persist: Callable[[list[Group]], None]) -> None:
-        self._next, self._persist = next_index, persist
-        self._finished: dict[int, Group] = {}
-        self._arrived = asyncio.Event()
-
-    def put(self, group: Group) -> None:
-        """Add a finished group."""
-        self._finished[group.index] = group
-        self._arrived.set()
-
-    async def take(self, size: int) -> list[Group]:
-        """The next `size` groups, once all of them have finished and are durable."""
-        wanted = range(self._next, self._next + size)
-        while any(index not in self._finished for index in wanted):
-            self._arrived.clear()
-            await self._arrived.wait()
-        self._next += size
-        batch = [self._finished.pop(index) for index in wanted]
-        self._persist(batch)
-        return batch
+    def _shuffled(self, epoch: int) -> Indices:
+        if epoch < self._epoch:
+            self._epoch, self._order = -1, np.arange(0)
+        while self._epoch < epoch:
+            self._epoch += 1
+            order = permutation(len(self.tasks), self._seed, self._epoch)
+            self._order = np.roll(order, 1) if np.array_equal(order, self._order) else order
+        return self._order
 
 
 class Producer:
-    """Starts groups as far as admission allows; each finished one goes to the buffer.
+    """Keeps `capacity` groups under way: being sampled, or finished and waiting to be trained.
 
-    A group may start while   started < (version + 1 + max_staleness) * groups_per_batch.
-    With max_staleness 0 that is exactly the next batch, all sampled by the version that will be trained: synchronous
-    training is a value here, not a code path.
+    capacity is (1 + max_staleness) * groups_per_batch: at max_staleness 0 exactly the next batch, all of it sampled by
+    the version that will be trained. Synchronous training is a value here, not a code path.
+    in_rounds: groups start only when none is running, so that what an engine in lock-step samples together never
+    depends on timing. most: groups that run at a time.
+    record: makes a finished trajectory durable, before its group is offered to the buffer.
+    cursor.at(next_index) is the next task, after groups that were started before and are sampled `again`.
+    kept: those of which some attempts are on record; only the others are made. times_sampled: index -> how often such
+    a group is on record already. left_out: tasks that are not played any more.
     """
 
     def __init__(
@@ -76,32 +70,94 @@ class Producer:
         *,
         seed: int,
         group_size: int,
-        groups_per_batch: int,
-        max_staleness: int,
-        started: int,
+        capacity: int,
+        in_rounds: bool,
+        most: int | None,
+        next_index: int,
+        again: Sequence[int],
+        kept: Mapping[int, Group],
         times_sampled: Mapping[int, int],
-        on_trajectory: Callable[[], None],
+        retries: Retries,
+        record: Callable[[Group], Awaitable[None]],
+        left_out: Callable[[Task], bool],
+        on_trajectory: Callable[[Trajectory], None],
     ) -> None:
         self._cursor, self._rollouts, self._buffer, self._tasks = cursor, rollouts, buffer, tasks
-        self._seed, self._group_size = seed, group_size
-        self._groups_per_batch, self._max_staleness = groups_per_batch, max_staleness
-        self._started, self._times_sampled, self._on_trajectory = started, times_sampled, on_trajectory
+        self._seed, self._group_size, self._capacity = seed, group_size, capacity
+        self._in_rounds, self._most, self._times_sampled = in_rounds, most, times_sampled
+        self._retries, self._record, self._left_out = retries, record, left_out
+        self._on_trajectory = on_trajectory
+        self._version = 0
+        self.next_index, self.again = next_index, deque(again)
+        self._kept = dict(kept)
+        self._finishing: set[asyncio.Task[None]] = set()
 
     def admit(self, version: int) -> None:
         """Start what this policy version admits."""
-        while self._started < (version + 1 + self._max_staleness) * self._groups_per_batch:
-            self._start(self._started)
-            self._started += 1
+        self._version = version
+        if self._in_rounds and self._buffer.running:
+            return
+        while self._buffer.under_way < self._capacity and (self._most is None or self._buffer.running < self._most):
+            group = self._next()
+            if group is None:
+                return
+            self._start(group)
 
-    def _start(self, index: int) -> None:
+    def stop(self) -> None:
+        """Cancel whatever is being sampled."""
+        for task in self._finishing:
+            task.cancel()
+
+    def _next(self) -> Group | None:
+        """The next group, none of a task that is left out; None if all are."""
+        if self.again:
+            return self._group(self.again.popleft())
+        for _ in range(len(self._cursor.tasks)):
+            group = self._group(self.next_index)
+            self.next_index += 1
+            if not self._left_out(group.task):
+                return group
+        return None
+
+    def _group(self, index: int) -> Group:
+        if index in self._kept:
+            return self._kept.pop(index)
         epoch, position, task = self._cursor.at(index)
-        addresses = [Address(self._seed, Stream.TRAIN, epoch, position, a) for a in range(self._group_size)]
         again = self._times_sampled.get(index, 0)
         name = group_id(index) + (f"r{again}" if again else "")
-        attempts = self._rollouts.start(name, task, addresses)
-        for attempt in attempts:
-            attempt.add_done_callback(lambda _: self._on_trajectory())
-        self._tasks.create_task(self._finish(partial(gather_group, name, index, epoch, position, task, attempts)))
+        return Group(name, index, epoch, position, task, ())
 
-    async def _finish(self, group: Callable[[], Awaitable[Group]]) -> None:
-        self._buffer.put(await group())
+    def _start(self, group: Group) -> None:
+        """Open the sessions of all missing attempts now and in order."""
+        versions = [t.oldest_version for t in group.trajectories if t.oldest_version is not None]
+        self._buffer.expect(group.index, min([self._version, *versions]))
+        made = {t.attempt % self._group_size for t in group.trajectories}
+        missing = [attempt for attempt in range(self._group_size) if attempt not in made]
+        addresses = [Address(self._seed, Stream.TRAIN, group.epoch, group.position, attempt) for attempt in missing]
+        running = self._rollouts.start(group.group_id, group.task, addresses)
+        task = self._tasks.create_task(self._finish(group, list(zip(addresses, running, strict=True))))
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+
+    async def _finish(self, group: Group, attempts: list[tuple[Address, asyncio.Future[Trajectory]]]) -> None:
+        played = await asyncio.gather(*(self._attempt(group, *attempt) for attempt in attempts))
+        trajectories = sorted([*group.trajectories, *itertools.chain(*played)], key=lambda t: t.attempt)
+        self._buffer.put(replace(group, trajectories=tuple(trajectories)))
+        self.admit(self._version)
+
+    async def _attempt(self, group: Group, address: Address, running: asyncio.Future[Trajectory]) -> list[Trajectory]:
+        """Play one attempt, and others in its place as far as the policy of its failure goes; all of them."""
+        played: list[Trajectory] = []
+        while True:
+            trajectory = await running
+            pause = self._retries.seconds_before(trajectory, len(played) + 1)
+            if pause is None:
+                trajectory = self._retries.final(trajectory)
+            played.append(trajectory)
+            await self._record(replace(group, trajectories=(trajectory,)))
+            self._on_trajectory(trajectory)
+            if pause is None:
+                return played
+            await asyncio.sleep(pause)
+            address = replace(address, attempt=address.attempt + self._group_size)
+            [running] = self._rollouts.start(group.group_id, group.task, [address])

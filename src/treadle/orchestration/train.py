@@ -15,6 +15,7 @@ import torch
 
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
+from treadle.core.types import DropReason, Group
 from treadle.engines.routing import Routers
 from treadle.engines.weights import weights_sha256
 from treadle.orchestration.config import RunConfig
@@ -25,6 +26,7 @@ from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.loop import Clock, Loop
 from treadle.orchestration.policy import Policy, check_engine, load_policy, use_threads
 from treadle.orchestration.progress import Progress
+from treadle.orchestration.reuse import reusable
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
@@ -96,15 +98,15 @@ def _train(
 ) -> dict[str, Any]:
     learner = Learner(policy.model, config.training, config.algorithm, config.orchestration.updates)
     run.require_space(checkpoint_bytes(learner), config.orchestration.keep_last)
-    ledger = Ledger(run.ledger_file)
+    ledger, kept = Ledger(run.ledger_file), dict[int, Group]()
     try:
         if resume_from is not None:
             load_checkpoint(run.checkpoints / resume_from, learner, policy.tokenizer_path)
             remove_others(run.checkpoints, [resume_from])
-            dropped = ledger.roll_back(state)
-            run.roll_back_metrics(state.update)
-            progress.say(f"{dropped} steps recorded after that checkpoint are dropped as resampled")
-        state, stopped = asyncio.run(_run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress))
+            kept = _roll_back(config, run, ledger, state, progress)
+        state, stopped = asyncio.run(
+            _run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress, kept)
+        )
     finally:
         ledger.close()
     summary = _summary(config, run, learner, state, stopped)
@@ -112,6 +114,23 @@ def _train(
         draw_curve(run.metrics(), run.curve_file, f"{config.recipe}, seed {config.seed}")
         write_atomically(run.summary_file, json.dumps(summary, indent=2).encode())
     return summary
+
+
+def _roll_back(
+    config: RunConfig, run: RunDirectory, ledger: Ledger, state: LoopState, progress: Progress
+) -> dict[int, Group]:
+    """Drop what was recorded after the checkpoint; returns the groups that are gone on with all the same."""
+    staleness = config.orchestration.max_staleness
+    kept = reusable(ledger, run.rollouts, state, staleness)
+    reason = DropReason.ROLLED_BACK if staleness else DropReason.RESAMPLED
+    dropped = ledger.roll_back(state, reason, [group.group_id for group in kept.values()])
+    run.roll_back_metrics(state.update)
+    progress.say(f"{dropped} steps recorded after that checkpoint are dropped as {reason}")
+    if staleness:
+        trajectories = [t for group in kept.values() for t in group.trajectories]
+        steps = sum(len(t.steps) for t in trajectories)
+        progress.say(f"{len(trajectories)} finished trajectories ({steps} steps) of {len(kept)} groups are reused")
+    return kept
 
 
 async def _run_loop(
@@ -124,9 +143,10 @@ async def _run_loop(
     state: LoopState,
     clock: Clock,
     progress: Progress,
+    kept: dict[int, Group],
 ) -> tuple[LoopState, bool]:
     """Returns the final state and whether the run was asked to stop before its end."""
-    engine = await open_engine(config.engine, policy, run.path, config.training.routing_replay)
+    engine = await open_engine(config.engine_in_training, policy, run.path, config.training.routing_replay)
     stop = StopRequest()
     try:
         async with open_rollouts(
@@ -146,6 +166,7 @@ async def _run_loop(
                 clock=clock,
                 progress=progress,
                 stop=stop,
+                kept=kept,
             )
             await check_engine(engine, learner, policy, 10 * config.engine.tolerance)
             with stop_on_signals(stop):

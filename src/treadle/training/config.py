@@ -68,6 +68,11 @@ class TrainingConfig(Config):
 
     tasks_per_update: int = Field(32, ge=1, description="groups in one optimizer update, exactly")
     group_size: int = Field(8, ge=1, description="trajectories of one task; most advantages compare them, and need 2")
+    min_group_size: int | None = Field(
+        None,
+        ge=1,
+        description="a group with fewer graded trajectories is left out; default: 2, or 1 without a baseline",
+    )
     updates_per_batch: int = Field(1, ge=1, description="optimizer updates between two weight publications")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="optimizer of RL")
     packing: Packing = Field(

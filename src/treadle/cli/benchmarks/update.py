@@ -56,19 +56,22 @@ def replayed_batches(run: Path, count: int) -> list[list[Group]]:
     directory = RunDirectory.open(run)
     ledger = Ledger(directory.ledger_file, read_only=True)
     rows = ledger.query(
-        "SELECT g.shard, g.group_id, g.idx, t.trajectory_id, t.attempt, t.reward FROM groups g JOIN trajectories t "
+        "SELECT t.shard, g.group_id, g.idx, t.trajectory_id, t.attempt, t.reward FROM groups g JOIN trajectories t "
         "USING (group_id) WHERE g.split = 'train' AND t.reward IS NOT NULL ORDER BY g.idx, g.group_id, t.attempt"
     )
     ledger.close()
-    shards = list(dict.fromkeys(row["shard"] for row in rows))
-    if not shards:
+    if not rows:
         raise RunError(f"run {str(run)!r} has recorded no training batch to replay")
-    chosen = [shards[i] for i in np.unique(np.linspace(0, len(shards) - 1, count).astype(int))]
-    return [_replayed(directory, [row for row in rows if row["shard"] == shard], shard) for shard in chosen]
+    size = directory.config().groups_per_batch
+    batches = list(dict.fromkeys(row["idx"] // size for row in rows))
+    chosen = [batches[i] for i in np.unique(np.linspace(0, len(batches) - 1, count).astype(int))]
+    return [_replayed(directory, [row for row in rows if row["idx"] // size == number]) for number in chosen]
 
 
-def _replayed(directory: RunDirectory, rows: Sequence[Mapping[str, Any]], shard: str) -> list[Group]:
-    steps = read_shard(directory.rollouts, shard)
+def _replayed(directory: RunDirectory, rows: Sequence[Mapping[str, Any]]) -> list[Group]:
+    steps: dict[str, list[Step]] = {}
+    for shard in {row["shard"] for row in rows}:
+        steps |= read_shard(directory.rollouts, shard)
     groups: dict[str, list[Trajectory]] = {}
     for row in rows:
         name = row["trajectory_id"]

@@ -1,0 +1,115 @@
+"""Which groups are under way, which have finished, and which of those make the next batch.
+
+expect -> running -put-> ready -batch-> training -trained-> gone
+                    |             |
+                    +-- discard --+      (failed, filtered, stale: another group takes its place)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from treadle.core.types import DropReason, Group, Step
+
+Late = Literal["mask_steps", "wait", "drop"]
+
+
+class GroupBuffer:
+    """Finished groups, oldest first.
+
+    judge: why a finished group is of no use, or None. discard: told of groups that are not trained, with the reason.
+    late: what becomes of steps whose oldest token is more than `max_staleness` versions old when they would be trained:
+    `mask_steps` leaves those out, `drop` the whole group, `wait` waits for a group before that can happen.
+
+    Invariant: a group is in exactly one of running, ready and training; none that leaves has a live step that is stale.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_staleness: int,
+        late: Late,
+        judge: Callable[[Group], DropReason | None],
+        discard: Callable[[Group, DropReason], None],
+    ) -> None:
+        self._max_staleness, self._late, self._judge, self._discard = max_staleness, late, judge, discard
+        self._running: dict[int, int] = {}  # index -> version that it was started at
+        self._ready: dict[int, tuple[int, Group]] = {}  # index -> (that version, the group)
+        self._training = 0
+        self._arrived = asyncio.Event()
+
+    @property
+    def running(self) -> int:
+        """Groups being sampled."""
+        return len(self._running)
+
+    @property
+    def under_way(self) -> int:
+        """Groups that were started and are not trained yet."""
+        return len(self._running) + len(self._ready) + self._training
+
+    @property
+    def outstanding(self) -> tuple[int, ...]:
+        """Indices of groups that were started and not taken."""
+        return tuple(sorted({*self._running, *self._ready}))
+
+    def expect(self, index: int, version: int) -> None:
+        """A group is started by this version."""
+        self._running[index] = version
+
+    def put(self, group: Group) -> None:
+        """It has finished."""
+        version = self._running.pop(group.index)
+        reason = self._judge(group)
+        if reason is None:
+            self._ready[group.index] = (version, group)
+        else:
+            self._discard(group, reason)
+        self._arrived.set()
+
+    async def arrival(self) -> None:
+        """Wait until a group finishes."""
+        self._arrived.clear()
+        await self._arrived.wait()
+
+    def batch(self, size: int, version: int) -> list[Group] | None:
+        """The `size` groups that were started first, in order of submission; None while there are too few.
+
+        version: that will be trained. Steps that are stale by then are marked as dropped.
+        """
+        oldest = version - self._max_staleness
+        for index, (started, group) in list(self._ready.items()):
+            fresh = without_stale(group, oldest)
+            if fresh is not group and (self._late == "drop" or not any(t.live_steps for t in fresh.trajectories)):
+                del self._ready[index]
+                self._discard(group, DropReason.STALE)
+            else:
+                self._ready[index] = (started, fresh)
+        waits = self._late == "wait" and any(started <= oldest for started in self._running.values())
+        if waits or len(self._ready) < size:
+            return None
+        first = sorted(self._ready, key=lambda index: (self._ready[index][0], index))[:size]
+        self._training = size
+        return [self._ready.pop(index)[1] for index in sorted(first)]
+
+    def trained(self) -> None:
+        """What was taken last is trained, and its weights are published."""
+        self._training = 0
+
+
+def without_stale(group: Group, oldest: int) -> Group:
+    """The group with steps marked as dropped that hold a token older than version `oldest`; itself without any."""
+
+    def stale(step: Step) -> bool:
+        return step.dropped is None and bool((step.policy_versions < oldest).any())
+
+    if not any(stale(step) for t in group.trajectories for step in t.steps):
+        return group
+    marked = (
+        replace(t, steps=tuple(replace(s, dropped=DropReason.STALE) if stale(s) else s for s in t.steps))
+        for t in group.trajectories
+    )
+    return replace(group, trajectories=tuple(marked))

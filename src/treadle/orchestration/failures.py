@@ -1,0 +1,75 @@
+"""What becomes of failed attempts: tried again, given a reward, or left out; and when a run should give up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from treadle.core.config import Config
+from treadle.core.errors import Cause
+from treadle.core.types import Failure, Status, Trajectory
+
+
+class FailurePolicy(Config):
+    """What becomes of an attempt that failed of one cause."""
+
+    retries: int = Field(0, ge=0, description="further attempts, each with draws of its own")
+    backoff: float = Field(1.0, ge=0, description="seconds before the first of them, doubled before each other")
+    then: Literal["drop", "grade"] = Field(
+        "drop", description="after the last one: drop it (no reward, in no baseline), or grade it"
+    )
+    reward: float = Field(0.0, description="of an attempt that is graded")
+
+
+_AGAIN = FailurePolicy(retries=2)
+
+
+class FailuresConfig(Config):
+    """Failed attempts, by whose fault it was."""
+
+    agent: FailurePolicy = Field(FailurePolicy(), description="the agent program raised")
+    environment: FailurePolicy = Field(FailurePolicy(), description="the environment raised")
+    verifier: FailurePolicy = Field(FailurePolicy(), description="whatever grades raised")
+    engine: FailurePolicy = Field(_AGAIN, description="the inference engine failed")
+    infrastructure: FailurePolicy = Field(_AGAIN, description="a machine, container or network failed")
+    timeout: FailurePolicy = Field(FailurePolicy(), description="something took too long")
+    context: FailurePolicy = Field(FailurePolicy(), description="the first prompt was too long")
+    retry_share: float = Field(0.5, ge=0, description="most retries of a run, as a share of all first attempts so far")
+    task_limit: int = Field(
+        3, ge=1, description="groups in a row with too few graded attempts before their task is left out"
+    )
+
+    def of(self, cause: Cause) -> FailurePolicy:
+        """The policy for a cause."""
+        found: FailurePolicy = getattr(self, cause.value)
+        return found
+
+
+class Retries:
+    """Which failed attempts are made again; counts them against `failures.retry_share`."""
+
+    def __init__(self, config: FailuresConfig) -> None:
+        self._config = config
+        self._first = self._again = 0
+
+    def seconds_before(self, trajectory: Trajectory, number: int) -> float | None:
+        """How long to wait before attempt `number` (1: the first retry) after this one; None: there is none."""
+        self._first += number == 1
+        if trajectory.failure is None:
+            return None
+        policy = self._config.of(trajectory.failure.cause)
+        if number > policy.retries or self._again >= self._config.retry_share * max(self._first, 1):
+            return None
+        self._again += 1
+        return float(policy.backoff * 2 ** (number - 1))
+
+    def final(self, trajectory: Trajectory) -> Trajectory:
+        """The attempt as it is recorded if it is the last one: graded, where that is its cause's policy."""
+        failure: Failure | None = trajectory.failure
+        if failure is None or self._config.of(failure.cause).then == "drop":
+            return trajectory
+        warning = f"graded after a failure: {failure.cause}: {failure.message}"
+        reward = self._config.of(failure.cause).reward
+        return replace(trajectory, reward=reward, status=Status.DONE, failure=None, warning=warning)
