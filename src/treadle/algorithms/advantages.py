@@ -207,6 +207,20 @@ def paid_to_tokens(
     return paid
 
 
+def moved_to_trainable(token_rewards: Doubles, trajectory: Indices, mask: NDArray[np.bool_]) -> Doubles:
+    """The reward of each token on the last trainable token at or before it, as `paid_to_tokens` has it for steps.
+
+    token_rewards float64[N], trajectory int64[N], mask bool[N]; returns float64[N]. An untrainable token (masked, the
+    tail of a stop string) is a consequence of what was sampled before it: the trainable token there earned its reward.
+    """
+    moved = np.zeros(len(mask))
+    at = np.maximum.accumulate(np.where(mask, np.arange(len(mask)), -1))
+    earned = at >= 0
+    earned[earned] = trajectory[at[earned]] == trajectory[earned]
+    np.add.at(moved, at[earned], token_rewards[earned])
+    return moved
+
+
 def _is_last(owner: Indices) -> NDArray[np.bool_]:
     """bool[n]: the last of each run of equal owners."""
     last = np.ones(len(owner), np.bool_)

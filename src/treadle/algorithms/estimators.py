@@ -19,6 +19,7 @@ from treadle.algorithms.advantages import (
     gigpo,
     grpo,
     maxrl,
+    moved_to_trainable,
     paid_to_tokens,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
@@ -46,7 +47,9 @@ class Signals:
 @dataclass(frozen=True, slots=True, eq=False)
 class Rewards:
     """The same rewards at three levels; each sums up to the next: trajectory float64[J], step float64[S], token
-    float64[N] (each step's on its last trainable token)."""
+    float64[N] (those of single tokens where they were given, the rest of each step's on its last trainable token). What
+    an untrainable token or step was given is paid to the trajectory's last trainable token before it, if there is one.
+    """
 
     trajectory: Doubles
     step: Doubles
@@ -55,7 +58,9 @@ class Rewards:
     @classmethod
     def of(cls, batch: FlatBatch, penalty: Doubles | None) -> Rewards:
         """Of the environment, less the penalty of trainable tokens."""
-        paid = paid_to_tokens(batch.step_rewards, batch.trajectory_of_step, batch.step_id, batch.mask)
+        rest = batch.step_rewards - np.bincount(batch.step_id, batch.token_rewards, len(batch.steps))
+        paid = paid_to_tokens(rest, batch.trajectory_of_step, batch.step_id, batch.mask)
+        paid += moved_to_trainable(batch.token_rewards, batch.trajectory_id, batch.mask)
         if penalty is None:
             return cls(batch.rewards, batch.step_rewards, paid)
         taken = np.where(batch.mask, penalty, 0.0)
@@ -73,7 +78,7 @@ class Advantage:
     per_token: (batch, signals, config) -> advantage float64[N]; values at untrainable tokens are of no effect.
     options: fields of the configuration that it reads. needs_values: `Signals.values`, of a value head.
     by_group: has a baseline over the group, so that a group of one trains nothing.
-    by_step: uses when a reward came; the others use a trajectory's sum alone.
+    by_step: uses when a reward came; the others use a trajectory's sum alone. by_token: uses those of single tokens.
     """
 
     per_token: Callable[[FlatBatch, Signals, AlgorithmConfig], Doubles]
@@ -81,6 +86,7 @@ class Advantage:
     needs_values: bool = False
     by_group: bool = True
     by_step: bool = False
+    by_token: bool = False
 
 
 @cache
@@ -153,6 +159,6 @@ RLOO = Advantage(_by_trajectory(lambda r, group, config: rloo(r, group)))
 MAXRL = Advantage(_by_trajectory(lambda r, group, config: maxrl(r, group)))
 STEP_RETURN = Advantage(_step_return, options=("gamma",), by_step=True)
 GIGPO = Advantage(_gigpo, options=("gamma", "gigpo_weight", "norm_by_std"), by_step=True)
-REINFORCE_PLUS_PLUS = Advantage(_reinforce_plus_plus, options=("gamma",), by_group=False, by_step=True)
+REINFORCE_PLUS_PLUS = Advantage(_reinforce_plus_plus, options=("gamma",), by_group=False, by_step=True, by_token=True)
 REINFORCE_PLUS_PLUS_BASELINE = Advantage(_reinforce_plus_plus_baseline)
-GAE = Advantage(_gae, options=("gamma", "gae_lambda"), needs_values=True, by_group=False, by_step=True)
+GAE = Advantage(_gae, options=("gamma", "gae_lambda"), needs_values=True, by_group=False, by_step=True, by_token=True)

@@ -14,6 +14,7 @@ The end-of-turn token that Treadle then writes for the model belongs to the *nex
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -23,10 +24,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treadle.core.errors import Cause, DataError
+from treadle.core.rewards import Reward
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
+
+_NOTHING = Reward()
 
 
 class FunctionCall(TypedDict):
@@ -91,6 +95,7 @@ class DropReason(StrEnum):
     RESAMPLED = "resampled"  # the batch was interrupted and sampled again whole
     REFUSED = "refused"  # the learner's model cannot train its trajectory
     CANCELLED = "cancelled"  # nobody waited for the answer any more
+    OVERLONG = "overlong"  # its trajectory was cut off, and `rewards.overlong` is `drop`
 
 
 class BreakCause(StrEnum):
@@ -205,7 +210,10 @@ class Step:
     logprobs        float32[C]  of each sampled token under the distribution it was sampled from
     policy_versions int32[C]    which policy version sampled each token
     mask            bool[C]     trainable tokens; default: all, or none if greedy
-    reward          what the environment gave for this step (0.0 where it only rewards at the end)
+    reward          what the environment gave for this step, weighted (0.0 where it only rewards at the end)
+    shaping         what `rewards` of the configuration adds to it in training
+    given           what both are made of: components by name, before weights, and rewards of single tokens
+    state_key       names the environment's state that the step met, if the environment does; equal keys, equal states
     seconds         spent in the engine call
     break_cause     why the prompt does not carry on an earlier step's ids, where the recorder knows it from messages
     dropped         why the step will never be trained, where that is known when it is recorded
@@ -224,6 +232,9 @@ class Step:
     seconds: float = 0.0
     break_cause: BreakCause | None = None
     dropped: DropReason | None = None
+    given: Reward = _NOTHING
+    shaping: float = 0.0
+    state_key: str = ""
 
     def __post_init__(self) -> None:
         fix = object.__setattr__
@@ -243,8 +254,11 @@ class Step:
             raise DataError(f"Step.logprobs must be finite and <= 0, got {worst}")
         if self.sampling.temperature == 0 and self.mask.any():
             raise DataError("Step.mask marks greedy tokens (temperature 0) as trainable")
-        if not np.isfinite(self.reward):
-            raise DataError(f"Step.reward must be finite, got {self.reward}")
+        for name in ("reward", "shaping"):
+            if not np.isfinite(getattr(self, name)):
+                raise DataError(f"Step.{name} must be finite, got {getattr(self, name)}")
+        if self.given.tokens is not None and len(self.given.tokens) != length:
+            raise DataError(f"Step.given rewards {len(self.given.tokens)} tokens, the completion has {length}")
 
     def __reduce__(self) -> tuple[type[Step], tuple[Any, ...]]:
         """Copy and unpickle through the constructor: numpy would hand back writeable arrays."""
@@ -270,6 +284,7 @@ class Trajectory:
 
     `reward is None` says that the attempt could not be judged; it is not 0.0 and enters no baseline.
     warning: something that went wrong without touching the reward (an environment that failed to close).
+    dropped: why the whole attempt trains nothing, although it has a reward.
     """
 
     trajectory_id: str
@@ -281,6 +296,7 @@ class Trajectory:
     failure: Failure | None = None
     warning: str = ""
     seconds: float = 0.0
+    dropped: DropReason | None = None
 
     def __post_init__(self) -> None:
         if (self.status is Status.FAILED) != (self.failure is not None):
@@ -289,6 +305,25 @@ class Trajectory:
             raise DataError(f"trajectory {self.trajectory_id}: status {self.status} with reward {self.reward}")
         if self.reward is not None and not np.isfinite(self.reward):
             raise DataError(f"trajectory {self.trajectory_id}: reward must be finite, got {self.reward}")
+
+    @property
+    def trained_reward(self) -> float | None:
+        """The reward that training uses: with what shaping added; None for what enters no baseline and no loss."""
+        if self.reward is None or self.dropped is not None:
+            return None
+        return self.reward + math.fsum(step.shaping for step in self.live_steps)
+
+    def given(self, component: str | None = None) -> float | None:
+        """What all steps were given under this name, before weights; the whole reward without one. None if ungraded."""
+        if self.reward is None or component is None:
+            return self.reward
+        return self.components.get(component, 0.0)
+
+    @property
+    def components(self) -> dict[str, float]:
+        """The sum over steps of each component that any was given, before weights."""
+        steps = [step.given.by_name for step in self.live_steps]
+        return {name: math.fsum(s.get(name, 0.0) for s in steps) for name in dict.fromkeys(n for s in steps for n in s)}
 
     @property
     def live_steps(self) -> tuple[Step, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
 
 
@@ -12,15 +13,17 @@ class EnvStep(NamedTuple):
     """The environment's answer to one reply of the agent.
 
     observations: the messages the agent reads next (role `user` or `tool`); empty when done.
-    reward: of this step; a trajectory's reward is their sum. done: the episode is over.
+    reward: of this step; a trajectory's reward is their sum. A `Reward` names its components, and may reward single
+    tokens of the reply. done: the episode is over.
     info: for whoever calls the environment directly (tests, notebooks); neither shown to the agent nor recorded.
 
     >>> EnvStep([{"role": "tool", "content": "page Anna, hobby chess"}])
     >>> EnvStep(reward=1.0, done=True)
+    >>> EnvStep(reward=Reward({"answer": 1.0, "brevity": 0.1}), done=True)
     """
 
     observations: Sequence[Message] = ()
-    reward: float = 0.0
+    reward: float | Reward = 0.0
     done: bool = False
     info: Mapping[str, Any] = {}
 

@@ -24,7 +24,8 @@ CREATE TABLE IF NOT EXISTS groups (
 CREATE TABLE IF NOT EXISTS trajectories (
   trajectory_id TEXT PRIMARY KEY, group_id TEXT NOT NULL REFERENCES groups, attempt INTEGER NOT NULL,
   status TEXT NOT NULL, reward REAL, advantage REAL, failure_cause TEXT, failure_message TEXT, warning TEXT NOT NULL,
-  steps INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, oldest_version INTEGER, seconds REAL NOT NULL);
+  steps INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, oldest_version INTEGER, seconds REAL NOT NULL,
+  trained_reward REAL, components TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (
   trajectory_id TEXT NOT NULL REFERENCES trajectories, step INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT,
   prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, stop_reason TEXT NOT NULL, reward REAL NOT NULL,
@@ -98,8 +99,8 @@ class Ledger:
                 )
                 db.execute("INSERT INTO groups VALUES (?,?,?,?,?,?,?,?)", row)
                 db.executemany(
-                    "INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
-                    [_trajectory_row(group.group_id, t) for t in group.trajectories],
+                    "INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+                    [_trajectory_row(group.group_id, t, split) for t in group.trajectories],
                 )
                 db.executemany(
                     "INSERT INTO steps VALUES (?,?,?,?,?,?,?,?)",
@@ -174,11 +175,12 @@ class Ledger:
         self._db.close()
 
 
-def _trajectory_row(group_id: str, t: Trajectory) -> tuple[Any, ...]:
+def _trajectory_row(group_id: str, t: Trajectory, split: str) -> tuple[Any, ...]:
     cause, message = (t.failure.cause, t.failure.message) if t.failure else (None, None)
     return (
         *(t.trajectory_id, group_id, t.attempt, t.status, t.reward, None, cause, message, t.warning),
         *(len(t.steps), t.completion_tokens, t.oldest_version, t.seconds),
+        *(t.trained_reward if split == "train" else None, json.dumps(t.components)),
     )
 
 
@@ -188,6 +190,8 @@ def _step_rows(t: Trajectory, split: str) -> Iterator[tuple[Any, ...]]:
         state = StepState.EVALUATED
     elif t.reward is None:
         state, why = StepState.DROPPED, DropReason.FAILED
+    elif t.dropped is not None:
+        state, why = StepState.DROPPED, t.dropped
     for number, step in enumerate(t.steps):
         lengths = (len(step.prompt_ids), len(step.completion_ids))
         became = (state, why) if step.dropped is None else (StepState.DROPPED, step.dropped)

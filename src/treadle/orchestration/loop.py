@@ -27,6 +27,7 @@ from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result, trajectory_metrics
 from treadle.orchestration.producer import GroupBuffer, Producer, TaskCursor
 from treadle.orchestration.progress import Progress
+from treadle.orchestration.rewards import reward_notes
 from treadle.orchestration.rollout_store import write_shard
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest
@@ -121,7 +122,8 @@ class Loop:
             self._phase("rollout", self.config.groups_per_batch * self.config.training.group_size)
             groups = await buffer.take(self.config.groups_per_batch)
         self._tell_failures(groups)
-        self._tell_ignored_rewards(groups)
+        for text in reward_notes(groups, self.config, self.learner.advantage, first=self.state.update == 0):
+            self._tell(text, text)
         self._give_up_if_failing(groups)
         with _timed(seconds, "update"):
             self._phase("update", 1)
@@ -149,7 +151,11 @@ class Loop:
                 "kind": "update",
                 "update": self.state.update + number + 1,
                 "version": self.state.version,
-                **trajectory_metrics(groups[number * size : (number + 1) * size], self.config.evaluation.success_at),
+                **trajectory_metrics(
+                    groups[number * size : (number + 1) * size],
+                    self.config.evaluation.success_at,
+                    self.config.evaluation.success_of,
+                ),
                 "refused": len(result.refused),
                 **result.metrics,
                 **{f"seconds_{phase}": value / len(results) for phase, value in seconds.items()},
@@ -164,16 +170,6 @@ class Loop:
         for trajectory in (t for group in groups for t in group.trajectories):
             text = trajectory.failure.message if trajectory.failure else trajectory.warning
             self._tell(text, f"task {trajectory.task_id}, trajectory {trajectory.trajectory_id}: {text}")
-
-    def _tell_ignored_rewards(self, groups: list[Group]) -> None:
-        """Once, if the environment rewards steps and the advantage takes a trajectory's sum alone."""
-        early = any(step.reward for group in groups for t in group.trajectories for step in t.steps[:-1])
-        if early and not self.learner.advantage.by_step:
-            text = (
-                f"the environment rewards single steps, of which algorithm.advantage {self.config.algorithm.advantage} "
-                "uses the sum alone; step_return, gigpo and reinforce++ use when each reward came"
-            )
-            self._tell(text, text)
 
     def _tell(self, text: str, line: str) -> None:
         if text and text not in self._told and len(self._told) < 20:
@@ -242,7 +238,12 @@ class Loop:
             shard = write_shard(self.run_directory.rollouts, f"evaluation-{name}", groups)
             self.ledger.record(groups, "held_out", self.state.version, shard)
             result = evaluation_result(
-                groups, self.state.update, temperature, section.success_at, self.config.data.table_by
+                groups,
+                self.state.update,
+                temperature,
+                section.success_at,
+                self.config.data.table_by,
+                section.success_of,
             )
             self._note(result)
 

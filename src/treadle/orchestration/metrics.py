@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treadle.core.types import Group, Trajectory
+from treadle.orchestration.rewards import reward_metrics
 
 Figure = float | None
 
@@ -39,20 +40,21 @@ class EvaluationResult:
     by_tasks: dict[str, int]
 
 
-def trajectory_metrics(groups: Sequence[Group], success_at: float) -> dict[str, Figure]:
+def trajectory_metrics(groups: Sequence[Group], success_at: float, success_of: str | None = None) -> dict[str, Figure]:
     """Means over the graded trajectories of an update and over the tasks that have any; how all of them ended.
 
     prompt_tokens counts every prompt as sent, so a token that three steps share counts three times.
     """
     everyone = [t for group in groups for t in group.trajectories]
     graded = [t for t in everyone if t.reward is not None]
-    rewards = [[t.reward for t in group.trajectories if t.reward is not None] for group in groups]
-    tasks = [own for own in rewards if own]
+    tasks = [own for own in ([t for t in group.trajectories if t.reward is not None] for group in groups) if own]
+    trained = [[t.trained_reward for t in own if t.trained_reward is not None] for own in tasks]
     return {
         "reward_mean": mean([t.reward for t in graded if t.reward is not None]),
-        "success": mean([_success(t, success_at) for t in graded]),
-        "pass_at_k": mean([float(max(own) >= success_at) for own in tasks]),
-        "equal_reward_groups": mean([float(min(own) == max(own)) for own in tasks]),
+        **reward_metrics(graded),
+        "success": mean([_success(t, success_at, success_of) for t in graded]),
+        "pass_at_k": mean([max(_success(t, success_at, success_of) for t in own) for own in tasks]),
+        "equal_reward_groups": mean([float(min(own) == max(own)) for own in trained if own]),
         "trajectories": len(everyone),
         "failed": len(everyone) - len(graded),
         "warnings": sum(bool(t.warning) for t in everyone),
@@ -65,20 +67,27 @@ def trajectory_metrics(groups: Sequence[Group], success_at: float) -> dict[str, 
 
 
 def evaluation_result(
-    groups: Sequence[Group], update: int, temperature: float, success_at: float, table_by: str | None
+    groups: Sequence[Group],
+    update: int,
+    temperature: float,
+    success_at: float,
+    table_by: str | None,
+    success_of: str | None = None,
 ) -> EvaluationResult:
     """Summarise one evaluation."""
     graded = [(g, t) for g in groups for t in g.trajectories if t.reward is not None]
     parts: dict[str, list[float]] = {}
     for group, trajectory in graded:
         if table_by is not None:
-            parts.setdefault(str(group.task.extras.get(table_by)), []).append(_success(trajectory, success_at))
+            parts.setdefault(str(group.task.extras.get(table_by)), []).append(
+                _success(trajectory, success_at, success_of)
+            )
     return EvaluationResult(
         update=update,
         temperature=temperature,
         tasks=len(groups),
         failed=len(groups) - len(graded),
-        success=mean([_success(t, success_at) for _, t in graded]),
+        success=mean([_success(t, success_at, success_of) for _, t in graded]),
         reward_mean=mean([t.reward for _, t in graded if t.reward is not None]),
         steps_mean=mean([len(t.live_steps) for _, t in graded]),
         by={key: mean(parts[key]) for key in sorted(parts)},
@@ -86,8 +95,9 @@ def evaluation_result(
     )
 
 
-def _success(trajectory: Trajectory, success_at: float) -> float:
-    return float(trajectory.reward is not None and trajectory.reward >= success_at)
+def _success(trajectory: Trajectory, success_at: float, success_of: str | None) -> float:
+    reached = trajectory.given(success_of)
+    return float(reached is not None and reached >= success_at)
 
 
 def _shares(prefix: str, values: Sequence[str]) -> dict[str, float]:

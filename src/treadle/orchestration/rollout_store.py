@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
+from treadle.core.rewards import Reward
 from treadle.core.types import BreakCause, DropReason, Group, SamplingParams, Step, StopReason
 
 _SCHEMA = pa.schema(
@@ -36,6 +37,10 @@ _SCHEMA = pa.schema(
         ("seconds", pa.float64()),
         ("break_cause", pa.string()),
         ("dropped", pa.string()),
+        ("components", pa.map_(pa.string(), pa.float64())),
+        ("token_rewards", pa.list_(pa.float32())),
+        ("shaping", pa.float64()),
+        ("state_key", pa.string()),
     ]
 )
 
@@ -101,6 +106,10 @@ def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str
         "seconds": step.seconds,
         "break_cause": step.break_cause,
         "dropped": step.dropped,
+        "components": list(step.given.components.items()),
+        "token_rewards": step.given.tokens,
+        "shaping": step.shaping,
+        "state_key": step.state_key,
     }
 
 
@@ -126,4 +135,7 @@ def _step(row: dict[str, Any]) -> Step:
         seconds=row["seconds"],
         break_cause=BreakCause(row["break_cause"]) if row["break_cause"] else None,
         dropped=DropReason(row["dropped"]) if row["dropped"] else None,
+        given=Reward(dict(row["components"]), row["token_rewards"]),
+        shaping=row["shaping"],
+        state_key=row["state_key"],
     )

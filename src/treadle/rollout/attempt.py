@@ -17,8 +17,10 @@ import numpy as np
 from pydantic import Field
 
 from treadle.core.config import Config
+from treadle.core.draws import Stream
 from treadle.core.engine import Engine
 from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, TrajectoryFailure
+from treadle.core.rewards import Reward, is_finite
 from treadle.core.types import (
     Group,
     Message,
@@ -32,11 +34,14 @@ from treadle.core.types import (
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.agents import Agent, AgentHost, hosting
 from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.foreign import Outcome, guarded, is_finite, raised
+from treadle.rollout.foreign import Outcome, guarded, raised
 from treadle.rollout.replies import AUTO, reply_parser
+from treadle.rollout.rewards import Rewarding, RewardsConfig
 from treadle.rollout.session import Address, CallOptions, Session
 
 EnvironmentFactory = Callable[[], Environment]
+
+_AS_GIVEN = RewardsConfig()
 
 _NEW, _CONTINUED = CallOptions(), CallOptions(continue_final_message=True)
 
@@ -61,7 +66,10 @@ class RolloutConfig(Config):
 
 
 class Rollouts:
-    """Plays attempts: everything they share, in one place. agents: needed by tasks that name an agent."""
+    """Plays attempts: everything they share, in one place. agents: needed by tasks that name an agent.
+
+    rewards: applied to each attempt as it ends; shaping only to those for training, as their addresses tell.
+    """
 
     def __init__(
         self,
@@ -70,9 +78,11 @@ class Rollouts:
         environments: Mapping[str, EnvironmentFactory],
         config: RolloutConfig,
         agents: AgentHost | None = None,
+        rewards: RewardsConfig = _AS_GIVEN,
     ) -> None:
         self.engine, self.renderer, self.environments, self.config = engine, renderer, environments, config
         self.agents = agents
+        self._rewarding = Rewarding(rewards, config.environment_timeout)
 
     def start(
         self, group_id: str, task: Task, addresses: list[Address], temperature: float | None = None
@@ -88,7 +98,7 @@ class Rollouts:
         )
         attempts: list[asyncio.Future[Trajectory]] = []
         for session, play, a in [(*self._open(group_id, task, a, sampling), a) for a in addresses]:
-            attempt = asyncio.ensure_future(self._attempt(task, session, play, a.attempt))
+            attempt = asyncio.ensure_future(self._attempt(task, session, play, a))
             attempt.add_done_callback(partial(_close_session, session))  # also if it was cancelled before it began
             attempts.append(attempt)
         return attempts
@@ -106,14 +116,14 @@ class Rollouts:
         return session, partial(self._play_environment, task, session)
 
     async def _attempt(
-        self, task: Task, session: Session, play: Callable[[], Awaitable[Outcome]], attempt: int
+        self, task: Task, session: Session, play: Callable[[], Awaitable[Outcome]], address: Address
     ) -> Trajectory:
         started = time.perf_counter()
         outcome = await play()
-        return Trajectory(
+        played = Trajectory(
             trajectory_id=session.name,
             task_id=task.task_id,
-            attempt=attempt,
+            attempt=address.attempt,
             steps=tuple(session.steps),
             reward=outcome.reward,
             status=outcome.status,
@@ -121,6 +131,8 @@ class Rollouts:
             warning=outcome.warning,
             seconds=time.perf_counter() - started,
         )
+        weighed = self._rewarding.weighed(played)
+        return await self._rewarding.shaped(task, weighed) if address.stream is Stream.TRAIN else weighed
 
     async def _play_environment(self, task: Task, session: Session) -> Outcome:
         warning = ""
@@ -152,7 +164,10 @@ class Rollouts:
             except DataError as error:
                 raise TrajectoryFailure(Cause.ENVIRONMENT, str(error)) from error
             answer = await self._step(environment, reply["content"])
-            session.reward_last(answer.reward)
+            try:
+                session.reward_last(Reward.of(answer.reward))
+            except DataError as error:
+                raise TrajectoryFailure(Cause.ENVIRONMENT, f"step: {error}") from error
             if answer.done:
                 return Status.DONE
             conversation += [reply, *checked_messages(answer.observations, "step")]
@@ -187,11 +202,12 @@ async def open_rollouts(
     environments: Mapping[str, EnvironmentFactory],
     agents: Mapping[str, Agent],
     config: RolloutConfig,
+    rewards: RewardsConfig = _AS_GIVEN,
 ) -> AsyncIterator[Rollouts]:
-    """`Rollouts`, with a gateway if there are agents."""
+    """`Rollouts`, with a gateway if there are agents. Raises ConfigError for a shaping hook that is not there."""
     parse = reply_parser(config.reply_parser, renderer.source)
     async with hosting(agents, parse, config.max_steps, config.agent_timeout) as host:
-        yield Rollouts(engine, renderer, environments, config, host)
+        yield Rollouts(engine, renderer, environments, config, host, rewards)
 
 
 def make_environment(factory: EnvironmentFactory) -> Environment:
@@ -229,13 +245,13 @@ def _checked_step(value: object) -> EnvStep:
             f"step must return EnvStep(observations, reward, done, info), got {value!r:.100}",
         )
     step = EnvStep(*value)
-    if not is_finite(step.reward):
+    if not isinstance(step.reward, Reward) and not is_finite(step.reward):
         raise TrajectoryFailure(
-            Cause.ENVIRONMENT, f"step gave the reward {step.reward!r:.100}; it must be a finite number"
+            Cause.ENVIRONMENT, f"step gave the reward {step.reward!r:.100}; it must be a finite number or a Reward"
         )
     if not isinstance(step.done, bool | np.bool_):
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave done={step.done!r:.100}; it must be true or false")
-    return step._replace(reward=float(step.reward), done=bool(step.done))
+    return step._replace(done=bool(step.done))
 
 
 def _close_session(session: Session, _: object) -> None:

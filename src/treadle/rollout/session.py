@@ -13,6 +13,7 @@ import numpy as np
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, Engine
 from treadle.core.errors import ContextExceeded, DataError, EngineError
+from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Message, SamplingParams, Step, StopReason, ToolCall
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation, Prompt
@@ -142,11 +143,14 @@ class Session:
         if self._steps[number].dropped is not dropped:
             self._steps[number] = replace(self._steps[number], dropped=dropped)
 
-    def reward_last(self, reward: float) -> None:
-        """Note what the environment gave for the last step, of those that count."""
-        if reward:
+    def reward_last(self, given: Reward) -> None:
+        """Note what the environment gave for the last step, of those that count.
+
+        Raises DataError for rewards of more or fewer tokens than it has.
+        """
+        if given:
             last = max(number for number, step in self._steps.items() if step.dropped is None)
-            self._steps[last] = replace(self._steps[last], reward=reward)
+            self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
 
     def close(self) -> None:
         """No further calls: the engine may free its cache, and waits for this session no more."""
