@@ -17,6 +17,7 @@ PUBLIC = {
     "Environment",
     "Group",
     "Message",
+    "Reward",
     "SamplingParams",
     "Step",
     "Task",

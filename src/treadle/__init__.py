@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from treadle.core.errors import ConfigError, TreadleError
+    from treadle.core.rewards import Reward
     from treadle.core.types import Group, Message, SamplingParams, Step, Task, Trajectory
     from treadle.envs.base import Environment, EnvStep
     from treadle.orchestration.api import train
@@ -22,6 +23,7 @@ _HOME = {
     "Environment": "treadle.envs.base",
     "Group": "treadle.core.types",
     "Message": "treadle.core.types",
+    "Reward": "treadle.core.rewards",
     "SamplingParams": "treadle.core.types",
     "Step": "treadle.core.types",
     "Task": "treadle.core.types",
@@ -36,6 +38,7 @@ __all__ = [
     "Environment",
     "Group",
     "Message",
+    "Reward",
     "SamplingParams",
     "Step",
     "Task",

@@ -14,7 +14,8 @@ def reward_metrics(graded: Sequence[Trajectory]) -> dict[str, float | None]:
     """Beside the mean reward, where they say more: by component, and what is trained.
 
     reward_NAME_mean: of each component's sum over a trajectory, before weights, if there are named ones.
-    shaped_reward_mean: of what is trained; overlong_dropped: trajectories left out of it. If shaping changed any reward.
+    shaped_reward_mean: of what is trained; overlong_dropped: trajectories left out of it. Both only if shaping changed
+    any reward.
     """
     found: dict[str, float | None] = {}
     given = [t.components for t in graded]

@@ -50,7 +50,8 @@ class Agent(Protocol):
     (`treadle.rollout.clients.anthropic_client`).
 
     Returns the attempt's reward, which belongs to its last step. What it raises, and an attempt of more than
-    `rollout.agent_timeout` seconds, fails this attempt alone. It shares the run's event loop: what blocks belongs into `asyncio.to_thread`.
+    `rollout.agent_timeout` seconds, fails this attempt alone. It shares the run's event loop: what blocks belongs into
+    `asyncio.to_thread`.
     """
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float | Reward:
