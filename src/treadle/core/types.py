@@ -321,8 +321,8 @@ class Trajectory:
 
     @property
     def components(self) -> dict[str, float]:
-        """The sum over steps of each component that any was given, before weights."""
-        steps = [step.given.by_name for step in self.live_steps]
+        """The sum over steps of each component that any was given, before weights; none of a failed attempt."""
+        steps = [] if self.reward is None else [step.given.by_name for step in self.live_steps]
         return {name: math.fsum(s.get(name, 0.0) for s in steps) for name in dict.fromkeys(n for s in steps for n in s)}
 
     @property

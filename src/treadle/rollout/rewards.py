@@ -86,11 +86,11 @@ class Rewarding:
         self._hook = None if config.shaping is None else load_shaping(config.shaping)
 
     def weighed(self, trajectory: Trajectory) -> Trajectory:
-        """With the weights applied. What becomes infinite by them fails."""
+        """With the weights applied. What adds up to infinity fails."""
         try:
-            return weighed(trajectory, self._config.weights) if self._config.weights else trajectory
-        except (DataError, OverflowError) as error:
-            return _failed(trajectory, Cause.ENVIRONMENT, f"rewards.weights: {error}")
+            return weighed(trajectory, self._config.weights)
+        except DataError as error:
+            return _failed(trajectory, Cause.ENVIRONMENT, str(error))
 
     async def shaped(self, task: Task, trajectory: Trajectory) -> Trajectory:
         """As training uses it. A hook that raises, hangs or gives something else fails the attempt (verifier)."""
@@ -104,8 +104,8 @@ class Rewarding:
                 trajectory = penalised(trajectory, taken)
         except TrajectoryFailure as error:
             return _failed(trajectory, error.cause, error.message)
-        except (DataError, OverflowError) as error:
-            return _failed(trajectory, Cause.VERIFIER, f"rewards: {error}")
+        except DataError as error:
+            return _failed(trajectory, Cause.VERIFIER, f"rewards.shaping: {error}")
         return decided(trajectory, self._config.overlong)
 
     async def _by_hook(self, hook: Hook, task: Task, trajectory: Trajectory) -> Trajectory:
@@ -132,12 +132,26 @@ def load_shaping(name: str) -> Hook:
 def weighed(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     """Each step's reward is the weighted sum of its components, and the trajectory's their sum.
 
-    Raises DataError or OverflowError for infinity.
+    Raises DataError for infinity.
     """
-    if trajectory.reward is None:
-        return trajectory
+    if trajectory.reward is None or not weights:
+        return _finite(trajectory)
     steps = tuple(replace(step, reward=step.given.total(weights)) if step.given else step for step in trajectory.steps)
-    return replace(trajectory, steps=steps, reward=math.fsum(step.reward for step in steps))
+    try:
+        return _finite(replace(trajectory, steps=steps, reward=math.fsum(step.reward for step in steps)))
+    except OverflowError as error:
+        raise DataError("the steps' weighted rewards add up to infinity") from error
+
+
+def _finite(trajectory: Trajectory) -> Trajectory:
+    """The trajectory. Raises DataError if one of its sums is infinite."""
+    try:
+        sums = [trajectory.trained_reward or 0.0, *(step.reward + step.shaping for step in trajectory.steps)]
+        if all(map(math.isfinite, [*sums, *trajectory.components.values()])):
+            return trajectory
+    except OverflowError:
+        pass
+    raise DataError("the rewards of its steps add up to infinity")
 
 
 def length_penalty(tokens: int, config: LengthPenaltyConfig) -> float:
@@ -151,16 +165,12 @@ def length_penalty(tokens: int, config: LengthPenaltyConfig) -> float:
 def plus(trajectory: Trajectory, added: Sequence[Reward], weights: Mapping[str, float]) -> Trajectory:
     """With a reward added to each step, dropped ones included, to which only nothing can be added.
 
-    Raises DataError for another number of them or of tokens, DataError or OverflowError for infinity.
+    Raises DataError for another number of them or of tokens, or for infinity.
     """
     if len(added) != len(trajectory.steps):
         raise DataError(f"there are {len(added)} rewards for {len(trajectory.steps)} steps")
-    shaped = replace(
-        trajectory, steps=tuple(_plus(s, r, weights) for s, r in zip(trajectory.steps, added, strict=True))
-    )
-    if not all(map(math.isfinite, (shaped.trained_reward or 0.0, *(s.reward + s.shaping for s in shaped.steps)))):
-        raise DataError("the rewards add up to infinity")
-    return shaped
+    steps = tuple(_plus(step, more, weights) for step, more in zip(trajectory.steps, added, strict=True))
+    return _finite(replace(trajectory, steps=steps))
 
 
 def _plus(step: Step, more: Reward, weights: Mapping[str, float]) -> Step:
