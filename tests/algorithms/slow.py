@@ -19,6 +19,7 @@ class SlowStep:
     state: int = 0
     values: Values = field(default_factory=list)
     token_rewards: Values = field(default_factory=list)
+    given: Values = field(default_factory=list)  # the part of `reward` that single tokens were given
 
 
 @dataclass
@@ -123,7 +124,10 @@ def paid(t: SlowTrajectory) -> Values:
     for i, (k, n) in enumerate(places):
         reward = t.steps[k].token_rewards[n]
         following = places[i + 1][0] if i + 1 < len(places) else len(t.steps)
-        reward += math.fsum(s.reward for s in t.steps[k:following])
+        reward += math.fsum(s.reward - math.fsum(s.given) for s in t.steps[k:following])
+        until = places[i + 1] if i + 1 < len(places) else (len(t.steps), 0)
+        everywhere = [(j, m, g) for j, s in enumerate(t.steps) for m, g in enumerate(s.given)]
+        reward += math.fsum(g for j, m, g in everywhere if (k, n) <= (j, m) < until)
         found.append(reward)
     return found
 

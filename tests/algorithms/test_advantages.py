@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from treadle.algorithms.advantages import (
     gae,
     gigpo,
     maxrl,
+    moved_to_trainable,
     paid_to_tokens,
     reinforce_plus_plus,
     returns,
@@ -31,7 +33,7 @@ from treadle.algorithms.estimators import Rewards, Signals, by_name, equal_promp
 from treadle.core.errors import DataError
 from treadle.core.registry import names
 from treadle.core.types import Step
-from treadle.packing.flat import flatten
+from treadle.packing.flat import FlatBatch, flatten
 
 ids = np.array
 
@@ -123,8 +125,26 @@ def test_rewards_add_up_from_level_to_level(drawn: Drawn, penalised: bool) -> No
     np.testing.assert_allclose(steps[has_steps], rewards.trajectory[has_steps], atol=1e-12)
     assert not rewards.token[~batch.mask].any()
     for j, trajectory in enumerate(batch.trajectories):
-        if trajectory.steps and trajectory.steps[0].mask.any():  # else the first reward may be nobody's
+        if trajectory.steps and trajectory.steps[0].mask[:1].any():  # else the first rewards may be nobody's
             assert tokens[j] == pytest.approx(rewards.trajectory[j])
+
+
+@given(rewarded_batches())
+def test_what_single_tokens_were_given_stays_with_them_if_they_are_trained(drawn: Drawn) -> None:
+    batch = drawn.batch
+    bare = replace(batch, token_rewards=np.zeros(len(batch)), step_rewards=batch.step_rewards - _by_step(batch))
+    extra = Rewards.of(batch, None).token - Rewards.of(bare, None).token
+    everyone = replace(batch, mask=np.ones(len(batch), np.bool_))
+    np.testing.assert_allclose(_own(everyone), batch.token_rewards, atol=1e-12)
+    np.testing.assert_allclose(extra, _own(batch), atol=1e-12)
+
+
+def _own(batch: FlatBatch) -> Any:
+    return moved_to_trainable(batch.token_rewards, batch.trajectory_id, batch.mask)
+
+
+def _by_step(batch: FlatBatch) -> Any:
+    return np.bincount(batch.step_id, batch.token_rewards, len(batch.steps))
 
 
 # By hand
@@ -246,6 +266,11 @@ def test_a_reward_is_paid_to_the_last_trainable_token_before_it() -> None:
     mask = ids([False, True, False, False, True, False])
     found = paid_to_tokens(ids([10.0, 1.0, 2.0, 4.0, 100.0]), of_trajectory, step, mask)
     assert found.tolist() == [0, 3.0, 0, 0, 4.0, 0]
+
+
+def test_a_token_reward_moves_to_the_last_trainable_token_before_it_and_never_to_another_trajectory() -> None:
+    found = moved_to_trainable(ids([1.0, 2, 4, 8, 16, 32]), ids([0, 0, 0, 0, 1, 1]), ids([0, 1, 0, 1, 0, 1]) > 0)
+    assert found.tolist() == [0, 6, 0, 8, 0, 32]
 
 
 # What must be exactly nothing

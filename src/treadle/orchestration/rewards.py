@@ -14,19 +14,18 @@ def reward_metrics(graded: Sequence[Trajectory]) -> dict[str, float | None]:
     """Beside the mean reward, where they say more: by component, and what is trained.
 
     reward_NAME_mean: of each component's sum over a trajectory, before weights, if there are named ones.
-    shaped_reward_mean: of what is trained; overlong_dropped: trajectories left out of it. Both only if shaping changed
-    any reward.
+    shaped_reward_mean: of what is trained; overlong_dropped: trajectories left out of it. Both only if
+    shaping did anything.
     """
     found: dict[str, float | None] = {}
     given = [t.components for t in graded]
     names = {name for components in given for name in components}
     if names - {PLAIN}:
         found |= {f"reward_{name}_mean": sum(c.get(name, 0.0) for c in given) / len(given) for name in sorted(names)}
-    trained = [t.trained_reward for t in graded]
-    if trained != [t.reward for t in graded]:
-        kept = [reward for reward in trained if reward is not None]
+    if any(t.dropped is not None or any(step.shaping for step in t.steps) for t in graded):
+        kept = [t.trained_reward for t in graded if t.trained_reward is not None]
         found["shaped_reward_mean"] = sum(kept) / len(kept) if kept else None
-        found["overlong_dropped"] = len(trained) - len(kept)
+        found["overlong_dropped"] = len(graded) - len(kept)
     return found
 
 
