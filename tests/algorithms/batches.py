@@ -11,6 +11,7 @@ from tests.algorithms.slow import SlowGroup, SlowStep, SlowTrajectory
 from tests.models import ragged_groups
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Step, Trajectory
+from treadle.packing.branches import calling_steps
 from treadle.packing.flat import FlatBatch, flatten
 
 STEP_REWARDS = (0.0, 0.0, 1.0, -0.5, 0.25)
@@ -47,6 +48,8 @@ def _slow(
         made.append(SlowStep(step.mask.tolist(), float(step.reward), state, [v for _, v in drawn], taken, given))
         total += sum(taken)
     if made:
+        for number, (own, caller) in enumerate(zip(made, calling_steps(trajectory.steps).tolist(), strict=True)):
+            own.caller = None if caller == number else caller
         made[-1].reward += reward - sum(step.reward for step in trajectory.steps)
     return SlowTrajectory(made, total)
 
@@ -62,7 +65,7 @@ def _rewarded(step: Step, reward: float, draw: st.DrawFn) -> Step:
     if not draw(st.booleans()):
         return replace(step, reward=reward)
     tokens = [draw(st.sampled_from(STEP_REWARDS)) for _ in step.mask]
-    return replace(step, reward=reward, given=Reward(tokens=np.float32(tokens)))
+    return replace(step, reward=reward, given=Reward(tokens=np.array(tokens, np.float32)))
 
 
 @st.composite

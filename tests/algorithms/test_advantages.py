@@ -29,7 +29,7 @@ from treadle.algorithms.advantages import (
     whiten,
 )
 from treadle.algorithms.config import AlgorithmConfig, advantages
-from treadle.algorithms.estimators import Rewards, Signals, by_name, equal_prompts
+from treadle.algorithms.estimators import Rewards, Signals, by_name, equal_states
 from treadle.core.errors import DataError
 from treadle.core.registry import names
 from treadle.core.types import Step
@@ -69,18 +69,20 @@ def _of_trained(estimate: Callable[[list[SlowGroup], AlgorithmConfig], list[floa
     return reference
 
 
-def _penalised(reference: Reference) -> Reference:
-    return lambda groups, config: reference(with_penalties(groups), config)
+def _of_main_steps(estimate: Callable[[SlowGroup, AlgorithmConfig], list[list[float]]]) -> Reference:
+    def reference(groups: list[SlowGroup], config: AlgorithmConfig) -> list[float]:
+        groups = with_penalties(groups)
+        return _spread(groups, [slow.for_all_steps(g, estimate(slow.main_branch(g), config)) for g in groups])
+
+    return reference
 
 
 REFERENCES: dict[str, Reference] = {
     "grpo": _of_trajectories(lambda r, c: slow.grpo(r, c.norm_by_std)),
     "rloo": _of_trajectories(lambda r, c: slow.rloo(r)),
     "maxrl": _of_trajectories(lambda r, c: slow.maxrl(r)),
-    "step_return": _penalised(lambda groups, c: _spread(groups, [slow.step_return(g, c.gamma) for g in groups])),
-    "gigpo": _penalised(
-        lambda groups, c: _spread(groups, [slow.gigpo(g, c.gamma, c.gigpo_weight, c.norm_by_std) for g in groups])
-    ),
+    "step_return": _of_main_steps(lambda g, c: slow.step_return(g, c.gamma)),
+    "gigpo": _of_main_steps(lambda g, c: slow.gigpo(g, c.gamma, c.gigpo_weight, c.norm_by_std)),
     "reinforce++": _of_trained(lambda groups, c: slow.reinforce_plus_plus(groups, c.gamma)),
     "reinforce++_baseline": _of_trained(lambda groups, c: slow.reinforce_plus_plus_baseline(groups)),
     "gae": _of_trained(lambda groups, c: [a for g in groups for t in g for a in slow.gae(t, c.gamma, c.gae_lambda)]),
@@ -217,11 +219,14 @@ def test_gigpo_by_hand() -> None:
     assert found.tolist() == [0.5 + 2 * 0.5, 0.5, -0.5 - 2 * 0.5, -0.5]
 
 
-def test_states_are_equal_prompts_within_a_group() -> None:
+def test_states_are_equal_states_within_a_group() -> None:
     a, b = make_step([1, 2], [3]), make_step([1, 2], [4])
     longer, same_bytes = make_step([1, 2, 0], [3]), make_step([1], [2, 3])
     batch = flatten([make_group([([a, longer], 1.0), ([b, same_bytes, a], 0.0)]), make_group([([a], 0.0)], 1)])
-    assert equal_prompts(batch).tolist() == [0, 1, 0, 2, 0, 3]
+    assert equal_states(batch).tolist() == [0, 1, 0, 2, 0, 3]
+    a, b, c = (replace(step, state_key=key) for step, key in ((a, "x"), (b, "y"), (longer, "x")))
+    batch = flatten([make_group([([a, b], 1.0), ([c, same_bytes], 0.0)]), make_group([([a], 0.0)], 1)])
+    assert equal_states(batch).tolist() == [0, 1, 0, 2, 3]
 
 
 def test_reinforce_plus_plus_by_hand() -> None:

@@ -18,13 +18,14 @@ components = st.dictionaries(st.sampled_from(["answer", "page", "é"]), amounts)
 
 
 def rewards(tokens: int | None = None) -> st.SearchStrategy[Reward]:
-    size = {"min_size": tokens, "max_size": tokens} if tokens is not None else {"max_size": 4}
-    some = st.lists(st.floats(-10, 10, width=32), **size).map(np.float32)
+    some = st.lists(st.floats(-10, 10, width=32), min_size=tokens or 0, max_size=4 if tokens is None else tokens).map(
+        lambda t: np.array(t, np.float32)
+    )
     return st.builds(Reward, components, st.none() | some)
 
 
 def test_components_and_tokens_add_up_and_weights_are_of_components() -> None:
-    reward = Reward({"answer": 1.0, "page": 0.5}, np.float32([0.25, -1]))
+    reward = Reward({"answer": 1.0, "page": 0.5}, np.array([0.25, -1], np.float32))
     assert reward.total() == 0.75
     assert reward.total({"page": 2.0, "unknown": 9.0}) == 1.25
     assert reward.by_name == {"answer": 1.0, "page": 0.5, "tokens": -0.75}
@@ -34,7 +35,7 @@ def test_a_number_is_the_component_reward_and_zero_is_nothing() -> None:
     assert Reward.of(2).components == {"reward": 2.0}
     assert Reward.of(np.bool_(True)).components == {"reward": 1.0}
     assert not Reward.of(0.0) and not Reward()
-    assert Reward({"answer": 0.0}) and Reward(tokens=np.float32([0]))
+    assert Reward({"answer": 0.0}) and Reward(tokens=np.array([0], np.float32))
 
 
 @given(rewards(tokens=3), rewards(tokens=3))
@@ -77,6 +78,6 @@ def test_what_cannot_be_a_reward_is_refused(components: Any, tokens: Any, messag
 
 def test_rewards_of_other_lengths_do_not_go_together() -> None:
     with pytest.raises(DataError, match="of 1 and of 2 tokens"):
-        Reward(tokens=np.float32([1])).plus(Reward(tokens=np.float32([1, 2])))
+        Reward(tokens=np.array([1], np.float32)).plus(Reward(tokens=np.array([1, 2], np.float32)))
     with pytest.raises(DataError, match="finite number or a Reward, got 'x'"):
         Reward.of("x")

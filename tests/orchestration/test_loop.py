@@ -429,7 +429,7 @@ class Named(Vowels):
 
 def half_a_point(task: Task, trajectory: Trajectory) -> list[Reward]:
     """For each first token."""
-    return [Reward(tokens=np.float32([0.5, *[0.0] * (len(s.completion_ids) - 1)])) for s in trajectory.steps]
+    return [Reward(tokens=np.array([0.5, *[0.0] * (len(s.completion_ids) - 1)], np.float32)) for s in trajectory.steps]
 
 
 def test_components_are_weighed_shaped_recorded_and_evaluated_raw(tmp_path: Path) -> None:

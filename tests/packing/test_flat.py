@@ -47,13 +47,13 @@ def test_dropped_steps_are_left_out() -> None:
 
 
 def test_training_sees_shaped_rewards_and_nothing_of_what_shaping_dropped() -> None:
-    given = Reward({"page": 0.5}, np.float32([0.25, 0]))
+    given = Reward({"page": 0.5}, np.array([0.25, 0], np.float32))
     shaped = replace(make_step([1], [2, 3]), reward=0.75, shaping=-0.5, given=given)
     group = make_group([([shaped, make_step([1], [4])], 0.75), ([make_step([1], [5])], 1.0)])
     dropped = replace(group.trajectories[1], dropped=DropReason.OVERLONG)
     batch = flatten([replace(group, trajectories=(group.trajectories[0], dropped))])
     assert (batch.rewards.tolist(), batch.step_rewards.tolist()) == ([0.25], [0.25, 0.0])
-    assert (batch.token_rewards.tolist(), batch.token_rewards.dtype) == ([0.25, 0, 0], "float64")
+    assert batch.token_rewards.tolist() == [0.25, 0, 0] and batch.token_rewards.dtype == "float64"
 
 
 @given(ragged_groups(vocabulary=3))

@@ -73,12 +73,13 @@ def test_weights_that_make_infinity_fail_the_attempt() -> None:
 
 def per_step(task: Task, trajectory: Trajectory) -> Sequence[float | Reward]:
     """A plain number, names, and rewards of tokens."""
-    return [0.0, 0.125, Reward({"style": 1.0}, tokens=np.float32([1, -3]))][: len(trajectory.steps)]
+    rewards: list[float | Reward] = [0.0, 0.125, Reward({"style": 1.0}, tokens=np.array([1, -3], np.float32))]
+    return rewards[: len(trajectory.steps)]
 
 
 async def later(task: Task, trajectory: Trajectory) -> Any:
     await asyncio.sleep(0)
-    return np.float32([0.5] * len(trajectory.steps))
+    return np.array([0.5] * len(trajectory.steps), np.float32)
 
 
 def raises(task: Task, trajectory: Trajectory) -> Any:
@@ -103,7 +104,7 @@ def no_numbers(task: Task, trajectory: Trajectory) -> Any:
 
 
 def wrong_tokens(task: Task, trajectory: Trajectory) -> Any:
-    return [Reward(tokens=np.float32([1]))] * len(trajectory.steps)
+    return [Reward(tokens=np.array([1], np.float32))] * len(trajectory.steps)
 
 
 def a_number(task: Task, trajectory: Trajectory) -> Any:
@@ -233,7 +234,8 @@ def test_what_a_limit_on_tokens_cut_off_is_overlong(status: Status, stop: StopRe
         st.builds(
             Reward,
             st.dictionaries(st.sampled_from(["a", "b"]), st.floats(-9, 9)),
-            st.none() | st.lists(st.floats(-9, 9, width=32), min_size=2, max_size=2).map(np.float32),
+            st.none()
+            | st.lists(st.floats(-9, 9, width=32), min_size=2, max_size=2).map(lambda t: np.array(t, np.float32)),
         ),
         min_size=1,
         max_size=4,
@@ -273,10 +275,12 @@ def test_attempts_are_weighed_and_those_for_training_are_shaped(stream: Stream) 
 
 
 def test_an_environment_may_reward_tokens_but_only_those_there_are() -> None:
-    [found] = play(lambda: Told(EnvStep(reward=Reward({"a": 1.0}, [0.5, -1]), done=True)), saying("a"))
+    [found] = play(
+        lambda: Told(EnvStep(reward=Reward({"a": 1.0}, np.array([0.5, -1], np.float32)), done=True)), saying("a")
+    )
     assert found.reward == 0.5
     step: Step = found.steps[0]
     assert step.given.tokens is not None and step.given.tokens.tolist() == [0.5, -1.0]
-    [found] = play(lambda: Told(EnvStep(reward=Reward(tokens=np.float32([1])), done=True)), saying("a"))
+    [found] = play(lambda: Told(EnvStep(reward=Reward(tokens=np.array([1], np.float32)), done=True)), saying("a"))
     assert found.failure is not None and found.failure.cause is Cause.ENVIRONMENT
     assert "rewards 1 tokens, the completion has 2" in found.failure.message

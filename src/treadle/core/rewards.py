@@ -35,7 +35,7 @@ class Reward:
 
     >>> Reward({"answer": 1.0, "page": 0.2}).total()
     1.2
-    >>> Reward({"answer": 1.0, "page": 0.2}, tokens=np.float32([0, -0.5])).total({"page": 0.5})
+    >>> Reward({"answer": 1.0, "page": 0.2}, tokens=np.array([0, -0.5], np.float32)).total({"page": 0.5})
     0.6
 
     Raises DataError for what is not finite, or adds up to infinity, and for the name `tokens`.

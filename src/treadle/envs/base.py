@@ -15,6 +15,7 @@ class EnvStep(NamedTuple):
     observations: the messages the agent reads next (role `user` or `tool`); empty when done.
     reward: of this step; a trajectory's reward is their sum. A `Reward` names its components, and may reward single
     tokens of the reply. done: the episode is over.
+    state: names the state that the next step meets, for advantages that compare steps of one state (`gigpo`).
     info: for whoever calls the environment directly (tests, notebooks); neither shown to the agent nor recorded.
 
     >>> EnvStep([{"role": "tool", "content": "page Anna, hobby chess"}])
@@ -26,6 +27,7 @@ class EnvStep(NamedTuple):
     reward: float | Reward = 0.0
     done: bool = False
     info: Mapping[str, Any] = {}
+    state: str = ""
 
 
 class Environment(Protocol):

@@ -151,10 +151,11 @@ class Rollouts:
         limit = self.config.environment_timeout
         opening = await guarded(lambda: environment.reset(task), Cause.ENVIRONMENT, limit, "reset")
         conversation: list[Message] = list(checked_messages(opening, "reset"))
+        state = ""
         for _ in range(self.config.max_steps):
             try:
                 going_on = self.config.conversation == "single_message" and conversation[-1]["role"] == "assistant"
-                reply = (await session.chat(conversation, options=_CONTINUED if going_on else _NEW)).message
+                reply = await session.chat(conversation, options=_CONTINUED if going_on else _NEW)
             except ContextExceeded as error:
                 if not session.steps:
                     raise TrajectoryFailure(Cause.CONTEXT, str(error)) from error
@@ -163,14 +164,17 @@ class Rollouts:
                 raise TrajectoryFailure(Cause.ENGINE, str(error)) from error
             except DataError as error:
                 raise TrajectoryFailure(Cause.ENVIRONMENT, str(error)) from error
-            answer = await self._step(environment, reply["content"])
+            if state:
+                session.set_state(reply.number, state)
+            answer = await self._step(environment, reply.message["content"])
+            state = answer.state
             try:
                 session.reward_last(Reward.of(answer.reward))
             except DataError as error:
                 raise TrajectoryFailure(Cause.ENVIRONMENT, f"step: {error}") from error
             if answer.done:
                 return Status.DONE
-            conversation += [reply, *checked_messages(answer.observations, "step")]
+            conversation += [reply.message, *checked_messages(answer.observations, "step")]
             if self.config.conversation == "single_message":
                 conversation = _one_turn(conversation)
         return Status.MAX_STEPS
@@ -239,10 +243,10 @@ def _total(rewards: Iterable[float]) -> float:
 
 
 def _checked_step(value: object) -> EnvStep:
-    if not isinstance(value, tuple) or len(value) != 4:
+    if not isinstance(value, tuple) or not 4 <= len(value) <= 5:
         raise TrajectoryFailure(
             Cause.ENVIRONMENT,
-            f"step must return EnvStep(observations, reward, done, info), got {value!r:.100}",
+            f"step must return EnvStep(observations, reward, done, info, state), got {value!r:.100}",
         )
     step = EnvStep(*value)
     if not isinstance(step.reward, Reward) and not is_finite(step.reward):
@@ -251,6 +255,8 @@ def _checked_step(value: object) -> EnvStep:
         )
     if not isinstance(step.done, bool | np.bool_):
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave done={step.done!r:.100}; it must be true or false")
+    if not isinstance(step.state, str):
+        raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave state={step.state!r:.100}; it must be a string")
     return step._replace(done=bool(step.done))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,11 @@ class Session:
         if given:
             last = max(number for number, step in self._steps.items() if step.dropped is None)
             self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
+
+    def set_state(self, number: int, state: str) -> None:
+        """Note the environment's state that call `number` met; recorded as a hash of 128 bits."""
+        key = blake2b(state.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        self._steps[number] = replace(self._steps[number], state_key=key)
 
     def close(self) -> None:
         """No further calls: the engine may free its cache, and waits for this session no more."""
