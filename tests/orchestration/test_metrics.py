@@ -65,6 +65,7 @@ def test_rewards_are_told_by_component_and_what_is_trained_apart_from_what_was_g
     assert not [name for name in plain if "shaped" in name or name.startswith(("reward_answer", "overlong"))]
     assert evaluation_result([make_group(0, wrong)], 1, 1.0, 0.5, None).success == 1.0
     assert evaluation_result([make_group(0, wrong)], 1, 1.0, 0.5, None, "answer").success == 0.0
+    assert evaluation_result([make_group(0, attempt(1.0))], 1, 1.0, 0.5, None, "answer").success == 1.0
 
 
 def _given(components: dict[str, float], shaping: float) -> Trajectory:

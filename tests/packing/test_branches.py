@@ -19,7 +19,8 @@ def after(step: Step, *ids: int) -> Step:
 
 
 def of(*steps: Step) -> list[int]:
-    return calling_steps(steps).tolist()
+    found: list[int] = calling_steps(steps).tolist()
+    return found
 
 
 opening = make_step(MAIN, REPLY)

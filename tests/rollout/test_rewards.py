@@ -60,6 +60,8 @@ def test_weights_make_the_reward_and_the_record_keeps_what_was_given() -> None:
     assert (found.reward, found.trained_reward) == (2.0, 2.0)
     assert found.components == {"page": 0.5, "answer": 1.0, "brevity": 0.25}
     assert (found.given("answer"), found.given("nothing"), found.given()) == (1.0, 0.0, 2.0)
+    plain = rewarded(Reward.of(0.5), Reward.of(1.0))
+    assert (plain.given("answer"), plain.given()) == (1.5, 1.5)
 
 
 def test_weights_that_make_infinity_fail_the_attempt() -> None:

@@ -130,7 +130,7 @@ def _by_main_step(
     def per_token(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
         rewards, caller = Rewards.of(batch, signals.penalty), callers(batch)
         main = np.flatnonzero(caller == np.arange(len(caller)))
-        paid = np.bincount(caller, rewards.step, len(caller))[main]
+        paid = np.asarray(np.bincount(caller, rewards.step, len(caller))[main], np.float64)
         found = estimate(replace(rewards, step=paid), batch, main, config)
         return found[np.searchsorted(main, caller)][batch.step_id]
 
@@ -183,7 +183,7 @@ def _gae(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles
         raise ValueError("advantage gae needs the values of a value head (Signals.values)")
     source = calling_tokens(batch)
     main = batch.mask & (source == np.arange(len(batch)))
-    token = np.bincount(source, Rewards.of(batch, signals.penalty).token, len(batch))
+    token = np.asarray(np.bincount(source, Rewards.of(batch, signals.penalty).token, len(batch)), np.float64)
     found = gae(token, signals.values, main, batch.trajectory_id, config.gamma, config.gae_lambda)
     togo = (found + signals.values)[source]  # of a sub-agent's token: the return of the step that called it
     return np.where(batch.mask & ~main, togo - signals.values, found)

@@ -68,7 +68,7 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
     def judged(table: str) -> str:
         if component is None:
             return f"{table}.reward"
-        return f"(SELECT value FROM json_each({table}.components) WHERE key = ?)"
+        return f"coalesce((SELECT value FROM json_each({table}.components) WHERE key = ?), {table}.reward)"
 
     pairs = ledger.query(
         "SELECT b.trajectory_id AS before, a.trajectory_id AS after "

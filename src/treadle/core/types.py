@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treadle.core.errors import Cause, DataError
-from treadle.core.rewards import Reward
+from treadle.core.rewards import PLAIN, Reward
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -314,10 +314,14 @@ class Trajectory:
         return self.reward + math.fsum(step.shaping for step in self.live_steps)
 
     def given(self, component: str | None = None) -> float | None:
-        """What all steps were given under this name, before weights; the whole reward without one. None if ungraded."""
-        if self.reward is None or component is None:
+        """What all steps were given under this name, before weights. None if ungraded.
+
+        The whole reward without a name, or of an attempt that was given plain numbers only: those are nobody's part.
+        """
+        components = self.components
+        if self.reward is None or component is None or not components.keys() - {PLAIN}:
             return self.reward
-        return self.components.get(component, 0.0)
+        return components.get(component, 0.0)
 
     @property
     def components(self) -> dict[str, float]:

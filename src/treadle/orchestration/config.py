@@ -44,7 +44,7 @@ class EvaluationConfig(Config):
     greedy_too: bool = Field(True, description="before and after training also evaluate at temperature 0")
     success_at: float = Field(1.0, description="a reward of at least this counts as success")
     success_of: str | None = Field(
-        None, description="component of the reward that is compared with it, before weights (default: the whole reward)"
+        None, description="named component that is compared with it, before weights (default: the whole reward)"
     )
     concurrency: int = Field(256, ge=1, description="attempts played side by side")
 

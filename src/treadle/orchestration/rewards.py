@@ -30,7 +30,7 @@ def reward_metrics(graded: Sequence[Trajectory]) -> dict[str, float | None]:
 
 
 def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantage, first: bool) -> Iterator[str]:
-    """Rewards that the advantage does not look at in detail, and in a run's first batch weights that weigh nothing."""
+    """Rewards that the advantage does not look at in detail, and in a run's first batch names that nothing has."""
     trajectories = [t for group in groups for t in group.trajectories]
     name = config.algorithm.advantage
     early = any(step.reward or step.shaping for t in trajectories for step in t.live_steps[:-1])
@@ -46,7 +46,10 @@ def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantag
             f"uses the sum over a {'step' if advantage.by_step else 'trajectory'} alone; reinforce++ and gae use each"
         )
     given = {component for t in trajectories for component in t.components}
-    unknown = [component for component in config.rewards.weights if component not in given]
-    if first and unknown and any(t.reward is not None for t in trajectories):
-        had = ", ".join(sorted(given)) or "none"
-        yield f"rewards.weights: nothing in the first batch was given as {', '.join(unknown)}; components: {had}"
+    judged = config.evaluation.success_of
+    named = {"rewards.weights": [*config.rewards.weights], "evaluation.success_of": [judged] if judged else []}
+    for option, components in named.items():
+        unknown = [component for component in components if component not in given]
+        if first and unknown and any(t.reward is not None for t in trajectories):
+            had = ", ".join(sorted(given)) or "none"
+            yield f"{option}: nothing in the first batch was given as {', '.join(unknown)}; components: {had}"
