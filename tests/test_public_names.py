@@ -18,6 +18,7 @@ PUBLIC = {
     "Group",
     "Message",
     "Metric",
+    "Reward",
     "SamplingParams",
     "Step",
     "Task",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from treadle.core.errors import ConfigError, TreadleError
     from treadle.core.metrics import Metric
+    from treadle.core.rewards import Reward
     from treadle.core.types import Group, Message, SamplingParams, Step, Task, Trajectory
     from treadle.envs.base import Environment, EnvStep
     from treadle.orchestration.api import train
@@ -24,6 +25,7 @@ _HOME = {
     "Group": "treadle.core.types",
     "Message": "treadle.core.types",
     "Metric": "treadle.core.metrics",
+    "Reward": "treadle.core.rewards",
     "SamplingParams": "treadle.core.types",
     "Step": "treadle.core.types",
     "Task": "treadle.core.types",
@@ -39,6 +41,7 @@ __all__ = [
     "Group",
     "Message",
     "Metric",
+    "Reward",
     "SamplingParams",
     "Step",
     "Task",

@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from tests.algorithms.slow import SlowGroup, SlowStep, SlowTrajectory
 from tests.models import ragged_groups
-from treadle.core.types import Group, Trajectory
+from treadle.core.rewards import Reward
+from treadle.core.types import Group, Step, Trajectory
+from treadle.packing.branches import calling_steps
 from treadle.packing.flat import FlatBatch, flatten
 
 STEP_REWARDS = (0.0, 0.0, 1.0, -0.5, 0.25)
@@ -42,9 +44,12 @@ def _slow(
         drawn = [next(tokens) for _ in step.mask]
         taken = [-p if m and penalised else 0.0 for m, (p, _) in zip(step.mask, drawn, strict=True)]
         state = hash(step.prompt_ids.tobytes())
-        made.append(SlowStep(step.mask.tolist(), float(step.reward), state, [v for _, v in drawn], taken))
+        given = [0.0] * len(step.mask) if step.given.tokens is None else step.given.tokens.tolist()
+        made.append(SlowStep(step.mask.tolist(), float(step.reward), state, [v for _, v in drawn], taken, given))
         total += sum(taken)
     if made:
+        for number, (own, caller) in enumerate(zip(made, calling_steps(trajectory.steps).tolist(), strict=True)):
+            own.caller = None if caller == number else caller
         made[-1].reward += reward - sum(step.reward for step in trajectory.steps)
     return SlowTrajectory(made, total)
 
@@ -56,13 +61,20 @@ def with_penalties(groups: list[SlowGroup]) -> list[SlowGroup]:
     return groups
 
 
+def _rewarded(step: Step, reward: float, draw: st.DrawFn) -> Step:
+    if not draw(st.booleans()):
+        return replace(step, reward=reward)
+    tokens = [draw(st.sampled_from(STEP_REWARDS)) for _ in step.mask]
+    return replace(step, reward=reward, given=Reward(tokens=np.array(tokens, np.float32)))
+
+
 @st.composite
 def rewarded_batches(draw: st.DrawFn) -> Drawn:
-    """Ragged groups; of some trajectories the steps have rewards too, which need not add up to the trajectory's."""
+    """Ragged groups; steps have rewards too, which need not add up to the trajectory's, and some of them tokens."""
     groups = []
     for group in draw(ragged_groups(max_groups=3, max_size=4, max_steps=5, vocabulary=2)):
         trajectories = [
-            replace(t, steps=tuple(replace(s, reward=draw(st.sampled_from(STEP_REWARDS))) for s in t.steps))
+            replace(t, steps=tuple(_rewarded(s, draw(st.sampled_from(STEP_REWARDS)), draw) for s in t.steps))
             for t in group.trajectories
         ]
         groups.append(replace(group, trajectories=tuple(trajectories)))

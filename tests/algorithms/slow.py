@@ -5,7 +5,7 @@ A batch is a list of groups, a group a list of trajectories, a trajectory (or No
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Values = list[float]
 
@@ -19,6 +19,8 @@ class SlowStep:
     state: int = 0
     values: Values = field(default_factory=list)
     token_rewards: Values = field(default_factory=list)
+    given: Values = field(default_factory=list)  # the part of `reward` that single tokens were given
+    caller: int | None = None  # of a sub-agent's step: the step of the main branch that called it
 
 
 @dataclass
@@ -67,6 +69,27 @@ def maxrl(rewards: Values) -> Values:
 
 def discounted(rewards: Values, gamma: float) -> float:
     return math.fsum(gamma**k * r for k, r in enumerate(rewards))
+
+
+def main_branch(group: SlowGroup) -> SlowGroup:
+    """The group without sub-agents' steps, whose rewards go to the steps that called them."""
+    found = []
+    for t in group:
+        rewards = [
+            math.fsum(o.reward for j, o in enumerate(t.steps) if k in (j, o.caller)) for k in range(len(t.steps))
+        ]
+        main = [replace(s, reward=r) for s, r in zip(t.steps, rewards, strict=True) if s.caller is None]
+        found.append(SlowTrajectory(main, t.reward))
+    return found
+
+
+def for_all_steps(group: SlowGroup, main: list[Values]) -> list[Values]:
+    """From values of main branches to values of all steps: a sub-agent's are those of the step that called it."""
+    found = []
+    for t, own in zip(group, main, strict=True):
+        of_main = dict(zip([k for k, s in enumerate(t.steps) if s.caller is None], own, strict=True))
+        found.append([of_main[k if s.caller is None else s.caller] for k, s in enumerate(t.steps)])
+    return found
 
 
 def step_return(group: SlowGroup, gamma: float) -> list[Values]:
@@ -123,17 +146,42 @@ def paid(t: SlowTrajectory) -> Values:
     for i, (k, n) in enumerate(places):
         reward = t.steps[k].token_rewards[n]
         following = places[i + 1][0] if i + 1 < len(places) else len(t.steps)
-        reward += math.fsum(s.reward for s in t.steps[k:following])
+        reward += math.fsum(s.reward - math.fsum(s.given) for s in t.steps[k:following])
+        until = places[i + 1] if i + 1 < len(places) else (len(t.steps), 0)
+        everywhere = [(j, m, g) for j, s in enumerate(t.steps) for m, g in enumerate(s.given)]
+        reward += math.fsum(g for j, m, g in everywhere if (k, n) <= (j, m) < until)
         found.append(reward)
     return found
+
+
+def sources(t: SlowTrajectory) -> list[int]:
+    """For each trained token, by its number among them, the one whose return it takes."""
+    places = trained(t)
+    found = []
+    for i, (k, _) in enumerate(places):
+        caller = t.steps[k].caller
+        main = [
+            j for j, (m, _) in enumerate(places) if t.steps[m].caller is None and caller is not None and m <= caller
+        ]
+        found.append(main[-1] if main else i)
+    return found
+
+
+def paid_on_path(t: SlowTrajectory) -> dict[int, float]:
+    """By number, the trained tokens that take their own return, and what was paid to them and for them."""
+    rewards, source = paid(t), sources(t)
+    return {
+        i: math.fsum(r for r, s in zip(rewards, source, strict=True) if s == i) for i, s in enumerate(source) if s == i
+    }
 
 
 def reinforce_plus_plus(groups: list[SlowGroup], gamma: float) -> Values:
     """For each trained token of the update."""
     togo = []
     for t in (t for group in groups for t in group):
-        rewards = paid(t)
-        togo += [discounted(rewards[i:], gamma) for i in range(len(rewards))]
+        path = paid_on_path(t)
+        found = {i: discounted(list(path.values())[n:], gamma) for n, i in enumerate(path)}
+        togo += [found[i] for i in sources(t)]
     return grpo(togo, norm_by_std=True) if togo else []
 
 
@@ -150,10 +198,11 @@ def reinforce_plus_plus_baseline(groups: list[SlowGroup]) -> Values:
 
 def gae(t: SlowTrajectory, gamma: float, decay: float) -> Values:
     """For each trained token of a trajectory, from the sum of discounted errors."""
-    values = [t.steps[k].values[n] for k, n in trained(t)]
-    rewards = paid(t)
+    everyone, path = [t.steps[k].values[n] for k, n in trained(t)], paid_on_path(t)
+    values, rewards = [everyone[i] for i in path], list(path.values())
     deltas = [r + gamma * (values[i + 1] if i + 1 < len(values) else 0.0) - values[i] for i, r in enumerate(rewards)]
-    return [discounted(deltas[i:], gamma * decay) for i in range(len(deltas))]
+    togo = {i: discounted(deltas[n:], gamma * decay) + everyone[i] for n, i in enumerate(path)}
+    return [togo[source] - value for source, value in zip(sources(t), everyone, strict=True)]
 
 
 # Losses, of one token

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from treadle.algorithms.advantages import (
     gae,
     gigpo,
     maxrl,
+    moved_to_trainable,
     paid_to_tokens,
     reinforce_plus_plus,
     returns,
@@ -27,11 +29,11 @@ from treadle.algorithms.advantages import (
     whiten,
 )
 from treadle.algorithms.config import AlgorithmConfig, advantages
-from treadle.algorithms.estimators import Rewards, Signals, by_name, equal_prompts
+from treadle.algorithms.estimators import Rewards, Signals, by_name, equal_states
 from treadle.core.errors import DataError
 from treadle.core.registry import names
 from treadle.core.types import Step
-from treadle.packing.flat import flatten
+from treadle.packing.flat import FlatBatch, flatten
 
 ids = np.array
 
@@ -67,18 +69,20 @@ def _of_trained(estimate: Callable[[list[SlowGroup], AlgorithmConfig], list[floa
     return reference
 
 
-def _penalised(reference: Reference) -> Reference:
-    return lambda groups, config: reference(with_penalties(groups), config)
+def _of_main_steps(estimate: Callable[[SlowGroup, AlgorithmConfig], list[list[float]]]) -> Reference:
+    def reference(groups: list[SlowGroup], config: AlgorithmConfig) -> list[float]:
+        groups = with_penalties(groups)
+        return _spread(groups, [slow.for_all_steps(g, estimate(slow.main_branch(g), config)) for g in groups])
+
+    return reference
 
 
 REFERENCES: dict[str, Reference] = {
     "grpo": _of_trajectories(lambda r, c: slow.grpo(r, c.norm_by_std)),
     "rloo": _of_trajectories(lambda r, c: slow.rloo(r)),
     "maxrl": _of_trajectories(lambda r, c: slow.maxrl(r)),
-    "step_return": _penalised(lambda groups, c: _spread(groups, [slow.step_return(g, c.gamma) for g in groups])),
-    "gigpo": _penalised(
-        lambda groups, c: _spread(groups, [slow.gigpo(g, c.gamma, c.gigpo_weight, c.norm_by_std) for g in groups])
-    ),
+    "step_return": _of_main_steps(lambda g, c: slow.step_return(g, c.gamma)),
+    "gigpo": _of_main_steps(lambda g, c: slow.gigpo(g, c.gamma, c.gigpo_weight, c.norm_by_std)),
     "reinforce++": _of_trained(lambda groups, c: slow.reinforce_plus_plus(groups, c.gamma)),
     "reinforce++_baseline": _of_trained(lambda groups, c: slow.reinforce_plus_plus_baseline(groups)),
     "gae": _of_trained(lambda groups, c: [a for g in groups for t in g for a in slow.gae(t, c.gamma, c.gae_lambda)]),
@@ -123,8 +127,26 @@ def test_rewards_add_up_from_level_to_level(drawn: Drawn, penalised: bool) -> No
     np.testing.assert_allclose(steps[has_steps], rewards.trajectory[has_steps], atol=1e-12)
     assert not rewards.token[~batch.mask].any()
     for j, trajectory in enumerate(batch.trajectories):
-        if trajectory.steps and trajectory.steps[0].mask.any():  # else the first reward may be nobody's
+        if trajectory.steps and trajectory.steps[0].mask[:1].any():  # else the first rewards may be nobody's
             assert tokens[j] == pytest.approx(rewards.trajectory[j])
+
+
+@given(rewarded_batches())
+def test_what_single_tokens_were_given_stays_with_them_if_they_are_trained(drawn: Drawn) -> None:
+    batch = drawn.batch
+    bare = replace(batch, token_rewards=np.zeros(len(batch)), step_rewards=batch.step_rewards - _by_step(batch))
+    extra = Rewards.of(batch, None).token - Rewards.of(bare, None).token
+    everyone = replace(batch, mask=np.ones(len(batch), np.bool_))
+    np.testing.assert_allclose(_own(everyone), batch.token_rewards, atol=1e-12)
+    np.testing.assert_allclose(extra, _own(batch), atol=1e-12)
+
+
+def _own(batch: FlatBatch) -> Any:
+    return moved_to_trainable(batch.token_rewards, batch.trajectory_id, batch.mask)
+
+
+def _by_step(batch: FlatBatch) -> Any:
+    return np.bincount(batch.step_id, batch.token_rewards, len(batch.steps))
 
 
 # By hand
@@ -197,11 +219,14 @@ def test_gigpo_by_hand() -> None:
     assert found.tolist() == [0.5 + 2 * 0.5, 0.5, -0.5 - 2 * 0.5, -0.5]
 
 
-def test_states_are_equal_prompts_within_a_group() -> None:
+def test_states_are_equal_states_within_a_group() -> None:
     a, b = make_step([1, 2], [3]), make_step([1, 2], [4])
     longer, same_bytes = make_step([1, 2, 0], [3]), make_step([1], [2, 3])
     batch = flatten([make_group([([a, longer], 1.0), ([b, same_bytes, a], 0.0)]), make_group([([a], 0.0)], 1)])
-    assert equal_prompts(batch).tolist() == [0, 1, 0, 2, 0, 3]
+    assert equal_states(batch).tolist() == [0, 1, 0, 2, 0, 3]
+    a, b, c = (replace(step, state_key=key) for step, key in ((a, "x"), (b, "y"), (longer, "x")))
+    batch = flatten([make_group([([a, b], 1.0), ([c, same_bytes], 0.0)]), make_group([([a], 0.0)], 1)])
+    assert equal_states(batch).tolist() == [0, 1, 0, 2, 3]
 
 
 def test_reinforce_plus_plus_by_hand() -> None:
@@ -246,6 +271,11 @@ def test_a_reward_is_paid_to_the_last_trainable_token_before_it() -> None:
     mask = ids([False, True, False, False, True, False])
     found = paid_to_tokens(ids([10.0, 1.0, 2.0, 4.0, 100.0]), of_trajectory, step, mask)
     assert found.tolist() == [0, 3.0, 0, 0, 4.0, 0]
+
+
+def test_a_token_reward_moves_to_the_last_trainable_token_before_it_and_never_to_another_trajectory() -> None:
+    found = moved_to_trainable(ids([1.0, 2, 4, 8, 16, 32]), ids([0, 0, 0, 0, 1, 1]), ids([0, 1, 0, 1, 0, 1]) > 0)
+    assert found.tolist() == [0, 6, 0, 8, 0, 32]
 
 
 # What must be exactly nothing

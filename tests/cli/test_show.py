@@ -141,7 +141,7 @@ def test_how_each_step_relates_to_the_earlier_ones(broken: Path) -> None:
 
 
 def test_what_is_not_trained_is_shown(finished: Trained) -> None:
-    row = {"advantage": 0.5, "task": "{}", "trajectory_id": "g0.0"}
+    row = {"advantage": 0.5, "task": "{}", "components": "{}", "trajectory_id": "g0.0"}
     untrained = replace(step([40, 41], [42]), mask=np.array([False]))
     found = as_json(row, [untrained, step([50, 51, 52], [53], version=3)], load_run_tokenizer(finished.path))
     first, second = found["steps"]

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from treadle.core.errors import ConfigError, DataError
+from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
 from treadle.envs import lookup
 from treadle.envs.base import EnvStep
@@ -197,6 +198,35 @@ def test_an_oracle_that_only_reads_is_right_in_hops_searches(seed: int, index: i
     assert sum(step.info["searches"] for step in steps) == task.extras["hops"]
     assert len(steps) <= lookup.MAX_TURNS == 6
     assert contents(messages, "assistant")[-1] == f"<answer> {task.ground_truth}</answer>"
+
+
+@given(seed=st.integers(), index=st.integers(0, 8))
+def test_pages_on_the_way_pay_once_by_name(seed: int, index: int) -> None:
+    task = tasks("train", index + 1, seed=seed, page_reward=0.25)[index]
+    plain = tasks("train", index + 1, seed=seed)[index]
+    assert replace(task, extras=plain.extras) == plain  # the same questions
+    pages, answer = lookup.question_of(task).solve(World(task.extras["world_seed"]))
+    searches = [f"<search> {name}</search>" for name in ("Nobody", pages[0], *pages)]
+    replies = iter([*searches, f"<answer> {answer}</answer>"])
+    messages, steps = play(task, lambda _: next(replies))
+    given = [Reward.of(step.reward).components for step in steps]
+    paying = {1, *range(3, 2 + len(pages))}  # the first page is opened twice
+    assert given[:-1] == [{"page": 0.25} if n in paying else {} for n in range(len(steps) - 1)]
+    assert given[-1] == {"answer": 1.0}
+    assert messages == play(plain, _again(messages))[0]
+
+
+def _again(messages: Sequence[Message]) -> Callable[[Sequence[Message]], str]:
+    replies = iter(contents(messages, "assistant"))
+    return lambda _: next(replies)
+
+
+def test_a_page_reward_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="page_reward must be a finite number, got 'x'"):
+        tasks("train", 1, page_reward="x")  # type: ignore[arg-type]
+    task = tasks("train", 1)[0]
+    with pytest.raises(DataError, match="page_reward must be a number, got 'x'"):
+        play(replace(task, extras={**task.extras, "page_reward": "x"}), oracle)
 
 
 def test_the_gold_path_is_what_the_oracle_searches() -> None:

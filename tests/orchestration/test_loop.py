@@ -16,6 +16,7 @@ import pytest
 from tests.orchestration.runs import Summary, check_finished, query, resume, start, updates
 from tests.worlds import Quiet, Ragged, Vowels, make_step, tiny, user, vowel_tasks
 from treadle.core.errors import CheckpointError, ConfigError, RunError, TrainingStopped
+from treadle.core.rewards import Reward
 from treadle.core.types import Group, Task, Trajectory
 from treadle.envs.base import EnvStep
 from treadle.orchestration.inputs import Inputs, make_inputs
@@ -438,6 +439,72 @@ def test_an_advantage_that_ignores_when_steps_were_rewarded_says_so_once(
     told = [line for line in progress.lines if line.startswith("the environment rewards single steps")]
     assert len(told) == lines
     assert all("algorithm.advantage rloo uses the sum alone" in line for line in told)
+
+
+class Named(Vowels):
+    """The same rewards by name, and of tokens."""
+
+    async def step(self, text: str) -> EnvStep:
+        answer = await super().step(text)
+        return answer._replace(reward=Reward({"vowels": answer.reward, "turn": 1.0}))  # type: ignore[dict-item]
+
+
+def half_a_point(task: Task, trajectory: Trajectory) -> list[Reward]:
+    """For each first token."""
+    return [Reward(tokens=np.array([0.5, *[0.0] * (len(s.completion_ids) - 1)], np.float32)) for s in trajectory.steps]
+
+
+def test_components_are_weighed_shaped_recorded_and_evaluated_raw(tmp_path: Path) -> None:
+    progress = Quiet()
+    start(
+        tmp_path / "run",
+        *("environment=tests.orchestration.test_loop:Named", "rewards.weights={turn: -1.0, turns: 2.0}"),
+        *("rewards.shaping=tests.orchestration.test_loop:half_a_point", "algorithm.advantage=step_return"),
+        *("rewards.length_penalty={free: 0, limit: 10}", "evaluation.success_of=turn", "evaluation.success_at=2"),
+        progress=progress,
+    )
+    check_finished(tmp_path / "run")
+    for row in updates(tmp_path / "run"):
+        penalty = row["reward_length_penalty_mean"]
+        assert -1 <= penalty < 0
+        assert row["reward_mean"] == pytest.approx(row["reward_vowels_mean"] - row["reward_turn_mean"])
+        assert row["reward_turn_mean"] == 2.0 and row["reward_tokens_mean"] == 1.0
+        assert row["shaped_reward_mean"] == pytest.approx(row["reward_mean"] + 1.0 + penalty)
+        assert row["success"] == 1.0
+    for row in query(tmp_path / "run", "SELECT * FROM trajectories JOIN groups USING (group_id)"):
+        components = json.loads(row["components"])
+        assert row["reward"] == pytest.approx(components["vowels"] - 2.0)
+        assert ("length_penalty" in components) == (row["split"] == "train") == (row["trained_reward"] is not None)
+    [weights] = [line for line in progress.lines if line.startswith("rewards.weights")]
+    assert "nothing in the first batch was given as turns; components: length_penalty, tokens, turn, vowels" in weights
+    [tokens] = [line for line in progress.lines if line.startswith("there are rewards of single tokens")]
+    assert "step_return uses the sum over a step alone" in tokens
+
+
+def test_overlong_trajectories_are_dropped_by_name_and_enter_nothing(tmp_path: Path) -> None:
+    """Nothing but a stop token ends a reply before its five tokens: most are cut off, and none of those is trained."""
+    start(tmp_path / "run", "rewards.overlong=drop", "orchestration.updates=2", "evaluation.success_at=0.2")
+    rows = query(
+        tmp_path / "run",
+        "SELECT t.trained_reward IS NULL AS out, t.reward IS NULL AS ungraded, t.advantage IS NULL AS no_advantage, "
+        "s.state, s.reason, t.status, last.stop_reason FROM steps s JOIN trajectories t USING (trajectory_id) "
+        "JOIN groups g USING (group_id) "
+        "JOIN steps last ON last.trajectory_id = t.trajectory_id AND last.step = t.steps - 1 WHERE g.split = 'train'",
+    )
+    assert {row["out"] for row in rows} == {0, 1} or all(row["out"] for row in rows)
+    for row in rows:
+        assert row["out"] == row["no_advantage"] == (row["stop_reason"] == "length" or row["status"] == "context")
+        assert (row["state"], row["reason"]) == (("dropped", "overlong") if row["out"] else ("trained", None))
+        assert not row["ungraded"]
+    assert sum(row["overlong_dropped"] for row in updates(tmp_path / "run")) > 0
+
+
+def test_a_hook_that_is_not_there_and_a_penalty_that_maxrl_cannot_take_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="shaping: 'nowhere' is not registered"):
+        start(tmp_path / "run", "rewards.shaping=nowhere")
+    with pytest.raises(ConfigError, match=r"'maxrl' needs rewards >= 0, and rewards\.length_penalty takes some away"):
+        start(tmp_path / "run", "algorithm.advantage=maxrl", "rewards.length_penalty={free: 0, limit: 10}")
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_algorithm_that_means_nothing_is_refused_before_there_is_a_run(tmp_path: Path) -> None:

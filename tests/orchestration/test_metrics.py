@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause
 from treadle.core.metrics import Measures, Metric, measured
+from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Failure, Status, Task, Trajectory
 from treadle.orchestration.metrics import DECLARED, evaluation_result, pass_at, run_metrics, trajectory_metrics
 from treadle.orchestration.progress import PlainProgress, evaluation_line, update_line
@@ -155,6 +156,29 @@ def test_dropped_steps_do_not_count() -> None:
         told = [trajectory_metrics([make_group(0, t)], success_at, 0) for t in (whole, with_lost)]
         lost_steps = {name: value for name, value in told[1].items() if name != "dropped_cancelled"}
         assert told[0] == lost_steps and told[1]["dropped_cancelled"] == 1
+
+
+def test_rewards_are_told_by_component_and_what_is_trained_apart_from_what_was_given() -> None:
+    right, wrong = (_given({"answer": a, "page": 0.5}, shaping) for a, shaping in ((1.0, -0.25), (0.0, 0.0)))
+    row = trajectory_metrics([make_group(0, right, wrong)], 1.0, 0, success_of="answer")
+    assert (row["reward_mean"], row["success"], row["pass_at_2"]) == (1.0, 0.5, 1.0)
+    assert (row["reward_answer_mean"], row["reward_page_mean"]) == (0.5, 0.5)
+    assert (row["shaped_reward_mean"], "dropped_overlong" in row) == (0.875, False)
+    dropped = replace(right, dropped=DropReason.OVERLONG)
+    row = trajectory_metrics([make_group(0, dropped, wrong)], 1.0, 0, success_of="answer")
+    assert (row["reward_mean"], row["shaped_reward_mean"], row["dropped_overlong"]) == (1.0, 0.5, 1)
+    assert row["steps_mean"] == 1.0
+    plain = trajectory_metrics([make_group(0, attempt(1.0))], 1.0, 0)
+    assert not [name for name in plain if "shaped" in name or name.startswith(("reward_answer", "overlong"))]
+    assert evaluation_result([make_group(0, wrong)], 1, 1.0, 0.5, None).success == 1.0
+    assert evaluation_result([make_group(0, wrong)], 1, 1.0, 0.5, None, "answer").success == 0.0
+    assert evaluation_result([make_group(0, attempt(1.0))], 1, 1.0, 0.5, None, "answer").success == 1.0
+
+
+def _given(components: dict[str, float], shaping: float) -> Trajectory:
+    given = Reward(components)
+    step = replace(make_step(reward=given.total()), given=given, shaping=shaping)
+    return Trajectory("g.0", "t", 0, (step,), given.total(), Status.DONE)
 
 
 def test_an_evaluation_counts_failures_beside_its_means_and_splits_by_a_key() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.worlds import make_group, make_step
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
+from treadle.core.rewards import Reward
 from treadle.core.types import Routing, SamplingParams, Status, Step, StopReason, Trajectory
 from treadle.orchestration.rollout_store import read_steps, write_shard
 
@@ -30,6 +31,8 @@ def steps(draw: st.DrawFn) -> Step:
         return draw(st.lists(values, min_size=size, max_size=size))
 
     temperature = draw(st.sampled_from([0.0, 0.7, 1.0]))
+    amounts = st.floats(-1e300, 1e300)
+    tokens = np.array(exactly(st.floats(width=32, allow_nan=False, allow_infinity=False)), np.float32)
     return Step(
         prompt_ids=np.array([*draw(ids), 1], np.int32),
         completion_ids=np.array(completion, np.int32),
@@ -41,6 +44,9 @@ def steps(draw: st.DrawFn) -> Step:
         reward=draw(finite),
         seconds=draw(st.floats(0, 1e9)),
         routing=draw(st.none() | st.builds(_routing, st.integers(0, size), st.integers(0, 3), st.integers(1, 2))),
+        given=Reward(draw(st.dictionaries(st.sampled_from("abé"), amounts)), draw(st.sampled_from([None, tokens]))),
+        shaping=draw(finite),
+        state_key=draw(st.sampled_from(["", "f3"])),
     )
 
 
@@ -52,7 +58,8 @@ def _routing(tokens: int, layers: int, top_k: int) -> Routing:
 
 def same(a: Step, b: Step) -> bool:
     arrays = ("prompt_ids", "completion_ids", "logprobs", "policy_versions", "mask")
-    plain = ("sampling", "stop_reason", "reward", "seconds")
+    plain = ("sampling", "stop_reason", "reward", "seconds", "shaping", "state_key")
+    tokens = [None if step.given.tokens is None else step.given.tokens.tobytes() for step in (a, b)]
     exact = all(
         getattr(a, n).tobytes() == getattr(b, n).tobytes() and getattr(a, n).dtype == getattr(b, n).dtype
         for n in arrays
@@ -61,7 +68,8 @@ def same(a: Step, b: Step) -> bool:
         return False
     if a.routing is not None and b.routing is not None:
         exact &= a.routing.dtype == b.routing.dtype and np.array_equal(a.routing, b.routing)
-    return exact and all(getattr(a, n) == getattr(b, n) for n in plain)
+    given = tokens[0] == tokens[1] and a.given.components == b.given.components
+    return exact and given and all(getattr(a, n) == getattr(b, n) for n in plain)
 
 
 @settings(max_examples=40)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 
 from tests.models import make_group, make_step, ragged_groups
+from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Group
 from treadle.packing.flat import calls, flatten
 
@@ -42,6 +43,17 @@ def test_dropped_steps_are_left_out() -> None:
     batch = flatten([make_group([([make_step([1], [2]), lost, make_step([1], [3, 4])], 1.0), ([lost], 0.0)])])
     assert [step.completion_ids.tolist() for step in batch.steps] == [[2], [3, 4]]
     assert (batch.trajectory_of_step.tolist(), batch.rewards.tolist()) == ([0, 0], [1.0, 0.0])
+    assert batch.step_rewards.tolist() == [0.0, 1.0]
+
+
+def test_training_sees_shaped_rewards_and_nothing_of_what_shaping_dropped() -> None:
+    given = Reward({"page": 0.5}, np.array([0.25, 0], np.float32))
+    shaped = replace(make_step([1], [2, 3]), reward=0.75, shaping=-0.5, given=given)
+    group = make_group([([shaped, make_step([1], [4])], 0.75), ([make_step([1], [5])], 1.0)])
+    dropped = replace(group.trajectories[1], dropped=DropReason.OVERLONG)
+    batch = flatten([replace(group, trajectories=(group.trajectories[0], dropped))])
+    assert (batch.rewards.tolist(), batch.step_rewards.tolist()) == ([0.25], [0.25, 0.0])
+    assert batch.token_rewards.tolist() == [0.25, 0, 0] and batch.token_rewards.dtype == "float64"
 
 
 @given(ragged_groups(vocabulary=3))

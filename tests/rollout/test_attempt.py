@@ -67,6 +67,15 @@ def _turn(*observations: Message) -> list[Message]:
     return [Message(role="assistant", content="a"), *observations]
 
 
+def test_a_state_is_of_the_step_that_follows_and_recorded_by_a_hash() -> None:
+    states = ("kitchen \ud800", "", "hall", "kitchen \ud800")
+    steps = one(Told(*[EnvStep([tool("x")], state=state) for state in states], DONE)).steps
+    first, kitchen, unnamed, hall, again = (step.state_key for step in steps)
+    assert first == unnamed == ""
+    assert kitchen == again != hall
+    assert len(kitchen) == len(hall) == 32
+
+
 def test_the_agent_loop_ends_after_max_steps_with_the_reward_so_far() -> None:
     trajectory = one(Told(*[MORE] * 9), max_steps=3)
     assert trajectory.status is Status.MAX_STEPS
@@ -217,7 +226,7 @@ FAILURES: list[tuple[Any, Cause, str, int]] = [
     (Told(MORE, hang), Cause.TIMEOUT, "step took longer than 0.03 s", 2),
     (SyncStep(), Cause.ENVIRONMENT, "step raised TypeError", 1),
     (SyncRaisingStep(), Cause.ENVIRONMENT, "step raised Boom: bang", 1),
-    (Told(None), Cause.ENVIRONMENT, "step must return EnvStep(observations, reward, done, info), got None", 1),
+    (Told(None), Cause.ENVIRONMENT, "step must return EnvStep(observations, reward, done, info, state), got None", 1),
     (Told(1.0), Cause.ENVIRONMENT, "got 1.0", 1),
     (Told(([], 1.0)), Cause.ENVIRONMENT, "got ([], 1.0)", 1),
     (Told(EnvStep(reward=math.nan, done=True)), Cause.ENVIRONMENT, "the reward nan; it must be a finite number", 1),

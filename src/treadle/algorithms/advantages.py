@@ -118,14 +118,26 @@ def gigpo(
     return episode + weight * grpo(returns(step_rewards, trajectory_of_step, gamma), state, norm_by_std)
 
 
-def reinforce_plus_plus(token_rewards: Doubles, mask: NDArray[np.bool_], trajectory: Indices, gamma: float) -> Doubles:
+def reinforce_plus_plus(
+    token_rewards: Doubles,
+    mask: NDArray[np.bool_],
+    trajectory: Indices,
+    gamma: float,
+    source: Indices | None = None,
+) -> Doubles:
     """Discounted return to go of each trainable token, whitened over all trainable tokens of the update.
 
     token_rewards float64[N] (see `paid_to_tokens`), mask bool[N], trajectory int64[N]. Returns float64[N], 0 elsewhere.
-    Tokens are counted over trainable ones, across the steps of a trajectory. Source: Hu 2025, "REINFORCE++".
+    Tokens are counted over trainable ones, across the steps of a trajectory. source int64[N]: whose return each token
+    takes, its own by default; what a token that takes another's was given is paid there.
+    Source: Hu 2025, "REINFORCE++".
     """
-    advantages = np.zeros(len(mask))
-    advantages[mask] = whiten(returns(token_rewards[mask], trajectory[mask], gamma))
+    own = np.arange(len(mask))
+    source = own if source is None else source
+    main = mask & (source == own)
+    togo, advantages = np.zeros(len(mask)), np.zeros(len(mask))
+    togo[main] = returns(np.bincount(source, token_rewards, len(mask))[main], trajectory[main], gamma)
+    advantages[mask] = whiten(togo[source[mask]])
     return advantages
 
 
@@ -205,6 +217,20 @@ def paid_to_tokens(
     earned[earned] = trajectory_of_step[step[trained[last[earned]]]] == trajectory_of_step[earned]
     np.add.at(paid, trained[last[earned]], step_rewards[earned])
     return paid
+
+
+def moved_to_trainable(token_rewards: Doubles, trajectory: Indices, mask: NDArray[np.bool_]) -> Doubles:
+    """The reward of each token on the last trainable token at or before it, as `paid_to_tokens` has it for steps.
+
+    token_rewards float64[N], trajectory int64[N], mask bool[N]; returns float64[N]. An untrainable token (masked, the
+    tail of a stop string) is a consequence of what was sampled before it: the trainable token there earned its reward.
+    """
+    moved = np.zeros(len(mask))
+    at = np.maximum.accumulate(np.where(mask, np.arange(len(mask)), -1))
+    earned = at >= 0
+    earned[earned] = trajectory[at[earned]] == trajectory[earned]
+    np.add.at(moved, at[earned], token_rewards[earned])
+    return moved
 
 
 def _is_last(owner: Indices) -> NDArray[np.bool_]:

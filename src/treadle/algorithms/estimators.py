@@ -8,7 +8,7 @@ Shapes: J graded trajectories, S steps, N completion tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from treadle.algorithms.advantages import (
     gigpo,
     grpo,
     maxrl,
+    moved_to_trainable,
     paid_to_tokens,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
@@ -26,6 +27,7 @@ from treadle.algorithms.advantages import (
     step_return,
 )
 from treadle.core.registry import resolve
+from treadle.packing.branches import callers
 from treadle.packing.flat import Doubles, FlatBatch, Indices
 
 if TYPE_CHECKING:
@@ -46,7 +48,9 @@ class Signals:
 @dataclass(frozen=True, slots=True, eq=False)
 class Rewards:
     """The same rewards at three levels; each sums up to the next: trajectory float64[J], step float64[S], token
-    float64[N] (each step's on its last trainable token)."""
+    float64[N] (those of single tokens where they were given, the rest of each step's on its last trainable token). What
+    an untrainable token or step was given is paid to the trajectory's last trainable token before it, if there is one.
+    """
 
     trajectory: Doubles
     step: Doubles
@@ -55,7 +59,9 @@ class Rewards:
     @classmethod
     def of(cls, batch: FlatBatch, penalty: Doubles | None) -> Rewards:
         """Of the environment, less the penalty of trainable tokens."""
-        paid = paid_to_tokens(batch.step_rewards, batch.trajectory_of_step, batch.step_id, batch.mask)
+        rest = batch.step_rewards - np.bincount(batch.step_id, batch.token_rewards, len(batch.steps))
+        paid = paid_to_tokens(rest, batch.trajectory_of_step, batch.step_id, batch.mask)
+        paid += moved_to_trainable(batch.token_rewards, batch.trajectory_id, batch.mask)
         if penalty is None:
             return cls(batch.rewards, batch.step_rewards, paid)
         taken = np.where(batch.mask, penalty, 0.0)
@@ -73,7 +79,7 @@ class Advantage:
     per_token: (batch, signals, config) -> advantage float64[N]; values at untrainable tokens are of no effect.
     options: fields of the configuration that it reads. needs_values: `Signals.values`, of a value head.
     by_group: has a baseline over the group, so that a group of one trains nothing.
-    by_step: uses when a reward came; the others use a trajectory's sum alone.
+    by_step: uses when a reward came; the others use a trajectory's sum alone. by_token: uses those of single tokens.
     """
 
     per_token: Callable[[FlatBatch, Signals, AlgorithmConfig], Doubles]
@@ -81,6 +87,7 @@ class Advantage:
     needs_values: bool = False
     by_group: bool = True
     by_step: bool = False
+    by_token: bool = False
 
 
 @cache
@@ -90,11 +97,13 @@ def by_name(name: str) -> Advantage:
     return found
 
 
-def equal_prompts(batch: FlatBatch) -> Indices:
-    """int64[S]: the state that each step met; two steps of one group with the same prompt, token for token, met one."""
+def equal_states(batch: FlatBatch) -> Indices:
+    """int64[S]: the state that each step met, within its group: by the key that the environment gave it, or by its
+    prompt, token for token, where it gave none (before its first answer, or never).
+    """
     groups = batch.group_of_trajectory[batch.trajectory_of_step]
-    known: dict[tuple[int, bytes], int] = {}
-    keys = ((int(g), step.prompt_ids.tobytes()) for g, step in zip(groups, batch.steps, strict=True))
+    known: dict[tuple[int, str | bytes], int] = {}
+    keys = ((int(g), step.state_key or step.prompt_ids.tobytes()) for g, step in zip(groups, batch.steps, strict=True))
     return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
 
 
@@ -110,30 +119,58 @@ def _by_trajectory(
     return per_token
 
 
-def _step_return(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
-    rewards = Rewards.of(batch, signals.penalty)
-    return step_return(
-        rewards.trajectory, rewards.step, batch.trajectory_of_step, batch.group_of_trajectory, config.gamma
-    )[batch.step_id]
+def _by_main_step(
+    estimate: Callable[[Rewards, FlatBatch, Indices, AlgorithmConfig], Doubles],
+) -> Callable[[FlatBatch, Signals, AlgorithmConfig], Doubles]:
+    """From an estimator of the main branch's steps (rewards of those, batch, which they are int64[M], configuration).
+
+    What a sub-agent's steps were given is paid to the step that called it, whose advantage they take.
+    """
+
+    def per_token(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
+        rewards, caller = Rewards.of(batch, signals.penalty), callers(batch)
+        main = np.flatnonzero(caller == np.arange(len(caller)))
+        paid = np.asarray(np.bincount(caller, rewards.step, len(caller))[main], np.float64)
+        found = estimate(replace(rewards, step=paid), batch, main, config)
+        return found[np.searchsorted(main, caller)][batch.step_id]
+
+    return per_token
 
 
-def _gigpo(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
-    rewards = Rewards.of(batch, signals.penalty)
+def _step_return(rewards: Rewards, batch: FlatBatch, main: Indices, config: AlgorithmConfig) -> Doubles:
+    owner = batch.trajectory_of_step[main]
+    return step_return(rewards.trajectory, rewards.step, owner, batch.group_of_trajectory, config.gamma)
+
+
+def _gigpo(rewards: Rewards, batch: FlatBatch, main: Indices, config: AlgorithmConfig) -> Doubles:
     return gigpo(
         rewards.trajectory,
         rewards.step,
-        batch.trajectory_of_step,
+        batch.trajectory_of_step[main],
         batch.group_of_trajectory,
-        equal_prompts(batch),
+        equal_states(batch)[main],
         config.gamma,
         config.gigpo_weight,
         config.norm_by_std,
-    )[batch.step_id]
+    )
+
+
+def calling_tokens(batch: FlatBatch) -> Indices:
+    """int64[N]: of each trainable token itself, or of a sub-agent's the last trainable token of the main branch up to
+    the step that called it; itself for all others, and where the main branch has none.
+    """
+    own, caller = np.arange(len(batch)), callers(batch)
+    step = caller[batch.step_id]
+    trained = np.flatnonzero(batch.mask & (step == batch.step_id))
+    last = np.searchsorted(batch.step_id[trained], step, side="right") - 1
+    found = np.where(last >= 0, trained[last], own) if len(trained) else own
+    called = batch.mask & (step != batch.step_id) & (batch.trajectory_id[found] == batch.trajectory_id)
+    return np.where(called, found, own)
 
 
 def _reinforce_plus_plus(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
     token = Rewards.of(batch, signals.penalty).token
-    return reinforce_plus_plus(token, batch.mask, batch.trajectory_id, config.gamma)
+    return reinforce_plus_plus(token, batch.mask, batch.trajectory_id, config.gamma, calling_tokens(batch))
 
 
 def _reinforce_plus_plus_baseline(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
@@ -144,15 +181,19 @@ def _reinforce_plus_plus_baseline(batch: FlatBatch, signals: Signals, config: Al
 def _gae(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
     if signals.values is None:
         raise ValueError("advantage gae needs the values of a value head (Signals.values)")
-    token = Rewards.of(batch, signals.penalty).token
-    return gae(token, signals.values, batch.mask, batch.trajectory_id, config.gamma, config.gae_lambda)
+    source = calling_tokens(batch)
+    main = batch.mask & (source == np.arange(len(batch)))
+    token = np.asarray(np.bincount(source, Rewards.of(batch, signals.penalty).token, len(batch)), np.float64)
+    found = gae(token, signals.values, main, batch.trajectory_id, config.gamma, config.gae_lambda)
+    togo = (found + signals.values)[source]  # of a sub-agent's token: the return of the step that called it
+    return np.where(batch.mask & ~main, togo - signals.values, found)
 
 
 GRPO = Advantage(_by_trajectory(lambda r, group, config: grpo(r, group, config.norm_by_std)), options=("norm_by_std",))
 RLOO = Advantage(_by_trajectory(lambda r, group, config: rloo(r, group)))
 MAXRL = Advantage(_by_trajectory(lambda r, group, config: maxrl(r, group)))
-STEP_RETURN = Advantage(_step_return, options=("gamma",), by_step=True)
-GIGPO = Advantage(_gigpo, options=("gamma", "gigpo_weight", "norm_by_std"), by_step=True)
-REINFORCE_PLUS_PLUS = Advantage(_reinforce_plus_plus, options=("gamma",), by_group=False, by_step=True)
+STEP_RETURN = Advantage(_by_main_step(_step_return), options=("gamma",), by_step=True)
+GIGPO = Advantage(_by_main_step(_gigpo), options=("gamma", "gigpo_weight", "norm_by_std"), by_step=True)
+REINFORCE_PLUS_PLUS = Advantage(_reinforce_plus_plus, options=("gamma",), by_group=False, by_step=True, by_token=True)
 REINFORCE_PLUS_PLUS_BASELINE = Advantage(_reinforce_plus_plus_baseline)
-GAE = Advantage(_gae, options=("gamma", "gae_lambda"), needs_values=True, by_group=False, by_step=True)
+GAE = Advantage(_gae, options=("gamma", "gae_lambda"), needs_values=True, by_group=False, by_step=True, by_token=True)

@@ -60,7 +60,9 @@ def _print(evaluation: Evaluation, subject: Subject) -> None:
         console.print(f"failed {count}x: {message}", style="red", soft_wrap=True)
     temperature = evaluation.result.temperature
     how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    console.print(f"{how}, success is a reward >= {subject.config.evaluation.success_at:g}", style="dim")
+    section = subject.config.evaluation
+    what = "a reward" if section.success_of is None else f"a component {section.success_of!r}"
+    console.print(f"{how}, success is {what} >= {section.success_at:g}", style="dim")
     console.print(f"model {subject.model}, {evaluation.seconds:.1f} s", soft_wrap=True, style="dim")
 
 

@@ -61,15 +61,22 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
     sampled = [r for r in results if r["temperature"] == results[0]["temperature"]]
     mark = "g" if results[0]["temperature"] == 0 else ""
     first, last = (f"e{r['update']:06d}{mark}-*" for r in (sampled[0], sampled[-1]))
-    success = config.evaluation.success_at
+    success, component = config.evaluation.success_at, config.evaluation.success_of
+    of = () if component is None else (component,)
     ledger = Ledger(path / "ledger.sqlite", read_only=True)
+
+    def judged(table: str) -> str:
+        if component is None:
+            return f"{table}.reward"
+        return f"coalesce((SELECT value FROM json_each({table}.components) WHERE key = ?), {table}.reward)"
+
     pairs = ledger.query(
         "SELECT b.trajectory_id AS before, a.trajectory_id AS after "
         "FROM trajectories b JOIN groups gb USING (group_id) "
         "JOIN groups ga ON ga.position = gb.position JOIN trajectories a ON a.group_id = ga.group_id "
         "WHERE gb.group_id GLOB ? AND ga.group_id GLOB ? "
-        "ORDER BY coalesce(a.reward >= ?, 0) DESC, coalesce(b.reward < ?, 0) DESC, gb.position LIMIT 1",
-        *(first, last, success, success),
+        f"ORDER BY coalesce({judged('a')} >= ?, 0) DESC, coalesce({judged('b')} < ?, 0) DESC, gb.position LIMIT 1",
+        *(first, last, *of, success, *of, success),
     )
     ledger.close()
     for pair in pairs:

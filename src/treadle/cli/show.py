@@ -97,7 +97,7 @@ def as_json(row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer) -> dic
     from treadle.cli.transcript import decoder, step_relations
 
     head = {key: value for key, value in row.items() if key not in ("task", "shard", "oldest_version", "steps")}
-    head["task"] = json.loads(row["task"])
+    head["task"], head["components"] = json.loads(row["task"]), json.loads(row["components"])
     related = step_relations(steps, decoder(tokenizer))
     numbered = enumerate(zip(steps, related, strict=True))
     return {**head, "steps": [_step(n, step, r, row["advantage"], tokenizer) for n, (step, r) in numbered]}
@@ -114,6 +114,9 @@ def _step(number: int, step: Step, relation: Relation, advantage: float | None, 
         "stop_reason": str(step.stop_reason),
         "temperature": step.sampling.temperature,
         "reward": step.reward,
+        "shaping": step.shaping,
+        "components": step.given.by_name,
+        "state_key": step.state_key,
         "seconds": step.seconds,
         "tokens": [
             {
@@ -148,6 +151,8 @@ def _print_trajectory(console: Console, found: dict[str, Any]) -> None:
         console.print(f"ground truth {task['ground_truth']!r}", soft_wrap=True)
     advantage = "" if found["advantage"] is None else f", advantage {found['advantage']:.4f}"
     console.print(f"{found['completion_tokens']} sampled tokens in {len(found['steps'])} steps{advantage}")
+    if found["trained_reward"] is not None and found["trained_reward"] != found["reward"]:
+        console.print(f"reward in training {found['trained_reward']:g}")
     if found["warning"]:
         console.print(f"warning: {found['warning']}", style="yellow", soft_wrap=True)
     for step in found["steps"]:
@@ -160,7 +165,7 @@ def _print_step(console: Console, step: dict[str, Any]) -> None:
     line = (
         f"prompt {step['prompt_tokens']} tokens ({step['new_prompt_tokens']} new), "
         f"stop {step['stop_reason']}, temperature {step['temperature']:g}, "
-        f"reward {step['reward']:g}, version {version}"
+        f"reward {step['reward']:g}{_made_of(step)}, version {version}"
     )
     console.print(Text.assemble((f"\nstep {step['step']}", "bold"), f"  {line}"), soft_wrap=True)
     if said := relation_line(step["relation"], step["step"]):
@@ -168,6 +173,13 @@ def _print_step(console: Console, step: dict[str, Any]) -> None:
     text = "".join(f"  {line}\n" for line in step["new_prompt_text"].strip("\n").split("\n"))
     console.print(text, style="dim", soft_wrap=True)
     print_table(console, _token_table(step["tokens"]))
+
+
+def _made_of(step: dict[str, Any]) -> str:
+    """` (page 0.2, length_penalty -0.1; 0.1 in training)`; nothing for a plain reward."""
+    parts = ", ".join(f"{name} {value:g}" for name, value in step["components"].items())
+    trained = f"; {step['reward'] + step['shaping']:g} in training" if step["shaping"] else ""
+    return f" ({parts}{trained})" if trained or step["components"].keys() - {"reward"} else ""
 
 
 def relation_line(relation: dict[str, Any], step: int) -> str:

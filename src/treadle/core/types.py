@@ -14,6 +14,7 @@ The end-of-turn token that Treadle then writes for the model belongs to the *nex
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -24,11 +25,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from treadle.core.errors import Cause, DataError
 from treadle.core.metrics import Measures
+from treadle.core.rewards import PLAIN, Reward
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
 Routing = NDArray[np.int16]
+
+_NOTHING = Reward()
 
 
 class FunctionCall(TypedDict):
@@ -96,6 +100,7 @@ class DropReason(StrEnum):
     STALE = "stale"  # sampled by a policy too old to be trained now
     FILTERED = "filtered"  # nothing can be learned from its group: all advantages are 0
     ROLLED_BACK = "rolled back"  # sampled by weights that were lost when the run went back to a checkpoint
+    OVERLONG = "overlong"  # its trajectory was cut off, and `rewards.overlong` is `drop`
 
 
 class BreakCause(StrEnum):
@@ -227,7 +232,10 @@ class Step:
     logprobs        float32[C]  of each sampled token under the distribution it was sampled from
     policy_versions int32[C]    which policy version sampled each token
     mask            bool[C]     trainable tokens; default: all, or none if greedy
-    reward          what the environment gave for this step (0.0 where it only rewards at the end)
+    reward          what the environment gave for this step, weighted (0.0 where it only rewards at the end)
+    shaping         what `rewards` of the configuration adds to it in training
+    given           what both are made of: components by name, before weights, and rewards of single tokens
+    state_key       names the environment's state that the step met, if the environment does; equal keys, equal states
     seconds         spent in the engine call
     break_cause     why the prompt does not carry on an earlier step's ids, where the recorder knows it from messages
     dropped         why the step will never be trained, where that is known when it is recorded
@@ -250,6 +258,9 @@ class Step:
     break_cause: BreakCause | None = None
     dropped: DropReason | None = None
     routing: Routing | None = None
+    given: Reward = _NOTHING
+    shaping: float = 0.0
+    state_key: str = ""
 
     def __post_init__(self) -> None:
         fix = object.__setattr__
@@ -271,8 +282,11 @@ class Step:
             raise DataError(f"Step.logprobs must be finite and <= 0, got {worst}")
         if self.sampling.temperature == 0 and self.mask.any():
             raise DataError("Step.mask marks greedy tokens (temperature 0) as trainable")
-        if not np.isfinite(self.reward):
-            raise DataError(f"Step.reward must be finite, got {self.reward}")
+        for name in ("reward", "shaping"):
+            if not np.isfinite(getattr(self, name)):
+                raise DataError(f"Step.{name} must be finite, got {getattr(self, name)}")
+        if self.given.tokens is not None and len(self.given.tokens) != length:
+            raise DataError(f"Step.given rewards {len(self.given.tokens)} tokens, the completion has {length}")
 
     def __reduce__(self) -> tuple[type[Step], tuple[Any, ...]]:
         """Copy and unpickle through the constructor: numpy would hand back writeable arrays."""
@@ -299,6 +313,7 @@ class Trajectory:
     `reward is None` says that the attempt could not be judged; it is not 0.0 and enters no baseline.
     warning: something that went wrong without touching the reward (an environment that failed to close).
     metrics: what the environment measured, if it declares any.
+    dropped: why the whole attempt trains nothing, although it has a reward.
     """
 
     trajectory_id: str
@@ -311,6 +326,7 @@ class Trajectory:
     warning: str = ""
     seconds: float = 0.0
     metrics: Measures = field(default_factory=Measures)
+    dropped: DropReason | None = None
 
     def __post_init__(self) -> None:
         if (self.status is Status.FAILED) != (self.failure is not None):
@@ -319,6 +335,29 @@ class Trajectory:
             raise DataError(f"trajectory {self.trajectory_id}: status {self.status} with reward {self.reward}")
         if self.reward is not None and not np.isfinite(self.reward):
             raise DataError(f"trajectory {self.trajectory_id}: reward must be finite, got {self.reward}")
+
+    @property
+    def trained_reward(self) -> float | None:
+        """The reward that training uses: with what shaping added; None for what enters no baseline and no loss."""
+        if self.reward is None or self.dropped is not None:
+            return None
+        return self.reward + math.fsum(step.shaping for step in self.live_steps)
+
+    def given(self, component: str | None = None) -> float | None:
+        """What all steps were given under this name, before weights. None if ungraded.
+
+        The whole reward without a name, or of an attempt that was given plain numbers only: those are nobody's part.
+        """
+        components = self.components
+        if self.reward is None or component is None or not components.keys() - {PLAIN}:
+            return self.reward
+        return components.get(component, 0.0)
+
+    @property
+    def components(self) -> dict[str, float]:
+        """The sum over steps of each component that any was given, before weights; none of a failed attempt."""
+        steps = [] if self.reward is None else [step.given.by_name for step in self.live_steps]
+        return {name: math.fsum(s.get(name, 0.0) for s in steps) for name in dict.fromkeys(n for s in steps for n in s)}
 
     @property
     def live_steps(self) -> tuple[Step, ...]:

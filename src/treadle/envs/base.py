@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from treadle.core.metrics import Metric
+from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
 
 
@@ -16,15 +17,21 @@ class EnvStep(NamedTuple):
     reward: of this step; a trajectory's reward is their sum. done: the episode is over.
     info: values of the environment's `metrics`; the rest is for whoever calls it directly (tests, notebooks), and
     neither shown to the agent nor recorded.
+    reward: of this step; a trajectory's reward is their sum. A `Reward` names its components, and may reward single
+    tokens of the reply. done: the episode is over.
+    state: names the state that the next step meets, for advantages that compare steps of one state (`gigpo`).
+    info: for whoever calls the environment directly (tests, notebooks); neither shown to the agent nor recorded.
 
     >>> EnvStep([{"role": "tool", "content": "page Anna, hobby chess"}])
     >>> EnvStep(reward=1.0, done=True)
+    >>> EnvStep(reward=Reward({"answer": 1.0, "brevity": 0.1}), done=True)
     """
 
     observations: Sequence[Message] = ()
-    reward: float = 0.0
+    reward: float | Reward = 0.0
     done: bool = False
     info: Mapping[str, Any] = {}
+    state: str = ""
 
 
 class Environment(Protocol):

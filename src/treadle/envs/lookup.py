@@ -15,9 +15,9 @@ at Acme in this one and at Zeta in the next), so the agent has to search. One ep
     tool       page Acme, boss Zoe, city Rome, product lamps
     assistant  <answer> lamps</answer>
 
-The reward is 1 for the exact answer, given at the end only. Nothing here is drawn from a shared stream:
-pages, questions and demonstrations are functions of their keys, so a world needs no storage and any index can
-be made alone.
+The reward is 1 for the exact answer, given at the end only, unless a task pays for pages too. Nothing here is
+drawn from a shared stream: pages, questions and demonstrations are functions of their keys, so a world needs no
+storage and any index can be made alone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
+from typing import cast
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.metrics import Metric
+from treadle.core.rewards import Reward, is_finite
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
 from treadle.envs.tasks import check_count, check_share, check_split
@@ -155,6 +157,9 @@ class Lookup(Environment):
     the prompt is made from those. At most `MAX_TURNS` replies; any other text ends the episode with reward 0.
     The last step's `info["ended"]` tells how it ended: `right`, `wrong`, `turns` (still searching at the last
     turn) or `format`. `metrics` count searches, those that find nothing, and replies that are neither.
+
+    Extras may hold `page_reward`: each page on the way to the answer then pays that much when it is first opened (the
+    component `page`), and the answer is the component `answer`.
     """
 
     metrics = (
@@ -165,12 +170,17 @@ class Lookup(Environment):
 
     def __init__(self) -> None:
         self.turns = 0
+        self.unopened: set[str] = set()  # pages that still pay
+        self.page_reward: float | None = None
 
     async def reset(self, task: Task) -> Sequence[Message]:
         """Draw the task's world anew; raises DataError where the task lacks what describes it."""
         self.task, self.turns = task, 0
         question = question_of(task)
         self.world = World(question.world_seed)
+        self.page_reward = _page_reward(task)
+        if self.page_reward is not None:
+            self.unopened = set(question.solve(self.world)[0])
         return question.prompt()
 
     async def step(self, text: str) -> EnvStep:
@@ -178,20 +188,34 @@ class Lookup(Environment):
         self.turns += 1
         action = _ACTION.fullmatch(text)
         if action is None:
-            return _end("format")
+            return self._end("format")
         argument = action[2].strip()
         if action[1] == "answer":
-            return _end("right" if argument == self.task.ground_truth else "wrong")
+            return self._end("right" if argument == self.task.ground_truth else "wrong")
         if self.turns >= MAX_TURNS:
-            return _end("turns")
+            return self._end("turns")
         text = self.world.search(argument)
         info = {"searches": 1, "found_nothing": text == NOTHING, "invalid": False}
-        return EnvStep([Message(role="tool", content=text)], info=info)
+        return EnvStep([Message(role="tool", content=text)], self._paid(argument), info=info)
+
+    def _paid(self, page: str) -> float | Reward:
+        if self.page_reward is None or page not in self.unopened:
+            return 0.0
+        self.unopened.remove(page)
+        return Reward({"page": self.page_reward})
+
+    def _end(self, how: str) -> EnvStep:
+        right = float(how == "right")
+        reward = right if self.page_reward is None else Reward({"answer": right})
+        info = {"ended": how, "searches": 0, "invalid": how == "format"}
+        return EnvStep(reward=reward, done=True, info=info)
 
 
-def _end(how: str) -> EnvStep:
-    info = {"ended": how, "searches": 0, "invalid": how == "format"}
-    return EnvStep(reward=float(how == "right"), done=True, info=info)
+def _page_reward(task: Task) -> float | None:
+    reward = task.extras.get("page_reward")
+    if reward is not None and not is_finite(reward):
+        raise DataError(f"task {task.task_id} of environment lookup: page_reward must be a number, got {reward!r}")
+    return cast(float | None, reward)
 
 
 def question_of(task: Task) -> Question:
@@ -211,7 +235,9 @@ def question_of(task: Task) -> Question:
     return question
 
 
-def tasks(split: str, count: int, seed: int = 0, hops: Sequence[int] = (1, 2, 3)) -> list[Task]:
+def tasks(
+    split: str, count: int, seed: int = 0, hops: Sequence[int] = (1, 2, 3), page_reward: float | None = None
+) -> list[Task]:
     """The first `count` tasks of a split (`train`, `held_out`); task i takes `hops[i % len(hops)]` searches.
 
     Held-out tasks ignore `seed`: every training seed is judged on the same ones. The split is part of each
@@ -221,17 +247,22 @@ def tasks(split: str, count: int, seed: int = 0, hops: Sequence[int] = (1, 2, 3)
         Task("lookup-train-0-000001", prompt=(<system>, <user>), environment="lookup", ground_truth="lamps",
              extras={"world_seed": "train/0/1", "hops": 2, "attribute": "product", "start": "Anna"})
 
-    Raises DataError for another split, ConfigError for an impossible `count` or `hops`.
+    page_reward: what each page on the way to the answer pays; with it, `evaluation.success_of=answer` tells success.
+
+    Raises DataError for another split, ConfigError for an impossible `count`, `hops` or `page_reward`.
     """
     check_split(split)
     check_count(count)
     hops = _check_hops(hops)
     key = split if split == "held_out" else f"{split}/{seed}"
     name = f"lookup-{key.replace('/', '-')}"
-    return [_task(f"{name}-{i:06d}", f"{key}/{i}", hops[i % len(hops)]) for i in range(count)]
+    if page_reward is not None and not is_finite(page_reward):
+        raise ConfigError(f"page_reward must be a finite number, got {page_reward!r}")
+    paying = {} if page_reward is None else {"page_reward": page_reward}
+    return [_task(f"{name}-{i:06d}", f"{key}/{i}", hops[i % len(hops)], paying) for i in range(count)]
 
 
-def _task(task_id: str, world_seed: str, hops: int) -> Task:
+def _task(task_id: str, world_seed: str, hops: int, paying: Mapping[str, float]) -> Task:
     question = draw_question(world_seed, hops, random.Random(f"lookup/question/{world_seed}"))
     _, answer = question.solve(World(world_seed))
     extras = {
@@ -239,6 +270,7 @@ def _task(task_id: str, world_seed: str, hops: int) -> Task:
         "hops": hops,
         "attribute": question.attribute,
         "start": question.start,
+        **paying,
     }
     return Task(task_id, question.prompt(), "lookup", answer, extras)
 

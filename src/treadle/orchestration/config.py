@@ -16,6 +16,7 @@ from treadle.engines.config import EngineConfig
 from treadle.orchestration.buffer import Late
 from treadle.orchestration.failures import FailuresConfig
 from treadle.rollout.attempt import RolloutConfig
+from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import ModelConfig, TrainingConfig, WarmStartConfig
 
 
@@ -44,6 +45,9 @@ class EvaluationConfig(Config):
     temperature: float = Field(1.0, ge=0, description="sampling temperature of evaluations")
     greedy_too: bool = Field(True, description="before and after training also evaluate at temperature 0")
     success_at: float = Field(1.0, description="a reward of at least this counts as success")
+    success_of: str | None = Field(
+        None, description="named component that is compared with it, before weights (default: the whole reward)"
+    )
     concurrency: int = Field(256, ge=1, description="attempts played side by side")
 
 
@@ -82,6 +86,7 @@ class RunConfig(Config):
     model: ModelConfig = Field(description="the trained model")
     warm_start: WarmStartConfig | None = Field(None, description="supervised learning before RL")
     rollout: RolloutConfig = Field(RolloutConfig(), description="how an agent plays")
+    rewards: RewardsConfig = Field(RewardsConfig(), description="from what was given to what is trained")
     algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="from rewards to a loss")
     training: TrainingConfig = Field(TrainingConfig(), description="the learner")
     engine: EngineConfig = Field(EngineConfig(), description="what samples")
@@ -95,6 +100,15 @@ class RunConfig(Config):
             raise ValueError(
                 f"environment {self.environment!r} and agent {self.agent!r} are both set; "
                 "leave one out (a task may name another of its own)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_of_maxrl(self) -> RunConfig:
+        if self.algorithm.advantage == "maxrl" and self.rewards.length_penalty is not None:
+            raise ValueError(
+                "algorithm.advantage 'maxrl' needs rewards >= 0, and rewards.length_penalty takes some away; "
+                "remove it, or choose grpo or rloo"
             )
         return self
 

@@ -19,6 +19,7 @@ from treadle.orchestration.inputs import IN_MEMORY, Inputs, check_first_prompts,
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result
 from treadle.orchestration.progress import Progress
 from treadle.rollout.attempt import open_rollouts
+from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -131,8 +132,9 @@ async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Prog
     engine = await open_engine(config.engine, policy)
     try:
         await engine.publish(unique_weights(policy.model), 0)  # servers that run already may have any weights
+        rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
         async with open_rollouts(
-            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout
+            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout, rewards
         ) as rollouts:
             return await play_held_out(
                 rollouts,
@@ -152,7 +154,9 @@ def _evaluation(subject: Subject, groups: list[Group], seconds: float) -> Evalua
     section, table_by = subject.config.evaluation, subject.config.data.table_by
 
     def result(of: list[Group]) -> EvaluationResult:
-        return evaluation_result(of, subject.update, section.temperature, section.success_at, table_by)
+        return evaluation_result(
+            of, subject.update, section.temperature, section.success_at, table_by, section.success_of
+        )
 
     keyed: dict[str, list[Group]] = {}
     for group in groups:

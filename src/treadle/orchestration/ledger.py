@@ -26,7 +26,8 @@ CREATE TABLE IF NOT EXISTS trajectories (
   trajectory_id TEXT PRIMARY KEY, group_id TEXT NOT NULL REFERENCES groups, attempt INTEGER NOT NULL,
   status TEXT NOT NULL, reward REAL, advantage REAL, failure_cause TEXT, failure_message TEXT, warning TEXT NOT NULL,
   steps INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, oldest_version INTEGER, newest_version INTEGER,
-  seconds REAL NOT NULL, shard TEXT NOT NULL, metrics TEXT NOT NULL);
+  seconds REAL NOT NULL, shard TEXT NOT NULL, metrics TEXT NOT NULL,
+  trained_reward REAL, components TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (
   trajectory_id TEXT NOT NULL REFERENCES trajectories, step INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT,
   prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, stop_reason TEXT NOT NULL, reward REAL NOT NULL,
@@ -109,7 +110,7 @@ class Ledger:
                 )
                 db.execute("INSERT OR IGNORE INTO groups VALUES (?,?,?,?,?,?,?)", row)
                 for trajectory in group.trajectories:
-                    fields = _trajectory_row(group.group_id, trajectory, shard)
+                    fields = _trajectory_row(group.group_id, trajectory, shard, split)
                     names, values = ", ".join(fields), ", ".join(f":{name}" for name in fields)
                     db.execute(f"INSERT INTO trajectories ({names}) VALUES ({values})", fields)
                 db.executemany(
@@ -225,7 +226,7 @@ class Ledger:
         self._db.close()
 
 
-def _trajectory_row(group_id: str, t: Trajectory, shard: str) -> dict[str, Any]:
+def _trajectory_row(group_id: str, t: Trajectory, shard: str, split: str) -> dict[str, Any]:
     return {
         "trajectory_id": t.trajectory_id,
         "group_id": group_id,
@@ -242,6 +243,8 @@ def _trajectory_row(group_id: str, t: Trajectory, shard: str) -> dict[str, Any]:
         "seconds": t.seconds,
         "shard": shard,
         "metrics": json.dumps(dict(t.metrics)),
+        "trained_reward": t.trained_reward if split == "train" else None,
+        "components": json.dumps(t.components),
     }
 
 
@@ -251,6 +254,8 @@ def _step_rows(t: Trajectory, split: str) -> Iterator[tuple[Any, ...]]:
         state = StepState.EVALUATED
     elif t.reward is None:
         state, why = StepState.DROPPED, DropReason.FAILED
+    elif t.dropped is not None:
+        state, why = StepState.DROPPED, t.dropped
     for number, step in enumerate(t.steps):
         lengths = (len(step.prompt_ids), len(step.completion_ids))
         became = (state, why) if step.dropped is None else (StepState.DROPPED, step.dropped)

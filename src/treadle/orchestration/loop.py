@@ -36,6 +36,7 @@ from treadle.orchestration.metrics import EvaluationResult, evaluation_result, r
 from treadle.orchestration.producer import Producer, TaskCursor
 from treadle.orchestration.progress import Progress
 from treadle.orchestration.recorder import Recorder
+from treadle.orchestration.rewards import reward_notes
 from treadle.orchestration.rollout_store import write_shard
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest
@@ -210,7 +211,8 @@ class Loop:
     def _note_taken(self, groups: list[Group]) -> list[Group]:
         """The batch as it is trained: without what dynamic sampling leaves out; all that is left out is on record."""
         self._tell_failures(groups)
-        self._tell_ignored_rewards(groups)
+        for text in reward_notes(groups, self.config, self.learner.advantage, first=self.state.update == 0):
+            self._tell(text, text)
         stale = [
             (t.trajectory_id, number)
             for group in groups
@@ -247,7 +249,7 @@ class Loop:
     def _judge(self, group: Group) -> DropReason | None:
         """Why a finished group cannot be trained, or None."""
         self._since.groups += 1
-        graded = sum(t.reward is not None for t in group.trajectories)
+        graded = sum(t.trained_reward is not None for t in group.trajectories)
         if graded < self._least:
             failed = self._failed_tasks[group.task.task_id] = self._failed_tasks.get(group.task.task_id, 0) + 1
             if failed == self.config.failures.task_limit:
@@ -265,11 +267,11 @@ class Loop:
 
     def _log(self, groups: list[Group], results: list[UpdateResult], seconds: dict[str, float]) -> None:
         """One line of metrics.jsonl per optimizer update, each about its own groups."""
-        size, success_at = self.config.training.tasks_per_update, self.config.evaluation.success_at
+        size, section = self.config.training.tasks_per_update, self.config.evaluation
         each = run_metrics({phase: value / len(results) for phase, value in seconds.items()}, *self.clock.read())
         for number, result in enumerate(results):
             own = groups[number * size : (number + 1) * size]
-            played = trajectory_metrics(own, success_at, self.state.version, result.refused)
+            played = trajectory_metrics(own, section.success_at, self.state.version, result.refused, section.success_of)
             row = {
                 "kind": "update",
                 "update": self.state.update + number + 1,
@@ -284,16 +286,6 @@ class Loop:
         for trajectory in (t for group in groups for t in group.trajectories):
             text = trajectory.failure.message if trajectory.failure else trajectory.warning
             self._tell(text, f"task {trajectory.task_id}, trajectory {trajectory.trajectory_id}: {text}")
-
-    def _tell_ignored_rewards(self, groups: list[Group]) -> None:
-        """Once, if the environment rewards steps and the advantage takes a trajectory's sum alone."""
-        early = any(step.reward for group in groups for t in group.trajectories for step in t.steps[:-1])
-        if early and not self.learner.advantage.by_step:
-            text = (
-                f"the environment rewards single steps, of which algorithm.advantage {self.config.algorithm.advantage} "
-                "uses the sum alone; step_return, gigpo and reinforce++ use when each reward came"
-            )
-            self._tell(text, text)
 
     def _tell(self, text: str, line: str) -> None:
         if text and text not in self._told and len(self._told) < 20:
@@ -377,7 +369,12 @@ class Loop:
             shard = write_shard(self.run_directory.rollouts, f"evaluation-{name}", groups)
             self.ledger.record(groups, "held_out", self.state.version, shard)
             result = evaluation_result(
-                groups, self.state.update, temperature, section.success_at, self.config.data.table_by
+                groups,
+                self.state.update,
+                temperature,
+                section.success_at,
+                self.config.data.table_by,
+                section.success_of,
             )
             self._note(result)
 

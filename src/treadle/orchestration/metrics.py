@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from treadle.core.metrics import Figure, Measures, Metric, declared, measured, shares
+from treadle.core.rewards import PLAIN
 from treadle.core.types import DropReason, Group, Status, StopReason, Trajectory
 from treadle.training import metrics as training_metrics
 
@@ -15,7 +16,19 @@ from treadle.training import metrics as training_metrics
 
 REWARD_MEAN = Metric("reward_mean", "trajectory", "mean", "", "reward")
 REWARD_POSITIVE = Metric("reward_positive", "trajectory", "mean", "share", "reward above 0")
-SUCCESS = Metric("success", "trajectory", "mean", "share", "reward of at least `evaluation.success_at`")
+REWARD_COMPONENT = Metric(
+    "reward_*_mean",
+    "trajectory",
+    "mean",
+    "",
+    "sum of one component of the reward, before weights, if there are named ones",
+)
+SHAPED_REWARD = Metric(
+    "shaped_reward_mean", "trajectory", "mean", "", "reward as it is trained, where shaping did anything"
+)
+SUCCESS = Metric(
+    "success", "trajectory", "mean", "share", "reward, or `evaluation.success_of`, of at least `evaluation.success_at`"
+)
 STEPS_MEAN = Metric("steps_mean", "trajectory", "mean", "steps", "LLM calls")
 STEPS_MAX = Metric("steps_max", "trajectory", "max", "steps", "most LLM calls")
 COMPLETION_TOKENS_MEAN = Metric("completion_tokens_mean", "trajectory", "mean", "tokens", "sampled, over all its steps")
@@ -90,7 +103,11 @@ class EvaluationResult:
 
 
 def trajectory_metrics(
-    groups: Sequence[Group], success_at: float, version: int, refused: Container[str] = ()
+    groups: Sequence[Group],
+    success_at: float,
+    version: int,
+    refused: Container[str] = (),
+    success_of: str | None = None,
 ) -> Measures:
     """Of one update's groups, as they were played; means over trajectories are over the graded ones.
 
@@ -99,9 +116,10 @@ def trajectory_metrics(
     everyone = [t for group in groups for t in group.trajectories]
     graded = [t for t in everyone if t.reward is not None]
     return (
-        _of_graded(graded, success_at, version)
+        _of_graded(graded, success_at, success_of, version)
+        + _of_rewards(graded)
         + _of_everyone(everyone, refused)
-        + _of_tasks(groups, success_at)
+        + _of_tasks(groups, success_at, success_of)
         + environment_metrics(graded)
         + measured("token", {TOKEN_STALENESS: _token_staleness(graded, version)})
     )
@@ -127,7 +145,7 @@ def pass_at(k: int, attempts: int, successes: int) -> float:
     return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
 
 
-def _of_graded(graded: Sequence[Trajectory], success_at: float, version: int) -> Measures:
+def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str | None, version: int) -> Measures:
     rewards = [t.reward for t in graded if t.reward is not None]
     steps, tokens = [len(t.live_steps) for t in graded], [t.completion_tokens for t in graded]
     staleness = [version - t.oldest_version for t in graded if t.oldest_version is not None]
@@ -135,7 +153,7 @@ def _of_graded(graded: Sequence[Trajectory], success_at: float, version: int) ->
     values: dict[Metric, Sequence[float]] = {
         REWARD_MEAN: rewards,
         REWARD_POSITIVE: [reward > 0 for reward in rewards],
-        SUCCESS: [reward >= success_at for reward in rewards],
+        SUCCESS: [_success(t, success_at, success_of) for t in graded],
         STEPS_MEAN: steps,
         STEPS_MAX: steps,
         COMPLETION_TOKENS_MEAN: tokens,
@@ -162,14 +180,27 @@ def _of_everyone(everyone: Sequence[Trajectory], refused: Container[str]) -> Mea
     return measured("trajectory", values) + measured("step", _counts(DROPPED, dropped))
 
 
-def _of_tasks(groups: Sequence[Group], success_at: float) -> Measures:
+def _of_tasks(groups: Sequence[Group], success_at: float, success_of: str | None) -> Measures:
     """Tasks without a graded attempt are left out."""
-    rewards = [[t.reward for t in group.trajectories if t.reward is not None] for group in groups]
-    values: dict[Metric, Sequence[float]] = {EQUAL_REWARDS: [min(own) == max(own) for own in rewards if own]}
+    trained = [[t.trained_reward for t in group.trajectories if t.trained_reward is not None] for group in groups]
+    graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
+    successes = [[_success(t, success_at, success_of) for t in own] for own in graded]
+    values: dict[Metric, Sequence[float]] = {EQUAL_REWARDS: [min(own) == max(own) for own in trained if own]}
     for k in _attempts_shown(max((len(group.trajectories) for group in groups), default=0)):
-        enough = [own for own in rewards if len(own) >= k]
-        values[PASS_AT.of(k)] = [pass_at(k, len(own), sum(r >= success_at for r in own)) for own in enough]
+        values[PASS_AT.of(k)] = [pass_at(k, len(own), int(sum(own))) for own in successes if len(own) >= k]
     return measured("task", values)
+
+
+def _of_rewards(graded: Sequence[Trajectory]) -> Measures:
+    """Where they say more than the mean reward: named components, and what is trained if shaping did anything."""
+    given = [t.components for t in graded]
+    names = sorted({name for components in given for name in components})
+    values: dict[Metric, Sequence[float]] = {}
+    if names not in ([], [PLAIN]):
+        values |= {REWARD_COMPONENT.of(name): [c.get(name, 0.0) for c in given] for name in names}
+    if any(t.dropped is not None or any(step.shaping for step in t.steps) for t in graded):
+        values[SHAPED_REWARD] = [t.trained_reward for t in graded if t.trained_reward is not None]
+    return measured("trajectory", values)
 
 
 def _attempts_shown(group_size: int) -> list[int]:
@@ -183,6 +214,8 @@ def _dropped(t: Trajectory, refused: Container[str]) -> Iterator[DropReason]:
     for step in t.steps:
         if step.dropped is not None:
             yield step.dropped
+        elif t.dropped is not None:
+            yield t.dropped
         elif t.reward is None:
             yield DropReason.FAILED
         elif t.trajectory_id in refused:
@@ -201,20 +234,27 @@ def _counts(family: Metric, keys: Iterable[object]) -> dict[Metric, list[int]]:
 
 
 def evaluation_result(
-    groups: Sequence[Group], update: int, temperature: float, success_at: float, table_by: str | None
+    groups: Sequence[Group],
+    update: int,
+    temperature: float,
+    success_at: float,
+    table_by: str | None,
+    success_of: str | None = None,
 ) -> EvaluationResult:
     """Summarise one evaluation."""
     graded = [(g, t) for g in groups for t in g.trajectories if t.reward is not None]
     parts: dict[str, list[float]] = {}
     for group, trajectory in graded:
         if table_by is not None:
-            parts.setdefault(str(group.task.extras.get(table_by)), []).append(_success(trajectory, success_at))
+            parts.setdefault(str(group.task.extras.get(table_by)), []).append(
+                _success(trajectory, success_at, success_of)
+            )
     return EvaluationResult(
         update=update,
         temperature=temperature,
         tasks=len(groups),
         failed=len(groups) - len(graded),
-        success=mean([_success(t, success_at) for _, t in graded]),
+        success=mean([_success(t, success_at, success_of) for _, t in graded]),
         reward_mean=mean([t.reward for _, t in graded if t.reward is not None]),
         steps_mean=mean([len(t.live_steps) for _, t in graded]),
         by={key: mean(parts[key]) for key in sorted(parts)},
@@ -223,5 +263,6 @@ def evaluation_result(
     )
 
 
-def _success(trajectory: Trajectory, success_at: float) -> float:
-    return float(trajectory.reward is not None and trajectory.reward >= success_at)
+def _success(trajectory: Trajectory, success_at: float, success_of: str | None) -> float:
+    reached = trajectory.given(success_of)
+    return float(reached is not None and reached >= success_at)

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
+from treadle.core.rewards import Reward
 from treadle.core.types import BreakCause, DropReason, Group, Routing, SamplingParams, Step, StopReason
 
 _SCHEMA = pa.schema(
@@ -38,6 +39,10 @@ _SCHEMA = pa.schema(
         ("dropped", pa.string()),
         ("routing", pa.binary()),  # int16, little-endian: as a list, reading makes a Python object of every number
         ("routing_shape", pa.list_(pa.int32())),
+        ("components", pa.map_(pa.string(), pa.float64())),
+        ("token_rewards", pa.list_(pa.float32())),
+        ("shaping", pa.float64()),
+        ("state_key", pa.string()),
     ]
 )
 
@@ -105,6 +110,10 @@ def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str
         "dropped": step.dropped,
         "routing": None if step.routing is None else step.routing.astype("<i2").tobytes(),
         "routing_shape": None if step.routing is None else step.routing.shape,
+        "components": list(step.given.components.items()),
+        "token_rewards": step.given.tokens,
+        "shaping": step.shaping,
+        "state_key": step.state_key,
     }
 
 
@@ -131,6 +140,9 @@ def _step(row: dict[str, Any]) -> Step:
         break_cause=BreakCause(row["break_cause"]) if row["break_cause"] else None,
         dropped=DropReason(row["dropped"]) if row["dropped"] else None,
         routing=_routing(row["routing"], row["routing_shape"]),
+        given=Reward(dict(row["components"]), row["token_rewards"]),
+        shaping=row["shaping"],
+        state_key=row["state_key"],
     )
 
 

@@ -31,6 +31,7 @@ from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
 from treadle.rollout.attempt import open_rollouts
+from treadle.rollout.rewards import load_shaping
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others
 from treadle.training.learner import Learner, check_algorithm
 
@@ -39,6 +40,8 @@ def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress)
     """Train from the beginning in a new run directory; returns the summary. Raises TreadleError."""
     clock = Clock()
     check_algorithm(config.algorithm, config.training)
+    if config.rewards.shaping is not None:
+        load_shaping(config.rewards.shaping)
     use_threads(config.training.threads)
     policy = load_policy(config.model, config.seed)
     if config.training.routing_replay:
@@ -150,7 +153,7 @@ async def _run_loop(
     stop = StopRequest()
     try:
         async with open_rollouts(
-            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout
+            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout, config.rewards
         ) as rollouts:
             loop = Loop(
                 config=config,

@@ -23,14 +23,15 @@ Doubles = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBatch:
-    """The trained part of some groups: trajectories with a reward, and their steps.
+    """The trained part of some groups: trajectories with a reward to train, and their steps.
 
-    groups, trajectories, steps: in canonical order; trajectories without a reward are left out.
+    groups, trajectories, steps: in canonical order; trajectories without a reward to train are left out.
     step_start   int64[S + 1]  step s owns tokens [step_start[s], step_start[s + 1])
     trajectory_of_step, group_of_trajectory: int64[S], int64[J], indices into `trajectories` and `groups`
-    rewards      float64[J]
+    rewards      float64[J]    as trained, after shaping; so are those of steps and tokens
     step_rewards float64[S]    sum to `rewards` over the steps of a trajectory (if it has any): what no step was given
                                belongs to the last one
+    token_rewards float64[N]   the part of `step_rewards` that single tokens were given
     mask         bool[N]       trainable tokens
     logp_rollout float32[N]    as the engine reported them
     temperature  float32[N]    at which each token was sampled
@@ -44,6 +45,7 @@ class FlatBatch:
     group_of_trajectory: Indices
     rewards: Doubles
     step_rewards: Doubles
+    token_rewards: Doubles
     mask: NDArray[np.bool_]
     logp_rollout: NDArray[np.float32]
     temperature: NDArray[np.float32]
@@ -70,9 +72,9 @@ class FlatBatch:
 def flatten(groups: Sequence[Group]) -> FlatBatch:
     """Lay out the groups' graded trajectories, without dropped steps.
 
-    Ungraded trajectories (reward None) enter no array, no count, no baseline.
+    Ungraded trajectories (reward None) and those that shaping dropped enter no array, no count, no baseline.
     """
-    graded = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.reward is not None]
+    graded = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.trained_reward is not None]
     steps = [(j, step) for j, (_, trajectory) in enumerate(graded) for step in trajectory.live_steps]
     lengths = [len(step.completion_ids) for _, step in steps]
 
@@ -86,8 +88,9 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         step_start=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
         trajectory_of_step=np.array([j for j, _ in steps], np.int64),
         group_of_trajectory=np.array([g for g, _ in graded], np.int64),
-        rewards=np.array([trajectory.reward for _, trajectory in graded], np.float64),
+        rewards=np.array([trajectory.trained_reward for _, trajectory in graded], np.float64),
         step_rewards=np.array([r for _, trajectory in graded for r in _step_rewards(trajectory)], np.float64),
+        token_rewards=joined([_token_rewards(step) for _, step in steps], np.float64),  # type: ignore[arg-type]
         mask=joined([step.mask for _, step in steps], np.bool_),  # type: ignore[arg-type]
         logp_rollout=joined([step.logprobs for _, step in steps], np.float32),  # type: ignore[arg-type]
         temperature=np.repeat(np.array([step.sampling.temperature for _, step in steps], np.float32), lengths),
@@ -95,10 +98,15 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
 
 
 def _step_rewards(trajectory: Trajectory) -> list[float]:
-    rewards = [step.reward for step in trajectory.steps]
-    if rewards and trajectory.reward is not None:
-        rewards[-1] += trajectory.reward - math.fsum(rewards)
+    rewards = [step.reward + step.shaping for step in trajectory.live_steps]
+    if rewards and trajectory.trained_reward is not None:
+        rewards[-1] += trajectory.trained_reward - math.fsum(rewards)
     return rewards
+
+
+def _token_rewards(step: Step) -> Doubles:
+    tokens = step.given.tokens
+    return np.zeros(len(step.completion_ids)) if tokens is None else tokens.astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,10 +16,19 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from treadle.core import registry
-from treadle.core.errors import Cause, ConfigError, ContextExceeded, EngineError, StepsExceeded, TrajectoryFailure
+from treadle.core.errors import (
+    Cause,
+    ConfigError,
+    ContextExceeded,
+    DataError,
+    EngineError,
+    StepsExceeded,
+    TrajectoryFailure,
+)
+from treadle.core.rewards import Reward, is_finite
 from treadle.core.types import Message, Status, Task
 from treadle.rollout.clients import openai_client
-from treadle.rollout.foreign import Outcome, guarded, is_finite
+from treadle.rollout.foreign import Outcome, guarded
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.replies import ReplyParser, Tool
 from treadle.rollout.session import CallOptions, Reply, Session
@@ -40,11 +49,12 @@ class Agent(Protocol):
     model is given, the trained one answers. Other SDKs reach the same session by its `base_url` and `api_key`
     (`treadle.rollout.clients.anthropic_client`).
 
-    Returns the attempt's reward. What it raises, and an attempt of more than `rollout.agent_timeout` seconds, fails
-    this attempt alone. It shares the run's event loop: what blocks belongs into `asyncio.to_thread`.
+    Returns the attempt's reward, which belongs to its last step. What it raises, and an attempt of more than
+    `rollout.agent_timeout` seconds, fails this attempt alone. It shares the run's event loop: what blocks belongs into
+    `asyncio.to_thread`.
     """
 
-    async def __call__(self, task: Task, client: AsyncOpenAI) -> float:
+    async def __call__(self, task: Task, client: AsyncOpenAI) -> float | Reward:
         """Play the attempt; returns its reward."""
         ...
 
@@ -110,10 +120,10 @@ class AgentHost:
                 reward, warning = _reward_after(error, session), error.message
             if all(step.dropped is not None for step in session.steps):
                 raise _nothing_recorded(session)
+            _reward_last(session, reward)
         except TrajectoryFailure as error:
             return Outcome.failed(error)
-        session.reward_last(reward)
-        return Outcome(_status(session), reward, warning=warning)
+        return Outcome(_status(session), reward.total(), warning=warning)
 
     async def _run(self, task: Task, session: AgentSession) -> object:
         agent = self._agents[task.agent]
@@ -187,15 +197,23 @@ def _last(name: str) -> str:
     return name.replace(":", ".").rpartition(".")[2]
 
 
-def _checked_reward(value: object) -> float:
-    if not is_finite(value):
+def _checked_reward(value: object) -> Reward:
+    if not isinstance(value, Reward) and not is_finite(value):
         raise TrajectoryFailure(
-            Cause.AGENT, f"the agent returned {value!r:.100}; it must return its reward, a finite number, or raise"
+            Cause.AGENT,
+            f"the agent returned {value!r:.100}; it must return its reward, a finite number or a Reward, or raise",
         )
-    return float(cast(float, value))
+    return Reward.of(value)
 
 
-def _reward_after(error: TrajectoryFailure, session: AgentSession) -> float:
+def _reward_last(session: AgentSession, reward: Reward) -> None:
+    try:
+        session.reward_last(reward)
+    except DataError as error:
+        raise TrajectoryFailure(Cause.AGENT, f"the agent's reward: {error}") from error
+
+
+def _reward_after(error: TrajectoryFailure, session: AgentSession) -> Reward:
     """The reward of an agent that raised: 0.0 if the last thing it met was a limit, as when an environment's loop ends
     there. Otherwise it raises: the engine's failure if that was it, or `error`.
     """
@@ -203,7 +221,7 @@ def _reward_after(error: TrajectoryFailure, session: AgentSession) -> float:
         raise error
     if isinstance(session.last_error, EngineError):
         raise TrajectoryFailure(Cause.ENGINE, str(session.last_error)) from error
-    return 0.0
+    return Reward()
 
 
 def _nothing_recorded(session: AgentSession) -> TrajectoryFailure:

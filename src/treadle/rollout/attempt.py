@@ -17,8 +17,10 @@ import numpy as np
 from pydantic import Field
 
 from treadle.core.config import Config
+from treadle.core.draws import Stream
 from treadle.core.engine import Engine
 from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, TrajectoryFailure
+from treadle.core.rewards import Reward, is_finite
 from treadle.core.types import (
     Group,
     Message,
@@ -32,12 +34,15 @@ from treadle.core.types import (
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.agents import Agent, AgentHost, hosting
 from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.foreign import Outcome, guarded, is_finite, raised
+from treadle.rollout.foreign import Outcome, guarded, raised
 from treadle.rollout.meter import Meter
 from treadle.rollout.replies import AUTO, reply_parser
+from treadle.rollout.rewards import Rewarding, RewardsConfig
 from treadle.rollout.session import Address, CallOptions, Session
 
 EnvironmentFactory = Callable[[], Environment]
+
+_AS_GIVEN = RewardsConfig()
 
 _NEW, _CONTINUED = CallOptions(), CallOptions(continue_final_message=True)
 
@@ -62,7 +67,10 @@ class RolloutConfig(Config):
 
 
 class Rollouts:
-    """Plays attempts: everything they share, in one place. agents: needed by tasks that name an agent."""
+    """Plays attempts: everything they share, in one place. agents: needed by tasks that name an agent.
+
+    rewards: applied to each attempt as it ends; shaping only to those for training, as their addresses tell.
+    """
 
     def __init__(
         self,
@@ -71,9 +79,11 @@ class Rollouts:
         environments: Mapping[str, EnvironmentFactory],
         config: RolloutConfig,
         agents: AgentHost | None = None,
+        rewards: RewardsConfig = _AS_GIVEN,
     ) -> None:
         self.engine, self.renderer, self.environments, self.config = engine, renderer, environments, config
         self.agents = agents
+        self._rewarding = Rewarding(rewards, config.environment_timeout)
 
     def start(
         self, group_id: str, task: Task, addresses: list[Address], temperature: float | None = None
@@ -89,7 +99,7 @@ class Rollouts:
         )
         attempts: list[asyncio.Future[Trajectory]] = []
         for session, play, a in [(*self._open(group_id, task, a, sampling), a) for a in addresses]:
-            attempt = asyncio.ensure_future(self._attempt(task, session, play, a.attempt))
+            attempt = asyncio.ensure_future(self._attempt(task, session, play, a))
             attempt.add_done_callback(partial(_close_session, session))  # also if it was cancelled before it began
             attempts.append(attempt)
         return attempts
@@ -107,14 +117,14 @@ class Rollouts:
         return session, partial(self._play_environment, task, session)
 
     async def _attempt(
-        self, task: Task, session: Session, play: Callable[[], Awaitable[Outcome]], attempt: int
+        self, task: Task, session: Session, play: Callable[[], Awaitable[Outcome]], address: Address
     ) -> Trajectory:
         started = time.perf_counter()
         outcome = await play()
-        return Trajectory(
+        played = Trajectory(
             trajectory_id=session.name,
             task_id=task.task_id,
-            attempt=attempt,
+            attempt=address.attempt,
             steps=tuple(session.steps),
             reward=outcome.reward,
             status=outcome.status,
@@ -123,6 +133,8 @@ class Rollouts:
             seconds=time.perf_counter() - started,
             metrics=outcome.metrics,
         )
+        weighed = self._rewarding.weighed(played)
+        return await self._rewarding.shaped(task, weighed) if address.stream is Stream.TRAIN else weighed
 
     async def _play_environment(self, task: Task, session: Session) -> Outcome:
         warning = ""
@@ -143,10 +155,11 @@ class Rollouts:
         limit = self.config.environment_timeout
         opening = await guarded(lambda: environment.reset(task), Cause.ENVIRONMENT, limit, "reset")
         conversation: list[Message] = list(checked_messages(opening, "reset"))
+        state = ""
         for _ in range(self.config.max_steps):
             try:
                 going_on = self.config.conversation == "single_message" and conversation[-1]["role"] == "assistant"
-                reply = (await session.chat(conversation, options=_CONTINUED if going_on else _NEW)).message
+                reply = await session.chat(conversation, options=_CONTINUED if going_on else _NEW)
             except ContextExceeded as error:
                 if not session.steps:
                     raise TrajectoryFailure(Cause.CONTEXT, str(error)) from error
@@ -155,12 +168,18 @@ class Rollouts:
                 raise TrajectoryFailure(Cause.ENGINE, str(error)) from error
             except DataError as error:
                 raise TrajectoryFailure(Cause.ENVIRONMENT, str(error)) from error
-            answer = await self._step(environment, reply["content"])
-            session.reward_last(answer.reward)
+            if state:
+                session.set_state(reply.number, state)
+            answer = await self._step(environment, reply.message["content"])
+            state = answer.state
+            try:
+                session.reward_last(Reward.of(answer.reward))
+            except DataError as error:
+                raise TrajectoryFailure(Cause.ENVIRONMENT, f"step: {error}") from error
             meter.note(answer.info)
             if answer.done:
                 return Status.DONE
-            conversation += [reply, *checked_messages(answer.observations, "step")]
+            conversation += [reply.message, *checked_messages(answer.observations, "step")]
             if self.config.conversation == "single_message":
                 conversation = _one_turn(conversation)
         return Status.MAX_STEPS
@@ -192,11 +211,12 @@ async def open_rollouts(
     environments: Mapping[str, EnvironmentFactory],
     agents: Mapping[str, Agent],
     config: RolloutConfig,
+    rewards: RewardsConfig = _AS_GIVEN,
 ) -> AsyncIterator[Rollouts]:
-    """`Rollouts`, with a gateway if there are agents."""
+    """`Rollouts`, with a gateway if there are agents. Raises ConfigError for a shaping hook that is not there."""
     parse = reply_parser(config.reply_parser, renderer.source)
     async with hosting(agents, parse, config.max_steps, config.agent_timeout) as host:
-        yield Rollouts(engine, renderer, environments, config, host)
+        yield Rollouts(engine, renderer, environments, config, host, rewards)
 
 
 def make_environment(factory: EnvironmentFactory) -> Environment:
@@ -228,19 +248,21 @@ def _total(rewards: Iterable[float]) -> float:
 
 
 def _checked_step(value: object) -> EnvStep:
-    if not isinstance(value, tuple) or len(value) != 4:
+    if not isinstance(value, tuple) or not 4 <= len(value) <= 5:
         raise TrajectoryFailure(
             Cause.ENVIRONMENT,
-            f"step must return EnvStep(observations, reward, done, info), got {value!r:.100}",
+            f"step must return EnvStep(observations, reward, done, info, state), got {value!r:.100}",
         )
     step = EnvStep(*value)
-    if not is_finite(step.reward):
+    if not isinstance(step.reward, Reward) and not is_finite(step.reward):
         raise TrajectoryFailure(
-            Cause.ENVIRONMENT, f"step gave the reward {step.reward!r:.100}; it must be a finite number"
+            Cause.ENVIRONMENT, f"step gave the reward {step.reward!r:.100}; it must be a finite number or a Reward"
         )
     if not isinstance(step.done, bool | np.bool_):
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave done={step.done!r:.100}; it must be true or false")
-    return step._replace(reward=float(step.reward), done=bool(step.done))
+    if not isinstance(step.state, str):
+        raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave state={step.state!r:.100}; it must be a string")
+    return step._replace(done=bool(step.done))
 
 
 def _close_session(session: Session, _: object) -> None:

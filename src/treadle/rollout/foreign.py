@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import TypeVar
-
-import numpy as np
 
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.metrics import Measures
@@ -70,11 +66,3 @@ async def guarded(
 def raised(what: str, error: BaseException) -> str:
     """Text that any file, terminal and database takes: foreign messages may hold lone surrogates."""
     return f"{what} raised {type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
-
-
-def is_finite(value: object) -> bool:
-    """Whether the value is a number that can be a reward."""
-    try:
-        return isinstance(value, Real | np.bool_) and math.isfinite(value)
-    except OverflowError:  # an integer beyond any float
-        return False

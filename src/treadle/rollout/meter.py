@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.metrics import Measures, Metric, Tally
-from treadle.rollout.foreign import is_finite
+from treadle.core.rewards import is_finite
 
 
 def check_metrics(environments: Mapping[str, object]) -> None:

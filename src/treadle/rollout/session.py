@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, Engine
 from treadle.core.errors import ContextExceeded, DataError, EngineError
+from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Message, SamplingParams, Step, StopReason, ToolCall
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation, Prompt
@@ -142,11 +144,19 @@ class Session:
         if self._steps[number].dropped is not dropped:
             self._steps[number] = replace(self._steps[number], dropped=dropped)
 
-    def reward_last(self, reward: float) -> None:
-        """Note what the environment gave for the last step, of those that count."""
-        if reward:
+    def reward_last(self, given: Reward) -> None:
+        """Note what the environment gave for the last step, of those that count.
+
+        Raises DataError for rewards of more or fewer tokens than it has.
+        """
+        if given:
             last = max(number for number, step in self._steps.items() if step.dropped is None)
-            self._steps[last] = replace(self._steps[last], reward=reward)
+            self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
+
+    def set_state(self, number: int, state: str) -> None:
+        """Note the environment's state that call `number` met; recorded as a hash of 128 bits."""
+        key = blake2b(state.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        self._steps[number] = replace(self._steps[number], state_key=key)
 
     def close(self) -> None:
         """No further calls: the engine may free its cache, and waits for this session no more."""

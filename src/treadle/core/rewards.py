@@ -1,0 +1,140 @@
+"""`Reward`: what a step was given, by whom and for what.
+
+Shapes: C completion tokens of one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from types import MappingProxyType
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.core.errors import DataError
+
+PLAIN = "reward"
+"""The component that a plain number is."""
+
+TOKENS = "tokens"
+"""The component that rewards of single tokens add up to; nothing else has this name."""
+
+_NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reward:
+    """The reward of one step: named components, and rewards of single tokens of its completion.
+
+    components: `{"answer": 1.0, "page": 0.2}`, before weights. tokens float32[C], or None: paid beside the components,
+    each for the token it stands at, and never weighted.
+
+    >>> Reward({"answer": 1.0, "page": 0.2}).total()
+    1.2
+    >>> Reward({"answer": 1.0, "page": 0.2}, tokens=np.array([0, -0.5], np.float32)).total({"page": 0.5})
+    0.6
+
+    Raises DataError for what is not finite, or adds up to infinity, and for the name `tokens`.
+    """
+
+    components: Mapping[str, float] = field(default_factory=dict)
+    tokens: NDArray[np.float32] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "components", _checked_components(self.components))
+        if self.tokens is not None:
+            object.__setattr__(self, "tokens", _checked_tokens(self.tokens))
+        self.total()
+
+    @classmethod
+    def of(cls, value: object, name: str = PLAIN) -> Reward:
+        """A plain number is the component `name`; 0 is nothing. Raises DataError for what is neither."""
+        if isinstance(value, Reward):
+            return value
+        if not is_finite(value):
+            raise DataError(f"a reward must be a finite number or a Reward, got {value!r:.100}")
+        return cls({name: cast(float, value)} if value else {})
+
+    def __bool__(self) -> bool:
+        """Whether anything was given, be it 0 by name."""
+        return bool(self.components) or self.tokens is not None
+
+    def __reduce__(self) -> tuple[type[Reward], tuple[Any, ...]]:
+        """Copy and unpickle through the constructor: numpy would hand back a writeable array."""
+        return Reward, (self.components, self.tokens)
+
+    def total(self, weights: Mapping[str, float] = _NO_WEIGHTS) -> float:
+        """Components times their weights (1.0 without one), and the tokens' rewards. Raises DataError for infinity."""
+        own = [weights.get(name, 1.0) * value for name, value in self.components.items()]
+        try:
+            total = math.fsum([*own, self.token_sum])
+        except (OverflowError, ValueError) as error:
+            raise DataError(f"the rewards {self.components} add up to infinity") from error
+        if not math.isfinite(total):
+            raise DataError(f"the rewards {self.components} add up to {total} with weights {dict(weights)}")
+        return total
+
+    @property
+    def token_sum(self) -> float:
+        """What single tokens were given, together; 0.0 without any."""
+        return 0.0 if self.tokens is None else math.fsum(self.tokens.tolist())
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        """Every component, `tokens` among them if single tokens were given any."""
+        return {**self.components, **({} if self.tokens is None else {TOKENS: self.token_sum})}
+
+    def plus(self, other: Reward) -> Reward:
+        """Both together, name by name and token by token. Raises DataError, also where their lengths differ."""
+        names = dict.fromkeys((*self.components, *other.components))
+        components = {n: math.fsum([self.components.get(n, 0.0), other.components.get(n, 0.0)]) for n in names}
+        if self.tokens is None or other.tokens is None:
+            return Reward(components, other.tokens if self.tokens is None else self.tokens)
+        if len(self.tokens) != len(other.tokens):
+            raise DataError(f"rewards of {len(self.tokens)} and of {len(other.tokens)} tokens do not go together")
+        return Reward(components, self.tokens + other.tokens)
+
+
+def _checked_components(value: object) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise DataError(f"a reward's components must be numbers by name, got {value!r:.100}")
+    for name, amount in value.items():
+        if not isinstance(name, str) or not name or not _encodes(name):
+            raise DataError(f"a component of a reward needs a name, got {name!r:.100}")
+        if name == TOKENS:
+            raise DataError(f"a component of a reward cannot be called {TOKENS!r}: that is what its tokens add up to")
+        if not is_finite(amount):
+            raise DataError(f"the component {name!r} of a reward must be a finite number, got {amount!r:.100}")
+    return {name: float(amount) for name, amount in value.items()}
+
+
+def _checked_tokens(value: object) -> NDArray[np.float32]:
+    try:
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as such
+            tokens = np.array(cast(Any, value), dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"a reward's tokens must be numbers, one a token, got {value!r:.100}") from error
+    if tokens.ndim != 1 or not np.isfinite(tokens).all():
+        raise DataError(f"a reward's tokens must be finite numbers, one a token, got {value!r:.100}")
+    tokens.flags.writeable = False
+    return tokens
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which no file takes
+        return False
+    return True
+
+
+def is_finite(value: object) -> bool:
+    """Whether the value is a number that can be a reward."""
+    try:
+        return isinstance(value, Real | np.bool_) and math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False

@@ -1,0 +1,66 @@
+"""Which steps of a trajectory are its main branch, and which step called each of the others.
+
+Told from ids alone, by how steps relate (`packing.breaks`): a step carries on the conversation that it extends or
+breaks with; a fork, or a step that shares nothing, begins one of its own. For example an agent that asks a sub-agent
+twice, and then starts anew from a summary:
+
+    step           0     1     2     3     4     5
+    conversation   main  sub   sub   main  new   new
+    called by      -     0     0     -     -     -
+
+A conversation that begins while another still goes on afterwards is a sub-agent's; the one that goes on is the main
+branch. One that begins when the main branch is over takes its place: a summary, or an agent whose prompt is not its
+history. So an agent that only appends, or never does, is one main branch in call order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from treadle.core.types import Ids, Step
+from treadle.packing.breaks import Kind, relations
+from treadle.packing.flat import Call, FlatBatch, Indices
+
+
+def callers(batch: FlatBatch) -> Indices:
+    """int64[S]: of each step itself, if it is of its trajectory's main branch, or the main step that called it."""
+    found = np.arange(len(batch.steps))
+    start = np.searchsorted(batch.trajectory_of_step, np.arange(len(batch.trajectories) + 1))
+    for first, end in pairwise(start.tolist()):
+        found[first:end] = first + calling_steps(batch.steps[first:end])
+    return found
+
+
+def calling_steps(steps: Sequence[Step]) -> Indices:
+    """int64[T]: the same of one trajectory, in call order."""
+    conversation = _conversations(steps)
+    last = {name: number for number, name in enumerate(conversation)}
+    found = np.arange(len(steps))
+    main = latest = 0  # the conversation, and the step, that the main branch has reached
+    caller: dict[int, int] = {}  # sub-agents' conversations
+    for number, name in enumerate(conversation):
+        if name != main and name not in caller and last[main] > number:
+            caller[name] = latest
+        if name in caller:
+            found[number] = caller[name]
+        else:
+            main, latest = name, number
+    return found
+
+
+def _conversations(steps: Sequence[Step]) -> list[int]:
+    """Of each step the first step of its conversation."""
+    calls = [Call(step.full_ids, len(step.prompt_ids), 0) for step in steps]
+    found: list[int] = []
+    for number, relation in enumerate(relations(calls, _no_text, [step.break_cause for step in steps])):
+        base = None if relation.kind is Kind.FORK else relation.base
+        found.append(number if base is None else found[base])
+    return found
+
+
+def _no_text(ids: Ids) -> str:
+    """Text in which other ids are never the same text: only the recorder tells what is equal but for its tokens."""
+    return str(ids.tolist())

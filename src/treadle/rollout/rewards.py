@@ -1,0 +1,220 @@
+"""From what an attempt was given to what it is trained with.
+
+    Step.given -weights-> Step.reward, Trajectory.reward        facts: recorded, shown, evaluated
+               -hook, length penalty, overlong-> Step.shaping, Trajectory.dropped      in training only
+
+What is trained is reward + shaping. Each adds its component to `Step.given`, so that the record says what came of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from treadle.core import registry
+from treadle.core.config import Config
+from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
+from treadle.core.rewards import TOKENS, Reward
+from treadle.core.types import DropReason, Failure, Status, Step, StopReason, Task, Trajectory
+from treadle.rollout.foreign import guarded
+
+SHAPING, LENGTH_PENALTY, OVERLONG = "shaping", "length_penalty", "overlong"
+"""Names of the components that shaping adds: the hook's plain numbers, the penalty, what `zero_reward` takes away."""
+
+Hook = Callable[[Task, Trajectory], Any]
+"""A shaping hook: what to add to each step, a sequence of float or `Reward`; may be async."""
+
+
+class LengthPenaltyConfig(Config):
+    """The soft overlong punishment; see `length_penalty`."""
+
+    free: int = Field(ge=0, description="sampled tokens of a trajectory that cost nothing")
+    limit: int = Field(ge=1, description="sampled tokens of a trajectory from which on the whole penalty is due")
+    max: float = Field(1.0, gt=0, allow_inf_nan=False, description="the whole penalty")
+
+    @model_validator(mode="after")
+    def _rises(self) -> LengthPenaltyConfig:
+        if self.limit <= self.free:
+            raise ValueError(f"limit is {self.limit} and free {self.free}; limit must be the greater")
+        return self
+
+
+class RewardsConfig(Config):
+    """From rewards to what is trained. Evaluations use weights alone."""
+
+    weights: dict[str, float] = Field(
+        default_factory=dict, description="weight of each named component of a reward; 1 for those not named"
+    )
+    shaping: str | None = Field(
+        None, description="adds to the rewards of steps, in training: a registered name or module:function"
+    )
+    length_penalty: LengthPenaltyConfig | None = Field(
+        None, description="taken off the reward of long trajectories, in training"
+    )
+    overlong: Literal["keep", "drop", "zero_reward"] = Field(
+        "keep", description="what becomes of a trajectory that the context or the completion limit cut off, in training"
+    )
+
+    @field_validator("weights")
+    @classmethod
+    def _finite(cls, value: dict[str, float]) -> dict[str, float]:
+        if wrong := [name for name, weight in value.items() if not math.isfinite(weight)]:
+            raise ValueError(f"the weight of {wrong[0]!r} is {value[wrong[0]]}; it must be finite")
+        if TOKENS in value:
+            raise ValueError(f"{TOKENS!r} are the rewards of single tokens, which have no weight; leave it out")
+        return value
+
+    @property
+    def shapes(self) -> bool:
+        """Whether training may use other rewards than the record."""
+        return self.shaping is not None or self.length_penalty is not None or self.overlong != "keep"
+
+
+class Rewarding:
+    """Applies a `RewardsConfig` to finished attempts. Raises ConfigError for a hook that is not there.
+
+    timeout: of a call of the hook, seconds.
+    """
+
+    def __init__(self, config: RewardsConfig, timeout: float) -> None:
+        self._config, self._timeout = config, timeout
+        self._hook = None if config.shaping is None else load_shaping(config.shaping)
+
+    def weighed(self, trajectory: Trajectory) -> Trajectory:
+        """With the weights applied. What adds up to infinity fails."""
+        try:
+            return weighed(trajectory, self._config.weights)
+        except DataError as error:
+            return _failed(trajectory, Cause.ENVIRONMENT, str(error))
+
+    async def shaped(self, task: Task, trajectory: Trajectory) -> Trajectory:
+        """As training uses it. A hook that raises, hangs or gives something else fails the attempt (verifier)."""
+        if trajectory.reward is None or not self._config.shapes:
+            return trajectory
+        try:
+            if self._hook is not None:
+                trajectory = await self._by_hook(self._hook, task, trajectory)
+            if self._config.length_penalty is not None:
+                taken = length_penalty(trajectory.completion_tokens, self._config.length_penalty)
+                trajectory = penalised(trajectory, taken)
+        except TrajectoryFailure as error:
+            return _failed(trajectory, error.cause, error.message)
+        except DataError as error:
+            return _failed(trajectory, Cause.VERIFIER, f"rewards.shaping: {error}")
+        return decided(trajectory, self._config.overlong)
+
+    async def _by_hook(self, hook: Hook, task: Task, trajectory: Trajectory) -> Trajectory:
+        async def call() -> list[Any]:
+            found = hook(task, trajectory)
+            return list(await found if inspect.isawaitable(found) else found)
+
+        found = await guarded(call, Cause.VERIFIER, self._timeout, "rewards.shaping")
+        return plus(trajectory, [Reward.of(value, SHAPING) for value in found], self._config.weights)
+
+
+def load_shaping(name: str) -> Hook:
+    """The hook `name` (registered under `treadle.shaping`, or `module:function`). Raises ConfigError."""
+    found = registry.resolve("shaping", name)
+    if not callable(found) or inspect.isclass(found):
+        raise ConfigError(f"rewards.shaping: {name!r} is of type {type(found).__name__}, it must be a function")
+    try:
+        inspect.signature(found).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"rewards.shaping: {name!r} is called as shaping(task, trajectory), but: {error}") from error
+    return found  # type: ignore[no-any-return]
+
+
+def weighed(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
+    """Each step's reward is the weighted sum of its components, and the trajectory's their sum.
+
+    Raises DataError for infinity.
+    """
+    if trajectory.reward is None or not weights:
+        return _finite(trajectory)
+    steps = tuple(replace(step, reward=step.given.total(weights)) if step.given else step for step in trajectory.steps)
+    try:
+        return _finite(replace(trajectory, steps=steps, reward=math.fsum(step.reward for step in steps)))
+    except OverflowError as error:
+        raise DataError("the steps' weighted rewards add up to infinity") from error
+
+
+def _finite(trajectory: Trajectory) -> Trajectory:
+    """The trajectory. Raises DataError if one of its sums is infinite."""
+    try:
+        sums = [trajectory.trained_reward or 0.0, *(step.reward + step.shaping for step in trajectory.steps)]
+        if all(map(math.isfinite, [*sums, *trajectory.components.values()])):
+            return trajectory
+    except OverflowError:
+        pass
+    raise DataError("the rewards of its steps add up to infinity")
+
+
+def length_penalty(tokens: int, config: LengthPenaltyConfig) -> float:
+    """max * clip((tokens - free) / (limit - free), 0, 1), of all sampled tokens of a trajectory.
+
+    Source: Yu et al. 2025, "DAPO", eq. 13, the soft overlong punishment, with limit = L_max, limit - free = L_cache.
+    """
+    return config.max * min(max((tokens - config.free) / (config.limit - config.free), 0.0), 1.0)
+
+
+def plus(trajectory: Trajectory, added: Sequence[Reward], weights: Mapping[str, float]) -> Trajectory:
+    """With a reward added to each step, dropped ones included, to which only nothing can be added.
+
+    Raises DataError for another number of them or of tokens, or for infinity.
+    """
+    if len(added) != len(trajectory.steps):
+        raise DataError(f"there are {len(added)} rewards for {len(trajectory.steps)} steps")
+    steps = tuple(_plus(step, more, weights) for step, more in zip(trajectory.steps, added, strict=True))
+    return _finite(replace(trajectory, steps=steps))
+
+
+def _plus(step: Step, more: Reward, weights: Mapping[str, float]) -> Step:
+    if not more:
+        return step
+    if step.dropped is not None:
+        raise DataError(f"a reward for a step that is dropped ({step.dropped})")
+    return replace(step, given=step.given.plus(more), shaping=step.shaping + more.total(weights))
+
+
+def penalised(trajectory: Trajectory, taken: float) -> Trajectory:
+    """With the length penalty taken off the last step that counts."""
+    live = [number for number, step in enumerate(trajectory.steps) if step.dropped is None]
+    if not taken or not live:
+        return trajectory
+    penalty = {live[-1]: Reward({LENGTH_PENALTY: -taken})}
+    return plus(trajectory, [penalty.get(number, Reward()) for number in range(len(trajectory.steps))], {})
+
+
+def is_overlong(trajectory: Trajectory) -> bool:
+    """Whether a limit on tokens cut it off: the context was full, or its last completion reached `max_tokens`.
+
+    An attempt that used up its `max_steps` said all it was asked to say, and is not overlong.
+    """
+    live = trajectory.live_steps
+    return trajectory.status is Status.CONTEXT or (bool(live) and live[-1].stop_reason is StopReason.LENGTH)
+
+
+def decided(trajectory: Trajectory, overlong: str) -> Trajectory:
+    """Keep, drop or zero the trajectory if it is overlong. Zeroing leaves nothing of its steps' and tokens' rewards."""
+    if overlong == "keep" or not is_overlong(trajectory):
+        return trajectory
+    if overlong == "drop":
+        return replace(trajectory, dropped=DropReason.OVERLONG)
+    return replace(trajectory, steps=tuple(map(_zeroed, trajectory.steps)))
+
+
+def _zeroed(step: Step) -> Step:
+    trained = step.reward + step.shaping
+    tokens = None if step.given.tokens is None else -step.given.tokens
+    rest = math.fsum([-trained, step.given.token_sum])
+    given = step.given.plus(Reward({OVERLONG: rest} if rest else {}, tokens))
+    return replace(step, shaping=0.0 - step.reward, given=given)
+
+
+def _failed(trajectory: Trajectory, cause: Cause, message: str) -> Trajectory:
+    return replace(trajectory, reward=None, status=Status.FAILED, failure=Failure(cause, message))

@@ -1,0 +1,83 @@
+"""A reward is checked when it is made, adds up exactly, and survives copying."""
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.core.errors import DataError
+from treadle.core.rewards import Reward
+
+amounts = st.floats(-1e6, 1e6)
+components = st.dictionaries(st.sampled_from(["answer", "page", "é"]), amounts)
+
+
+def rewards(tokens: int | None = None) -> st.SearchStrategy[Reward]:
+    some = st.lists(st.floats(-10, 10, width=32), min_size=tokens or 0, max_size=4 if tokens is None else tokens).map(
+        lambda t: np.array(t, np.float32)
+    )
+    return st.builds(Reward, components, st.none() | some)
+
+
+def test_components_and_tokens_add_up_and_weights_are_of_components() -> None:
+    reward = Reward({"answer": 1.0, "page": 0.5}, np.array([0.25, -1], np.float32))
+    assert reward.total() == 0.75
+    assert reward.total({"page": 2.0, "unknown": 9.0}) == 1.25
+    assert reward.by_name == {"answer": 1.0, "page": 0.5, "tokens": -0.75}
+
+
+def test_a_number_is_the_component_reward_and_zero_is_nothing() -> None:
+    assert Reward.of(2).components == {"reward": 2.0}
+    assert Reward.of(np.bool_(True)).components == {"reward": 1.0}
+    assert not Reward.of(0.0) and not Reward()
+    assert Reward({"answer": 0.0}) and Reward(tokens=np.array([0], np.float32))
+
+
+@given(rewards(tokens=3), rewards(tokens=3))
+def test_both_together_are_their_sums(a: Reward, b: Reward) -> None:
+    both = a.plus(b)
+    for name in {*a.by_name, *b.by_name}:
+        expected = a.by_name.get(name, 0.0) + b.by_name.get(name, 0.0)
+        assert both.by_name[name] == pytest.approx(expected, rel=1e-6, abs=1e-5)
+    assert math.isclose(both.total(), math.fsum(both.by_name.values()), abs_tol=1e-9)
+
+
+@given(rewards())
+def test_copies_are_equal_and_read_only(reward: Reward) -> None:
+    for twin in (pickle.loads(pickle.dumps(reward)), copy.deepcopy(reward)):
+        assert twin.by_name == reward.by_name
+        assert twin.tokens is None or not twin.tokens.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("components", "tokens", "message"),
+    [
+        ({"a": math.nan}, None, "'a' of a reward must be a finite number, got nan"),
+        ({"a": 10**400}, None, "must be a finite number"),
+        ({"a": "1"}, None, "must be a finite number, got '1'"),
+        ({"": 1.0}, None, "needs a name"),
+        ({"\ud800": 1.0}, None, "needs a name"),
+        ({"tokens": 1.0}, None, "cannot be called 'tokens'"),
+        (3.0, None, "must be numbers by name, got 3.0"),
+        ({"a": 1e308, "b": 1e308}, None, "add up to infinity"),
+        ({}, [1.0, math.inf], "finite numbers, one a token"),
+        ({}, [1e300], "finite numbers, one a token"),
+        ({}, [[1.0]], "finite numbers, one a token"),
+        ({}, ["x"], "must be numbers, one a token"),
+    ],
+)
+def test_what_cannot_be_a_reward_is_refused(components: Any, tokens: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Reward(components, tokens)
+
+
+def test_rewards_of_other_lengths_do_not_go_together() -> None:
+    with pytest.raises(DataError, match="of 1 and of 2 tokens"):
+        Reward(tokens=np.array([1], np.float32)).plus(Reward(tokens=np.array([1, 2], np.float32)))
+    with pytest.raises(DataError, match="finite number or a Reward, got 'x'"):
+        Reward.of("x")

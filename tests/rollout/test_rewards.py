@@ -1,0 +1,288 @@
+"""From what was given to what is trained: weights, shaping, length penalty, overlong."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.worlds import END, PLAIN, Told, make_step, play, saying, tool
+from treadle.core.config import build
+from treadle.core.draws import Stream
+from treadle.core.errors import Cause, ConfigError
+from treadle.core.rewards import Reward
+from treadle.core.types import DropReason, Status, Step, StopReason, Task, Trajectory
+from treadle.envs.base import Environment, EnvStep
+from treadle.rollout.attempt import RolloutConfig, Rollouts
+from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.rewards import (
+    LengthPenaltyConfig,
+    Rewarding,
+    RewardsConfig,
+    decided,
+    is_overlong,
+    length_penalty,
+    load_shaping,
+    weighed,
+)
+from treadle.rollout.session import Address
+
+TASK = Task("t")
+PAGE = Reward({"page": 0.5})
+ANSWER = Reward({"answer": 1.0, "brevity": 0.25})
+
+
+def rewarded(*given: Reward, status: Status = Status.DONE, stop: StopReason = StopReason.STOP) -> Trajectory:
+    steps = [replace(make_step(), given=g, reward=g.total(), stop_reason=stop) for g in given]
+    return Trajectory("g.0", "t", 0, tuple(steps), math.fsum(s.reward for s in steps), status)
+
+
+def trained(trajectory: Trajectory) -> list[float]:
+    return [step.reward + step.shaping for step in trajectory.steps]
+
+
+def shape(trajectory: Trajectory, timeout: float = 5.0, **settings: Any) -> Trajectory:
+    rewarding = Rewarding(build(RewardsConfig, settings, "rewards"), timeout)
+    return asyncio.run(rewarding.shaped(TASK, rewarding.weighed(trajectory)))
+
+
+# Weights
+
+
+def test_weights_make_the_reward_and_the_record_keeps_what_was_given() -> None:
+    found = weighed(rewarded(PAGE, ANSWER), {"page": 2.0, "brevity": 0.0})
+    assert [s.reward for s in found.steps] == [1.0, 1.0]
+    assert (found.reward, found.trained_reward) == (2.0, 2.0)
+    assert found.components == {"page": 0.5, "answer": 1.0, "brevity": 0.25}
+    assert (found.given("answer"), found.given("nothing"), found.given()) == (1.0, 0.0, 2.0)
+    plain = rewarded(Reward.of(0.5), Reward.of(1.0))
+    assert (plain.given("answer"), plain.given()) == (1.5, 1.5)
+
+
+def test_weights_that_make_infinity_fail_the_attempt() -> None:
+    found = shape(rewarded(Reward({"a": 1e308})), weights={"a": 10.0})
+    assert (found.reward, found.status) == (None, Status.FAILED)
+    assert found.failure is not None and "add up to inf" in found.failure.message
+
+
+# The hook
+
+
+def per_step(task: Task, trajectory: Trajectory) -> Sequence[float | Reward]:
+    """A plain number, names, and rewards of tokens."""
+    rewards: list[float | Reward] = [0.0, 0.125, Reward({"style": 1.0}, tokens=np.array([1, -3], np.float32))]
+    return rewards[: len(trajectory.steps)]
+
+
+async def later(task: Task, trajectory: Trajectory) -> Any:
+    await asyncio.sleep(0)
+    return np.array([0.5] * len(trajectory.steps), np.float32)
+
+
+def raises(task: Task, trajectory: Trajectory) -> Any:
+    raise KeyError("nothing here")
+
+
+def halfway(task: Task, trajectory: Trajectory) -> Any:
+    yield 1.0
+    raise RuntimeError("in the middle")
+
+
+async def hangs(task: Task, trajectory: Trajectory) -> Any:
+    await asyncio.Event().wait()
+
+
+def too_many(task: Task, trajectory: Trajectory) -> Any:
+    return [1.0] * 9
+
+
+def no_numbers(task: Task, trajectory: Trajectory) -> Any:
+    return ["good"] * len(trajectory.steps)
+
+
+def wrong_tokens(task: Task, trajectory: Trajectory) -> Any:
+    return [Reward(tokens=np.array([1], np.float32))] * len(trajectory.steps)
+
+
+def a_number(task: Task, trajectory: Trajectory) -> Any:
+    return 3.0
+
+
+def infinite(task: Task, trajectory: Trajectory) -> Any:
+    return [1e308] * len(trajectory.steps)
+
+
+def takes_one(trajectory: Trajectory) -> Any:
+    return []
+
+
+def test_a_hook_adds_to_steps_by_name_and_to_tokens() -> None:
+    found = shape(rewarded(PAGE, PAGE, ANSWER), shaping=f"{__name__}:per_step", weights={"style": 0.5})
+    assert [s.reward for s in found.steps] == [0.5, 0.5, 1.25]
+    assert [s.shaping for s in found.steps] == [0.0, 0.125, -1.5]
+    assert (found.reward, found.trained_reward) == (2.25, 0.875)
+    assert found.components == {
+        "page": 1.0, "shaping": 0.125, "answer": 1.0, "brevity": 0.25, "style": 1.0, "tokens": -2.0
+    }  # fmt: skip
+
+
+def test_a_hook_may_be_async_and_give_an_array() -> None:
+    assert trained(shape(rewarded(PAGE, ANSWER), shaping=f"{__name__}:later")) == [1.0, 1.75]
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (raises, "rewards.shaping raised KeyError: 'nothing here'"),
+        (halfway, "rewards.shaping raised RuntimeError: in the middle"),
+        (too_many, "there are 9 rewards for 2 steps"),
+        (no_numbers, "a reward must be a finite number or a Reward, got 'good'"),
+        (wrong_tokens, "rewards 1 tokens, the completion has 2"),
+        (a_number, "'float' object is not iterable"),
+        (infinite, "infinity"),
+    ],
+)
+def test_a_hook_that_breaks_fails_the_attempt_alone(hook: Any, message: str) -> None:
+    found = shape(rewarded(PAGE, ANSWER), shaping=f"{__name__}:{hook.__name__}")
+    assert (found.reward, found.trained_reward, found.status) == (None, None, Status.FAILED)
+    assert found.failure is not None and found.failure.cause is Cause.VERIFIER
+    assert message in found.failure.message
+
+
+def test_a_hook_that_hangs_fails_the_attempt() -> None:
+    found = shape(rewarded(PAGE), timeout=0.05, shaping=f"{__name__}:hangs")
+    assert found.failure is not None and found.failure.cause is Cause.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "shaping: 'nowhere' is not registered"),
+        (f"{__name__}:TASK", "of type Task, it must be a function"),
+        (f"{__name__}:takes_one", r"is called as shaping\(task, trajectory\), but: too many"),
+    ],
+)
+def test_a_hook_that_cannot_be_called_is_refused_at_start(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_shaping(name)
+
+
+# Length
+
+
+@given(st.integers(0, 50), st.integers(1, 50), st.integers(0, 200), st.floats(0.1, 3))
+def test_the_length_penalty_is_the_formula_of_dapo(free: int, width: int, tokens: int, most: float) -> None:
+    """Eq. 13: 0 up to L_max - L_cache, then (L_max - L_cache - length) / L_cache, then -1."""
+    longest, cache = free + width, width
+    if tokens <= longest - cache:
+        expected = 0.0
+    elif tokens <= longest:
+        expected = ((longest - cache) - tokens) / cache
+    else:
+        expected = -1.0
+    config = LengthPenaltyConfig(free=free, limit=longest, max=most)
+    assert length_penalty(tokens, config) == pytest.approx(-most * expected)
+
+
+def test_the_length_penalty_is_a_component_of_the_last_step_that_counts() -> None:
+    lost = replace(make_step((1,), ()), dropped=DropReason.CANCELLED)
+    played = rewarded(PAGE, ANSWER)  # two tokens a step
+    played = replace(played, steps=(*played.steps, lost))
+    found = shape(played, length_penalty={"free": 2, "limit": 6, "max": 0.5})
+    assert trained(found) == [0.5, 1.0, 0.0]
+    assert found.components["length_penalty"] == -0.25
+    assert (found.reward, found.trained_reward) == (1.75, 1.5)
+
+
+def test_a_limit_below_what_is_free_is_refused() -> None:
+    with pytest.raises(ConfigError, match="limit is 2 and free 2"):
+        build(RewardsConfig, {"length_penalty": {"free": 2, "limit": 2}}, "x")
+    with pytest.raises(ConfigError, match="'tokens' are the rewards of single tokens"):
+        build(RewardsConfig, {"weights": {"tokens": 2.0}}, "x")
+    with pytest.raises(ConfigError, match="weight of 'a' is nan"):
+        build(RewardsConfig, {"weights": {"a": math.nan}}, "x")
+
+
+# Overlong
+
+
+@pytest.mark.parametrize(
+    ("status", "stop", "overlong"),
+    [
+        (Status.CONTEXT, StopReason.STOP, True),
+        (Status.DONE, StopReason.LENGTH, True),
+        (Status.MAX_STEPS, StopReason.LENGTH, True),
+        (Status.MAX_STEPS, StopReason.STOP, False),
+        (Status.DONE, StopReason.STOP, False),
+    ],
+)
+def test_what_a_limit_on_tokens_cut_off_is_overlong(status: Status, stop: StopReason, overlong: bool) -> None:
+    played = rewarded(PAGE, ANSWER, status=status, stop=stop)
+    assert is_overlong(played) is overlong
+    assert decided(played, "keep") is played
+    dropped = decided(played, "drop")
+    assert (dropped.dropped is DropReason.OVERLONG, dropped.trained_reward is None) == (overlong, overlong)
+    assert dropped.reward == 1.75
+    assert (decided(played, "zero_reward").trained_reward == 0) is overlong
+
+
+@given(
+    st.lists(
+        st.builds(
+            Reward,
+            st.dictionaries(st.sampled_from(["a", "b"]), st.floats(-9, 9)),
+            st.none()
+            | st.lists(st.floats(-9, 9, width=32), min_size=2, max_size=2).map(lambda t: np.array(t, np.float32)),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_zeroed_trajectory_trains_exactly_nothing_at_any_level(given_: list[Reward]) -> None:
+    found = shape(rewarded(*given_, status=Status.CONTEXT), weights={"a": 0.3}, overlong="zero_reward")
+    assert found.trained_reward == 0.0
+    assert trained(found) == [0.0] * len(given_)
+    assert all(step.given.tokens is None or not step.given.tokens.any() for step in found.steps)
+
+
+# In an attempt
+
+
+def rollouts(world: Environment, rewards: RewardsConfig, **settings: Any) -> Rollouts:
+    config = RolloutConfig(max_completion_tokens=16, environment_timeout=5.0, **settings)
+    return Rollouts(saying("a"), ChatRenderer(PLAIN, [END]), {"world": lambda: world}, config, None, rewards)
+
+
+def attempt(world: Environment, stream: Stream, **rewards: Any) -> Trajectory:
+    async def played() -> Trajectory:
+        made = rollouts(world, build(RewardsConfig, rewards, "rewards"))
+        [running] = made.start("g000000", Task("t", environment="world"), [Address(1, stream, 0, 0, 0)])
+        return await running
+
+    return asyncio.run(played())
+
+
+@pytest.mark.parametrize("stream", [Stream.TRAIN, Stream.EVALUATE])
+def test_attempts_are_weighed_and_those_for_training_are_shaped(stream: Stream) -> None:
+    world = Told(EnvStep([tool("x")], PAGE), EnvStep(reward=ANSWER, done=True))
+    found = attempt(world, stream, weights={"page": 2.0}, length_penalty={"free": 0, "limit": 4})
+    assert found.reward == 2.25
+    assert found.trained_reward == (1.25 if stream is Stream.TRAIN else 2.25)
+    assert ("length_penalty" in found.components) is (stream is Stream.TRAIN)
+
+
+def test_an_environment_may_reward_tokens_but_only_those_there_are() -> None:
+    [found] = play(
+        lambda: Told(EnvStep(reward=Reward({"a": 1.0}, np.array([0.5, -1], np.float32)), done=True)), saying("a")
+    )
+    assert found.reward == 0.5
+    step: Step = found.steps[0]
+    assert step.given.tokens is not None and step.given.tokens.tolist() == [0.5, -1.0]
+    [found] = play(lambda: Told(EnvStep(reward=Reward(tokens=np.array([1], np.float32)), done=True)), saying("a"))
+    assert found.failure is not None and found.failure.cause is Cause.ENVIRONMENT
+    assert "rewards 1 tokens, the completion has 2" in found.failure.message
