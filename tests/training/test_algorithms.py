@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tests.models import distance, exact, full, make_group, make_step, norm, random_groups, same_bits, tiny, weights_of
 from tests.training.reference import ADVANTAGES, accumulated, earlier_policy, make_learner
-from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig, advantages
+from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig, ValueConfig, advantages
 from treadle.algorithms.estimators import Signals
 from treadle.algorithms.kl import k1
 from treadle.algorithms.losses import by_name
@@ -21,6 +21,7 @@ from treadle.packing.flat import FlatBatch, flatten
 from treadle.training.checkpoint import load_checkpoint, save_checkpoint
 from treadle.training.config import OptimizerConfig, TrainingConfig
 from treadle.training.learner import Learner, check_algorithm
+from treadle.training.objective import Scores
 
 FAST = OptimizerConfig(learning_rate=1e-2)
 TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"
@@ -69,6 +70,7 @@ def test_the_advantage_of_a_trajectory_is_told_as_the_mean_over_its_trained_toke
         ({"policy_loss": "reinforce"}, 0),
         ({"policy_loss": "reinforce", "correction": CorrectionConfig(token_tis=2.0)}, 2),
         ({"policy_loss": "gspo"}, 2),
+        ({"policy_loss": "dppo", "advantage": "gae"}, 2),
         ({"kl": KlConfig(coef=0.1, where="reward"), "policy_loss": "reinforce"}, 2),
     ],
     ids=str,
@@ -78,13 +80,13 @@ def test_old_logprobs_are_computed_only_for_what_compares_with_them(
 ) -> None:
     learner = learner_with(AlgorithmConfig(**fields), lambda batch: np.zeros(len(batch)), updates_per_batch=2)
     asked = []
-    own = learner.logprobs
+    own = learner.scores
 
-    def counted(batch: FlatBatch) -> NDArray[np.floating]:
+    def counted(batch: FlatBatch) -> Scores:
         asked.append(batch)
         return own(batch)
 
-    monkeypatch.setattr(learner, "logprobs", counted)
+    monkeypatch.setattr(learner, "scores", counted)
     learner.train_batch(random_groups(0))
     assert len(asked) == passes
 
@@ -213,12 +215,12 @@ def test_no_reference_is_asked_unless_kl_is_used() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "training", "reason"),
     [
-        (AlgorithmConfig(advantage="gae"), {}, "'gae' needs a value head"),
+        (AlgorithmConfig(value=ValueConfig(clip=0.2)), {}, "'grpo' needs no value head"),
         (AlgorithmConfig(kl=KlConfig(coef=0.1)), {}, "algorithm.kl needs a reference model"),
         (AlgorithmConfig(), {"group_size": 1}, "training.group_size is 1, but algorithm.advantage 'grpo' compares"),
         (AlgorithmConfig(gamma=0.5), {}, "algorithm.gamma is set, but advantage 'grpo' does not read it"),
     ],
-    ids=["gae", "kl", "group of one", "validation"],
+    ids=["value", "kl", "group of one", "validation"],
 )
 def test_what_cannot_work_is_refused_before_there_is_a_model(
     algorithm: AlgorithmConfig, training: dict[str, Any], reason: str

@@ -128,7 +128,7 @@ def test_a_later_update_of_a_batch_is_anchored_before_the_first() -> None:
     groups = random_groups(0, groups=4)
     learner = make_learner(exact(), updates_per_batch=2, optimizer=OptimizerConfig(learning_rate=0.1))
     first, second = flatten(groups[:2]), flatten(groups[2:])
-    old = learner.logprobs(second)
+    old = learner.scores(second)
     results = learner.train_batch(groups)
     assert len(results) == 2 and learner.updates_done == 2
     assert results[0].metrics["clip_fraction"] == 0 < results[1].metrics["clip_fraction"] <= 1
@@ -145,7 +145,7 @@ def test_the_only_update_of_a_batch_is_its_own_anchor() -> None:
     learner, other = make_learner(exact()), make_learner(exact())
     batch = flatten(groups)
     (result,) = learner.train_batch(groups)
-    explicit = other.update(batch, other.logprobs(batch))
+    explicit = other.update(batch, other.scores(batch))
     assert result.metrics == pytest.approx(explicit.metrics)
     assert result.metrics["clip_fraction"] == 0
     assert distance(weights_of(learner.model), weights_of(other.model)) < 1e-9

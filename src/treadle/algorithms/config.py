@@ -124,6 +124,15 @@ class KlConfig(Config):
     horizon: float = Field(10000.0, gt=0, description="trajectories that steering takes, about")
 
 
+class ValueConfig(Config):
+    """The value head of an advantage that needs one, trained along with the policy."""
+
+    coef: float = Field(0.5, gt=0, description="coefficient of the value loss, half the squared error")
+    clip: float | None = Field(
+        None, gt=0, description="values gain nothing by moving further than this from those at the batch's start"
+    )
+
+
 class AlgorithmConfig(Config):
     """How rewards become a loss: an advantage, a policy loss with its options, corrections, KL and a reduction."""
 
@@ -134,6 +143,7 @@ class AlgorithmConfig(Config):
     )
     gae_lambda: float = Field(1.0, ge=0, le=1, description="decay of later errors (gae)")
     gigpo_weight: float = Field(1.0, ge=0, description="weight of the step advantage (gigpo)")
+    value: ValueConfig = Field(ValueConfig(), description="the value head (gae)")
     policy_loss: str = Field("ppo_clip", description="loss of each token: a registered name or module:attribute")
     ppo_clip: PpoClipConfig = Field(PpoClipConfig(), description="options of ppo_clip")
     gspo: GspoConfig = Field(GspoConfig(), description="options of gspo")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.algorithms import estimators, losses
@@ -24,6 +24,7 @@ from treadle.algorithms.estimators import Advantage, Signals
 from treadle.algorithms.kl import ESTIMATORS, KlController
 from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.algorithms.validation import check
+from treadle.algorithms.values import ValueTargets
 from treadle.core.errors import ConfigError
 from treadle.core.types import Group
 from treadle.engines.weights import unique_weights
@@ -31,8 +32,9 @@ from treadle.packing.checks import set_aside
 from treadle.packing.flat import FlatBatch, calls, flatten
 from treadle.packing.tree import PrefixTree
 from treadle.training.config import TrainingConfig
+from treadle.training.distribution import make_value_head
 from treadle.training.forward import Forward
-from treadle.training.objective import Gradient, Objective, joined, looked_up
+from treadle.training.objective import Gradient, Objective, Scores, joined, looked_up
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 
 
@@ -57,8 +59,6 @@ def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, refere
     """Raise ConfigError for an algorithm that means nothing, or that needs what is not there. Needs no model."""
     check(algorithm)
     name, advantage = algorithm.advantage, estimators.by_name(algorithm.advantage)
-    if advantage.needs_values:
-        raise ConfigError(f"algorithm.advantage {name!r} needs a value head, which there is none of; choose another")
     if algorithm.kl is not None and reference is None:
         raise ConfigError("algorithm.kl needs a reference model, which there is none of; remove algorithm.kl")
     if training.group_size == 1 and advantage.by_group:
@@ -73,6 +73,7 @@ class Learner:
 
     Invariant: loss and gradient are sums over (trajectory, step, token) with weights that no layout can change, so
     packing and micro-batch budget change cost and rounding only.
+    value_head: of an advantage that needs values, else None; `trained` is what the optimizer moves: it and the model.
     reference: called once an update if `algorithm.kl` is set.
     Raises ConfigError: see `check_algorithm`.
     """
@@ -90,6 +91,9 @@ class Learner:
         self.updates_done = 0
         self.advantage: Advantage = estimators.by_name(algorithm.advantage)
         self.policy_loss: PolicyLoss = losses.by_name(algorithm.policy_loss)
+        self.value_head = make_value_head(model) if self.advantage.needs_values else None
+        heads = {} if self.value_head is None else {"value_head": self.value_head}
+        self.trained: nn.Module = nn.ModuleDict({"model": model, **heads}) if heads else model
         self.reference = reference
         kl = algorithm.kl
         self.kl = None if kl is None else KlController(kl.coef, kl.target, kl.horizon)
@@ -98,26 +102,28 @@ class Learner:
             training.max_tokens_per_microbatch,
             training.gradient_checkpointing,
             half=training.precision == "bfloat16",
+            value_head=self.value_head,
         )
-        self.optimizer = make_optimizer(model, training.optimizer)
+        self.optimizer = make_optimizer(self.trained, training.optimizer)
 
     def weights(self) -> dict[str, Tensor]:
-        """The current weights, not copied."""
+        """The model's current weights, not copied."""
         return unique_weights(self.model)
 
     def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
         """Train on the groups between two publications: `updates_per_batch` updates of equally many groups, in order.
 
-        With several updates, `logp_old` is taken for all of them before the first, if anything compares with it; a
-        single one is its own anchor. Trajectories that this model cannot train (see `packing.checks`) are refused, one
+        Log-probabilities and values at the batch's start are taken for all updates before the first one: values if
+        there is a value head, log-probabilities if anything compares with them and there are several updates; a single
+        one is its own anchor. Trajectories that this model cannot train (see `packing.checks`) are refused, one
         by one.
         """
         size = len(groups) // self.training.updates_per_batch
         sound = [self._sound(groups[i : i + size]) for i in range(0, len(groups), size)]
         batches = [flatten(kept) for kept, _ in sound]
-        ahead = len(batches) > 1 and self._compares_with_old()
-        old = [self.logprobs(batch) if ahead else None for batch in batches]
-        results = [self.update(batch, logp_old) for batch, logp_old in zip(batches, old, strict=True)]
+        ahead = self.value_head is not None or (len(batches) > 1 and self._compares_with_old())
+        starts = [self.scores(batch) if ahead else None for batch in batches]
+        results = [self.update(batch, start) for batch, start in zip(batches, starts, strict=True)]
         return [replace(result, refused=refused) for result, (_, refused) in zip(results, sound, strict=True)]
 
     def _compares_with_old(self) -> bool:
@@ -131,21 +137,30 @@ class Learner:
         config = self.model.config.get_text_config()
         return set_aside(groups, config.vocab_size, getattr(config, "max_position_embeddings", None))
 
-    def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
-        """The current log-probability of every completion token [N], each at its recorded temperature."""
+    def scores(self, batch: FlatBatch) -> Scores:
+        """What the policy says now of every completion token [N], each at its recorded temperature."""
         temperature = self._temperature(batch)
-        logp = joined([self.forward.scores(tree, temperature) for tree in self.trees(batch)], temperature).logp
-        return logp.cpu().numpy()
+        return joined([self.forward.scores(tree, temperature) for tree in self.trees(batch)], temperature)
 
-    def update(self, batch: FlatBatch, logp_old: NDArray[np.floating] | None = None) -> UpdateResult:
-        """One optimizer update on the batch. An update without a trainable token changes nothing."""
-        if logp_old is None and self._penalises():
-            logp_old = self.logprobs(batch)
+    def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
+        """The current log-probability of every completion token [N]: `scores`."""
+        return self.scores(batch).logp.cpu().numpy()
+
+    def update(self, batch: FlatBatch, start: Scores | None = None) -> UpdateResult:
+        """One optimizer update on the batch. An update without a trainable token changes nothing.
+
+        start: `scores` at the batch's start; None: now, taken only if needed.
+        """
+        if start is None and (self.value_head is not None or self._penalises()):
+            start = self.scores(batch)
+        logp_old = None if start is None else start.logp.cpu().numpy()
+        values = None if start is None or start.value is None else start.value.cpu().numpy()
         logp_ref = None if self.reference is None or self.kl is None else self.reference(batch)
-        advantage = self.advantage.per_token(batch, self._signals(logp_old, logp_ref), self.algorithm)
+        signals = Signals(self._penalty(logp_old, logp_ref), None if values is None else values.astype(np.float64))
+        advantage = self.advantage.per_token(batch, signals, self.algorithm)
         rate = learning_rate(self.training.optimizer, self.updates_done, self.updates)
-        totals = self.accumulate(batch, advantage, logp_old, logp_ref)
-        norm = step(self.optimizer, self.model, self.training.optimizer, rate) if batch.mask.any() else 0.0
+        totals = self.accumulate(batch, advantage, logp_old, logp_ref, values)
+        norm = step(self.optimizer, self.trained, self.training.optimizer, rate) if batch.mask.any() else 0.0
         self.updates_done += 1
         if self.kl is not None:
             totals["kl_coef"] = self.kl.coef
@@ -156,13 +171,16 @@ class Learner:
             advantage=_by_trajectory(batch, advantage),
         )
 
-    def _signals(self, logp_old: NDArray[np.floating] | None, logp_ref: NDArray[np.floating] | None) -> Signals:
-        """What the advantage may use beside the batch."""
+    def _penalty(
+        self, logp_old: NDArray[np.floating] | None, logp_ref: NDArray[np.floating] | None
+    ) -> NDArray[np.float64] | None:
+        """KL that is taken off each token's reward, if any."""
         section = self.algorithm.kl
         if section is None or self.kl is None or section.where == "loss" or logp_old is None or logp_ref is None:
-            return Signals()
+            return None
         old, reference = (torch.from_numpy(np.asarray(logp, np.float64)) for logp in (logp_old, logp_ref))
-        return Signals(penalty=(self.kl.coef * ESTIMATORS[section.estimator](old, reference)).numpy())
+        penalty: NDArray[np.float64] = (self.kl.coef * ESTIMATORS[section.estimator](old, reference)).numpy()
+        return penalty
 
     def accumulate(
         self,
@@ -170,17 +188,19 @@ class Learner:
         advantage: NDArray[np.float64],
         logp_old: NDArray[np.floating] | None = None,
         logp_ref: NDArray[np.floating] | None = None,
+        values: NDArray[np.floating] | None = None,
     ) -> dict[str, float]:
         """Add the batch's gradient to the parameters' `.grad`; returns token metrics.
 
         advantage float64[N]. logp_old [N], or None to anchor on the policy as it is now. logp_ref [N], for KL.
+        values [N], at the batch's start, for what a value head learns: values + advantage.
         """
         trees, temperature = self.trees(batch), self._temperature(batch)
-        objective = self.objective(batch, advantage, logp_old, logp_ref)
+        objective = self.objective(batch, advantage, logp_old, logp_ref, values)
         gradient: Gradient = objective.gradient
         if objective.couples:
             whole = joined([self.forward.scores(tree, temperature) for tree in trees], temperature)
-            gradient = looked_up(*objective.gradient(whole))
+            gradient = looked_up(objective.gradient(whole))
         scores = [self.forward.backward(tree, temperature, gradient, objective.entropy_coef > 0) for tree in trees]
         return {
             **objective.metrics(joined(scores, temperature)),
@@ -198,6 +218,7 @@ class Learner:
         advantage: NDArray[np.float64],
         logp_old: NDArray[np.floating] | None = None,
         logp_ref: NDArray[np.floating] | None = None,
+        values: NDArray[np.floating] | None = None,
     ) -> Objective:
         """The batch's loss as a function of its log-probabilities; arguments as for `accumulate`."""
         start, end = self.algorithm.entropy_coef, self.algorithm.entropy_coef_end
@@ -227,6 +248,7 @@ class Learner:
             reduction=reduction,
             corrected=corrected(tokens, weight, correction, reduction) if known else None,
             kl_coef=self.kl.coef if self.kl is not None and kl is not None and kl.where == "loss" else 0.0,
+            values=None if values is None else ValueTargets(self._tensor(values), self._tensor(values + advantage)),
         )
 
     def _temperature(self, batch: FlatBatch) -> Tensor:
