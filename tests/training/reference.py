@@ -54,11 +54,9 @@ def algorithm_with(**fields: Any) -> AlgorithmConfig:
 
 
 def make_learner(model: PreTrainedModel, algorithm: AlgorithmConfig | None = None, **training: Any) -> Learner:
-    """Of a copy of the model; its reference model is certain of everything."""
+    """Of a copy of the model, with a value head that has learned something if there is one."""
     config = TrainingConfig(**training)
-    learner = Learner(
-        copy.deepcopy(model), config, algorithm or AlgorithmConfig(), 10, reference=lambda batch: np.zeros(len(batch))
-    )
+    learner = Learner(copy.deepcopy(model), config, algorithm or AlgorithmConfig(), 10)
     if learner.value_head is not None:
         learner.value_head.load_state_dict(drawn_head(model).state_dict())
     return learner

@@ -122,6 +122,12 @@ class KlConfig(Config):
     where: Literal["loss", "reward"] = Field("loss", description="added to the loss, or taken off the tokens' rewards")
     target: float | None = Field(None, gt=0, description="mean KL per token that the coefficient is steered to")
     horizon: float = Field(10000.0, gt=0, description="trajectories that steering takes, about")
+    model: str | None = Field(
+        None, description="directory of the reference model; default: the trained model as it is before RL"
+    )
+    reset_every: int | None = Field(
+        None, ge=1, description="updates after which the reference becomes the policy as it is then; null: never"
+    )
 
 
 class ValueConfig(Config):
@@ -151,7 +157,7 @@ class AlgorithmConfig(Config):
     sapo: SapoConfig = Field(SapoConfig(), description="options of sapo")
     dppo: DppoConfig = Field(DppoConfig(), description="options of dppo")
     correction: CorrectionConfig = Field(CorrectionConfig(), description="off-policy corrections")
-    kl: KlConfig | None = Field(None, description="KL from a reference model; null: none is loaded")
+    kl: KlConfig | None = Field(None, description="KL from a reference model; null: there is none")
     reduction: Literal["token_mean", "trajectory_mean", "step_mean", "task_mean", "seq_mean_token_sum_norm"] = Field(
         "token_mean", description="how the losses of tokens add up"
     )

@@ -2,7 +2,7 @@
 
 step-000040/  model.safetensors config.json tokenizer.json ...   loadable by transformers
               optimizer.safetensors  checkpoint.json             what resuming needs besides
-              value_head.safetensors                             if there is one
+              value_head.safetensors  reference.safetensors      if there are any
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class _Facts:
     weights_sha256: str
     optimizer_sha256: str
     value_head_sha256: str | None = None
+    reference_sha256: str | None = None
 
 
 def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
@@ -144,7 +145,9 @@ def checkpoint_bytes(learner: Learner) -> int:
 
 def _beside(learner: Learner) -> dict[str, nn.Module]:
     """What else a learner computes with, by the name of its file."""
-    return {} if learner.value_head is None else {"value_head": learner.value_head}
+    reference = None if learner.reference is None else learner.reference.model
+    modules = {"value_head": learner.value_head, "reference": reference}
+    return {name: module for name, module in modules.items() if module is not None}
 
 
 def _shape(tensor: Tensor | None) -> str:

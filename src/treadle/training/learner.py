@@ -8,7 +8,8 @@ Shapes: N completion tokens of an update, J graded trajectories, P pairs of a tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -51,16 +52,10 @@ class UpdateResult:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-Reference = Callable[[FlatBatch], NDArray[np.floating]]
-"""The reference model's log-probability of every completion token [N], each at its recorded temperature."""
-
-
-def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, reference: Reference | None = None) -> None:
-    """Raise ConfigError for an algorithm that means nothing, or that needs what is not there. Needs no model."""
+def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig) -> None:
+    """Raise ConfigError for an algorithm that means nothing, or nothing in this training. Needs no model."""
     check(algorithm)
     name, advantage = algorithm.advantage, estimators.by_name(algorithm.advantage)
-    if algorithm.kl is not None and reference is None:
-        raise ConfigError("algorithm.kl needs a reference model, which there is none of; remove algorithm.kl")
     if training.group_size == 1 and advantage.by_group:
         raise ConfigError(
             f"training.group_size is 1, but algorithm.advantage {name!r} compares the trajectories of a group; "
@@ -74,8 +69,9 @@ class Learner:
     Invariant: loss and gradient are sums over (trajectory, step, token) with weights that no layout can change, so
     packing and micro-batch budget change cost and rounding only.
     value_head: of an advantage that needs values, else None; `trained` is what the optimizer moves: it and the model.
-    reference: called once an update if `algorithm.kl` is set.
-    Raises ConfigError: see `check_algorithm`.
+    reference: what `algorithm.kl` compares with, frozen; by default a copy of the model as it is now. Not kept without
+    `algorithm.kl`.
+    Raises ConfigError: see `check_algorithm`; also for a reference that cannot become the policy, where it should.
     """
 
     def __init__(
@@ -84,9 +80,9 @@ class Learner:
         training: TrainingConfig,
         algorithm: AlgorithmConfig,
         updates: int,
-        reference: Reference | None = None,
+        reference: PreTrainedModel | None = None,
     ) -> None:
-        check_algorithm(algorithm, training, reference)
+        check_algorithm(algorithm, training)
         self.model, self.training, self.algorithm, self.updates = model, training, algorithm, updates
         self.updates_done = 0
         self.advantage: Advantage = estimators.by_name(algorithm.advantage)
@@ -94,9 +90,9 @@ class Learner:
         self.value_head = make_value_head(model) if self.advantage.needs_values else None
         heads = {} if self.value_head is None else {"value_head": self.value_head}
         self.trained: nn.Module = nn.ModuleDict({"model": model, **heads}) if heads else model
-        self.reference = reference
         kl = algorithm.kl
         self.kl = None if kl is None else KlController(kl.coef, kl.target, kl.horizon)
+        self.reference = None if kl is None else self._frozen(reference or copy.deepcopy(model))
         self.forward = Forward(
             model,
             training.max_tokens_per_microbatch,
@@ -139,8 +135,11 @@ class Learner:
 
     def scores(self, batch: FlatBatch) -> Scores:
         """What the policy says now of every completion token [N], each at its recorded temperature."""
+        return self._scores(self.forward, batch)
+
+    def _scores(self, forward: Forward, batch: FlatBatch) -> Scores:
         temperature = self._temperature(batch)
-        return joined([self.forward.scores(tree, temperature) for tree in self.trees(batch)], temperature)
+        return joined([forward.scores(tree, temperature) for tree in self._trees(forward, batch)], temperature)
 
     def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
         """The current log-probability of every completion token [N]: `scores`."""
@@ -155,7 +154,7 @@ class Learner:
             start = self.scores(batch)
         logp_old = None if start is None else start.logp.cpu().numpy()
         values = None if start is None or start.value is None else start.value.cpu().numpy()
-        logp_ref = None if self.reference is None or self.kl is None else self.reference(batch)
+        logp_ref = None if self.reference is None else self._scores(self.reference, batch).logp.cpu().numpy()
         signals = Signals(self._penalty(logp_old, logp_ref), None if values is None else values.astype(np.float64))
         advantage = self.advantage.per_token(batch, signals, self.algorithm)
         rate = learning_rate(self.training.optimizer, self.updates_done, self.updates)
@@ -166,6 +165,7 @@ class Learner:
             totals["kl_coef"] = self.kl.coef
             if batch.mask.any():
                 self.kl = self.kl.after(totals["kl"], len(batch.trajectories))
+        self._reset_reference()
         return UpdateResult(
             metrics={"learning_rate": rate, "gradient_norm": norm, **totals},
             advantage=_by_trajectory(batch, advantage),
@@ -210,7 +210,10 @@ class Learner:
 
     def trees(self, batch: FlatBatch) -> list[PrefixTree]:
         """The batch as it is laid out for the forward pass."""
-        return self.forward.trees(calls(batch), self.training.packing, self.training.sharing)
+        return self._trees(self.forward, batch)
+
+    def _trees(self, forward: Forward, batch: FlatBatch) -> list[PrefixTree]:
+        return forward.trees(calls(batch), self.training.packing, self.training.sharing)
 
     def objective(
         self,
@@ -251,6 +254,26 @@ class Learner:
             values=None if values is None else ValueTargets(self._tensor(values), self._tensor(values + advantage)),
         )
 
+    def _frozen(self, reference: PreTrainedModel) -> Forward:
+        """The reference model, ready to be scored as the policy is."""
+        every = None if self.algorithm.kl is None else self.algorithm.kl.reset_every
+        if every is not None and _shapes(reference) != _shapes(self.model):
+            raise ConfigError(
+                f"algorithm.kl.reset_every is {every}, but algorithm.kl.model has other weights than the trained model "
+                "and cannot become it; leave reset_every out, or take a reference of the same architecture"
+            )
+        half = self.training.precision == "bfloat16"
+        return Forward(reference.requires_grad_(False), self.training.max_tokens_per_microbatch, half=half)
+
+    def _reset_reference(self) -> None:
+        """After an update: make the policy the reference, if that is due."""
+        section = self.algorithm.kl
+        if self.reference is None or section is None or section.reset_every is None:
+            return
+        if self.updates_done % section.reset_every == 0:
+            for name, tensor in unique_weights(self.reference.model).items():
+                tensor.copy_(self.weights()[name])
+
     def _temperature(self, batch: FlatBatch) -> Tensor:
         """[N], in the precision of log-probabilities and losses: the model's, but at least float32."""
         # a greedy token is never trained; any temperature serves for its unused log-probability
@@ -267,3 +290,7 @@ def _by_trajectory(batch: FlatBatch, advantage: NDArray[np.float64]) -> dict[str
     tokens = np.bincount(own, minlength=count)
     sums = np.bincount(own, advantage[batch.mask], count)
     return {t.trajectory_id: float(sums[j] / tokens[j]) for j, t in enumerate(batch.trajectories) if tokens[j]}
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in unique_weights(model).items()}
