@@ -55,7 +55,7 @@ def check_finished(path: Path) -> None:
         else:
             assert (row["state"], row["reason"]) in (("trained", None), ("dropped", "resampled"))
             trained[row["idx"]] = trained.get(row["idx"], 0) + row["n"] * (row["state"] == "trained")
-    groups = config.training.tasks_per_update * config.orchestration.updates
+    groups = config.groups_per_batch * config.orchestration.updates // config.training.updates_between_publications
     assert sorted(trained) == list(range(groups))
     if not any(row["failed"] for row in states):
         assert set(trained.values()) == {config.training.group_size}  # each index once, however often it was sampled

@@ -297,6 +297,28 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
         assert resumed["weights_sha256"] == start(tmp_path / "straight", option)["weights_sha256"]
 
 
+@pytest.mark.parametrize(
+    ("options", "batch", "done"),
+    [
+        (("algorithm.advantage=gae", "algorithm.value.clip=0.1"), 2, 2),
+        (("algorithm.kl.coef=0.1", "algorithm.kl.reset_every=3", "algorithm.kl.target=1e-4"), 4, 4),
+        (("algorithm.kl.coef=0.1", "algorithm.kl.where=reward", "training.epochs_per_batch=2"), 2, 4),
+        (("training.epochs_per_batch=2", "training.updates_per_batch=2"), 1, 4),
+    ],
+    ids=["value head", "reference that is reset", "reference and epochs", "epochs of several updates"],
+)
+def test_whatever_a_learner_carries_along_is_resumed(
+    options: tuple[str, ...], batch: int, done: int, tmp_path: Path
+) -> None:
+    options = (*options, "orchestration.updates=8")
+    summary = start(tmp_path / "run", *options, progress=Interrupting(signal.SIGINT, batch))
+    assert (summary["stopped_early"], summary["updates"]) == (True, done)
+    straight = start(tmp_path / "straight", *options)
+    assert resume(tmp_path / "run")["weights_sha256"] == straight["weights_sha256"]
+    for name in ("run", "straight"):
+        check_finished(tmp_path / name)
+
+
 def test_a_second_signal_interrupts_at_once_and_the_run_still_resumes(
     tmp_path: Path, reference: tuple[Path, Summary]
 ) -> None:

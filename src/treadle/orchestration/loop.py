@@ -145,11 +145,12 @@ class Loop:
         size = self.config.training.tasks_per_update
         wall, cpu = self.clock.read()
         for number, result in enumerate(results):
+            first = number * size % len(groups)  # each epoch goes through them again
             row = {
                 "kind": "update",
                 "update": self.state.update + number + 1,
                 "version": self.state.version,
-                **trajectory_metrics(groups[number * size : (number + 1) * size], self.config.evaluation.success_at),
+                **trajectory_metrics(groups[first : first + size], self.config.evaluation.success_at),
                 "refused": len(result.refused),
                 **result.metrics,
                 **{f"seconds_{phase}": value / len(results) for phase, value in seconds.items()},
@@ -270,7 +271,7 @@ class Loop:
 
     def _due(self, every: int) -> bool:
         """Whether the last batch reached a multiple of `every` updates."""
-        return every > 0 and self.state.update % every < self.config.training.updates_per_batch
+        return every > 0 and self.state.update % every < self.config.training.updates_between_publications
 
     # --- small things --------------------------------------------------------------------------------------------
 

@@ -68,7 +68,10 @@ class TrainingConfig(Config):
 
     tasks_per_update: int = Field(32, ge=1, description="groups in one optimizer update, exactly")
     group_size: int = Field(8, ge=1, description="trajectories of one task; most advantages compare them, and need 2")
-    updates_per_batch: int = Field(1, ge=1, description="optimizer updates between two weight publications")
+    updates_per_batch: int = Field(1, ge=1, description="optimizer updates that share out a batch's groups")
+    epochs_per_batch: int = Field(
+        1, ge=1, description="times that a batch is gone through before weights are published"
+    )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="optimizer of RL")
     packing: Packing = Field(
         Packing.TREE,
@@ -88,3 +91,8 @@ class TrainingConfig(Config):
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     threads: int | None = Field(None, ge=1, description="torch threads; default: the machine's cores")
+
+    @property
+    def updates_between_publications(self) -> int:
+        """Optimizer updates that one batch gives."""
+        return self.updates_per_batch * self.epochs_per_batch

@@ -107,7 +107,8 @@ class Learner:
         return unique_weights(self.model)
 
     def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
-        """Train on the groups between two publications: `updates_per_batch` updates of equally many groups, in order.
+        """Train on the groups between two publications: `updates_per_batch` updates of equally many groups, in order,
+        and so again in each of `epochs_per_batch` epochs.
 
         Log-probabilities and values at the batch's start are taken for all updates before the first one: values if
         there is a value head, log-probabilities if anything compares with them and there are several updates; a single
@@ -117,10 +118,14 @@ class Learner:
         size = len(groups) // self.training.updates_per_batch
         sound = [self._sound(groups[i : i + size]) for i in range(0, len(groups), size)]
         batches = [flatten(kept) for kept, _ in sound]
-        ahead = self.value_head is not None or (len(batches) > 1 and self._compares_with_old())
+        several = self.training.updates_between_publications > 1
+        ahead = self.value_head is not None or (several and self._compares_with_old())
         starts = [self.scores(batch) if ahead else None for batch in batches]
-        results = [self.update(batch, start) for batch, start in zip(batches, starts, strict=True)]
-        return [replace(result, refused=refused) for result, (_, refused) in zip(results, sound, strict=True)]
+        return [
+            replace(self.update(batch, start), refused=refused)
+            for _ in range(self.training.epochs_per_batch)
+            for batch, start, (_, refused) in zip(batches, starts, sound, strict=True)
+        ]
 
     def _compares_with_old(self) -> bool:
         return self.policy_loss.anchor == "old" or self.algorithm.correction.active or self._penalises()
