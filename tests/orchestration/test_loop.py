@@ -319,6 +319,14 @@ def test_whatever_a_learner_carries_along_is_resumed(
         check_finished(tmp_path / name)
 
 
+def test_each_epoch_of_a_batch_is_told_about_its_own_groups(tmp_path: Path) -> None:
+    start(tmp_path / "run", "training.epochs_per_batch=2", "training.updates_per_batch=2")
+    rows = updates(tmp_path / "run")
+    rewards, versions = ([row[name] for row in rows] for name in ("reward_mean", "version"))
+    assert rewards[:2] == rewards[2:] and len(set(rewards)) == 2
+    assert versions == [0] * 4
+
+
 def test_a_second_signal_interrupts_at_once_and_the_run_still_resumes(
     tmp_path: Path, reference: tuple[Path, Summary]
 ) -> None:
@@ -438,6 +446,19 @@ def test_an_advantage_that_ignores_when_steps_were_rewarded_says_so_once(
     told = [line for line in progress.lines if line.startswith("the environment rewards single steps")]
     assert len(told) == lines
     assert all("algorithm.advantage rloo uses the sum alone" in line for line in told)
+
+
+def test_kl_may_be_from_another_model(tmp_path: Path) -> None:
+    """Named by its directory, here a checkpoint; what is wrong with it is told before there is a run."""
+    start(tmp_path / "first")
+    path, kl = tmp_path / "first" / "checkpoints" / "step-000004", "algorithm.kl.coef=0.1"
+    start(tmp_path / "run", kl, f"algorithm.kl.model={path}", "seed=3")
+    assert updates(tmp_path / "run")[0]["kl"] > 1e-6  # from itself it would be 0
+    kept = tmp_path / "run" / "checkpoints" / "step-000004" / "reference.safetensors"
+    assert kept.read_bytes()[-4096:] == (path / "model.safetensors").read_bytes()[-4096:]
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.model: no config\.json"):
+        start(tmp_path / "not", kl, f"algorithm.kl.model={tmp_path}")
+    assert not (tmp_path / "not").exists()
 
 
 def test_an_algorithm_that_means_nothing_is_refused_before_there_is_a_run(tmp_path: Path) -> None:

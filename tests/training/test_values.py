@@ -22,7 +22,16 @@ from tests.models import (
     tiny,
     weights_of,
 )
-from tests.training.reference import LAYOUTS, drawn_head, forked_groups, learner_gradients, make_learner, step_values
+from tests.training.reference import (
+    LAYOUTS,
+    accumulated,
+    drawn_head,
+    forked_groups,
+    learner_gradients,
+    make_learner,
+    separate_gradient,
+    step_values,
+)
 from treadle.algorithms.config import AlgorithmConfig, ValueConfig
 from treadle.core.errors import CheckpointError
 from treadle.core.types import Group
@@ -50,6 +59,17 @@ def test_the_value_of_a_token_is_that_of_the_state_in_which_it_was_sampled(layou
     assert found is not None and not found.requires_grad
     np.testing.assert_allclose(full(found), full(wanted), rtol=1e-12, atol=1e-12)
     assert float(wanted.std()) > 0.1
+
+
+@pytest.mark.parametrize("budget", [1, 7, 8192])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
+def test_any_layout_gives_the_gradient_of_each_step_alone(loss: str, layout: dict[str, Any], budget: int) -> None:
+    """Streamed, whole, and handed out part by part for a loss that couples tokens."""
+    groups, algorithm = forked_groups(groups=1), GAE.model_copy(update={"policy_loss": loss})
+    wanted, _ = separate_gradient(exact(), groups, algorithm)
+    found, _ = accumulated(make_learner(exact(), algorithm, max_tokens_per_microbatch=budget, **layout), groups)
+    assert distance(found, wanted) <= 1e-12 * norm(wanted)
 
 
 def test_the_gradient_of_one_masked_sequence_by_hand() -> None:
