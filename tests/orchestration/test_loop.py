@@ -458,6 +458,9 @@ def test_kl_may_be_from_another_model(tmp_path: Path) -> None:
     assert kept.read_bytes()[-4096:] == (path / "model.safetensors").read_bytes()[-4096:]
     with pytest.raises(ConfigError, match=r"algorithm\.kl\.model: no config\.json"):
         start(tmp_path / "not", kl, f"algorithm.kl.model={tmp_path}")
+    with pytest.raises(ConfigError, match=r"reset_every is 2, but algorithm\.kl\.model has other weights"):
+        deeper = ("algorithm.kl.reset_every=2", "model.build.num_hidden_layers=2")
+        start(tmp_path / "not", kl, f"algorithm.kl.model={path}", *deeper)
     assert not (tmp_path / "not").exists()
 
 

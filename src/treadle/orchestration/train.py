@@ -30,7 +30,7 @@ from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
 from treadle.rollout.attempt import open_rollouts
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others
-from treadle.training.learner import Learner, check_algorithm
+from treadle.training.learner import Learner, check_algorithm, check_reference
 from treadle.training.model import load_reference
 
 
@@ -89,7 +89,11 @@ def resume_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress
 def _given_reference(config: RunConfig, policy: Policy) -> PreTrainedModel | None:
     """The model that `algorithm.kl.model` names, if any; without, the learner keeps a copy of the policy."""
     kl = config.algorithm.kl
-    return None if kl is None or kl.model is None else load_reference(kl.model, policy.model)
+    if kl is None or kl.model is None:
+        return None
+    reference = load_reference(kl.model, policy.model)
+    check_reference(config.algorithm, reference, policy.model)
+    return reference
 
 
 def _train(

@@ -63,6 +63,16 @@ def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig) -> Non
         )
 
 
+def check_reference(algorithm: AlgorithmConfig, reference: PreTrainedModel, policy: PreTrainedModel) -> None:
+    """Raise ConfigError for a reference model that cannot become the policy, where it should."""
+    every = None if algorithm.kl is None else algorithm.kl.reset_every
+    if every is not None and _shapes(reference) != _shapes(policy):
+        raise ConfigError(
+            f"algorithm.kl.reset_every is {every}, but algorithm.kl.model has other weights than the trained model "
+            "and cannot become it; leave reset_every out, or take a reference of the same architecture"
+        )
+
+
 class Learner:
     """Owns the trained model and its optimizer.
 
@@ -71,7 +81,7 @@ class Learner:
     value_head: of an advantage that needs values, else None; `trained` is what the optimizer moves: it and the model.
     reference: what `algorithm.kl` compares with, frozen; by default a copy of the model as it is now. Not kept without
     `algorithm.kl`.
-    Raises ConfigError: see `check_algorithm`; also for a reference that cannot become the policy, where it should.
+    Raises ConfigError: see `check_algorithm` and `check_reference`.
     """
 
     def __init__(
@@ -261,12 +271,7 @@ class Learner:
 
     def _frozen(self, reference: PreTrainedModel) -> Forward:
         """The reference model, ready to be scored as the policy is."""
-        every = None if self.algorithm.kl is None else self.algorithm.kl.reset_every
-        if every is not None and _shapes(reference) != _shapes(self.model):
-            raise ConfigError(
-                f"algorithm.kl.reset_every is {every}, but algorithm.kl.model has other weights than the trained model "
-                "and cannot become it; leave reset_every out, or take a reference of the same architecture"
-            )
+        check_reference(self.algorithm, reference, self.model)
         half = self.training.precision == "bfloat16"
         return Forward(reference.requires_grad_(False), self.training.max_tokens_per_microbatch, half=half)
 
