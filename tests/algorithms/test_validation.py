@@ -18,6 +18,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"advantage": "rloo", "norm_by_std": False}, "norm_by_std is set, but advantage 'rloo'"),
     ({"advantage": "step_return", "gigpo_weight": 0.5}, "gigpo_weight is set"),
     ({"advantage": "reinforce++", "gae_lambda": 0.5}, "gae_lambda is set"),
+    ({"value": {"coef": 0.1}}, "value is set, but advantage 'grpo' needs no value head"),
     ({"gspo": {"scope": "step"}}, "gspo is set, but policy_loss 'ppo_clip' does not read it"),
     ({"policy_loss": "reinforce", "ppo_clip": {"eps_low": 0.1}}, "ppo_clip is set, but policy_loss 'reinforce'"),
     ({"correction": {"token_tis": 2.0, "sequence_tis": 2.0}}, "token_tis and sequence_tis both weigh"),
@@ -40,7 +41,7 @@ GOOD: list[dict[str, Any]] = [
     *({"advantage": name} for name in names("advantages")),
     *({"policy_loss": name} for name in names("policy_losses")),
     {"advantage": "gigpo", "gamma": 0.9, "gigpo_weight": 0.5, "norm_by_std": False},
-    {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.5},
+    {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.5, "value": {"coef": 1.0, "clip": 0.2}},
     {"policy_loss": "gspo", "gspo": {"scope": "step"}, "correction": {"scope": "step", "sequence_tis": 2.0}},
     {"policy_loss": "importance_sampling", "correction": {"geometric_mask": [0.9, 1.1], "renormalize": True}},
     {"kl": KL},
@@ -91,6 +92,6 @@ def test_options_are_fields_of_the_section_and_all_of_them_are_read_by_something
     losses: list[PolicyLoss] = [resolve("policy_losses", name) for name in names("policy_losses")]
     assert {option for a in advantages for option in a.options} == set(ADVANTAGE_OPTIONS)
     assert {option for loss in losses for option in loss.options} == set(LOSS_OPTIONS)
-    general = {"advantage", "policy_loss", "correction", "kl", "reduction", "scope", "length_norm"}
+    general = {"advantage", "value", "policy_loss", "correction", "kl", "reduction", "scope", "length_norm"}
     general |= {"entropy_coef", "entropy_coef_end", "dynamic_sampling", "dynamic_sampling_limit"}
     assert set(AlgorithmConfig.model_fields) == general | set(ADVANTAGE_OPTIONS) | set(LOSS_OPTIONS)

@@ -65,7 +65,9 @@ def check_finished(path: Path) -> None:
             assert (row["state"], row["reason"]) in (("trained", None), *(("dropped", reason) for reason in _UNTRAINED))
             if row["state"] == "trained":
                 trained[row["idx"]] = trained.get(row["idx"], 0) + row["n"]
-    assert len(trained) == config.training.tasks_per_update * config.orchestration.updates
+    assert len(trained) == (
+        config.groups_per_batch * config.orchestration.updates // config.training.updates_between_publications
+    )
     if not any(row["failed"] for row in states) and not config.orchestration.max_staleness:
         assert set(trained.values()) == {config.training.group_size}  # each index once, however often it was sampled
     names = sorted(p.name for p in (path / "checkpoints").iterdir())

@@ -320,6 +320,36 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
         assert resumed["weights_sha256"] == start(tmp_path / "straight", option)["weights_sha256"]
 
 
+@pytest.mark.parametrize(
+    ("options", "batch", "done"),
+    [
+        (("algorithm.advantage=gae", "algorithm.value.clip=0.1"), 2, 2),
+        (("algorithm.kl.coef=0.1", "algorithm.kl.reset_every=3", "algorithm.kl.target=1e-4"), 4, 4),
+        (("algorithm.kl.coef=0.1", "algorithm.kl.where=reward", "training.epochs_per_batch=2"), 2, 4),
+        (("training.epochs_per_batch=2", "training.updates_per_batch=2"), 1, 4),
+    ],
+    ids=["value head", "reference that is reset", "reference and epochs", "epochs of several updates"],
+)
+def test_whatever_a_learner_carries_along_is_resumed(
+    options: tuple[str, ...], batch: int, done: int, tmp_path: Path
+) -> None:
+    options = (*options, "orchestration.updates=8")
+    summary = start(tmp_path / "run", *options, progress=Interrupting(signal.SIGINT, batch))
+    assert (summary["stopped_early"], summary["updates"]) == (True, done)
+    straight = start(tmp_path / "straight", *options)
+    assert resume(tmp_path / "run")["weights_sha256"] == straight["weights_sha256"]
+    for name in ("run", "straight"):
+        check_finished(tmp_path / name)
+
+
+def test_each_epoch_of_a_batch_is_told_about_its_own_groups(tmp_path: Path) -> None:
+    start(tmp_path / "run", "training.epochs_per_batch=2", "training.updates_per_batch=2")
+    rows = updates(tmp_path / "run")
+    rewards, versions = ([row[name] for row in rows] for name in ("reward_mean", "version"))
+    assert rewards[:2] == rewards[2:] and len(set(rewards)) == 2
+    assert versions == [0] * 4
+
+
 def test_a_second_signal_interrupts_at_once_and_the_run_still_resumes(
     tmp_path: Path, reference: tuple[Path, Summary]
 ) -> None:
@@ -505,6 +535,22 @@ def test_a_hook_that_is_not_there_and_a_penalty_that_maxrl_cannot_take_are_refus
     with pytest.raises(ConfigError, match=r"'maxrl' needs rewards >= 0, and rewards\.length_penalty takes some away"):
         start(tmp_path / "run", "algorithm.advantage=maxrl", "rewards.length_penalty={free: 0, limit: 10}")
     assert not (tmp_path / "run").exists()
+
+
+def test_kl_may_be_from_another_model(tmp_path: Path) -> None:
+    """Named by its directory, here a checkpoint; what is wrong with it is told before there is a run."""
+    start(tmp_path / "first")
+    path, kl = tmp_path / "first" / "checkpoints" / "step-000004", "algorithm.kl.coef=0.1"
+    start(tmp_path / "run", kl, f"algorithm.kl.model={path}", "seed=3")
+    assert updates(tmp_path / "run")[0]["kl"] > 1e-6  # from itself it would be 0
+    kept = tmp_path / "run" / "checkpoints" / "step-000004" / "reference.safetensors"
+    assert kept.read_bytes()[-4096:] == (path / "model.safetensors").read_bytes()[-4096:]
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.model: no config\.json"):
+        start(tmp_path / "not", kl, f"algorithm.kl.model={tmp_path}")
+    with pytest.raises(ConfigError, match=r"reset_every is 2, but algorithm\.kl\.model has other weights"):
+        deeper = ("algorithm.kl.reset_every=2", "model.build.num_hidden_layers=2")
+        start(tmp_path / "not", kl, f"algorithm.kl.model={path}", *deeper)
+    assert not (tmp_path / "not").exists()
 
 
 def test_an_algorithm_that_means_nothing_is_refused_before_there_is_a_run(tmp_path: Path) -> None:

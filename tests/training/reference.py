@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.models import (
@@ -21,14 +21,15 @@ from tests.models import (
     step_logprobs,
 )
 from treadle.algorithms import estimators, losses
-from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
+from treadle.algorithms.config import AlgorithmConfig, ValueConfig, advantages, token_weights
 from treadle.algorithms.corrections import corrected
+from treadle.algorithms.estimators import Signals
 from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens
 from treadle.core.metrics import Measures
 from treadle.core.registry import names
 from treadle.core.types import Group, Ids, Step
-from treadle.packing.flat import FlatBatch, flatten
+from treadle.packing.flat import Doubles, FlatBatch, flatten
 from treadle.packing.layout import Packing, Sharing, distribute
 from treadle.training.config import TrainingConfig
 from treadle.training.learner import Learner
@@ -39,7 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "chain": {"packing": Packing.CHAIN},
     **{f"tree within {s}": {"packing": Packing.TREE, "sharing": s} for s in Sharing},
 }
-ADVANTAGES = [name for name in names("advantages") if not estimators.by_name(name).needs_values]
+ADVANTAGES = names("advantages")
 COUPLED = "tests.training.coupled:NORMALISED"
 LOSSES = [*names("policy_losses"), COUPLED]
 REDUCTIONS: tuple[str, ...] = get_args(AlgorithmConfig.model_fields["reduction"].annotation)
@@ -54,11 +55,33 @@ def algorithm_with(**fields: Any) -> AlgorithmConfig:
 
 
 def make_learner(model: PreTrainedModel, algorithm: AlgorithmConfig | None = None, **training: Any) -> Learner:
-    """Of a copy of the model; its reference model is certain of everything."""
+    """Of a copy of the model, with a value head that has learned something if there is one."""
     config = TrainingConfig(**training)
-    return Learner(
-        copy.deepcopy(model), config, algorithm or AlgorithmConfig(), 10, reference=lambda batch: np.zeros(len(batch))
-    )
+    learner = Learner(copy.deepcopy(model), config, algorithm or AlgorithmConfig(), 10)
+    if learner.value_head is not None:
+        learner.value_head.load_state_dict(drawn_head(model).state_dict())
+    return learner
+
+
+def drawn_head(model: PreTrainedModel) -> nn.Linear:
+    """A value head that has learned something."""
+    head = nn.Linear(model.config.hidden_size, 1, dtype=model.dtype)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            drawn = np.random.default_rng(parameter.numel()).normal(0, 0.5, tuple(parameter.shape))
+            parameter.copy_(torch.from_numpy(drawn))
+    return head
+
+
+def earlier_values(batch: FlatBatch, algorithm: AlgorithmConfig) -> Doubles | None:
+    """What some value head said [N] at the start of the batch, if the advantage needs it."""
+    needed = estimators.by_name(algorithm.advantage).needs_values
+    return np.random.default_rng(2).normal(0, 1, len(batch)) if needed else None
+
+
+def advantage_of(batch: FlatBatch, algorithm: AlgorithmConfig) -> Doubles:
+    """With `earlier_values`, if needed."""
+    return advantages(batch, algorithm, Signals(values=earlier_values(batch, algorithm)))
 
 
 def accumulated(
@@ -69,9 +92,20 @@ def accumulated(
 ) -> tuple[dict[str, Tensor], Measures]:
     """The gradient that a learner adds to nothing, and its metrics."""
     batch = flatten(groups)
-    learner.model.zero_grad()
-    metrics = learner.accumulate(batch, advantages(batch, learner.algorithm), old, reference)
-    return gradients(learner.model), metrics
+    learner.trained.zero_grad()
+    metrics = learner.accumulate(
+        batch, advantage_of(batch, learner.algorithm), old, reference, earlier_values(batch, learner.algorithm)
+    )
+    return learner_gradients(learner), metrics
+
+
+def learner_gradients(learner: Learner) -> dict[str, Tensor]:
+    """Of the model, and of the value head if there is one."""
+    return {**gradients(learner.model), **_head_gradients(learner.value_head)}
+
+
+def _head_gradients(head: nn.Module | None) -> dict[str, Tensor]:
+    return {} if head is None else {f"value_head.{name}": value for name, value in gradients(head).items()}
 
 
 def over_ranks(
@@ -84,19 +118,21 @@ def over_ranks(
     """As `accumulated`, with trees dealt to so many replicas, whose gradients add up."""
     batch = flatten(groups)
     temperature = torch.from_numpy(np.where(batch.temperature > 0, batch.temperature, 1)).to(learner.model.dtype)
-    objective = learner.objective(batch, advantages(batch, learner.algorithm), old, reference)
+    objective = learner.objective(
+        batch, advantage_of(batch, learner.algorithm), old, reference, earlier_values(batch, learner.algorithm)
+    )
     dealt = distribute(learner.trees(batch), ranks)
     assert len({len(own) for own in dealt}) == 1  # or collective operations would wait for each other for ever
     gradient: Gradient = objective.gradient
     if objective.couples:
         parts = [learner.forward.scores(tree, temperature) for own in dealt for tree in own]
-        gradient = looked_up(*objective.gradient(joined(parts, temperature)))
+        gradient = looked_up(objective.gradient(joined(parts, temperature)))
     total: dict[str, Tensor] = {}
     scores: list[Scores] = []
     for own in dealt:
-        learner.model.zero_grad()
+        learner.trained.zero_grad()
         scores += [learner.forward.backward(t, temperature, gradient, objective.entropy_coef > 0) for t in own]
-        for name, value in gradients(learner.model).items():
+        for name, value in learner_gradients(learner).items():
             total[name] = total[name] + value if name in total else value
     return total, objective.metrics(joined(scores, temperature))
 
@@ -118,6 +154,7 @@ def separate(
     algorithm: AlgorithmConfig,
     old: NDArray[np.floating] | None = None,
     reference: NDArray[np.floating] | None = None,
+    head: nn.Linear | None = None,
 ) -> Separate:
     """Any policy loss and reduction. One plain call of the model for each step; then the loss over all tokens."""
     batch = flatten(groups)
@@ -134,7 +171,7 @@ def separate(
     tokens = Tokens(
         logp_old=anchor,
         logp_rollout=tensor(batch.logp_rollout),
-        advantage=tensor(advantages(batch, algorithm)),
+        advantage=tensor(advantage_of(batch, algorithm)),
         mask=trained,
         step=torch.from_numpy(batch.step_id),
         trajectory=torch.from_numpy(batch.trajectory_id),
@@ -166,6 +203,13 @@ def separate(
         kl = ESTIMATORS[algorithm.kl.estimator](logp, tensor(reference))
         policy = policy + algorithm.kl.coef * kl
         metrics["kl"] = float(kl.detach()[trained].sum()) / count
+    if head is not None:
+        value = torch.cat([empty, *(step_values(model, head, step) for step in batch.steps)])
+        start = earlier_values(batch, algorithm)
+        assert start is not None
+        error, told = _value_error(value, tensor(start), tokens.advantage, trained, algorithm.value)
+        policy = policy + algorithm.value.coef * error
+        metrics.update(told)
     loss = (weight * (policy - algorithm.entropy_coef * entropy)).sum()
     return Separate(loss, {**metrics, "loss": float(loss.detach())})
 
@@ -179,10 +223,11 @@ def separate_gradient(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The gradient of `separate`, and its metrics."""
     model.zero_grad()
-    alone = separate(model, groups, algorithm, old, reference)
+    head = drawn_head(model) if estimators.by_name(algorithm.advantage).needs_values else None
+    alone = separate(model, groups, algorithm, old, reference, head)
     if alone.loss.requires_grad:
         alone.loss.backward()
-    found = gradients(model)
+    found = {**gradients(model), **_head_gradients(head)}
     model.zero_grad()
     return found, alone.metrics
 
@@ -196,6 +241,34 @@ def ratio_metrics(log_ratios: list[float], gaps: list[float]) -> dict[str, float
         "ratio_min": min(ratios, default=0.0),
         "logprob_gap_kl": sum(math.exp(gap) - 1 - gap for gap in gaps) / count,
     }
+
+
+def step_values(model: PreTrainedModel, head: nn.Linear, step: Step) -> Tensor:
+    """[C]: of the state in which each completion token was sampled, by a plain forward pass of the step alone."""
+    ids = torch.from_numpy(step.full_ids.astype(np.int64))[None]
+    hidden: Tensor = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    found: Tensor = head(hidden[0, len(step.prompt_ids) - 1 : -1])[:, 0]
+    return found
+
+
+def _value_error(
+    value: Tensor, start: Tensor, advantage: Tensor, trained: Tensor, config: ValueConfig
+) -> tuple[Tensor, dict[str, float]]:
+    """Half the squared error of each token [N], and the metrics of values."""
+    target = start + advantage
+    error = (value - target) ** 2 / 2
+    metrics = {}
+    count = max(int(trained.sum()), 1)
+    if config.clip is not None:
+        held = torch.minimum(torch.maximum(value, start - config.clip), start + config.clip)
+        worse = (held - target) ** 2 / 2 > error
+        metrics["value_clip_fraction"] = float(worse[trained].sum()) / count
+        error = torch.where(worse, (held - target) ** 2 / 2, error)
+    metrics["value_loss"] = float(error.detach()[trained].sum()) / count
+    wanted, left = full(target[trained]), full((target - value)[trained])
+    constant = not len(wanted) or wanted.min() == wanted.max()
+    metrics["value_explained_variance"] = 0.0 if constant else 1 - left.var() / wanted.var()
+    return error, metrics
 
 
 def literal_loss(
@@ -265,7 +338,10 @@ def earlier_policy(model: PreTrainedModel, groups: Sequence[Group], seed: int = 
 
 def scale(batch: FlatBatch, algorithm: AlgorithmConfig) -> float:
     """How large the gradient's terms are. Where they cancel, their rounding is all that is left."""
-    size = np.abs(advantages(batch, algorithm)) + algorithm.entropy_coef
+    advantage, values = advantage_of(batch, algorithm), earlier_values(batch, algorithm)
+    size = np.abs(advantage) + algorithm.entropy_coef
+    if values is not None:
+        size = size + algorithm.value.coef * (np.abs(values + advantage) + 1)
     return float((token_weights(batch, algorithm) * size).sum())
 
 

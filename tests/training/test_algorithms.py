@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from tests.models import distance, exact, full, make_group, make_step, norm, random_groups, same_bits, tiny, weights_of
 from tests.training.reference import ADVANTAGES, accumulated, earlier_policy, make_learner
-from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig, advantages
+from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig, ValueConfig, advantages
 from treadle.algorithms.estimators import Signals
 from treadle.algorithms.kl import k1
 from treadle.algorithms.losses import by_name
@@ -21,12 +21,13 @@ from treadle.packing.flat import FlatBatch, flatten
 from treadle.training.checkpoint import load_checkpoint, save_checkpoint
 from treadle.training.config import OptimizerConfig, TrainingConfig
 from treadle.training.learner import Learner, check_algorithm
+from treadle.training.objective import Scores
 
 FAST = OptimizerConfig(learning_rate=1e-2)
 TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"
 
 
-def learner_with(algorithm: AlgorithmConfig, reference: Any = None, **training: Any) -> Learner:
+def learner_with(algorithm: AlgorithmConfig, reference: PreTrainedModel | None = None, **training: Any) -> Learner:
     return Learner(exact(), TrainingConfig(optimizer=FAST, **training), algorithm, 10, reference)
 
 
@@ -69,6 +70,7 @@ def test_the_advantage_of_a_trajectory_is_told_as_the_mean_over_its_trained_toke
         ({"policy_loss": "reinforce"}, 0),
         ({"policy_loss": "reinforce", "correction": CorrectionConfig(token_tis=2.0)}, 2),
         ({"policy_loss": "gspo"}, 2),
+        ({"policy_loss": "dppo", "advantage": "gae"}, 2),
         ({"kl": KlConfig(coef=0.1, where="reward"), "policy_loss": "reinforce"}, 2),
     ],
     ids=str,
@@ -76,15 +78,15 @@ def test_the_advantage_of_a_trajectory_is_told_as_the_mean_over_its_trained_toke
 def test_old_logprobs_are_computed_only_for_what_compares_with_them(
     fields: dict[str, Any], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = learner_with(AlgorithmConfig(**fields), lambda batch: np.zeros(len(batch)), updates_per_batch=2)
+    learner = learner_with(AlgorithmConfig(**fields), updates_per_batch=2)
     asked = []
-    own = learner.logprobs
+    own = learner.scores
 
-    def counted(batch: FlatBatch) -> NDArray[np.floating]:
+    def counted(batch: FlatBatch) -> Scores:
         asked.append(batch)
         return own(batch)
 
-    monkeypatch.setattr(learner, "logprobs", counted)
+    monkeypatch.setattr(learner, "scores", counted)
     learner.train_batch(random_groups(0))
     assert len(asked) == passes
 
@@ -155,9 +157,7 @@ def test_an_untrained_token_may_be_as_improbable_as_it_likes(loss: str) -> None:
 def test_kl_in_the_loss_holds_the_policy_near_its_reference() -> None:
     """Without any advantage, KL is all there is: it falls."""
     groups = random_groups(0, rewards=(1.0,))
-    target = tiny(seed=5).double()
-    reference = Learner(target, TrainingConfig(), AlgorithmConfig(), 1).logprobs
-    learner = learner_with(AlgorithmConfig(kl=KlConfig(coef=1.0)), reference)
+    learner = learner_with(AlgorithmConfig(kl=KlConfig(coef=1.0)), exact(seed=5))
     kls = [learner.train_batch(groups)[0].metrics["kl"] for _ in range(6)]
     assert kls[-1] < 0.8 * kls[0]
     assert learner.train_batch(groups)[0].metrics["kl_coef"] == 1.0
@@ -166,10 +166,10 @@ def test_kl_in_the_loss_holds_the_policy_near_its_reference() -> None:
 def test_kl_in_the_reward_is_a_penalty_of_each_token() -> None:
     groups = random_groups(0)
     batch = flatten(groups)
-    reference = np.random.default_rng(0).normal(-1, 0.5, len(batch))
+    reference = full(make_learner(exact(seed=5)).logprobs(batch))
     algorithm = AlgorithmConfig(advantage="reinforce++", kl=KlConfig(coef=0.3, estimator="k1", where="reward"))
     learner, other = (
-        learner_with(algorithm, lambda _: reference),
+        learner_with(algorithm, exact(seed=5)),
         learner_with(AlgorithmConfig(advantage="reinforce++")),
     )
     old = full(learner.logprobs(batch))
@@ -186,7 +186,7 @@ def test_an_adaptive_coefficient_moves_and_is_in_the_checkpoint(tmp_path: Path) 
     algorithm = AlgorithmConfig(kl=KlConfig(coef=0.1, target=1e-3, horizon=6.0))
 
     def fresh() -> Learner:
-        return Learner(tiny(), TrainingConfig(optimizer=FAST), algorithm, 10, lambda batch: np.full(len(batch), -1.0))
+        return Learner(tiny(), TrainingConfig(optimizer=FAST), algorithm, 10, tiny(seed=5))
 
     learner = fresh()
     coefs = [learner.train_batch(groups)[0].metrics["kl_coef"] for _ in range(3)]
@@ -200,25 +200,18 @@ def test_an_adaptive_coefficient_moves_and_is_in_the_checkpoint(tmp_path: Path) 
     assert same_bits(weights_of(learner.model), weights_of(other.model))
 
 
-def test_no_reference_is_asked_unless_kl_is_used() -> None:
-    def never(batch: FlatBatch) -> NDArray[np.floating]:
-        raise AssertionError
-
-    learner_with(AlgorithmConfig(), never).train_batch(random_groups(0))
-
-
 # What is refused
 
 
 @pytest.mark.parametrize(
     ("algorithm", "training", "reason"),
     [
-        (AlgorithmConfig(advantage="gae"), {}, "'gae' needs a value head"),
-        (AlgorithmConfig(kl=KlConfig(coef=0.1)), {}, "algorithm.kl needs a reference model"),
+        (AlgorithmConfig(value=ValueConfig(clip=0.2)), {}, "'grpo' needs no value head"),
+        (AlgorithmConfig(kl=KlConfig(coef=0.1, estimator="k1")), {}, "the gradient of k1 as a loss is 0"),
         (AlgorithmConfig(), {"group_size": 1}, "training.group_size is 1, but algorithm.advantage 'grpo' compares"),
         (AlgorithmConfig(gamma=0.5), {}, "algorithm.gamma is set, but advantage 'grpo' does not read it"),
     ],
-    ids=["gae", "kl", "group of one", "validation"],
+    ids=["value", "kl", "group of one", "validation"],
 )
 def test_what_cannot_work_is_refused_before_there_is_a_model(
     algorithm: AlgorithmConfig, training: dict[str, Any], reason: str

@@ -56,6 +56,7 @@ from treadle.algorithms.config import (
     GspoConfig,
     KlConfig,
     PpoClipConfig,
+    ValueConfig,
     advantages,
 )
 from treadle.core.types import Group, Trajectory
@@ -190,6 +191,7 @@ def test_any_layout_gives_the_gradient_and_metrics_of_each_step_alone(
         {"policy_loss": "gspo", "gspo": GspoConfig(eps_low=0.1, eps_high=0.1)},
         {"policy_loss": "dppo", "dppo": DppoConfig(divergence="kl", delta=0.05)},
         {"ppo_clip": PpoClipConfig(dual_clip=1.5)},
+        {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "value": ValueConfig(coef=2.0, clip=0.5)},
     ],
     ids=lambda fields: " ".join(map(str, fields.items())),
 )

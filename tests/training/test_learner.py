@@ -131,7 +131,7 @@ def test_a_later_update_of_a_batch_is_anchored_before_the_first() -> None:
     groups = random_groups(0, groups=4)
     learner = make_learner(exact(), updates_per_batch=2, optimizer=OptimizerConfig(learning_rate=0.1))
     first, second = flatten(groups[:2]), flatten(groups[2:])
-    old = learner.logprobs(second)
+    old = learner.scores(second)
     results = learner.train_batch(groups)
     assert len(results) == 2 and learner.updates_done == 2
     assert results[0].metrics["clip_fraction"] == 0 < results[1].metrics["clip_fraction"] <= 1
@@ -143,12 +143,42 @@ def test_a_later_update_of_a_batch_is_anchored_before_the_first() -> None:
     assert by_hand.logprobs(second) == pytest.approx(learner.logprobs(second))
 
 
+@pytest.mark.parametrize("per_batch", [1, 2])
+@pytest.mark.parametrize(
+    "fields", [{}, {"advantage": "gae"}, {"policy_loss": "gspo"}, {"policy_loss": "reinforce"}], ids=str
+)
+def test_epochs_go_through_a_batch_again_with_what_was_known_at_its_start(
+    fields: dict[str, Any], per_batch: int
+) -> None:
+    groups, algorithm = random_groups(0, groups=2), AlgorithmConfig(**fields)
+    learner = make_learner(exact(), algorithm, updates_per_batch=per_batch, epochs_per_batch=3)
+    by_hand = make_learner(exact(), algorithm)
+    batches = [flatten(groups)] if per_batch == 1 else [flatten(groups[:1]), flatten(groups[1:])]
+    starts = [by_hand.scores(batch) for batch in batches]
+    known = algorithm.policy_loss != "reinforce"
+    wanted = [
+        by_hand.update(batch, start if known else None)
+        for _ in range(3)
+        for batch, start in zip(batches, starts, strict=True)
+    ]
+    assert learner.train_batch(groups) == wanted and len(wanted) == 3 * per_batch == learner.updates_done
+    assert same_bits(weights_of(learner.trained), weights_of(by_hand.trained))
+    if known:  # the last epoch is away from its anchor
+        assert wanted[-1].metrics["clip_fraction"] > 0
+
+
+def test_refusals_are_told_in_every_epoch() -> None:
+    spoilt = make_group([([make_step([1], [])], 1.0), ([make_step([1], [2])], 0.0)])
+    results = make_learner(tiny(), epochs_per_batch=2).train_batch([spoilt])
+    assert [set(result.refused) for result in results] == [{"g000000.0"}] * 2
+
+
 def test_the_only_update_of_a_batch_is_its_own_anchor() -> None:
     groups = random_groups(0)
     learner, other = make_learner(exact()), make_learner(exact())
     batch = flatten(groups)
     (result,) = learner.train_batch(groups)
-    explicit = other.update(batch, other.logprobs(batch))
+    explicit = other.update(batch, other.scores(batch))
     assert result.metrics == pytest.approx(explicit.metrics)
     assert result.metrics["clip_fraction"] == 0
     assert distance(weights_of(learner.model), weights_of(other.model)) < 1e-9

@@ -102,7 +102,7 @@ def test_a_streamed_tree_that_forks_across_pieces_trains_as_each_step_alone(loss
         gradient: Gradient = objective.gradient
         temperature = torch.from_numpy(batch.temperature).double()
         if whole.policy_loss.couples:
-            gradient = looked_up(*objective.gradient(joined([whole.forward.scores(tree, temperature)], temperature)))
+            gradient = looked_up(objective.gradient(joined([whole.forward.scores(tree, temperature)], temperature)))
         with computed(whole.model) as sizes:
             whole.forward.backward(tree, temperature, gradient, entropy_grad=True)
         assert max(sizes) <= budget

@@ -122,6 +122,21 @@ class KlConfig(Config):
     where: Literal["loss", "reward"] = Field("loss", description="added to the loss, or taken off the tokens' rewards")
     target: float | None = Field(None, gt=0, description="mean KL per token that the coefficient is steered to")
     horizon: float = Field(10000.0, gt=0, description="trajectories that steering takes, about")
+    model: str | None = Field(
+        None, description="directory of the reference model; default: the trained model as it is before RL"
+    )
+    reset_every: int | None = Field(
+        None, ge=1, description="updates after which the reference becomes the policy as it is then; null: never"
+    )
+
+
+class ValueConfig(Config):
+    """The value head of an advantage that needs one, trained along with the policy."""
+
+    coef: float = Field(0.5, gt=0, description="coefficient of the value loss, half the squared error")
+    clip: float | None = Field(
+        None, gt=0, description="values gain nothing by moving further than this from those at the batch's start"
+    )
 
 
 class AlgorithmConfig(Config):
@@ -134,6 +149,7 @@ class AlgorithmConfig(Config):
     )
     gae_lambda: float = Field(1.0, ge=0, le=1, description="decay of later errors (gae)")
     gigpo_weight: float = Field(1.0, ge=0, description="weight of the step advantage (gigpo)")
+    value: ValueConfig = Field(ValueConfig(), description="the value head (gae)")
     policy_loss: str = Field("ppo_clip", description="loss of each token: a registered name or module:attribute")
     ppo_clip: PpoClipConfig = Field(PpoClipConfig(), description="options of ppo_clip")
     gspo: GspoConfig = Field(GspoConfig(), description="options of gspo")
@@ -141,7 +157,7 @@ class AlgorithmConfig(Config):
     sapo: SapoConfig = Field(SapoConfig(), description="options of sapo")
     dppo: DppoConfig = Field(DppoConfig(), description="options of dppo")
     correction: CorrectionConfig = Field(CorrectionConfig(), description="off-policy corrections")
-    kl: KlConfig | None = Field(None, description="KL from a reference model; null: none is loaded")
+    kl: KlConfig | None = Field(None, description="KL from a reference model; null: there is none")
     reduction: Literal["token_mean", "trajectory_mean", "step_mean", "task_mean", "seq_mean_token_sum_norm"] = Field(
         "token_mean", description="how the losses of tokens add up"
     )

@@ -77,7 +77,8 @@ class Advantage:
     """A registered advantage estimator (entry points `treadle.advantages`).
 
     per_token: (batch, signals, config) -> advantage float64[N]; values at untrainable tokens are of no effect.
-    options: fields of the configuration that it reads. needs_values: `Signals.values`, of a value head.
+    options: fields of the configuration that it reads.
+    needs_values: `Signals.values`, of a value head, which then learns values + advantage: no whitened one.
     by_group: has a baseline over the group, so that a group of one trains nothing.
     by_step: uses when a reward came; the others use a trajectory's sum alone. by_token: uses those of single tokens.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from treadle.algorithms import estimators, losses
-from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.config import AlgorithmConfig, ValueConfig
 from treadle.algorithms.estimators import Advantage
 from treadle.algorithms.losses import PolicyLoss
 from treadle.core.errors import ConfigError
@@ -30,6 +30,7 @@ def problems(config: AlgorithmConfig, filtered_sampling: bool = False) -> list[s
     advantage, loss = estimators.by_name(config.advantage), losses.by_name(config.policy_loss)
     return [
         *_unread_options(config, advantage, loss),
+        *_value(config, advantage),
         *_correction(config, loss),
         *_kl(config),
         *_reduction(config),
@@ -47,6 +48,11 @@ def _unread_options(config: AlgorithmConfig, advantage: Advantage, loss: PolicyL
         for name in options:
             if name not in read and getattr(config, name) != getattr(defaults, name):
                 yield f"{name} is set, but {kind} {chosen!r} does not read it; leave it out or choose another {kind}"
+
+
+def _value(config: AlgorithmConfig, advantage: Advantage) -> Iterator[str]:
+    if config.value != ValueConfig() and not advantage.needs_values:
+        yield f"value is set, but advantage {config.advantage!r} needs no value head; leave it out or choose gae"
 
 
 def _correction(config: AlgorithmConfig, loss: PolicyLoss) -> Iterator[str]:

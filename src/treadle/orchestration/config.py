@@ -52,7 +52,7 @@ class EvaluationConfig(Config):
 
 
 class OrchestrationConfig(Config):
-    """The loop. Buffer sizes and pacing follow from tasks_per_update, updates_per_batch and max_staleness."""
+    """The loop. Buffer sizes and pacing follow from `training` and max_staleness."""
 
     updates: int = Field(100, ge=1, description="optimizer updates of the run")
     max_staleness: int = Field(0, ge=0, description="policy versions a trained token may lag behind; 0 is synchronous")
@@ -114,11 +114,13 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _whole_batches(self) -> RunConfig:
-        per_batch, updates = self.training.updates_per_batch, self.orchestration.updates
+        training, updates = self.training, self.orchestration.updates
+        per_batch = training.updates_between_publications
         if updates % per_batch:
             raise ValueError(
-                f"orchestration.updates is {updates}, not a multiple of training.updates_per_batch {per_batch}; "
-                f"try {updates + per_batch - updates % per_batch}"
+                f"orchestration.updates is {updates}, not a multiple of the {per_batch} updates of a batch "
+                f"(training.updates_per_batch {training.updates_per_batch} x epochs_per_batch "
+                f"{training.epochs_per_batch}); try {updates + per_batch - updates % per_batch}"
             )
         return self
 

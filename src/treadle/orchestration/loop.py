@@ -270,7 +270,8 @@ class Loop:
         size, section = self.config.training.tasks_per_update, self.config.evaluation
         each = run_metrics({phase: value / len(results) for phase, value in seconds.items()}, *self.clock.read())
         for number, result in enumerate(results):
-            own = groups[number * size : (number + 1) * size]
+            first = number * size % len(groups)  # each epoch goes through them again
+            own = groups[first : first + size]
             played = trajectory_metrics(own, section.success_at, self.state.version, result.refused, section.success_of)
             row = {
                 "kind": "update",
@@ -402,7 +403,7 @@ class Loop:
 
     def _due(self, every: int) -> bool:
         """Whether the last batch reached a multiple of `every` updates."""
-        return every > 0 and self.state.update % every < self.config.training.updates_per_batch
+        return every > 0 and self.state.update % every < self.config.training.updates_between_publications
 
     # --- small things --------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
@@ -33,7 +34,8 @@ from treadle.orchestration.warm_start import WarmStartReport, check_demonstratio
 from treadle.rollout.attempt import open_rollouts
 from treadle.rollout.rewards import load_shaping
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others
-from treadle.training.learner import Learner, check_algorithm
+from treadle.training.learner import Learner, check_algorithm, check_reference
+from treadle.training.model import load_reference
 
 
 def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress) -> dict[str, Any]:
@@ -49,16 +51,18 @@ def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress)
     check_first_prompts(inputs, policy.renderer, config, policy.context)
     check_demonstrations(config, policy.renderer)
     check_engine_config(config.engine)
+    reference = _given_reference(config, policy)
     run = RunDirectory.create(path, config)
     try:
         progress.say(f"run directory: {path}")
-        size = 3 * sum(p.numel() * p.element_size() for p in policy.model.parameters())
+        models = [policy.model] * 3 + ([] if config.algorithm.kl is None else [reference or policy.model])
+        size = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
         run.require_space(size, config.orchestration.keep_last)
         report = run_warm_start(policy.model, policy.renderer, policy.tokenizer_path, config, progress)
         if report is not None:
             progress.say(_warm_start_line(report))
             write_atomically(path / "warm_start.json", json.dumps(asdict(report)).encode())
-        return _train(config, inputs, run, policy, LoopState(), clock, progress)
+        return _train(config, inputs, run, policy, reference, LoopState(), clock, progress)
     finally:
         run.unlock()
 
@@ -84,9 +88,20 @@ def resume_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress
         policy = load_policy(config.model, config.seed)
         progress.say(f"resuming {path} after {latest[1].update} of {config.orchestration.updates} updates")
         clock = replace(clock, wall_before=latest[1].wall_seconds, cpu_before=latest[1].cpu_seconds)
-        return _train(config, inputs, run, policy, latest[1], clock, progress, resume_from=latest[0])
+        reference = _given_reference(config, policy)
+        return _train(config, inputs, run, policy, reference, latest[1], clock, progress, resume_from=latest[0])
     finally:
         run.unlock()
+
+
+def _given_reference(config: RunConfig, policy: Policy) -> PreTrainedModel | None:
+    """The model that `algorithm.kl.model` names, if any; without, the learner keeps a copy of the policy."""
+    kl = config.algorithm.kl
+    if kl is None or kl.model is None:
+        return None
+    reference = load_reference(kl.model, policy.model)
+    check_reference(config.algorithm, reference, policy.model)
+    return reference
 
 
 def _train(
@@ -94,12 +109,13 @@ def _train(
     inputs: Inputs,
     run: RunDirectory,
     policy: Policy,
+    reference: PreTrainedModel | None,
     state: LoopState,
     clock: Clock,
     progress: Progress,
     resume_from: str | None = None,
 ) -> dict[str, Any]:
-    learner = Learner(policy.model, config.training, config.algorithm, config.orchestration.updates)
+    learner = Learner(policy.model, config.training, config.algorithm, config.orchestration.updates, reference)
     run.require_space(checkpoint_bytes(learner), config.orchestration.keep_last)
     ledger, kept = Ledger(run.ledger_file), dict[int, Group]()
     try:

@@ -2,6 +2,7 @@
 
 step-000040/  model.safetensors config.json tokenizer.json ...   loadable by transformers
               optimizer.safetensors  checkpoint.json             what resuming needs besides
+              value_head.safetensors  reference.safetensors      if there are any
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import CheckpointError
@@ -67,6 +68,8 @@ class _Facts:
     tokenizer_sha256: str
     weights_sha256: str
     optimizer_sha256: str
+    value_head_sha256: str | None = None
+    reference_sha256: str | None = None
 
 
 def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
@@ -77,12 +80,16 @@ def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
         write_model(temporary, learner.model, tokenizer)
         moments = _optimizer_tensors(learner)
         write_durably(temporary / "optimizer.safetensors", save_safetensors(moments))
+        beside = {name: unique_weights(module) for name, module in _beside(learner).items()}
+        for name, tensors in beside.items():
+            write_durably(temporary / f"{name}.safetensors", save_safetensors(tensors))
         facts = _Facts(
             updates_done=learner.updates_done,
             kl_coef=None if learner.kl is None else learner.kl.coef,
             tokenizer_sha256=file_sha256(tokenizer / "tokenizer.json"),
             weights_sha256=weights_sha256(learner.weights()),
             optimizer_sha256=weights_sha256(moments),
+            **{f"{name}_sha256": weights_sha256(tensors) for name, tensors in beside.items()},
         )
         write_durably(temporary / "checkpoint.json", json.dumps(asdict(facts), indent=2).encode())
 
@@ -93,6 +100,7 @@ def load_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
         facts = _Facts(**json.loads((directory / "checkpoint.json").read_bytes()))
         weights = load_safetensors((directory / "model.safetensors").read_bytes())
         moments = load_safetensors((directory / "optimizer.safetensors").read_bytes())
+        beside = {name: load_safetensors((directory / f"{name}.safetensors").read_bytes()) for name in _beside(learner)}
     except (OSError, SafetensorError, ValueError, TypeError) as error:  # ValueError: not UTF-8 or not JSON
         raise CheckpointError(f"checkpoint {directory} cannot be read: {error}") from error
     if facts.tokenizer_sha256 != file_sha256(tokenizer / "tokenizer.json"):
@@ -102,17 +110,20 @@ def load_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
     for name, tensors, recorded in (
         ("model.safetensors", weights, facts.weights_sha256),
         ("optimizer.safetensors", moments, facts.optimizer_sha256),
+        *((f"{name}.safetensors", tensors, getattr(facts, f"{name}_sha256")) for name, tensors in beside.items()),
     ):
         if weights_sha256(tensors) != recorded:
             raise CheckpointError(f"checkpoint {directory} is damaged: {name} does not have the recorded SHA-256")
     copy_weights(learner.model, weights, str(directory))
+    for name, module in _beside(learner).items():
+        copy_weights(module, beside[name], str(directory))
     _restore_moments(learner, moments)
     learner.updates_done = facts.updates_done
     if learner.kl is not None and facts.kl_coef is not None:
         learner.kl = replace(learner.kl, coef=facts.kl_coef)
 
 
-def copy_weights(model: PreTrainedModel, weights: dict[str, Tensor], source: str) -> None:
+def copy_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:
     """Copy `weights` into the model. Raises CheckpointError, naming the first difference, if they do not fit it."""
     mine = unique_weights(model)
     for name in sorted(mine.keys() | weights.keys()):
@@ -127,8 +138,16 @@ def copy_weights(model: PreTrainedModel, weights: dict[str, Tensor], source: str
 
 
 def checkpoint_bytes(learner: Learner) -> int:
-    """About how large a checkpoint is: weights and two moments."""
-    return 3 * sum(t.numel() * t.element_size() for t in learner.weights().values())
+    """About how large a checkpoint is: weights and two moments, and what lies beside them."""
+    modules = [learner.trained] * 3 + list(_beside(learner).values())
+    return sum(t.numel() * t.element_size() for module in modules for t in unique_weights(module).values())
+
+
+def _beside(learner: Learner) -> dict[str, nn.Module]:
+    """What else a learner computes with, by the name of its file."""
+    reference = None if learner.reference is None else learner.reference.model
+    modules = {"value_head": learner.value_head, "reference": reference}
+    return {name: module for name, module in modules.items() if module is not None}
 
 
 def _shape(tensor: Tensor | None) -> str:
@@ -138,7 +157,7 @@ def _shape(tensor: Tensor | None) -> str:
 def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
     return {
         f"{moment}.{name}": learner.optimizer.state[parameter][moment].contiguous()
-        for name, parameter in learner.model.named_parameters()
+        for name, parameter in learner.trained.named_parameters()
         if parameter in learner.optimizer.state
         for moment in _MOMENTS
     }
@@ -147,7 +166,7 @@ def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
 def _restore_moments(learner: Learner, moments: dict[str, Tensor]) -> None:
     """Parameters that never had a gradient have no moments; that none is lost, the recorded SHA-256 has shown."""
     learner.optimizer.state.clear()
-    for name, parameter in learner.model.named_parameters():
+    for name, parameter in learner.trained.named_parameters():
         if f"{_MOMENTS[0]}.{name}" in moments:
             learner.optimizer.state[parameter] = {
                 moment: moments[f"{moment}.{name}"].to(parameter.device) for moment in _MOMENTS

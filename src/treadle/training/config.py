@@ -73,7 +73,10 @@ class TrainingConfig(Config):
         ge=1,
         description="a group with fewer graded trajectories is left out; default: 2, or 1 without a baseline",
     )
-    updates_per_batch: int = Field(1, ge=1, description="optimizer updates between two weight publications")
+    updates_per_batch: int = Field(1, ge=1, description="optimizer updates that share out a batch's groups")
+    epochs_per_batch: int = Field(
+        1, ge=1, description="times that a batch is gone through before weights are published"
+    )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="optimizer of RL")
     packing: Packing = Field(
         Packing.TREE,
@@ -97,3 +100,8 @@ class TrainingConfig(Config):
         description="mixture of experts: train each sampled token through the experts that the engine chose for it",
     )
     threads: int | None = Field(None, ge=1, description="torch threads; default: the machine's cores")
+
+    @property
+    def updates_between_publications(self) -> int:
+        """Optimizer updates that one batch gives."""
+        return self.updates_per_batch * self.epochs_per_batch

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -40,6 +40,16 @@ class Head:
         """See the class."""
         logits: Tensor = self.embedding(hidden) * self.scale if self.scale != 1 else self.embedding(hidden)
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+def make_value_head(model: PreTrainedModel) -> nn.Linear:
+    """From final hidden states [P, d] to values [P, 1]; at least float32. V = 0 at first: nothing is drawn."""
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    width = int(model.get_output_embeddings().weight.shape[1])
+    head: nn.Linear = nn.utils.skip_init(nn.Linear, width, 1, device=model.device, dtype=dtype)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    return head
 
 
 def pair_logprobs(

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
@@ -31,7 +31,7 @@ from treadle.packing.tree import PrefixTree, depth_first
 from treadle.training.attention.interface import ATTENTION, Kernel, KeysAndValues, Shape, Tree
 from treadle.training.attention.select import kernel_for
 from treadle.training.distribution import Head, pair_logprobs
-from treadle.training.objective import Gradient, Scores
+from treadle.training.objective import Gradient, Scores, Slopes
 from treadle.training.streaming import KeyValueStore
 from treadle.training.support import native_only, refuse_randomness, slides
 
@@ -43,6 +43,8 @@ class Forward:
     attention and computes each step as a padded row. half: run in bfloat16. make_kernel: tree attention for a shape;
     default: the device's. routing: replay the experts that trees name; otherwise, and where they name none, the model
     chooses.
+    value_head: from hidden states [P, d] to values [P, 1], in its own precision; a token's value
+    is that of the state in which it was sampled.
     Raises ConfigError for a model with dropout, or one that does not compute with tree attention what it computes
     with its own.
     """
@@ -55,8 +57,9 @@ class Forward:
         half: bool = False,
         make_kernel: Callable[[Shape], Kernel] | None = None,
         routing: bool = False,
+        value_head: nn.Linear | None = None,
     ) -> None:
-        self.model, self.budget, self.half = model, budget, half
+        self.model, self.budget, self.half, self.value_head = model, budget, half, value_head
         self._make_kernel = make_kernel or kernel_for(model.device)
         self._head = Head.of(model)
         self._routers = Routers.of(model) if routing else None
@@ -105,9 +108,9 @@ class Forward:
         if len(parts) > 1:
             return self._stream(parts, len(tree), temperature, gradient, entropy_grad)
         with self._replayed(parts[0]):
-            logp, entropy = self._pairs(parts[0], temperature, entropy_grad)
-            scores = Scores(parts[0].flat, logp.detach(), entropy.detach())
-            _propagate(logp, entropy, *gradient(scores))
+            attached = self._pairs(parts[0], temperature, entropy_grad)
+            scores = attached.detached()
+            _propagate(attached, gradient(scores))
         return scores
 
     def _chunks(self, tree: PrefixTree) -> list[MicroBatch]:
@@ -125,8 +128,9 @@ class Forward:
             store.put(part, fresh or {})
         return Scores(
             np.concatenate([part.flat for part in parts]),
-            torch.cat([logp for logp, _ in found]),
-            torch.cat([entropy for _, entropy in found]),
+            torch.cat([scores.logp for scores in found]),
+            torch.cat([scores.entropy for scores in found]),
+            torch.cat([scores.value for scores in found if scores.value is not None]) if self.value_head else None,
         )
 
     def _stream(
@@ -135,22 +139,14 @@ class Forward:
         store = KeyValueStore(nodes)
         with torch.no_grad():
             scores = self._first_pass(parts, temperature, store)
-        by_logp, by_entropy = gradient(scores)
+        slopes = gradient(scores)
         bounds = np.cumsum([0, *(len(part.flat) for part in parts)]).tolist()
         for part, (first, end) in reversed(list(zip(parts, pairwise(bounds), strict=True))):
             context = store.leaves(part.context)
             fresh: dict[int, KeysAndValues] = {}
             with self._replayed(part):
-                logp, entropy = self._pairs(part, temperature, entropy_grad, context, fresh)
-                roots, gradients = store.pending(part, fresh)
-                _propagate(
-                    logp,
-                    entropy,
-                    by_logp[first:end],
-                    None if by_entropy is None else by_entropy[first:end],
-                    roots,
-                    gradients,
-                )
+                attached = self._pairs(part, temperature, entropy_grad, context, fresh)
+                _propagate(attached, slopes.at(slice(first, end)), *store.pending(part, fresh))
             store.collect(part.context, context)
         return scores
 
@@ -177,17 +173,22 @@ class Forward:
         entropy_grad: bool,
         context: Mapping[int, KeysAndValues] | None = None,
         fresh: dict[int, KeysAndValues] | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Scores:
+        """With their graph, if gradients are on."""
         device = self.model.device
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.half):
             hidden = self._hidden(part, context or {}, fresh) if self.shares else self._hidden_rows(part)
-            return pair_logprobs(
+            sources = hidden.index_select(0, torch.from_numpy(part.source).to(device))
+            logp, entropy = pair_logprobs(
                 self._head,
-                hidden.index_select(0, torch.from_numpy(part.source).to(device)),
+                sources,
                 torch.from_numpy(part.target_ids).long().to(device),
                 temperature[torch.from_numpy(part.flat)].to(device),
                 entropy_grad,
             )
+        head = self.value_head
+        value = None if head is None else head(sources.to(head.weight.dtype))[:, 0]
+        return Scores(part.flat, logp, entropy, value)
 
     def _hidden(
         self, part: MicroBatch, context: Mapping[int, KeysAndValues], fresh: dict[int, KeysAndValues] | None
@@ -262,20 +263,14 @@ def _rows(part: MicroBatch) -> tuple[Indices, tuple[int, int]]:
     return np.repeat(np.arange(len(lengths)) * width, lengths) + part.position_ids, (len(lengths), width)
 
 
-def _propagate(
-    logp: Tensor,
-    entropy: Tensor,
-    by_logp: Tensor,
-    by_entropy: Tensor | None,
-    more: Sequence[Tensor] = (),
-    by_more: Sequence[Tensor] = (),
-) -> None:
+def _propagate(scores: Scores, slopes: Slopes, more: Sequence[Tensor] = (), by_more: Sequence[Tensor] = ()) -> None:
     """Back-propagate from everything that carries a gradient."""
-    roots = [
-        (logp, by_logp),
-        *(() if by_entropy is None else ((entropy, by_entropy),)),
+    roots: list[tuple[Tensor | None, Tensor | None]] = [
+        (scores.logp, slopes.logp),
+        (scores.entropy, slopes.entropy),
+        (scores.value, slopes.value),
         *zip(more, by_more, strict=True),
     ]
-    live = [(root, gradient) for root, gradient in roots if root.requires_grad]
+    live = [(x, by_x) for x, by_x in roots if x is not None and by_x is not None and x.requires_grad]
     if live:
         torch.autograd.backward([root for root, _ in live], [gradient for _, gradient in live])

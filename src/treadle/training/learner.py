@@ -8,13 +8,14 @@ Shapes: N completion tokens of an update, J graded trajectories, P pairs of a tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.algorithms import estimators, losses
@@ -24,6 +25,7 @@ from treadle.algorithms.estimators import Advantage, Signals
 from treadle.algorithms.kl import ESTIMATORS, KlController
 from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.algorithms.validation import check
+from treadle.algorithms.values import ValueTargets
 from treadle.core.errors import ConfigError
 from treadle.core.metrics import Measures, measured
 from treadle.core.types import Group
@@ -32,6 +34,7 @@ from treadle.packing.checks import set_aside
 from treadle.packing.flat import FlatBatch, calls, flatten
 from treadle.packing.tree import PrefixTree
 from treadle.training.config import TrainingConfig
+from treadle.training.distribution import make_value_head
 from treadle.training.forward import Forward
 from treadle.training.metrics import (
     GRADIENT_NORM,
@@ -43,7 +46,7 @@ from treadle.training.metrics import (
     SEQUENCES,
     ZERO_ADVANTAGE,
 )
-from treadle.training.objective import Gradient, Objective, joined, looked_up
+from treadle.training.objective import Gradient, Objective, Scores, joined, looked_up
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 
 
@@ -60,22 +63,24 @@ class UpdateResult:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-Reference = Callable[[FlatBatch], NDArray[np.floating]]
-"""The reference model's log-probability of every completion token [N], each at its recorded temperature."""
-
-
-def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, reference: Reference | None = None) -> None:
-    """Raise ConfigError for an algorithm that means nothing, or that needs what is not there. Needs no model."""
+def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig) -> None:
+    """Raise ConfigError for an algorithm that means nothing, or nothing in this training. Needs no model."""
     check(algorithm)
     name, advantage = algorithm.advantage, estimators.by_name(algorithm.advantage)
-    if advantage.needs_values:
-        raise ConfigError(f"algorithm.advantage {name!r} needs a value head, which there is none of; choose another")
-    if algorithm.kl is not None and reference is None:
-        raise ConfigError("algorithm.kl needs a reference model, which there is none of; remove algorithm.kl")
     if training.group_size == 1 and advantage.by_group:
         raise ConfigError(
             f"training.group_size is 1, but algorithm.advantage {name!r} compares the trajectories of a group; "
             "raise it to 2 or more, or choose reinforce++"
+        )
+
+
+def check_reference(algorithm: AlgorithmConfig, reference: PreTrainedModel, policy: PreTrainedModel) -> None:
+    """Raise ConfigError for a reference model that cannot become the policy, where it should."""
+    every = None if algorithm.kl is None else algorithm.kl.reset_every
+    if every is not None and _shapes(reference) != _shapes(policy):
+        raise ConfigError(
+            f"algorithm.kl.reset_every is {every}, but algorithm.kl.model has other weights than the trained model "
+            "and cannot become it; leave reset_every out, or take a reference of the same architecture"
         )
 
 
@@ -84,8 +89,10 @@ class Learner:
 
     Invariant: loss and gradient are sums over (trajectory, step, token) with weights that no layout can change, so
     packing and micro-batch budget change cost and rounding only.
-    reference: called once an update if `algorithm.kl` is set.
-    Raises ConfigError: see `check_algorithm`.
+    value_head: of an advantage that needs values, else None; `trained` is what the optimizer moves: it and the model.
+    reference: what `algorithm.kl` compares with, frozen; by default a copy of the model as it is now. Not kept without
+    `algorithm.kl`.
+    Raises ConfigError: see `check_algorithm` and `check_reference`.
     """
 
     def __init__(
@@ -94,43 +101,53 @@ class Learner:
         training: TrainingConfig,
         algorithm: AlgorithmConfig,
         updates: int,
-        reference: Reference | None = None,
+        reference: PreTrainedModel | None = None,
     ) -> None:
-        check_algorithm(algorithm, training, reference)
+        check_algorithm(algorithm, training)
         self.model, self.training, self.algorithm, self.updates = model, training, algorithm, updates
         self.updates_done = 0
         self.advantage: Advantage = estimators.by_name(algorithm.advantage)
         self.policy_loss: PolicyLoss = losses.by_name(algorithm.policy_loss)
-        self.reference = reference
+        self.value_head = make_value_head(model) if self.advantage.needs_values else None
+        heads = {} if self.value_head is None else {"value_head": self.value_head}
+        self.trained: nn.Module = nn.ModuleDict({"model": model, **heads}) if heads else model
         kl = algorithm.kl
         self.kl = None if kl is None else KlController(kl.coef, kl.target, kl.horizon)
+        self.reference = None if kl is None else self._frozen(reference or copy.deepcopy(model))
         self.forward = Forward(
             model,
             training.max_tokens_per_microbatch,
             training.gradient_checkpointing,
             half=training.precision == "bfloat16",
             routing=training.routing_replay,
+            value_head=self.value_head,
         )
-        self.optimizer = make_optimizer(model, training.optimizer)
+        self.optimizer = make_optimizer(self.trained, training.optimizer)
 
     def weights(self) -> dict[str, Tensor]:
-        """The current weights, not copied."""
+        """The model's current weights, not copied."""
         return unique_weights(self.model)
 
     def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
-        """Train on the groups between two publications: `updates_per_batch` updates of equally many groups, in order.
+        """Train on the groups between two publications: `updates_per_batch` updates of equally many groups, in order,
+        and so again in each of `epochs_per_batch` epochs.
 
-        With several updates, `logp_old` is taken for all of them before the first, if anything compares with it; a
-        single one is its own anchor. Trajectories that this model cannot train (see `packing.checks`) are refused, one
+        Log-probabilities and values at the batch's start are taken for all updates before the first one: values if
+        there is a value head, log-probabilities if anything compares with them and there are several updates; a single
+        one is its own anchor. Trajectories that this model cannot train (see `packing.checks`) are refused, one
         by one.
         """
         size = len(groups) // self.training.updates_per_batch
         sound = [self._sound(groups[i : i + size]) for i in range(0, len(groups), size)]
         batches = [flatten(kept) for kept, _ in sound]
-        ahead = len(batches) > 1 and self._compares_with_old()
-        old = [self.logprobs(batch) if ahead else None for batch in batches]
-        results = [self.update(batch, logp_old) for batch, logp_old in zip(batches, old, strict=True)]
-        return [replace(result, refused=refused) for result, (_, refused) in zip(results, sound, strict=True)]
+        several = self.training.updates_between_publications > 1
+        ahead = self.value_head is not None or (several and self._compares_with_old())
+        starts = [self.scores(batch) if ahead else None for batch in batches]
+        return [
+            replace(self.update(batch, start), refused=refused)
+            for _ in range(self.training.epochs_per_batch)
+            for batch, start, (_, refused) in zip(batches, starts, sound, strict=True)
+        ]
 
     def _compares_with_old(self) -> bool:
         return self.policy_loss.anchor == "old" or self.algorithm.correction.active or self._penalises()
@@ -144,39 +161,55 @@ class Learner:
         context = getattr(config, "max_position_embeddings", None)
         return set_aside(groups, config.vocab_size, context, self.forward.routing)
 
-    def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
-        """The current log-probability of every completion token [N], each at its recorded temperature."""
-        temperature = self._temperature(batch)
-        logp = joined([self.forward.scores(tree, temperature) for tree in self.trees(batch)], temperature).logp
-        return logp.cpu().numpy()
+    def scores(self, batch: FlatBatch) -> Scores:
+        """What the policy says now of every completion token [N], each at its recorded temperature."""
+        return self._scores(self.forward, batch)
 
-    def update(self, batch: FlatBatch, logp_old: NDArray[np.floating] | None = None) -> UpdateResult:
-        """One optimizer update on the batch. An update without a trainable token changes nothing."""
-        if logp_old is None and self._penalises():
-            logp_old = self.logprobs(batch)
-        logp_ref = None if self.reference is None or self.kl is None else self.reference(batch)
-        advantage = self.advantage.per_token(batch, self._signals(logp_old, logp_ref), self.algorithm)
+    def _scores(self, forward: Forward, batch: FlatBatch) -> Scores:
+        temperature = self._temperature(batch)
+        return joined([forward.scores(tree, temperature) for tree in self._trees(forward, batch)], temperature)
+
+    def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
+        """The current log-probability of every completion token [N]: `scores`."""
+        return self.scores(batch).logp.cpu().numpy()
+
+    def update(self, batch: FlatBatch, start: Scores | None = None) -> UpdateResult:
+        """One optimizer update on the batch. An update without a trainable token changes nothing.
+
+        start: `scores` at the batch's start; None: now, taken only if needed.
+        """
+        if start is None and (self.value_head is not None or self._penalises()):
+            start = self.scores(batch)
+        logp_old = None if start is None else start.logp.cpu().numpy()
+        values = None if start is None or start.value is None else start.value.cpu().numpy()
+        logp_ref = None if self.reference is None else self._scores(self.reference, batch).logp.cpu().numpy()
+        signals = Signals(self._penalty(logp_old, logp_ref), None if values is None else values.astype(np.float64))
+        advantage = self.advantage.per_token(batch, signals, self.algorithm)
         rate = learning_rate(self.training.optimizer, self.updates_done, self.updates)
-        totals = self.accumulate(batch, advantage, logp_old, logp_ref)
-        norm = step(self.optimizer, self.model, self.training.optimizer, rate) if batch.mask.any() else 0.0
+        totals = self.accumulate(batch, advantage, logp_old, logp_ref, values)
+        norm = step(self.optimizer, self.trained, self.training.optimizer, rate) if batch.mask.any() else 0.0
         self.updates_done += 1
         of_update = {LEARNING_RATE: [rate], GRADIENT_NORM: [norm]}
         if self.kl is not None:
             of_update[KL_COEF] = [self.kl.coef]
             if (kl := totals["kl"]) is not None:
                 self.kl = self.kl.after(kl, len(batch.trajectories))
+        self._reset_reference()
         return UpdateResult(
             metrics=measured("run", of_update) + totals + _batch_metrics(batch, advantage),
             advantage=_by_trajectory(batch, advantage),
         )
 
-    def _signals(self, logp_old: NDArray[np.floating] | None, logp_ref: NDArray[np.floating] | None) -> Signals:
-        """What the advantage may use beside the batch."""
+    def _penalty(
+        self, logp_old: NDArray[np.floating] | None, logp_ref: NDArray[np.floating] | None
+    ) -> NDArray[np.float64] | None:
+        """KL that is taken off each token's reward, if any."""
         section = self.algorithm.kl
         if section is None or self.kl is None or section.where == "loss" or logp_old is None or logp_ref is None:
-            return Signals()
+            return None
         old, reference = (torch.from_numpy(np.asarray(logp, np.float64)) for logp in (logp_old, logp_ref))
-        return Signals(penalty=(self.kl.coef * ESTIMATORS[section.estimator](old, reference)).numpy())
+        penalty: NDArray[np.float64] = (self.kl.coef * ESTIMATORS[section.estimator](old, reference)).numpy()
+        return penalty
 
     def accumulate(
         self,
@@ -184,17 +217,19 @@ class Learner:
         advantage: NDArray[np.float64],
         logp_old: NDArray[np.floating] | None = None,
         logp_ref: NDArray[np.floating] | None = None,
+        values: NDArray[np.floating] | None = None,
     ) -> Measures:
         """Add the batch's gradient to the parameters' `.grad`; returns metrics of its tokens and of their layout.
 
         advantage float64[N]. logp_old [N], or None to anchor on the policy as it is now. logp_ref [N], for KL.
+        values [N], at the batch's start, for what a value head learns: values + advantage.
         """
         trees, temperature = self.trees(batch), self._temperature(batch)
-        objective = self.objective(batch, advantage, logp_old, logp_ref)
+        objective = self.objective(batch, advantage, logp_old, logp_ref, values)
         gradient: Gradient = objective.gradient
         if objective.couples:
             whole = joined([self.forward.scores(tree, temperature) for tree in trees], temperature)
-            gradient = looked_up(*objective.gradient(whole))
+            gradient = looked_up(objective.gradient(whole))
         scores = [self.forward.backward(tree, temperature, gradient, objective.entropy_coef > 0) for tree in trees]
         packed = {
             PACKED_TOKENS: [len(tree) for tree in trees],
@@ -204,9 +239,10 @@ class Learner:
 
     def trees(self, batch: FlatBatch) -> list[PrefixTree]:
         """The batch as it is laid out for the forward pass."""
-        return self.forward.trees(
-            calls(batch, self.training.routing_replay), self.training.packing, self.training.sharing
-        )
+        return self._trees(self.forward, batch)
+
+    def _trees(self, forward: Forward, batch: FlatBatch) -> list[PrefixTree]:
+        return forward.trees(calls(batch, forward.routing is not None), self.training.packing, self.training.sharing)
 
     def objective(
         self,
@@ -214,6 +250,7 @@ class Learner:
         advantage: NDArray[np.float64],
         logp_old: NDArray[np.floating] | None = None,
         logp_ref: NDArray[np.floating] | None = None,
+        values: NDArray[np.floating] | None = None,
     ) -> Objective:
         """The batch's loss as a function of its log-probabilities; arguments as for `accumulate`."""
         start, end = self.algorithm.entropy_coef, self.algorithm.entropy_coef_end
@@ -243,7 +280,23 @@ class Learner:
             reduction=reduction,
             corrected=corrected(tokens, weight, correction, reduction) if known else None,
             kl_coef=self.kl.coef if self.kl is not None and kl is not None and kl.where == "loss" else 0.0,
+            values=None if values is None else ValueTargets(self._tensor(values), self._tensor(values + advantage)),
         )
+
+    def _frozen(self, reference: PreTrainedModel) -> Forward:
+        """The reference model, ready to be scored as the policy is."""
+        check_reference(self.algorithm, reference, self.model)
+        half = self.training.precision == "bfloat16"
+        return Forward(reference.requires_grad_(False), self.training.max_tokens_per_microbatch, half=half)
+
+    def _reset_reference(self) -> None:
+        """After an update: make the policy the reference, if that is due."""
+        section = self.algorithm.kl
+        if self.reference is None or section is None or section.reset_every is None:
+            return
+        if self.updates_done % section.reset_every == 0:
+            for name, tensor in unique_weights(self.reference.model).items():
+                tensor.copy_(self.weights()[name])
 
     def _temperature(self, batch: FlatBatch) -> Tensor:
         """[N], in the precision of log-probabilities and losses: the model's, but at least float32."""
@@ -271,3 +324,7 @@ def _by_trajectory(batch: FlatBatch, advantage: NDArray[np.float64]) -> dict[str
     tokens = np.bincount(own, minlength=count)
     sums = np.bincount(own, advantage[batch.mask], count)
     return {t.trajectory_id: float(sums[j] / tokens[j]) for j, t in enumerate(batch.trajectories) if tokens[j]}
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in unique_weights(model).items()}

@@ -29,6 +29,9 @@ GAP_KL = Metric("logprob_gap_kl", "token", "mean", "nats", "KL from the engine's
 TRAINABLE_TOKENS = Metric("trainable_tokens", "token", "sum", "tokens", "sampled tokens that are trained")
 TRAINABLE_FRACTION = Metric("trainable_fraction", "token", "mean", "share", "trained, of all sampled tokens")
 
+VALUE_LOSS = Metric("value_loss", "token", "mean", "", "of the value head, if there is one")
+VALUE_CLIPPED = Metric("value_clip_fraction", "token", "mean", "share", "held by `algorithm.value.clip`, if it is set")
+
 # over trained steps, tasks with a trained token, and the update
 
 SEQUENCES = Metric("sequences", "step", "sum", "sequences", "steps, each of which is a sequence before packing")
@@ -38,6 +41,13 @@ PACKED_SEQUENCES = Metric("packed_sequences", "run", "sum", "sequences", "sequen
 PACKED_TOKENS = Metric("packed_tokens", "run", "sum", "tokens", "tokens computed after packing")
 LEARNING_RATE = Metric("learning_rate", "run", "mean", "", "of the update")
 GRADIENT_NORM = Metric("gradient_norm", "run", "mean", "", "before clipping")
+VALUE_EXPLAINED = Metric(
+    "value_explained_variance",
+    "run",
+    "mean",
+    "share",
+    "of the returns' variance, by the value head",
+)
 KL_COEF = Metric("kl_coef", "run", "mean", "", "coefficient of KL, if `algorithm.kl` is set")
 
 

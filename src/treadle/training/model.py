@@ -62,7 +62,7 @@ def make_model(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedMod
     Raises ConfigError for a directory that holds no model, unknown config fields, a vocabulary that is too small for
     the tokenizer's `vocabulary` ids, dropout, or layers that cannot be packed.
     """
-    model = _load(Path(config.path)) if config.path is not None else _build(config, vocabulary, seed)
+    model = _load(config.path, "model.path") if config.path is not None else _build(config, vocabulary, seed)
     text = model.config.get_text_config()
     if text.vocab_size < vocabulary:
         raise ConfigError(f"the model's vocabulary of {text.vocab_size} is smaller than the tokenizer's {vocabulary}")
@@ -70,11 +70,22 @@ def make_model(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedMod
     return model
 
 
-def _load(path: Path) -> PreTrainedModel:
+def load_reference(path: str, policy: PreTrainedModel) -> PreTrainedModel:
+    """The reference model in a directory, in float32. Raises ConfigError if it cannot score all the policy may say."""
+    model = _load(path, "algorithm.kl.model")
+    refuse_randomness(model)
+    mine, theirs = policy.config.get_text_config(), model.config.get_text_config()
+    for name in ("vocab_size", "max_position_embeddings"):
+        needed, there = getattr(mine, name, 0), getattr(theirs, name, 0)
+        if there < needed:
+            raise ConfigError(f"algorithm.kl.model: {name} of {path!r} is {there}, smaller than the model's {needed}")
+    return model
+
+
+def _load(directory: str, field: str) -> PreTrainedModel:
+    path = Path(directory)
     if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: no config.json in {str(path)!r}; give the directory of a Hugging Face causal LM"
-        )
+        raise ConfigError(f"{field}: no config.json in {directory!r}; give the directory of a Hugging Face causal LM")
     hf_logging.disable_progress_bar()  # callers show their own progress
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -85,12 +96,12 @@ def _load(path: Path) -> PreTrainedModel:
             local_files_only=True,
         )
     except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
-        raise ConfigError(f"model.path: {str(path)!r} cannot be loaded: {error}") from error
+        raise ConfigError(f"{field}: {directory!r} cannot be loaded: {error}") from error
     model: PreTrainedModel = loaded[0]
     report: dict[str, Any] = loaded[1]
     if wrong := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
         raise ConfigError(
-            f"model.path: the weights in {str(path)!r} lack {len(wrong)} of the model's, for example {wrong[0]}; "
+            f"{field}: the weights in {directory!r} lack {len(wrong)} of the model's, for example {wrong[0]}; "
             "they would be random"
         )
     return model

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.corrections import Corrected, corrected
 from treadle.algorithms.kl import ESTIMATORS, k3
 from treadle.algorithms.losses import PolicyLoss, Tokens
-from treadle.core.metrics import Measures, Tally
+from treadle.algorithms.values import ValueTargets, explained_variance, value_clipped, value_loss
+from treadle.core.metrics import Measures, Tally, measured
 from treadle.packing.flat import Indices
 from treadle.training.metrics import (
     CLIP_FRACTION,
@@ -33,31 +35,54 @@ from treadle.training.metrics import (
     RATIO_MIN,
     TRAINABLE_FRACTION,
     TRAINABLE_TOKENS,
+    VALUE_CLIPPED,
+    VALUE_EXPLAINED,
+    VALUE_LOSS,
     tally,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the model says of some tokens, detached. flat int64[n]: where they stand among all N; logp, entropy [n], in
-    nats."""
+    """What the model says of some tokens. flat int64[n]: where they stand among all N; logp, entropy [n], in nats;
+    value [n], of the state in which each was sampled, if there is a value head."""
 
     flat: Indices
     logp: Tensor
     entropy: Tensor
+    value: Tensor | None = None
+
+    def detached(self) -> Scores:
+        """Without what they were computed from."""
+        value = None if self.value is None else self.value.detach()
+        return Scores(self.flat, self.logp.detach(), self.entropy.detach(), value)
 
 
-Gradient = Callable[[Scores], tuple[Tensor, Tensor | None]]
-"""The loss's gradient by log-probabilities [n], and by entropies [n] if they matter."""
+class Slopes(NamedTuple):
+    """A loss's gradient by log-probabilities [n], and by entropies [n] and values [n] if they matter."""
+
+    logp: Tensor
+    entropy: Tensor | None = None
+    value: Tensor | None = None
+
+    def at(self, index: Tensor | slice) -> Slopes:
+        """Of some tokens only."""
+        entropy = None if self.entropy is None else self.entropy[index]
+        return Slopes(self.logp[index], entropy, None if self.value is None else self.value[index])
+
+
+Gradient = Callable[[Scores], Slopes]
+"""The loss's gradient by what is said, detached, of some tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """sum_i weight_i (factor_i * policy loss_i + kl_coef * kl_i - entropy_coef * entropy_i).
+    """sum_i weight_i (factor_i * policy loss_i + kl_coef * kl_i + coef * value loss_i - entropy_coef * entropy_i).
 
     tokens, weight [N]. anchored: the update starts from the policy as it is now, and `logp_old` is `logp` itself.
     reduction: weights of the tokens in a mask [N]. corrected: what corrections make of the weights, where `logp_old` is
     known before the forward pass; factor is 1 without any. kl_coef: of KL in the loss; it needs `tokens.logp_ref`.
+    values: what a value head learns, [N].
     """
 
     config: AlgorithmConfig
@@ -69,6 +94,7 @@ class Objective:
     reduction: Callable[[Tensor], Tensor]
     corrected: Corrected | None = None
     kl_coef: float = 0.0
+    values: ValueTargets | None = None
 
     @property
     def couples(self) -> bool:
@@ -85,13 +111,18 @@ class Objective:
             weight, each = correction.weight, correction.factor * each
         if self.kl_coef:
             each = each + self.kl_coef * self._kl(scores.logp, tokens)
+        if self.values is not None and scores.value is not None:
+            section = self.config.value
+            each = each + section.coef * value_loss(scores.value, self.values.at(index), section.clip)
         return (weight * (each - self.entropy_coef * scores.entropy)).sum()
 
-    def gradient(self, scores: Scores) -> tuple[Tensor, Tensor | None]:
+    def gradient(self, scores: Scores) -> Slopes:
         """See `Gradient`."""
-        leaves = Scores(scores.flat, scores.logp.clone().requires_grad_(), scores.entropy.clone().requires_grad_())
-        by_logp, by_entropy = torch.autograd.grad(self.loss(leaves), (leaves.logp, leaves.entropy))
-        return by_logp, by_entropy if self.entropy_coef else None
+        logp, entropy = scores.logp.clone().requires_grad_(), scores.entropy.clone().requires_grad_()
+        value = None if self.values is None or scores.value is None else scores.value.clone().requires_grad_()
+        leaves = (logp, entropy) if value is None else (logp, entropy, value)
+        slopes = Slopes(*torch.autograd.grad(self.loss(Scores(scores.flat, logp, entropy, value)), leaves))
+        return slopes if self.entropy_coef else slopes._replace(entropy=None)
 
     def metrics(self, scores: Scores) -> Measures:
         """Over the trainable tokens; scores of all N, in order."""
@@ -118,8 +149,15 @@ class Objective:
             found[CORRECTION_WEIGHT] = correction.factor[mask]
         if tokens.logp_ref is not None:
             found[KL] = self._kl(scores.logp, tokens)[mask]
+        of_values = Measures()
+        if self.values is not None and scores.value is not None:
+            clip, value, targets = self.config.value.clip, scores.value[mask], self.values.at(index[mask])
+            found[VALUE_LOSS] = value_loss(value, targets, clip)
+            of_values = measured("run", {VALUE_EXPLAINED: [explained_variance(value, targets.target)]})
+            if clip is not None:
+                found[VALUE_CLIPPED] = value_clipped(value, targets, clip)
         loss = Tally(LOSS, float(self.loss(scores)), len(mask))
-        return Measures([loss, *(tally(metric, values) for metric, values in found.items())])
+        return Measures([loss, *(tally(metric, values) for metric, values in found.items())]) + of_values
 
     def _corrected(self, index: Tensor, tokens: Tokens) -> Corrected:
         """Of the tokens at hand: all of them if a correction couples tokens and is not known yet."""
@@ -152,14 +190,15 @@ def joined(parts: Sequence[Scores], like: Tensor) -> Scores:
     flat = np.concatenate([np.empty(0, np.int64), *(part.flat for part in parts)])
     order = torch.from_numpy(np.argsort(flat))
     logp, entropy = (torch.cat([like[:0], *(getattr(part, name) for part in parts)]) for name in ("logp", "entropy"))
-    return Scores(np.arange(len(flat)), logp[order.to(logp.device)], entropy[order.to(logp.device)])
+    values = [part.value for part in parts if part.value is not None]
+    value = torch.cat([like[:0], *values])[order.to(logp.device)] if len(values) == len(parts) else None
+    return Scores(np.arange(len(flat)), logp[order.to(logp.device)], entropy[order.to(logp.device)], value)
 
 
-def looked_up(by_logp: Tensor, by_entropy: Tensor | None) -> Gradient:
+def looked_up(slopes: Slopes) -> Gradient:
     """The gradient [N] of a loss over the whole batch, handed out part by part."""
 
-    def gradient(scores: Scores) -> tuple[Tensor, Tensor | None]:
-        index = torch.from_numpy(scores.flat).to(by_logp.device)
-        return by_logp[index], None if by_entropy is None else by_entropy[index]
+    def gradient(scores: Scores) -> Slopes:
+        return slopes.at(torch.from_numpy(scores.flat).to(slopes.logp.device))
 
     return gradient

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from treadle.core.errors import TrainingStopped
@@ -18,7 +17,7 @@ from treadle.rollout.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import Demonstrations, demonstrated_calls
 from treadle.training.forward import Forward
-from treadle.training.objective import Scores
+from treadle.training.objective import Scores, Slopes
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 
 
@@ -50,8 +49,8 @@ def warm_start(
         tokens = sum(len(c.token_ids) - c.prompt_length for c in calls)
         temperature = torch.ones(tokens, device=model.device)
 
-        def mean(scores: Scores, tokens: int = tokens) -> tuple[Tensor, None]:
-            return torch.full_like(scores.logp, -1 / tokens), None
+        def mean(scores: Scores, tokens: int = tokens) -> Slopes:
+            return Slopes(torch.full_like(scores.logp, -1 / tokens))
 
         trees = forward.trees(calls, Packing.TREE, Sharing.TRAJECTORY)
         total = -sum(float(forward.backward(tree, temperature, mean).logp.sum()) for tree in trees) / tokens

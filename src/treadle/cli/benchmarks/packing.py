@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from treadle.cli.benchmarks import kernels
@@ -29,7 +28,7 @@ from treadle.training.attention.interface import Kernel, Shape
 from treadle.training.config import ModelConfig
 from treadle.training.forward import Forward
 from treadle.training.model import make_model
-from treadle.training.objective import Scores
+from treadle.training.objective import Scores, Slopes
 
 BUDGET = 8192
 CPU_MODEL: Mapping[str, Any] = {
@@ -162,8 +161,8 @@ def _differentiate(forward: Forward, trees: Sequence[PrefixTree], tokens: int) -
         forward.backward(tree, temperature, _gradient)
 
 
-def _gradient(scores: Scores) -> tuple[Tensor, None]:
-    return torch.full_like(scores.logp, 1e-4), None
+def _gradient(scores: Scores) -> Slopes:
+    return Slopes(torch.full_like(scores.logp, 1e-4))
 
 
 def _zero_gradients(model: PreTrainedModel) -> None:

@@ -138,6 +138,7 @@ def _row(packing: Packing, budget: int, result: UpdateResult, seconds: float, st
 
 
 def _learner(config: RunConfig, vocabulary: int, packing: Packing, budget: int) -> Learner:
-    changed = {"packing": packing, "max_tokens_per_microbatch": budget, "updates_per_batch": 1}
+    one = {"updates_per_batch": 1, "epochs_per_batch": 1}
+    changed = {"packing": packing, "max_tokens_per_microbatch": budget, **one}
     training = config.training.model_copy(update=changed)
     return Learner(make_model(config.model, vocabulary, seed=0), training, config.algorithm, updates=1000)

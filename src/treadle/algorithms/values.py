@@ -1,0 +1,50 @@
+"""The loss of a value head: pure functions of its values.
+
+Shapes: tensors [n] in, [n] out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTargets:
+    """old [n]: values at the start of the batch. target [n]: returns, `old` plus the advantage."""
+
+    old: Tensor
+    target: Tensor
+
+    def at(self, index: Tensor) -> ValueTargets:
+        """Of some tokens only. index int64[n]."""
+        return ValueTargets(self.old[index], self.target[index])
+
+
+def value_loss(value: Tensor, targets: ValueTargets, clip: float | None = None) -> Tensor:
+    """(V - G)^2 / 2; with `clip`, at least that of V held within `clip` of the old value.
+
+    Source: Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation", eq. 28;
+    clipped: Engstrom et al. 2020, "Implementation matters in deep policy gradients", sec. 3.
+    """
+    error = (value - targets.target).square() / 2
+    return error if clip is None else torch.maximum(error, _held_error(value, targets, clip))
+
+
+def value_clipped(value: Tensor, targets: ValueTargets, clip: float) -> Tensor:
+    """bool[n]: tokens whose gradient `value_loss` cuts off."""
+    return _held_error(value, targets, clip) > (value - targets.target).square() / 2
+
+
+def explained_variance(value: Tensor, target: Tensor) -> float:
+    """1 - Var(G - V) / Var(G); 0 where all G are equal. value, target [n], of trained tokens."""
+    if not len(target) or bool(target.min() == target.max()):
+        return 0.0
+    return 1 - float((target - value).var(correction=0) / target.var(correction=0))
+
+
+def _held_error(value: Tensor, targets: ValueTargets, clip: float) -> Tensor:
+    held = targets.old + (value - targets.old).clamp(-clip, clip)
+    return (held - targets.target).square() / 2

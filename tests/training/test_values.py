@@ -1,0 +1,183 @@
+"""The value head: trained along with the policy, kept in checkpoints, published to nobody."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models import (
+    distance,
+    exact,
+    full,
+    gradients,
+    make_group,
+    make_step,
+    norm,
+    random_groups,
+    same_bits,
+    step_logprobs,
+    tiny,
+    weights_of,
+)
+from tests.training.reference import (
+    LAYOUTS,
+    accumulated,
+    drawn_head,
+    forked_groups,
+    learner_gradients,
+    make_learner,
+    separate_gradient,
+    step_values,
+)
+from treadle.algorithms.config import AlgorithmConfig, ValueConfig
+from treadle.core.errors import CheckpointError
+from treadle.core.types import Group
+from treadle.packing.flat import flatten
+from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, save_checkpoint
+from treadle.training.config import OptimizerConfig, TrainingConfig
+from treadle.training.learner import Learner
+
+FAST = OptimizerConfig(learning_rate=1e-2)
+TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"
+GAE = AlgorithmConfig(advantage="gae", gamma=0.9, gae_lambda=0.8)
+
+
+def learner_of(seed: int = 0, algorithm: AlgorithmConfig = GAE, **training: Any) -> Learner:
+    return Learner(tiny(seed=seed), TrainingConfig(optimizer=FAST, **training), algorithm, 10)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 8192])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_the_value_of_a_token_is_that_of_the_state_in_which_it_was_sampled(layout: dict[str, Any], budget: int) -> None:
+    model, batch = exact(), flatten(forked_groups(groups=1))
+    found = make_learner(model, GAE, max_tokens_per_microbatch=budget, **layout).scores(batch).value
+    with torch.no_grad():
+        wanted = torch.cat([step_values(model, drawn_head(model), step) for step in batch.steps])
+    assert found is not None and not found.requires_grad
+    np.testing.assert_allclose(full(found), full(wanted), rtol=1e-12, atol=1e-12)
+    assert float(wanted.std()) > 0.1
+
+
+@pytest.mark.parametrize("budget", [1, 7, 8192])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
+def test_any_layout_gives_the_gradient_of_each_step_alone(loss: str, layout: dict[str, Any], budget: int) -> None:
+    """Streamed, whole, and handed out part by part for a loss that couples tokens."""
+    groups, algorithm = forked_groups(groups=1), GAE.model_copy(update={"policy_loss": loss})
+    wanted, _ = separate_gradient(exact(), groups, algorithm)
+    found, _ = accumulated(make_learner(exact(), algorithm, max_tokens_per_microbatch=budget, **layout), groups)
+    assert distance(found, wanted) <= 1e-12 * norm(wanted)
+
+
+def test_the_gradient_of_one_masked_sequence_by_hand() -> None:
+    """One reward of 1, no discount: every return is 1, every advantage 1 - V."""
+    step = make_step([1, 2], [3, 4, 5, 6], mask=[True, False, True, True])
+    learner = make_learner(exact(), AlgorithmConfig(advantage="gae", value=ValueConfig(coef=0.7)))
+    batch = flatten([make_group([([step], 1.0)])])
+    values = full(learner.scores(batch).value)
+    learner.accumulate(batch, 1 - values, values=values)
+    model, trained = exact(), torch.tensor([True, False, True, True])
+    head = drawn_head(model)
+    value, logp = step_values(model, head, step), step_logprobs(model, step)[0]
+    each = -(1 - value.detach()) * logp + 0.7 * (value - 1) ** 2 / 2
+    (each[trained].sum() / 3).backward()
+    wanted = {**gradients(model), **{f"value_head.{name}": x for name, x in gradients(head).items()}}
+    assert distance(learner_gradients(learner), wanted) <= 1e-12 * norm(wanted)
+
+
+def test_values_are_0_at_first_and_nothing_is_drawn_for_them() -> None:
+    model = tiny()
+    state = torch.get_rng_state()
+    learner = Learner(model, TrainingConfig(), GAE, 1)
+    assert torch.equal(state, torch.get_rng_state())
+    scores = learner.scores(flatten(random_groups(0)))
+    assert scores.value is not None and not scores.value.any()
+
+
+def foretold() -> list[Group]:
+    """Two tasks: one always pays, the other never does, and their openings tell which."""
+    return [
+        make_group([([make_step([1 + index], [3 + i, 4 + i])], float(index)) for i in range(3)], index)
+        for index in range(2)
+    ]
+
+
+def test_it_learns_returns_that_can_be_foretold_and_then_there_is_no_advantage_left() -> None:
+    learner = Learner(tiny(), TrainingConfig(optimizer=FAST), AlgorithmConfig(advantage="gae"), 60)
+    first, *_, last = [learner.train_batch(foretold())[0] for _ in range(60)]
+    assert first.metrics["value_loss"] == pytest.approx(0.25)  # of V = 0: half of the tokens return 1
+    assert first.metrics["value_explained_variance"] == 0
+    assert last.metrics["value_loss"] < 0.01 and last.metrics["value_explained_variance"] > 0.95
+    assert first.advantage["g000001.0"] == 1 and abs(last.advantage["g000001.0"]) < 0.2
+
+
+def test_old_values_are_of_the_start_of_the_batch() -> None:
+    """For all of its updates: the second one learns the returns that were fixed before the first."""
+    groups = random_groups(0, groups=4)
+    algorithm = AlgorithmConfig(advantage="gae", value=ValueConfig(clip=1e-4))
+    learner, by_hand = (learner_of(algorithm=algorithm, updates_per_batch=n) for n in (2, 1))
+    first, second = flatten(groups[:2]), flatten(groups[2:])
+    starts = by_hand.scores(first), by_hand.scores(second)
+    results = learner.train_batch(groups)
+    assert [by_hand.update(batch, start) for batch, start in zip((first, second), starts, strict=True)] == results
+    assert same_bits(weights_of(learner.trained), weights_of(by_hand.trained))
+    assert results[0].metrics["value_clip_fraction"] == 0 < results[1].metrics["value_clip_fraction"]
+
+
+def test_the_gradients_norm_includes_the_heads() -> None:
+    groups = [make_group([([make_step([1, 2], [3])], 1.0)])]
+    learner = learner_of()
+    learner.accumulate(flatten(groups), np.ones(1), values=np.zeros(1))
+    (result,) = learner_of().train_batch(groups)
+    found = learner_gradients(learner)
+    assert result.metrics["gradient_norm"] == pytest.approx(norm(found), rel=1e-5)
+    assert norm(found) > 1.0001 * norm(gradients(learner.model))
+
+
+def test_there_is_none_unless_an_advantage_needs_it_and_it_is_never_published() -> None:
+    plain = learner_of(algorithm=AlgorithmConfig())
+    assert plain.value_head is None and plain.trained is plain.model
+    assert learner_of().weights().keys() == plain.weights().keys()
+
+
+def test_in_bfloat16_values_stay_float32() -> None:
+    batch = flatten(random_groups(0))
+    found, wanted = (make_learner(tiny(), GAE, precision=p).scores(batch).value for p in ("bfloat16", "float32"))
+    assert found is not None and wanted is not None and found.dtype == torch.float32
+    assert 0 < float((found - wanted).norm()) < 0.05 * float(wanted.norm())
+
+
+def saved(directory: Path, learner: Learner) -> Path:
+    save_checkpoint(directory / "step", learner, TOKENIZER)
+    return directory / "step"
+
+
+def test_a_restored_learner_continues_bit_for_bit(tmp_path: Path) -> None:
+    learner, other = learner_of(), learner_of(seed=3)
+    learner.train_batch(random_groups(0))
+    checkpoint = saved(tmp_path, learner)
+    size = sum(p.stat().st_size for p in checkpoint.glob("*.safetensors"))
+    assert 0.8 < checkpoint_bytes(learner) / size < 1.2
+    other.train_batch(random_groups(5))
+    load_checkpoint(checkpoint, other, TOKENIZER)
+    assert same_bits(weights_of(learner.trained), weights_of(other.trained))
+    for one in (learner, other):
+        one.train_batch(random_groups(1))
+    assert same_bits(weights_of(learner.trained), weights_of(other.trained))
+
+
+def test_the_head_is_a_file_of_its_own_that_must_be_whole(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, learner_of())
+    assert json.loads((checkpoint / "checkpoint.json").read_text())["value_head_sha256"]
+    file = checkpoint / "value_head.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"damaged: value_head\.safetensors"):
+        load_checkpoint(checkpoint, learner_of(), TOKENIZER)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*value_head\.safetensors"):
+        load_checkpoint(checkpoint, learner_of(), TOKENIZER)
