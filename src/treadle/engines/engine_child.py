@@ -111,7 +111,7 @@ def load(message: Message) -> TorchEngine:
 
 def _decode(directory: str) -> Decode:
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 async def serve(channel: socket.socket) -> None:
