@@ -306,10 +306,9 @@ class TorchEngine:
 
 
 def _thread() -> ThreadPoolExecutor:
-    """A thread that computes with as many threads as this one: OpenMP and MKL keep that number for each."""
-    return ThreadPoolExecutor(
-        1, "treadle-engine", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
-    )
+    """One that computes with as many threads as this one does: OpenMP and MKL keep that number for each."""
+    count = torch.get_num_threads()
+    return ThreadPoolExecutor(1, "treadle-engine", initializer=torch.set_num_threads, initargs=(count,))
 
 
 def _fail(request: _Request, error: BaseException) -> None:
