@@ -1,10 +1,12 @@
 """Weights handed to another process: complete, gone afterwards, and none left behind by a killed process."""
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,7 +62,18 @@ async def test_where_shared_memory_lacks_room_a_temporary_directory_serves(
         assert path.is_relative_to(tmp_path)
 
 
-async def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineError, match=r"could not write weights to .*make room there, or set TMPDIR"):
-        async with staged({"w": torch.ones(2, 2).to_sparse()}):
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file of this process may grow beyond 1000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("small_files")
+async def test_a_file_that_cannot_be_written_is_told_and_gone() -> None:
+    with pytest.raises(EngineError, match=r"could not write weights to .*make room there, or set TMPDIR") as caught:
+        async with staged({"w": torch.ones(1000)}):
             pass
+    assert not list(Path("/dev/shm").glob(f"treadle_weights-*-{os.getpid()}-*")), caught.value

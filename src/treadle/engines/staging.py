@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -26,14 +27,13 @@ async def staged(weights: Mapping[str, Tensor]) -> AsyncIterator[Path]:
 
     It lies in a directory of its own, so that nothing is left of a file that was not finished. Raises EngineError.
     """
-    size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    folder = _folder(size)
+    folder = _folder(sum(tensor.numel() * tensor.element_size() for tensor in weights.values()))
     _remove_orphans(folder)
-    directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=folder))
+    directory = folder / f"{_PREFIX}{os.getpid()}-{uuid4().hex}"
     try:
-        yield await asyncio.to_thread(_write, directory / "weights.safetensors", weights)
+        yield await asyncio.to_thread(_write, directory, weights)
     finally:
-        shutil.rmtree(directory)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _folder(size: int) -> Path:
@@ -44,8 +44,11 @@ def _folder(size: int) -> Path:
     return Path(tempfile.gettempdir())
 
 
-def _write(path: Path, weights: Mapping[str, Tensor]) -> Path:
-    try:  # safetensors writes another file first and renames it
+def _write(directory: Path, weights: Mapping[str, Tensor]) -> Path:
+    path = directory / "weights.safetensors"
+    try:
+        directory.mkdir(mode=0o700)
+        # it writes another file first, beside, and renames that
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
     except (OSError, SafetensorError) as error:
         raise EngineError(f"could not write weights to {path}: {error}; make room there, or set TMPDIR") from error
