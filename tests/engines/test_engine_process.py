@@ -104,7 +104,7 @@ def test_a_completion_survives_bit_for_bit(
     sent = Completion(token_ids, logprobs, reason, tuple(VersionSpan(*span) for span in spans))
     [message] = decode(encode([completion_message(sent)]))
     came = completion_of(message)
-    assert (came.token_ids.dtype, came.logprobs.dtype) == (np.int32, np.float32)
+    assert came.token_ids.dtype == np.int32 and came.logprobs.dtype == np.float32
     assert came.token_ids.tolist() == token_ids.tolist()
     same = came.logprobs.view(np.int32) == logprobs.view(np.int32)
     assert (same | (np.isnan(came.logprobs) & np.isnan(logprobs))).all()  # what is no number has many forms
@@ -362,8 +362,9 @@ async def test_a_killed_process_fails_every_call_with_its_exit_code_and_its_log(
         os.kill(engine.pid, signal.SIGSTOP)
         waves = [asyncio.create_task(engine.generate(PROMPT, sampling(), session=name)) for name in "ab"]
         await ticks(5)
-        pending = [*waves, asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))]
-        pending.append(asyncio.create_task(engine.publish(unique_weights(tiny()), 1)))
+        held = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
+        publication = asyncio.create_task(engine.publish(unique_weights(tiny()), 1))
+        pending: list[asyncio.Task[Any]] = [*waves, held, publication]
         await ticks(5)
         with engine_log.open("a") as log:
             log.write("the last words\n")
