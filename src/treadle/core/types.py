@@ -341,7 +341,7 @@ class Trajectory:
         """The reward that training uses: with what shaping added; None for what enters no baseline and no loss."""
         if self.reward is None or self.dropped is not None:
             return None
-        return self.reward + math.fsum(step.shaping for step in self.live_steps)
+        return self.reward + math.fsum(step.shaping for step in self.steps)
 
     def given(self, component: str | None = None) -> float | None:
         """What all steps were given under this name, before weights. None if ungraded.

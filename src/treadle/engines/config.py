@@ -58,7 +58,19 @@ class EngineConfig(Config):
         description="torch: decode only when every open session waits, so that runs repeat bit for bit; false: start "
         "each call at once, for agents that take their time; default: in synchronous training",
     )
+    own_process: bool = Field(
+        False,
+        description="torch: compute in a process of its own, beside environments and learner, with the same bits",
+    )
     vllm: VLLMConfig = Field(VLLMConfig(), description="for kind vllm")
+
+    @model_validator(mode="after")
+    def _own_process_is_for_torch(self) -> EngineConfig:
+        if self.own_process and self.kind == "vllm":
+            raise ValueError(
+                "engine.own_process is for engine.kind=torch: vLLM's servers are processes of their own; leave it out"
+            )
+        return self
 
     @property
     def tolerance(self) -> float:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
+from treadle.engines.limits import Limits
 from treadle.engines.stop_strings import Decode
 from treadle.engines.torch_batch import Batch, Call, EngineCounters
 from treadle.engines.torch_model import CachedModel
@@ -79,6 +80,7 @@ class TorchEngine:
         routing: bool = False,
     ) -> None:
         self._model = CachedModel(model, dtype or model.dtype, prefill_tokens, routing)
+        self.limits = Limits(self._model.vocabulary, self._model.context)
         self._batch = Batch(
             self._model,
             stop_token_ids=stop_token_ids,
@@ -99,7 +101,7 @@ class TorchEngine:
         self._turn = asyncio.Lock()  # the batch, between two tokens (in lock-step: between two waves)
         self._asked = 0  # publications and scoring passes that wait for their turn or have it
         self._pause = False  # calls have come or sessions have closed: do not go on to the next token
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="treadle-engine") if own_thread else None
+        self._thread = _thread() if own_thread else None
 
     @property
     def counters(self) -> EngineCounters:
@@ -149,9 +151,9 @@ class TorchEngine:
         Raises EngineError: ids outside the vocabulary, more than the model's context, or temperature 0.
         """
         self._check_open()
-        self._check_ids(ids, "ids to score")
-        if len(ids) > self._model.context:
-            raise EngineError(f"{len(ids)} tokens exceed the model's context of {self._model.context}")
+        self.limits.check_ids(ids, "ids to score")
+        if len(ids) > self.limits.context:
+            raise EngineError(f"{len(ids)} tokens exceed the model's context of {self.limits.context}")
         if not temperature > 0:
             raise EngineError(f"scoring needs a temperature above 0, got {temperature}")
         return await self._between_tokens(self._model.score, np.asarray(ids), temperature)
@@ -184,22 +186,13 @@ class TorchEngine:
         self._check_open()
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
-        self._check_ids(prompt, f"prompt ids of session {session!r}")
-        if len(prompt) + sampling.max_tokens > self._model.context:
-            raise EngineError(
-                f"prompt of {len(prompt)} + max_tokens {sampling.max_tokens} exceeds the model's context "
-                f"of {self._model.context}"
-            )
+        self.limits.check_call(prompt, sampling, session)
         if sampling.stop and not self._can_decode:
             raise EngineError(f"stop strings {sampling.stop} need an engine that was given `decode`")
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine was closed")
-
-    def _check_ids(self, ids: Ids, what: str) -> None:
-        if not len(ids) or ids.min() < 0 or ids.max() >= self._model.vocabulary:
-            raise EngineError(f"{what} must be non-empty and in [0, {self._model.vocabulary})")
 
     def _fail_waiting(self, reason: str, session: str | None = None) -> None:
         for request in [r for r in self._waiting.values() if session in (None, r.session)]:
@@ -312,6 +305,12 @@ class TorchEngine:
                 break
         finished, batch.finished = batch.finished, []
         return finished
+
+
+def _thread() -> ThreadPoolExecutor:
+    """One that computes with as many threads as this one does: OpenMP and MKL keep that number for each."""
+    count = torch.get_num_threads()
+    return ThreadPoolExecutor(1, "treadle-engine", initializer=torch.set_num_threads, initargs=(count,))
 
 
 def _fail(request: _Request, error: BaseException) -> None:

@@ -13,6 +13,7 @@ import torch
 from treadle.core.engine import Engine
 from treadle.core.errors import ConfigError
 from treadle.engines.config import EngineConfig
+from treadle.engines.engine_process import start_engine
 from treadle.engines.vllm.launch import find_python
 from treadle.engines.weights import unique_weights
 from treadle.orchestration.policy import Policy, exact_logprobs
@@ -30,12 +31,26 @@ def check_engine_config(config: EngineConfig) -> None:
 async def open_engine(config: EngineConfig, policy: Policy, logs: Path | None = None, routing: bool = False) -> Engine:
     """An engine with the policy's present weights, or with any if its servers run already: publish before it samples.
 
-    logs: where servers write theirs; default: a temporary directory, which stays. routing: kind torch tells which
-    experts are chosen; with others, a run refuses it. Raises ConfigError or EngineError.
+    logs: where other processes write theirs; default: a temporary directory, which stays. routing: kind torch tells
+    which experts are chosen; with others, a run refuses it. Raises ConfigError or EngineError.
     """
-    if config.kind == "torch":
+    if config.kind == "torch" and not config.own_process:
         return policy.engine(config.batch, getattr(torch, config.dtype), config.lock_step is not False, routing)
-    return await _vllm(config, policy, logs or Path(tempfile.mkdtemp(prefix="treadle-logs-")))
+    logs = logs or Path(tempfile.mkdtemp(prefix="treadle-logs-"))
+    return await (_own_process if config.kind == "torch" else _vllm)(config, policy, logs)
+
+
+async def _own_process(config: EngineConfig, policy: Policy, logs: Path) -> Engine:
+    with tempfile.TemporaryDirectory(prefix="treadle-model-") as model:
+        write_model(Path(model), policy.model, policy.tokenizer_path)
+        return await start_engine(
+            Path(model),
+            stop_token_ids=policy.stop_token_ids,
+            log=logs / "engine.log",
+            max_batch=config.batch,
+            dtype=config.dtype,
+            lock_step=config.lock_step is not False,
+        )
 
 
 async def _vllm(config: EngineConfig, policy: Policy, logs: Path) -> Engine:

@@ -98,9 +98,15 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
 
 
 def _step_rewards(trajectory: Trajectory) -> list[float]:
-    rewards = [step.reward + step.shaping for step in trajectory.live_steps]
+    """Of the live steps; what a dropped one was given is credited to the step before it, as what followed from it."""
+    rewards: list[float] = []
+    for step in trajectory.steps:
+        if step.dropped is None:
+            rewards.append(step.reward + step.shaping)
+        elif rewards:
+            rewards[-1] += step.reward + step.shaping
     if rewards and trajectory.trained_reward is not None:
-        rewards[-1] += trajectory.trained_reward - math.fsum(rewards)
+        rewards[-1] += trajectory.trained_reward - math.fsum(step.reward + step.shaping for step in trajectory.steps)
     return rewards
 
 

@@ -1,0 +1,135 @@
+"""Starting a process that answers calls, talking to it, and knowing when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from treadle.core.errors import EngineError
+from treadle.engines.engine_messages import LONGEST_LINE, Message, Outbox, decode
+
+_TAIL = 15  # lines of the log that an error shows
+_PATIENCE = 20.0  # seconds for a process to leave by itself
+
+
+class Link:
+    """A process that answers calls, and the channel to it (`engine_messages`).
+
+    ended: once the process is gone, why; from then on every call fails with that.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        log: Path,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[str] = loop.create_future()
+        self._process, self._log, self._reader, self._writer = process, log, reader, writer
+        self._outbox = Outbox(writer)
+        self._numbers = count()
+        self._calls: dict[int, asyncio.Future[Message]] = {}
+        self._listener = loop.create_task(self._listen())
+
+    @classmethod
+    async def start(cls, module: str, log: Path) -> Link:
+        """Run `python -m module FD`, FD being the other end of the channel. log: where its output is appended.
+
+        It is in a session of its own: Ctrl-C is for this process alone, which may need it to finish. Its standard input
+        is a pipe that nobody writes to and that closes when this process ends, however that happens; it must end then.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs, log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        return cls(process, log, *await asyncio.open_unix_connection(sock=ours, limit=LONGEST_LINE))
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def post(self, message: Message) -> None:
+        """Say something that is not answered, after everything said before."""
+        if not self.ended.done():
+            self._outbox.post(message)
+
+    def call(self, message: Message) -> asyncio.Future[Message]:
+        """Say something that is answered. Cancelling the future cancels the call; it fails with EngineError."""
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        if self.ended.done():
+            answer.set_exception(EngineError(self.ended.result()))
+            return answer
+        self._calls[number] = answer
+        answer.add_done_callback(partial(self._settled, number))
+        self.post({**message, "call": number})
+        return answer
+
+    def tail(self) -> str:
+        """The end of the log, introduced."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return f"its log {self._log} ends:\n" + "\n".join(lines[-_TAIL:])
+
+    async def close(self, why: str) -> None:
+        """End the process; what still waits for an answer fails with `why`. Idempotent."""
+        self._end(why)
+        self._writer.transport.abort()  # without waiting for it to read
+        await asyncio.wait([self._listener])
+
+    def _settled(self, number: int, answer: asyncio.Future[Message]) -> None:
+        del self._calls[number]
+        if answer.cancelled():
+            self.post({"do": "cancel", "call": number})
+
+    async def _listen(self) -> None:
+        with suppress(ConnectionError):  # the process died with something unread
+            async for line in self._reader:
+                for message in decode(line):
+                    self._take(message)
+        code = await self._reap()
+        name = f" ({signal.strsignal(-code)})" if code < 0 else ""
+        self._end(f"the engine's process ended with code {code}{name}; {self.tail()}")
+
+    def _take(self, message: Message) -> None:
+        answer = self._calls.get(message["call"])
+        if answer is None or answer.done():  # cancelled
+            return
+        if "error" in message:
+            answer.set_exception(EngineError(message["error"]))
+        else:
+            answer.set_result(message)
+
+    def _end(self, why: str) -> None:
+        if self.ended.done():
+            return
+        self.ended.set_result(why)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineError(why))
+
+    async def _reap(self) -> int:
+        """The exit code, once standard input is closed; of a process that does not end by itself, killed."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            return await asyncio.to_thread(self._process.wait, _PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return await asyncio.to_thread(self._process.wait)

@@ -1,0 +1,89 @@
+"""What an engine in a process of its own and its client say to each other: lines of JSON over one ordered channel.
+
+A line is a list of messages, said in one turn of the sender's event loop and taken in one of the receiver's. A message
+with `call` is answered by one with the same number. Floats survive exactly: JSON holds the shortest decimal of each.
+
+    -> {do: load, call, model, dtype, options, threads, deterministic}     <- {call, vocabulary, context}
+    -> {do: open | close, session}
+    -> {do: generate, call, session, prompt, sampling, salt}               <- {call, completion}
+    -> {do: score, call, ids, temperature}                                 <- {call, logprobs}
+    -> {do: publish, call, path, version}                                  <- {call}
+    -> {do: cancel, call}                                                  any call that failed: <- {call, error}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from treadle.core.engine import Completion, VersionSpan
+from treadle.core.types import SamplingParams, StopReason
+
+Message = dict[str, Any]
+
+LONGEST_LINE = 2**30  # bytes; both ends trust each other
+
+
+def encode(messages: Sequence[Message]) -> bytes:
+    """One line."""
+    return json.dumps(messages, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> list[Message]:
+    """The messages of a line; of one that its sender did not live to finish, none."""
+    messages: list[Message] = json.loads(line) if line.endswith(b"\n") else []
+    return messages
+
+
+class Outbox:
+    """Gathers what is said in one turn of the event loop into one line."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._messages: list[Message] = []
+
+    def post(self, message: Message) -> None:
+        """Send it, after everything posted before."""
+        if not self._messages:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._messages.append(message)
+
+    def _flush(self) -> None:
+        messages, self._messages = self._messages, []
+        if not self._writer.is_closing():
+            self._writer.write(encode(messages))
+
+
+def completion_message(completion: Completion) -> Message:
+    """A completion as plain data."""
+    return {
+        "token_ids": completion.token_ids.tolist(),
+        "logprobs": completion.logprobs.tolist(),
+        "stop_reason": completion.stop_reason,
+        "policy_versions": [[span.version, span.start, span.end] for span in completion.policy_versions],
+    }
+
+
+def completion_of(message: Message) -> Completion:
+    """The completion, bit for bit."""
+    return Completion(
+        token_ids=np.array(message["token_ids"], np.int32),
+        logprobs=np.array(message["logprobs"], np.float32),
+        stop_reason=StopReason(message["stop_reason"]),
+        policy_versions=tuple(VersionSpan(*span) for span in message["policy_versions"]),
+    )
+
+
+def sampling_message(sampling: SamplingParams) -> Message:
+    """Sampling parameters as plain data."""
+    return asdict(sampling)
+
+
+def sampling_of(message: Message) -> SamplingParams:
+    """The sampling parameters."""
+    return SamplingParams(**{**message, "stop": tuple(message["stop"])})

@@ -1,0 +1,224 @@
+"""`ProcessEngine`: a `TorchEngine` in a process of its own, so that inference, learner and environments never wait for
+one another's thread.
+
+    open / close / generate -> held -> wave --(channel)--> engine_child -> TorchEngine -> answers
+    publish -> staging, a file in shared memory ----------^
+
+What it samples is what the same engine in this process would sample, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treadle.core.engine import Completion
+from treadle.core.errors import EngineError
+from treadle.core.types import Floats, Ids, SamplingParams
+from treadle.engines.engine_link import Link
+from treadle.engines.engine_messages import Message, completion_of, sampling_message
+from treadle.engines.limits import Limits
+from treadle.engines.staging import staged
+
+_CHILD = "treadle.engines.engine_child"
+_CLOSED = "the engine was closed"
+
+
+async def start_engine(
+    model: Path,
+    *,
+    stop_token_ids: Sequence[int],
+    log: Path,
+    max_batch: int = 256,
+    dtype: str = "float32",
+    lock_step: bool = False,
+    timeout: float = 600.0,
+) -> ProcessEngine:
+    """A `ProcessEngine` that has loaded `model`, a directory with model and tokenizer, which it needs no longer.
+
+    It computes with as many threads as this process does now, and deterministically if this process does. The options
+    are `TorchEngine`'s. log: where the process writes. timeout: seconds it may take to start.
+    Raises EngineError, with the end of the log, if it does not get there.
+    """
+    link = await Link.start(_CHILD, log)
+    order: Message = {
+        "do": "load",
+        "model": str(model.absolute()),
+        "dtype": dtype,
+        "options": {"stop_token_ids": list(stop_token_ids), "max_batch": max_batch, "lock_step": lock_step},
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    try:
+        async with asyncio.timeout(timeout):
+            answer = await link.call(order)
+    except TimeoutError as error:
+        await link.close(_CLOSED)
+        raise EngineError(f"the engine's process did not start within {timeout:g} s; {link.tail()}") from error
+    except BaseException:
+        await link.close(_CLOSED)
+        raise
+    return ProcessEngine(link, Limits(answer["vocabulary"], answer["context"]), lock_step)
+
+
+class ProcessEngine:
+    """The other process's engine, for this one. Made by `start_engine`.
+
+    In lock-step, what makes a wave is decided here, by TorchEngine's rule and as many turns of the event loop after the
+    call that completes it: over there it would depend on when messages arrive. The other engine is told of calls and
+    sessions a wave at a time, and then has every open session waiting.
+    If the process ends, every call fails with an EngineError that holds its exit code and the end of its log.
+    """
+
+    def __init__(self, link: Link, limits: Limits, lock_step: bool) -> None:
+        self._link, self.limits, self._lock_step = link, limits, lock_step
+        self._sessions: set[str] = set()
+        self._held: list[tuple[Message, asyncio.Future[Message] | None]] = []  # not yet said, in order
+        self._waiting: dict[asyncio.Future[Message], str] = {}  # calls among them, and whose
+        self._driver: asyncio.Task[None] | None = None
+        self._publication = asyncio.Lock()
+        link.ended.add_done_callback(lambda ended: self._fail_waiting(ended.result()))
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        return self._link.pid
+
+    def open_session(self, session: str) -> None:
+        """Announce a session; in lock-step no wave starts before it waits or closes."""
+        if session in self._sessions:
+            raise EngineError(f"session {session!r} is open already")
+        self._sessions.add(session)
+        self._say({"do": "open", "session": session})
+
+    def close_session(self, session: str) -> None:
+        """Forget a session and its cache; a wave may be waiting for this. Its calls that wait fail, others end."""
+        if session not in self._sessions:
+            return
+        self._sessions.remove(session)
+        self._fail_waiting(f"session {session!r} was closed while its call waited", session)
+        self._say({"do": "close", "session": session})
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
+        """Sample one completion; cancelling the call frees its row at the next token. Raises as `TorchEngine` does."""
+        self._check_open()
+        if session not in self._sessions:
+            raise EngineError(f"session {session!r} is not open")
+        self.limits.check_call(prompt_ids, sampling, session)
+        message: Message = {
+            "do": "generate",
+            "session": session,
+            "prompt": np.asarray(prompt_ids).tolist(),
+            "sampling": sampling_message(sampling),
+            "salt": cache_salt,
+        }
+        answer = await (self._in_a_wave(message) if self._lock_step else self._link.call(message))
+        return completion_of(answer["completion"])
+
+    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+        """Log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1]. Raises EngineError."""
+        answer = await self._link.call({"do": "score", "ids": np.asarray(ids).tolist(), "temperature": temperature})
+        return np.array(answer["logprobs"], np.float32)
+
+    async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Have the other engine copy `weights` in between two tokens, in lock-step between two waves.
+
+        Calls in flight go on with the new weights; waves that start later have them. Raises EngineError, and changes
+        nothing, where weights are missing or of another shape, or cannot be handed over.
+        """
+        self._check_open()
+        try:
+            async with self._publication, staged(weights) as path:
+                await self._link.call({"do": "publish", "path": str(path), "version": version})
+        finally:
+            self._start()
+
+    async def close(self) -> None:
+        """End the process; calls that wait or run fail. Idempotent."""
+        await self._link.close(_CLOSED)
+        if self._driver is not None:
+            await asyncio.wait([self._driver])
+
+    def _check_open(self) -> None:
+        if self._link.ended.done():
+            raise EngineError(self._link.ended.result())
+
+    # --- lock-step -----------------------------------------------------------------------------------------------
+
+    def _say(self, message: Message) -> None:
+        if self._lock_step:
+            self._held.append((message, None))
+            self._start()
+        else:
+            self._link.post(message)
+
+    async def _in_a_wave(self, message: Message) -> Message:
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._held.append((message, answer))
+        self._waiting[answer] = message["session"]
+        self._start()
+        try:
+            return await answer
+        finally:
+            self._waiting.pop(answer, None)
+
+    def _start(self) -> None:
+        """Something has changed: see to it that waves go out if everybody waits."""
+        if self._driver is None and self._everybody_waits():
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+
+    async def _drive(self) -> None:
+        try:
+            await asyncio.sleep(0)  # what is closed or opened in this same tick may change who waits
+            while self._everybody_waits():
+                await asyncio.wait(self._send_wave())  # whoever is answered goes on before this does
+        finally:
+            self._driver = None
+
+    def _everybody_waits(self) -> bool:
+        if self._publication.locked() or not self._waiting or len(self._waiting) < len(self._sessions):
+            return False
+        return set(self._waiting.values()) == self._sessions
+
+    def _send_wave(self) -> list[asyncio.Future[Message]]:
+        """Say what was held; the calls in it, whose answers are passed on as they come."""
+        held, self._held, waiting, self._waiting = self._held, [], self._waiting, {}
+        calls = []
+        for message, answer in held:
+            if answer is None:
+                self._link.post(message)
+            elif answer in waiting:  # not cancelled, nor failed with its session
+                calls.append(self._link.call(message))
+                calls[-1].add_done_callback(partial(_pass_on, answer))
+                answer.add_done_callback(partial(_cancel, calls[-1]))
+        return calls
+
+    def _fail_waiting(self, reason: str, session: str | None = None) -> None:
+        for answer in [a for a, whose in self._waiting.items() if session in (None, whose)]:
+            del self._waiting[answer]
+            if not answer.done():
+                answer.set_exception(EngineError(reason))
+
+
+def _pass_on(answer: asyncio.Future[Message], call: asyncio.Future[Message]) -> None:
+    if call.cancelled():
+        return
+    error = call.exception()
+    if answer.done():  # cancelled
+        return
+    if error is None:
+        answer.set_result(call.result())
+    else:
+        answer.set_exception(error)
+
+
+def _cancel(call: asyncio.Future[Message], _: object) -> None:
+    call.cancel()  # of no effect on one that is answered

@@ -1,0 +1,432 @@
+"""The embedded engine in a process of its own: the same bits as in this one, the same errors, and none left behind."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from tests.models import VOCABULARY, tiny
+from treadle.core.config import build
+from treadle.core.engine import Completion, Engine, VersionSpan
+from treadle.core.errors import ConfigError, EngineError
+from treadle.core.types import Ids, SamplingParams, StopReason
+from treadle.engines.config import EngineConfig
+from treadle.engines.engine_link import Link
+from treadle.engines.engine_messages import (
+    Outbox,
+    completion_message,
+    completion_of,
+    decode,
+    encode,
+    sampling_message,
+    sampling_of,
+)
+from treadle.engines.engine_process import ProcessEngine, start_engine
+from treadle.engines.torch_engine import TorchEngine
+from treadle.engines.weights import unique_weights
+from treadle.training.checkpoint import write_model
+
+T = TypeVar("T")
+PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
+TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
+
+
+def written(folder: Path, model: PreTrainedModel) -> Path:
+    (folder / "model").mkdir()
+    write_model(folder / "model", model, TOKENIZER)
+    return folder / "model"
+
+
+@asynccontextmanager
+async def started(folder: Path, model: PreTrainedModel | None = None, **options: Any) -> AsyncIterator[ProcessEngine]:
+    directory = written(folder, model or tiny())
+    options = {"stop_token_ids": [0], "lock_step": True, **options}
+    engine = await start_engine(directory, log=folder / "engine.log", **options)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def sampling(seed: int = 0, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 6, "seed": seed, **fields})
+
+
+async def ticks(number: int) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# Messages
+
+floats = st.floats(width=32)
+ids32 = st.integers(0, 2**31 - 1)
+
+
+@given(
+    st.lists(st.tuples(ids32, floats), max_size=20),
+    st.sampled_from(StopReason),
+    st.lists(st.tuples(ids32, ids32, ids32), max_size=3),
+)
+def test_a_completion_survives_bit_for_bit(
+    tokens: list[tuple[int, float]], reason: StopReason, spans: list[tuple[int, int, int]]
+) -> None:
+    token_ids = np.array([token for token, _ in tokens], np.int32)
+    logprobs = np.array([logprob for _, logprob in tokens], np.float32)
+    sent = Completion(token_ids, logprobs, reason, tuple(VersionSpan(*span) for span in spans))
+    [message] = decode(encode([completion_message(sent)]))
+    came = completion_of(message)
+    assert came.token_ids.dtype == np.int32 and came.logprobs.dtype == np.float32
+    assert came.token_ids.tolist() == token_ids.tolist()
+    same = came.logprobs.view(np.int32) == logprobs.view(np.int32)
+    assert (same | (np.isnan(came.logprobs) & np.isnan(logprobs))).all()  # what is no number has many forms
+    assert (came.stop_reason, came.policy_versions) == (sent.stop_reason, sent.policy_versions)
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        temperature=st.floats(0, 10),
+        max_tokens=st.integers(1, 9),
+        stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
+        seed=st.integers(0, 2**63 - 1),
+        top_p=st.floats(0, 1, exclude_min=True),
+    )
+)
+def test_sampling_survives(params: SamplingParams) -> None:
+    line = encode([sampling_message(params)])
+    assert line.count(b"\n") == 1
+    assert sampling_of(decode(line)[0]) == params
+
+
+def test_a_line_that_was_not_finished_says_nothing() -> None:
+    assert decode(encode([{"call": 1}])[:-1]) == decode(b"") == []
+
+
+async def test_what_is_said_in_one_turn_is_one_line() -> None:
+    read, write = os.pipe()
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    with os.fdopen(read, "rb") as source, os.fdopen(write, "wb") as sink:
+        reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
+        transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sink)
+        outbox = Outbox(asyncio.StreamWriter(transport, protocol, None, loop))
+        for number in range(3):
+            outbox.post({"n": number})
+        await ticks(2)
+        outbox.post({"n": 3})
+        lines = [decode(await reader.readline()) for _ in range(2)]
+        transport.close()
+        reading.close()
+        await ticks(2)
+    assert lines == [[{"n": 0}, {"n": 1}, {"n": 2}], [{"n": 3}]]
+
+
+# The same bits. Both engines are played the same, from beginning to end, so that their caches have one history.
+
+
+class Pair:
+    """An engine in this process, and one in its own."""
+
+    def __init__(self, runner: asyncio.Runner, here: TorchEngine, there: ProcessEngine) -> None:
+        self.runner, self.here, self.there = runner, here, there
+
+    def play(self, game: Callable[[Engine], Coroutine[Any, Any, T]]) -> tuple[T, T]:
+        return self.runner.run(game(self.here)), self.runner.run(game(self.there))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder, options = tmp_path_factory.mktemp("pair"), {"stop_token_ids": [0], "lock_step": True}
+    with asyncio.Runner() as runner:
+        there = runner.run(start_engine(written(folder, tiny()), log=folder / "engine.log", **options))  # type: ignore[arg-type]
+        here = TorchEngine(tiny(), **options, own_thread=False)  # type: ignore[arg-type]
+        yield Pair(runner, here, there)
+        for engine in (here, there):
+            runner.run(engine.close())
+
+
+def bits(completions: list[Completion]) -> list[tuple[Any, ...]]:
+    return [(c.token_ids.tolist(), c.logprobs.tobytes(), c.stop_reason, c.policy_versions) for c in completions]
+
+
+class Game:
+    """Sessions of random turns. Some make two calls at once; some, when they have closed, open another one a few turns
+    of the event loop later. What they do depends on nothing but the seed."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine, self.seed = engine, seed
+        self.shared = np.random.default_rng(seed).integers(0, VOCABULARY, 7).astype(np.int32)
+        self.answers: list[tuple[str, list[tuple[Any, ...]]]] = []  # who was answered what, in order: waves show
+
+    def open(self, name: str) -> Coroutine[Any, Any, None]:
+        self.engine.open_session(name)
+        return self.session(name)
+
+    async def session(self, name: str) -> None:
+        random = np.random.default_rng([self.seed, *name.encode()])
+        prompt = self.shared if random.random() < 0.5 else self.ids(random)
+        for turn in range(int(random.integers(1, 5))):
+            await ticks(int(random.integers(0, 4)))
+            params = SamplingParams(
+                temperature=float(random.choice([0.5, 1.0, 1.7])),
+                max_tokens=int(random.integers(1, 12)),
+                seed=int(random.integers(1 << 40)),
+            )
+            calls = [self.engine.generate(prompt, params, session=name)]
+            if random.random() < 0.2:
+                calls.append(self.engine.generate(prompt[: turn + 2], params, session=name, cache_salt="other"))
+            answers = await asyncio.gather(*calls)
+            self.answers.append((name, bits(answers)))
+            prompt = np.concatenate([prompt, answers[-1].token_ids, self.ids(random)])
+        await ticks(int(random.integers(0, 7)))  # the others may be waiting for it already
+        self.engine.close_session(name)
+        if len(name) < 6 and random.random() < 0.7:
+            await ticks(int(random.integers(0, 4)))
+            await self.open(name + "+")
+
+    def ids(self, random: np.random.Generator) -> Ids:
+        return random.integers(0, VOCABULARY, random.integers(1, 6)).astype(np.int32)
+
+    async def play(self) -> list[tuple[str, list[tuple[Any, ...]]]]:
+        await asyncio.gather(*[self.open(f"s{number}") for number in range(5)])
+        return self.answers
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_waves_have_the_same_bits_in_either_process(pair: Pair, seed: int) -> None:
+    async def game(engine: Engine) -> Any:
+        before = await Game(engine, seed).play()
+        await engine.publish(unique_weights(tiny(seed=seed + 1)), seed)
+        return before, await Game(engine, seed).play()
+
+    here, there = pair.play(game)
+    assert here == there
+    assert {span.version for _, answers in there[1] for *_, spans in answers for span in spans} == {seed}
+
+
+def test_scores_have_the_same_bits_in_either_process(pair: Pair) -> None:
+    here, there = pair.play(lambda engine: engine.score(PROMPT, temperature=0.7))
+    assert there.dtype == np.float32 and here.tobytes() == there.tobytes()
+
+
+def test_a_publication_waits_for_the_wave_and_the_next_wave_for_it(pair: Pair) -> None:
+    async def game(engine: Engine) -> list[tuple[Any, ...]]:
+        engine.open_session("a")
+        first = asyncio.create_task(engine.generate(PROMPT, sampling(max_tokens=40), session="a"))
+        await ticks(4)
+        publication = asyncio.create_task(engine.publish(unique_weights(tiny(seed=5)), 100))
+        second = asyncio.create_task(engine.generate(PROMPT, sampling(max_tokens=40), session="a"))
+        answers = [await first, await second]
+        await publication
+        engine.close_session("a")
+        return bits(answers)
+
+    here, there = pair.play(game)
+    assert here == there
+    assert there[1][3] == (VersionSpan(100, 0, len(there[1][0])),)
+
+
+def test_a_session_that_closes_releases_the_others_and_fails_its_own_call(pair: Pair) -> None:
+    async def game(engine: Engine) -> Any:
+        for name in "ab":
+            engine.open_session(name)
+        engine.close_session("unknown")
+        calls = [asyncio.create_task(engine.generate(PROMPT, sampling(), session=name)) for name in "aa"]
+        await ticks(5)
+        assert not any(call.done() for call in calls)
+        engine.close_session("b")
+        answers = await asyncio.gather(*calls)
+        engine.open_session("b")
+        waits = asyncio.create_task(engine.generate(PROMPT, sampling(), session="b"))
+        await ticks(5)
+        engine.close_session("b")
+        with pytest.raises(EngineError) as caught:
+            await waits
+        engine.close_session("a")
+        return bits(answers), str(caught.value)
+
+    here, there = pair.play(game)
+    assert here == there
+    assert there[1] == "session 'b' was closed while its call waited"
+
+
+# Errors
+
+
+async def refused(work: Awaitable[Any]) -> str:
+    with pytest.raises(EngineError) as caught:
+        await work
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda engine: engine.generate(PROMPT, sampling(), session="nobody"),
+        lambda engine: engine.generate(PROMPT + VOCABULARY, sampling(), session="a"),
+        lambda engine: engine.generate(PROMPT[:0], sampling(), session="a"),
+        lambda engine: engine.generate(PROMPT, sampling(max_tokens=1000), session="a"),
+        lambda engine: engine.score(PROMPT, temperature=0.0),
+        lambda engine: engine.score(PROMPT[:0]),
+        lambda engine: engine.publish({}, 7),
+    ],
+)
+def test_errors_are_those_of_the_engine(pair: Pair, wrong: Callable[[Engine], Awaitable[Any]]) -> None:
+    async def game(engine: Engine) -> str:
+        engine.open_session("a")
+        try:
+            with pytest.raises(EngineError, match="'a' is open already"):
+                engine.open_session("a")
+            return await refused(wrong(engine))
+        finally:
+            engine.close_session("a")
+
+    here, there = pair.play(game)
+    assert here == there
+
+
+def test_a_failure_that_nobody_foresaw_is_told_and_logged(pair: Pair) -> None:
+    call = pair.there._link.call
+
+    async def broken() -> str:
+        return await refused(call({"do": "publish", "path": "/nowhere", "version": 1}))
+
+    assert pair.runner.run(broken()).startswith("the engine failed with FileNotFoundError: ")
+    assert "FileNotFoundError" in pair.there._link.tail()
+
+
+# Calls as they come
+
+
+async def test_cancelling_a_call_frees_its_row_and_closing_the_engine_ends_its_process(tmp_path: Path) -> None:
+    model = tiny(max_position_embeddings=200_000)
+    endless = sampling(max_tokens=150_000)
+    async with started(tmp_path, model, max_batch=1, lock_step=False, stop_token_ids=[]) as engine:
+        assert os.getsid(engine.pid) == engine.pid  # a terminal's Ctrl-C does not reach it
+        engine.open_session("a")
+        first = asyncio.create_task(engine.generate(PROMPT, endless, session="a"))
+        await engine.score(PROMPT)  # between two of its tokens
+        second = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
+        done, _ = await asyncio.wait([first, second], timeout=0.3)
+        assert not done
+        first.cancel()
+        assert len((await asyncio.wait_for(second, 30)).token_ids) == 6
+        assert first.cancelled()
+        running = asyncio.create_task(engine.generate(PROMPT, endless, session="a"))
+        await ticks(5)
+        await engine.close()
+        await engine.close()
+        assert not is_running(engine.pid)
+        for call in (running, engine.generate(PROMPT, sampling(), session="a"), engine.score(PROMPT)):
+            assert await refused(call) == "the engine was closed"
+
+
+# How it begins and ends
+
+
+async def test_a_killed_process_fails_every_call_with_its_exit_code_and_its_log(tmp_path: Path) -> None:
+    engine_log = tmp_path / "engine.log"
+    async with started(tmp_path, stop_token_ids=[]) as engine:
+        for name in "ab":
+            engine.open_session(name)
+        await engine.score(PROMPT)
+        os.kill(engine.pid, signal.SIGSTOP)
+        waves = [asyncio.create_task(engine.generate(PROMPT, sampling(), session=name)) for name in "ab"]
+        await ticks(5)
+        held = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
+        publication = asyncio.create_task(engine.publish(unique_weights(tiny()), 1))
+        pending: list[asyncio.Task[Any]] = [*waves, held, publication]
+        await ticks(5)
+        with engine_log.open("a") as log:
+            log.write("the last words\n")
+        os.kill(engine.pid, signal.SIGKILL)
+        told = re.escape(f"ended with code -9 (Killed); its log {engine_log} ends:\n") + "(.*\n)*the last words"
+        for call in pending:
+            with pytest.raises(EngineError, match=told):
+                await asyncio.wait_for(call, 30)
+        engine.open_session("c")
+        engine.close_session("a")
+        for later in (
+            engine.generate(PROMPT, sampling(), session="b"),
+            engine.score(PROMPT),
+            engine.publish({}, 2),
+        ):
+            with pytest.raises(EngineError, match=told):
+                await asyncio.wait_for(later, 30)
+
+
+async def test_a_model_that_cannot_be_served_is_refused_as_in_this_process(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="soft-capped or sink attention"):
+        async with started(tmp_path, tiny("gemma3-half-sliding", model_type="gemma2")):
+            pass
+
+
+async def test_a_process_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
+    link = await Link.start("treadle.no_such_module", tmp_path / "engine.log")
+    with pytest.raises(EngineError, match=r"ended with code 1; its log .*engine\.log ends:\n.*No module named"):
+        await link.call({"do": "load"})
+    with pytest.raises(EngineError, match=r"did not start within 0\.2 s; its log"):
+        await start_engine(tmp_path, stop_token_ids=[], log=tmp_path / "late.log", timeout=0.2)
+
+
+PARENT = """
+import asyncio, sys
+import numpy as np
+from pathlib import Path
+from treadle.core.types import SamplingParams
+from treadle.engines.engine_process import start_engine
+
+async def main(folder):
+    engine = await start_engine(folder / "model", stop_token_ids=[], log=folder / "engine.log", lock_step=True)
+    engine.open_session("a")
+    call = asyncio.create_task(engine.generate(np.zeros(1, np.int32), SamplingParams(max_tokens=150_000), session="a"))
+    await asyncio.sleep(0.2)
+    print(engine.pid, flush=True)
+    await call
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_the_process_ends_with_one_that_is_killed_in_the_middle_of_a_wave(tmp_path: Path) -> None:
+    written(tmp_path, tiny(max_position_embeddings=200_000))
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_running(pid)
+        parent.kill()
+    wait_until_gone(pid)
+
+
+def test_vllm_has_processes_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.own_process is for engine\.kind=torch"):
+        build(EngineConfig, {"kind": "vllm", "own_process": True})
