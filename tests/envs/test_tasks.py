@@ -141,8 +141,8 @@ def test_the_default_environment_is_for_tasks_that_name_none(mine: ModuleType) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"count": 4, "hopps": [2]}, "'hopps'; its options are count, seed, hops, given: count, hopps"),
-        ({}, "'count'; its options are count, seed, hops, given: none"),
+        ({"count": 4, "hopps": [2]}, "'hopps'; its options are count, seed, hops, page_reward, given: count, hopps"),
+        ({}, "'count'; its options are count, seed, hops, page_reward, given: none"),
         ({"count": 1, "split": "train"}, "'split' is no option, it is always 'held_out' here"),
     ],
 )

@@ -513,7 +513,8 @@ def test_components_are_weighed_shaped_recorded_and_evaluated_raw(tmp_path: Path
 
 def test_overlong_trajectories_are_dropped_by_name_and_enter_nothing(tmp_path: Path) -> None:
     """Nothing but a stop token ends a reply before its five tokens: most are cut off, and none of those is trained."""
-    start(tmp_path / "run", "rewards.overlong=drop", "orchestration.updates=2", "evaluation.success_at=0.2")
+    options = ("orchestration.updates=2", "evaluation.success_at=0.2", "training.min_group_size=1")
+    start(tmp_path / "run", "rewards.overlong=drop", "orchestration.max_sampled=100", *options)
     rows = query(
         tmp_path / "run",
         "SELECT t.trained_reward IS NULL AS out, t.reward IS NULL AS ungraded, t.advantage IS NULL AS no_advantage, "
@@ -526,7 +527,7 @@ def test_overlong_trajectories_are_dropped_by_name_and_enter_nothing(tmp_path: P
         assert row["out"] == row["no_advantage"] == (row["stop_reason"] == "length" or row["status"] == "context")
         assert (row["state"], row["reason"]) == (("dropped", "overlong") if row["out"] else ("trained", None))
         assert not row["ungraded"]
-    assert sum(row["overlong_dropped"] for row in updates(tmp_path / "run")) > 0
+    assert sum(row["dropped_overlong"] for row in updates(tmp_path / "run")) > 0
 
 
 def test_a_hook_that_is_not_there_and_a_penalty_that_maxrl_cannot_take_are_refused(tmp_path: Path) -> None:

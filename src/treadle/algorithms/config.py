@@ -171,9 +171,6 @@ class AlgorithmConfig(Config):
         description="groups whose advantages are all 0: off keeps them, filter samples others in their place, replace "
         "gives their weight to the other groups of the update",
     )
-    dynamic_sampling_limit: float = Field(
-        5.0, ge=1, description="filter: most groups sampled for one batch, as a multiple of those trained"
-    )
 
     @model_validator(mode="after")
     def _length_norm_where_needed(self) -> AlgorithmConfig:

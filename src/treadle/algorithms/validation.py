@@ -96,9 +96,6 @@ def _dynamic_sampling(config: AlgorithmConfig, advantage: Advantage) -> Iterator
             f"dynamic_sampling is {config.dynamic_sampling!r}, but advantage {config.advantage!r} has no baseline over "
             "a group that could make all of it 0; leave it off or choose grpo"
         )
-    limit = AlgorithmConfig.model_fields["dynamic_sampling_limit"].default
-    if config.dynamic_sampling != "filter" and config.dynamic_sampling_limit != limit:
-        yield "dynamic_sampling_limit is set, but only dynamic_sampling 'filter' samples further groups; leave it out"
 
 
 def _filtered(config: AlgorithmConfig, loss: PolicyLoss) -> Iterator[str]:

@@ -66,16 +66,21 @@ def completion_message(completion: Completion) -> Message:
         "logprobs": completion.logprobs.tolist(),
         "stop_reason": completion.stop_reason,
         "policy_versions": [[span.version, span.start, span.end] for span in completion.policy_versions],
+        "routing": None
+        if completion.routing is None
+        else [completion.routing.shape, completion.routing.ravel().tolist()],
     }
 
 
 def completion_of(message: Message) -> Completion:
     """The completion, bit for bit."""
+    routing = message["routing"]
     return Completion(
         token_ids=np.array(message["token_ids"], np.int32),
         logprobs=np.array(message["logprobs"], np.float32),
         stop_reason=StopReason(message["stop_reason"]),
         policy_versions=tuple(VersionSpan(*span) for span in message["policy_versions"]),
+        routing=None if routing is None else np.array(routing[1], np.int16).reshape(routing[0]),
     )
 
 

@@ -38,6 +38,7 @@ async def start_engine(
     max_batch: int = 256,
     dtype: str = "float32",
     lock_step: bool = False,
+    routing: bool = False,
     timeout: float = 600.0,
 ) -> ProcessEngine:
     """A `ProcessEngine` that has loaded `model`, a directory with model and tokenizer, which it needs no longer.
@@ -51,7 +52,12 @@ async def start_engine(
         "do": "load",
         "model": str(model.absolute()),
         "dtype": dtype,
-        "options": {"stop_token_ids": list(stop_token_ids), "max_batch": max_batch, "lock_step": lock_step},
+        "options": {
+            "stop_token_ids": list(stop_token_ids),
+            "max_batch": max_batch,
+            "lock_step": lock_step,
+            "routing": routing,
+        },
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }

@@ -64,6 +64,12 @@ class OrchestrationConfig(Config):
     max_concurrent_groups: int | None = Field(
         None, ge=1, description="groups sampled side by side; default: all that max_staleness admits"
     )
+    max_sampled: float = Field(
+        8.0,
+        ge=1,
+        description="most groups sampled for one batch, as a multiple of those trained, before the run stops: the others "
+        "were discarded (filtered, overlong, stale)",
+    )
     checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
     keep_last: int = Field(2, ge=1, description="checkpoints kept on disk")
     max_failed_fraction: float = Field(

@@ -37,10 +37,12 @@ async def open_engine(config: EngineConfig, policy: Policy, logs: Path | None = 
     if config.kind == "torch" and not config.own_process:
         return policy.engine(config.batch, getattr(torch, config.dtype), config.lock_step is not False, routing)
     logs = logs or Path(tempfile.mkdtemp(prefix="treadle-logs-"))
-    return await (_own_process if config.kind == "torch" else _vllm)(config, policy, logs)
+    return await (
+        _own_process(config, policy, logs, routing) if config.kind == "torch" else _vllm(config, policy, logs)
+    )
 
 
-async def _own_process(config: EngineConfig, policy: Policy, logs: Path) -> Engine:
+async def _own_process(config: EngineConfig, policy: Policy, logs: Path, routing: bool) -> Engine:
     with tempfile.TemporaryDirectory(prefix="treadle-model-") as model:
         write_model(Path(model), policy.model, policy.tokenizer_path)
         return await start_engine(
@@ -50,6 +52,7 @@ async def _own_process(config: EngineConfig, policy: Policy, logs: Path) -> Engi
             max_batch=config.batch,
             dtype=config.dtype,
             lock_step=config.lock_step is not False,
+            routing=routing,
         )
 
 

@@ -198,7 +198,7 @@ class Loop:
         """Wait for enough groups; for those that were discarded others are started."""
         while (batch := self._buffer.batch(self.config.groups_per_batch, self.state.version)) is None:
             self._give_up_if_failing()
-            self._give_up_if_filtering()
+            self._give_up_if_discarding()
             producer.admit(self.state.version)
             if not self._buffer.running:
                 self._give_up(
@@ -249,7 +249,7 @@ class Loop:
     def _judge(self, group: Group) -> DropReason | None:
         """Why a finished group cannot be trained, or None."""
         self._since.groups += 1
-        graded = sum(t.trained_reward is not None for t in group.trajectories)
+        graded = sum(t.reward is not None for t in group.trajectories)
         if graded < self._least:
             failed = self._failed_tasks[group.task.task_id] = self._failed_tasks.get(group.task.task_id, 0) + 1
             if failed == self.config.failures.task_limit:
@@ -258,6 +258,8 @@ class Loop:
             self._tell_failures([group])
             return DropReason.FAILED
         self._failed_tasks.pop(group.task.task_id, None)
+        if sum(t.trained_reward is not None for t in group.trajectories) < self._least:
+            return DropReason.OVERLONG
         filtering = self.config.algorithm.dynamic_sampling == "filter"
         return DropReason.FILTERED if filtering and learns_nothing(group, self.config.algorithm) else None
 
@@ -308,14 +310,13 @@ class Loop:
             of = f"of update {self.state.update + 1} failed"
             self._give_up_beyond(since.failures.total(), max(since.finished, batch), of, why)
 
-    def _give_up_if_filtering(self) -> None:
-        section, batch = self.config.algorithm, self.config.groups_per_batch
-        filtered = self._since.discarded[DropReason.FILTERED]
-        if filtered and self._since.groups >= section.dynamic_sampling_limit * batch:
+    def _give_up_if_discarding(self) -> None:
+        most, batch = self.config.orchestration.max_sampled, self.config.groups_per_batch
+        if self._since.discarded and self._since.groups >= most * batch:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self._since.discarded.most_common())
             self._give_up(
-                f"{filtered} of {self._since.groups} groups of update {self.state.update + 1} taught nothing "
-                f"(all advantages 0), and {batch} are needed; algorithm.dynamic_sampling_limit is "
-                f"{section.dynamic_sampling_limit:g}: raise it, choose dynamic_sampling 'replace', or other tasks"
+                f"{self._since.groups} groups were sampled for update {self.state.update + 1}, which needs {batch}; "
+                f"discarded: {reasons} (orchestration.max_sampled is {most:g} times what is needed)"
             )
 
     def _give_up_if_refusing(self, refused: dict[str, str], groups: list[Group]) -> None:
