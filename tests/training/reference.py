@@ -266,7 +266,8 @@ def _value_error(
         error = torch.where(worse, (held - target) ** 2 / 2, error)
     metrics["value_loss"] = float(error.detach()[trained].sum()) / count
     wanted, left = full(target[trained]), full((target - value)[trained])
-    constant = not len(wanted) or wanted.min() == wanted.max()
+    size = np.abs([0.0, *wanted, *full(value)[full(trained) > 0]]).max()
+    constant = not len(wanted) or wanted.max() - wanted.min() <= 1e-5 * size  # of rounding
     metrics["value_explained_variance"] = 0.0 if constant else 1 - left.var() / wanted.var()
     return error, metrics
 

@@ -39,8 +39,14 @@ def value_clipped(value: Tensor, targets: ValueTargets, clip: float) -> Tensor:
 
 
 def explained_variance(value: Tensor, target: Tensor) -> float:
-    """1 - Var(G - V) / Var(G); 0 where all G are equal. value, target [n], of trained tokens."""
-    if not len(target) or bool(target.min() == target.max()):
+    """1 - Var(G - V) / Var(G); 0 where all G are equal. value, target [n], of trained tokens.
+
+    Equal but for rounding: returns are sums of values and advantages, which leave some even where each reward is 0.
+    """
+    if not len(target):
+        return 0.0
+    scale = torch.maximum(target.abs().max(), value.abs().max())
+    if bool(target.max() - target.min() <= 1e-5 * scale):
         return 0.0
     return 1 - float((target - value).var(correction=0) / target.var(correction=0))
 
