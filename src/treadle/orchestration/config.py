@@ -67,8 +67,8 @@ class OrchestrationConfig(Config):
     max_sampled: float = Field(
         8.0,
         ge=1,
-        description="most groups sampled for one batch, as a multiple of those trained, before the run stops: the others "
-        "were discarded (filtered, overlong, stale)",
+        description="most groups sampled for one batch, as a multiple of those trained, before the run stops because "
+        "too many are discarded (filtered, overlong, stale)",
     )
     checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
     keep_last: int = Field(2, ge=1, description="checkpoints kept on disk")

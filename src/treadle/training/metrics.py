@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from treadle.core.metrics import Metric, Tally
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 # over trainable tokens
 
