@@ -558,3 +558,97 @@ def test_an_algorithm_that_means_nothing_is_refused_before_there_is_a_run(tmp_pa
     with pytest.raises(ConfigError, match=r"algorithm\.gamma is set, but advantage 'grpo' does not read it"):
         start(tmp_path / "run", "algorithm.gamma=0.5")
     assert not (tmp_path / "run").exists()
+
+
+def test_filters_of_sampling_are_those_of_training_and_refuse_what_compares_with_the_engine(tmp_path: Path) -> None:
+    start(tmp_path / "run", "rollout.top_k=5", "rollout.top_p=0.9", "orchestration.updates=1")
+    tables = [pandas.read_parquet(shard) for shard in (tmp_path / "run" / "rollouts").iterdir()]
+    rows = pandas.concat(tables)
+    assert {(k, p) for k, p, group in zip(rows.top_k, rows.top_p, rows.group_id, strict=True) if group[0] == "g"} == {
+        (5, 0.9)
+    }
+    assert {(k, p) for k, p, group in zip(rows.top_k, rows.top_p, rows.group_id, strict=True) if group[0] == "e"} == {
+        (0, 1.0)
+    }
+    with pytest.raises(ConfigError, match="of a truncated distribution"):
+        start(tmp_path / "not", "rollout.min_p=0.1", "algorithm.correction.token_tis=2.0")
+    assert not (tmp_path / "not").exists()
+
+
+# Dynamic sampling
+
+
+class Decided(Vowels):
+    """Tasks 0, 3, ... reward every attempt alike."""
+
+    async def step(self, text: str) -> EnvStep:
+        answer = await super().step(text)
+        return answer._replace(reward=1.0) if int(self.task.task_id.split("-")[1]) % 3 == 0 else answer
+
+
+def decided() -> Inputs:
+    return make_inputs([replace(task, environment="world") for task in vowel_tasks("train", 6)], [], {"world": Decided})
+
+
+def trained_indices(path: Path) -> set[int]:
+    return {row["idx"] for row in query(
+        path, "SELECT DISTINCT idx FROM groups JOIN trajectories USING (group_id) JOIN steps USING (trajectory_id) "
+        "WHERE state = 'trained'"
+    )}  # fmt: skip
+
+
+def test_filtered_groups_are_replaced_exactly_in_the_order_of_tasks(tmp_path: Path) -> None:
+    path, options = tmp_path / "run", ("algorithm.dynamic_sampling=filter", "data.shuffle=false")
+    summary = start(path, *options, inputs=decided())
+    check_finished(path)
+    assert trained_indices(path) == {1, 2, 4, 5, 7, 8, 10, 11}
+    reasons = query(path, "SELECT DISTINCT idx, reason FROM groups JOIN trajectories USING (group_id) "
+                    "JOIN steps USING (trajectory_id) WHERE state = 'dropped' ORDER BY idx")  # fmt: skip
+    assert [(row["idx"], row["reason"]) for row in reasons] == [(n, "filtered") for n in (0, 3, 6, 9)]
+    assert [row["zero_advantage_groups"] for row in updates(path)] == [0] * 4
+    again = start(tmp_path / "again", *options, inputs=decided())
+    assert again["weights_sha256"] == summary["weights_sha256"]
+
+
+def test_a_filtered_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    options = ("algorithm.dynamic_sampling=filter", "data.shuffle=false")
+    expected = start(tmp_path / "straight", *options, inputs=decided())["weights_sha256"]
+    start(tmp_path / "run", *options, inputs=decided(), progress=Interrupting(signal.SIGINT, 2))
+    assert resume(tmp_path / "run", inputs=decided())["weights_sha256"] == expected
+    check_finished(tmp_path / "run")
+
+
+def test_replaced_groups_give_their_weight_to_the_others_and_nothing_is_sampled_anew(tmp_path: Path) -> None:
+    """The update is that of the other group alone."""
+    option = "data.shuffle=false"
+    both = start(
+        tmp_path / "both", option, "algorithm.dynamic_sampling=replace", "orchestration.updates=1", inputs=decided()
+    )
+    rows = query(tmp_path / "both", "SELECT DISTINCT idx, state, reason FROM groups JOIN trajectories USING (group_id) "
+                 "JOIN steps USING (trajectory_id) ORDER BY idx")  # fmt: skip
+    assert [tuple(row.values()) for row in rows] == [(0, "dropped", "filtered"), (1, "trained", None)]
+    filtered = start(
+        tmp_path / "one", option, "algorithm.dynamic_sampling=filter", "training.tasks_per_update=1",
+        "orchestration.updates=1", inputs=decided(),
+    )  # fmt: skip
+    assert trained_indices(tmp_path / "one") == {1}
+    assert both["updates"] == filtered["updates"] == 1
+    [row], [alone] = updates(tmp_path / "both"), updates(tmp_path / "one")
+    assert row["gradient_norm"] == pytest.approx(alone["gradient_norm"], rel=1e-3)
+    assert (row["dropped_filtered"], row["trainable_tokens"]) == (6, alone["trainable_tokens"])
+
+
+def test_a_run_whose_groups_teach_nothing_stops_and_says_so(tmp_path: Path) -> None:
+    class Same(Vowels):
+        async def step(self, text: str) -> EnvStep:
+            return (await super().step(text))._replace(reward=1.0)
+
+    inputs = make_inputs([replace(task, environment="world") for task in vowel_tasks("train", 6)], [], {"world": Same})
+    with pytest.raises(
+        TrainingStopped, match="16 groups were sampled for update 1, which needs 2; discarded: 16 filtered"
+    ):
+        start(tmp_path / "run", "algorithm.dynamic_sampling=filter", inputs=inputs)
+    with pytest.raises(
+        ConfigError, match=r"dynamic_sampling is 'filter', but advantage 'reinforce\+\+' has no baseline"
+    ):
+        start(tmp_path / "not", "algorithm.dynamic_sampling=filter", "algorithm.advantage=reinforce++")

@@ -41,7 +41,7 @@ from treadle.training.model import load_reference
 def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress) -> dict[str, Any]:
     """Train from the beginning in a new run directory; returns the summary. Raises TreadleError."""
     clock = Clock()
-    check_algorithm(config.algorithm, config.training)
+    check_algorithm(config.algorithm, config.training, config.rollout.filters)
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
     use_threads(config.training.threads)

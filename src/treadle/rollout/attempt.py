@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -54,6 +55,9 @@ class RolloutConfig(Config):
     max_input_tokens: int = Field(1024, ge=1, description="longest prompt that may be sent, in tokens")
     max_completion_tokens: int = Field(256, ge=1, description="most tokens sampled per call")
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
+    top_k: int = Field(0, ge=0, description="in training: only the k most probable tokens (0: all)")
+    top_p: float = Field(1.0, gt=0, le=1, description="in training: the fewest tokens that make up this probability")
+    min_p: float = Field(0.0, ge=0, le=1, description="in training: tokens at least this likely, against the likeliest")
     stop: tuple[str, ...] = Field((), description="strings that end a completion")
     conversation: Literal["turns", "single_message"] = Field(
         "turns",
@@ -64,6 +68,11 @@ class RolloutConfig(Config):
     reply_parser: str = Field(
         AUTO, description="how agent programs' tool calls are read: a registered name, module:function, or auto"
     )
+
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are left out of what is sampled from, in training."""
+        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
 
 
 class Rollouts:
@@ -92,11 +101,13 @@ class Rollouts:
 
         Opening is immediate so that a lock-step engine knows of every attempt before the first one calls it.
         """
+        section = self.config
         sampling = SamplingParams(
-            temperature=self.config.temperature if temperature is None else temperature,
-            max_tokens=self.config.max_completion_tokens,
-            stop=self.config.stop,
+            temperature=section.temperature, top_k=section.top_k, top_p=section.top_p, min_p=section.min_p
         )
+        if temperature is not None:
+            sampling = SamplingParams(temperature=temperature)
+        sampling = replace(sampling, max_tokens=section.max_completion_tokens, stop=section.stop)
         attempts: list[asyncio.Future[Trajectory]] = []
         for session, play, a in [(*self._open(group_id, task, a, sampling), a) for a in addresses]:
             attempt = asyncio.ensure_future(self._attempt(task, session, play, a))

@@ -63,9 +63,9 @@ class UpdateResult:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig) -> None:
+def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, filtered_sampling: bool = False) -> None:
     """Raise ConfigError for an algorithm that means nothing, or nothing in this training. Needs no model."""
-    check(algorithm)
+    check(algorithm, filtered_sampling)
     name, advantage = algorithm.advantage, estimators.by_name(algorithm.advantage)
     if training.group_size == 1 and advantage.by_group:
         raise ConfigError(
