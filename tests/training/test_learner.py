@@ -137,7 +137,7 @@ def test_a_later_update_of_a_batch_is_anchored_before_the_first() -> None:
     assert results[0].metrics["clip_fraction"] == 0 < results[1].metrics["clip_fraction"] <= 1
     assert set(results[0].advantage) == {t.trajectory_id for t in first.trajectories}
     assert set(results[1].advantage) == {t.trajectory_id for t in second.trajectories}
-    by_hand = make_learner(exact(), optimizer=OptimizerConfig(learning_rate=0.1))
+    by_hand = make_learner(exact(), updates_per_batch=2, optimizer=OptimizerConfig(learning_rate=0.1))
     by_hand.update(first)
     assert by_hand.update(second, old).metrics == pytest.approx(results[1].metrics, rel=1e-9)
     assert by_hand.logprobs(second) == pytest.approx(learner.logprobs(second))
@@ -268,3 +268,13 @@ def test_the_cosine_stays_at_the_final_rate(updates: int, decay_from: float) -> 
     config = OptimizerConfig(learning_rate=1.0, decay_from=decay_from, final_lr=0.1)
     for update in (updates, updates + 1, updates + 3):
         assert learning_rate(config, update, updates) == pytest.approx(0.1)
+
+
+def test_the_gap_is_told_by_versions_between_sampling_and_training() -> None:
+    """Only where there are any: the engine's probabilities were those of an older policy."""
+    learner = make_learner(exact())
+    [group] = random_groups(0, groups=1)
+    assert not [name for name in learner.train_batch([group])[0].metrics if "_lag_" in name]
+    metrics = learner.train_batch([group])[0].metrics  # sampled by version 0, trained by version 1
+    assert [name for name in metrics if "_lag_" in name] == ["logprob_gap_lag_1"]
+    assert metrics["logprob_gap_lag_1"] == metrics["logprob_gap_mean"]

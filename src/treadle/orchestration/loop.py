@@ -106,7 +106,7 @@ class Loop:
         self._cursor = TaskCursor(train, config.seed, config.data.shuffle)
         self._saved = state.update if ledger.latest_checkpoint() else None  # update of the newest checkpoint on disk
         self._told: set[str] = set()
-        self._finished_trajectories = 0
+        self._name, self._total, self._finished_trajectories = "", 0, 0  # of the phase that is shown
         self._recorder = Recorder(run.rollouts, ledger, lambda: self.state.version)
         self._buffer = GroupBuffer(
             max_staleness=config.orchestration.max_staleness,
@@ -366,7 +366,7 @@ class Loop:
                 epoch=self.state.update,
                 temperature=temperature,
                 concurrency=section.concurrency,
-                on_trajectory=self._trajectory_finished,
+                on_trajectory=self._advance,
             )
             shard = write_shard(self.run_directory.rollouts, f"evaluation-{name}", groups)
             self.ledger.record(groups, "held_out", self.state.version, shard)
@@ -434,14 +434,15 @@ class Loop:
         self._since.finished += 1
         if trajectory.failure is not None:
             self._since.failures[trajectory.failure.cause, trajectory.failure.message] += 1
-        self._trajectory_finished()
+        if self._name == "rollout":  # others finish beside updates and evaluations
+            self._advance()
 
     def _phase(self, name: str, total: int) -> None:
-        self._finished_trajectories = 0
+        self._name, self._total, self._finished_trajectories = name, total, 0
         self.progress.phase(name, total)
 
-    def _trajectory_finished(self) -> None:
-        self._finished_trajectories += 1
+    def _advance(self) -> None:
+        self._finished_trajectories = min(self._finished_trajectories + 1, self._total)
         self.progress.advance(self._finished_trajectories)
 
 

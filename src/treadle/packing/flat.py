@@ -35,6 +35,7 @@ class FlatBatch:
     mask         bool[N]       trainable tokens
     logp_rollout float32[N]    as the engine reported them
     temperature  float32[N]    at which each token was sampled
+    version      int32[N]      of the policy that sampled each token
     """
 
     groups: tuple[Group, ...]
@@ -49,6 +50,7 @@ class FlatBatch:
     mask: NDArray[np.bool_]
     logp_rollout: NDArray[np.float32]
     temperature: NDArray[np.float32]
+    version: Ids
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -94,6 +96,7 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         mask=joined([step.mask for _, step in steps], np.bool_),  # type: ignore[arg-type]
         logp_rollout=joined([step.logprobs for _, step in steps], np.float32),  # type: ignore[arg-type]
         temperature=np.repeat(np.array([step.sampling.temperature for _, step in steps], np.float32), lengths),
+        version=joined([step.policy_versions for _, step in steps], np.int32),  # type: ignore[arg-type]
     )
 
 

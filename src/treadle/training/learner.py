@@ -124,6 +124,11 @@ class Learner:
         )
         self.optimizer = make_optimizer(self.trained, training.optimizer)
 
+    @property
+    def version(self) -> int:
+        """Of the weights that the batch at hand starts from: how many batches were trained before."""
+        return self.updates_done // self.training.updates_between_publications
+
     def weights(self) -> dict[str, Tensor]:
         """The model's current weights, not copied."""
         return unique_weights(self.model)
@@ -270,6 +275,7 @@ class Learner:
             return self._tensor(token_weights(batch, self.algorithm, mask.cpu().numpy()))
 
         known = logp_old is not None and correction.active
+        lag = self.version - batch.version
         return Objective(
             self.algorithm,
             self.policy_loss,
@@ -280,6 +286,7 @@ class Learner:
             reduction=reduction,
             corrected=corrected(tokens, weight, correction, reduction) if known else None,
             kl_coef=self.kl.coef if self.kl is not None and kl is not None and kl.where == "loss" else 0.0,
+            lag=torch.from_numpy(lag).to(device) if lag.any() else None,
             values=None if values is None else ValueTargets(self._tensor(values), self._tensor(values + advantage)),
         )
 

@@ -30,6 +30,9 @@ GAP_MEAN = Metric(
 )
 GAP_MAX = Metric("logprob_gap_max", "token", "max", "nats", "largest such difference; near 1e-6 in float32")
 GAP_KL = Metric("logprob_gap_kl", "token", "mean", "nats", "KL from the engine's policy to the learner's, by `k3`")
+GAP_BY_LAG = Metric(
+    "logprob_gap_lag_*", "token", "mean", "nats", "the same difference by versions between sampling and training"
+)
 TRAINABLE_TOKENS = Metric("trainable_tokens", "token", "sum", "tokens", "sampled tokens that are trained")
 TRAINABLE_FRACTION = Metric("trainable_fraction", "token", "mean", "share", "trained, of all sampled tokens")
 

@@ -25,6 +25,7 @@ from treadle.training.metrics import (
     CORRECTION_MASKED,
     CORRECTION_WEIGHT,
     ENTROPY,
+    GAP_BY_LAG,
     GAP_KL,
     GAP_MAX,
     GAP_MEAN,
@@ -82,7 +83,7 @@ class Objective:
     tokens, weight [N]. anchored: the update starts from the policy as it is now, and `logp_old` is `logp` itself.
     reduction: weights of the tokens in a mask [N]. corrected: what corrections make of the weights, where `logp_old` is
     known before the forward pass; factor is 1 without any. kl_coef: of KL in the loss; it needs `tokens.logp_ref`.
-    values: what a value head learns, [N].
+    values: what a value head learns, [N]. lag int32[N]: versions between sampling and this update, if there are any.
     """
 
     config: AlgorithmConfig
@@ -94,6 +95,7 @@ class Objective:
     reduction: Callable[[Tensor], Tensor]
     corrected: Corrected | None = None
     kl_coef: float = 0.0
+    lag: Tensor | None = None
     values: ValueTargets | None = None
 
     @property
@@ -141,6 +143,9 @@ class Objective:
             TRAINABLE_TOKENS: mask[mask],
             TRAINABLE_FRACTION: mask,
         }
+        if self.lag is not None:
+            lag = self.lag[index][mask]
+            found |= {GAP_BY_LAG.of(int(own)): gap.abs()[lag == own] for own in lag.unique()}
         if self.policy_loss.clipped is not None:
             found[CLIP_FRACTION] = self.policy_loss.clipped(scores.logp, tokens, self.config)[mask]
         if self.config.correction.active:
