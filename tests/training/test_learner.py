@@ -152,7 +152,7 @@ def test_epochs_go_through_a_batch_again_with_what_was_known_at_its_start(
 ) -> None:
     groups, algorithm = random_groups(0, groups=2), AlgorithmConfig(**fields)
     learner = make_learner(exact(), algorithm, updates_per_batch=per_batch, epochs_per_batch=3)
-    by_hand = make_learner(exact(), algorithm)
+    by_hand = make_learner(exact(), algorithm, updates_per_batch=per_batch, epochs_per_batch=3)
     batches = [flatten(groups)] if per_batch == 1 else [flatten(groups[:1]), flatten(groups[1:])]
     starts = [by_hand.scores(batch) for batch in batches]
     known = algorithm.policy_loss != "reinforce"
