@@ -11,6 +11,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -80,7 +81,7 @@ def _write(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Non
         tensors = {name: to_host(tensor, dtype) for name, tensor in weights.items()}
         save_file(tensors, temporary, {"format": "pt"})
         temporary.replace(path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
         raise EngineError(f"could not write weights to {path}: {error}; set engine.vllm.shared_directory") from error
     finally:
         temporary.unlink(missing_ok=True)
