@@ -59,6 +59,7 @@ def test_recording_notes_everything(ledger: Ledger) -> None:
         "epoch": 0,
         "position": 3,
         "batch": 7,
+        "trained_version": None,
     }
     assert task["task_id"] == "t3"
     assert task["prompt"] == [{"role": "user", "content": "?"}]
