@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.orchestration.runs import check_finished, start, updates
+from tests.orchestration.runs import check_finished, resume, start, updates
 from tests.worlds import ROOT, tiny
 from treadle.core.config import dump_yaml
-from treadle.orchestration.run_directory import RunDirectory
 
 SLOWLY = "data.train.options.seconds=0.03"  # each reply; leaves time to be killed in
 
@@ -86,27 +85,23 @@ def children(process: "subprocess.Popen[str]") -> list[Path]:
     return [Path(f"/proc/{child}") for child in found]
 
 
-def kill(folder: Path, draws: random.Random, updates: int, *arguments: str) -> None:
-    """Train until a random moment, the first checkpoint being there; nothing may be left of it."""
-    with training(folder, *arguments) as process:
-        wait_for_update(folder, draws.randint(2, updates - 2), process)
-        time.sleep(draws.random() * 0.1)
-        left = children(process)
-        process.send_signal(signal.SIGKILL)
-        expect(process, -signal.SIGKILL)
+def strike(process: "subprocess.Popen[str]") -> None:
+    """kill -9; none of its children outlives it for long."""
+    left = children(process)
+    process.send_signal(signal.SIGKILL)
+    expect(process, -signal.SIGKILL)
     deadline = time.monotonic() + 20
     while any(child.exists() for child in left):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def kill_and_resume(folder: Path, draws: random.Random, updates: int) -> str:
-    """Returns what the resumed process said."""
-    kill(folder, draws, updates)
-    with training(folder, "--resume") as process:
-        output = expect(process, 0)
-    check_finished(folder / "runs" / "run")
-    return output
+def kill(folder: Path, draws: random.Random, updates: int) -> None:
+    """Train until a random moment, the first checkpoint being there."""
+    with training(folder) as process:
+        wait_for_update(folder, draws.randint(2, updates - 2), process)
+        time.sleep(draws.random() * 0.1)
+        strike(process)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +117,10 @@ def kill_and_resume(folder: Path, draws: random.Random, updates: int) -> str:
 )
 def test_kill_9_and_resume_finishes_the_same(seed: int, options: str, tmp_path: Path) -> None:
     expected = write_recipe(tmp_path, "orchestration.updates=8", *options.split())
-    kill_and_resume(tmp_path, random.Random(seed), updates=8)
+    kill(tmp_path, random.Random(seed), updates=8)
+    with training(tmp_path, "--resume") as process:
+        expect(process, 0)
+    check_finished(tmp_path / "runs" / "run")
     summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
     assert summary["weights_sha256"] == expected
 
@@ -132,10 +130,14 @@ def test_kill_9_and_resume_finishes_the_same(seed: int, options: str, tmp_path: 
 ASYNCHRONOUS = ("orchestration.max_staleness=2", "orchestration.updates=8", SLOWLY)
 
 
-def reused(output: str) -> int:
-    """Trajectories, as a resumed run tells."""
-    [count] = re.findall(r"(\d+) finished trajectories \(\d+ steps\) of \d+ groups are reused", output)
-    return int(count)
+def resumed(process: "subprocess.Popen[str]") -> int:
+    """Wait until a resumed run tells how many finished trajectories it reuses; returns that."""
+    assert process.stdout is not None
+    said = ""
+    while not (found := re.search(r"(\d+) finished trajectories \(\d+ steps\) of \d+ groups are reused", said)):
+        said += (line := process.stdout.readline())
+        assert line, said
+    return int(found[1])
 
 
 @pytest.mark.parametrize("late", ["mask_steps", "wait", "drop"])
@@ -144,52 +146,29 @@ def test_an_asynchronous_run_ends_with_nothing_undecided(late: str, tmp_path: Pa
     check_finished(tmp_path / "run")
 
 
-def test_an_asynchronous_run_is_killed_twice_and_gone_on_with(tmp_path: Path) -> None:
-    (tmp_path / "tiny.yaml").write_text(dump_yaml(tiny(*ASYNCHRONOUS, "orchestration.late=wait")))
-    draws = random.Random(0)
-    kill(tmp_path, draws, 4)
-    assert reused(kill_and_resume_again(tmp_path, draws)) > 0
-
-
-def kill_and_resume_again(folder: Path, draws: random.Random) -> str:
-    """Kill a resumed run once more, then let it finish; returns what both said of what they reused."""
-    run = RunDirectory.open(folder / "runs" / "run")
-    done = len(updates(run.path))
-    with training(folder, "--resume") as process:
-        wait_for_update(folder, min(done + 1, 7), process)
-        time.sleep(draws.random() * 0.1)
-        process.send_signal(signal.SIGKILL)
-        expect(process, -signal.SIGKILL)
-    with training(folder, "--resume") as process:
-        output = expect(process, 0)
-    check_finished(run.path)
-    return output
-
-
-KILLS = 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", ["", "orchestration.late=wait", "engine.own_process=true"])
-def test_an_asynchronous_run_is_killed_over_and_over(options: str, tmp_path: Path) -> None:
-    """Each process for a random while, far enough to start; the last one to the end."""
-    more = ("orchestration.updates=40", "orchestration.checkpoint_every=1", *options.split())
+@pytest.mark.parametrize(
+    ("kills", "options"),
+    [
+        (2, "orchestration.late=wait"),
+        *(
+            pytest.param(20, options, marks=pytest.mark.slow)
+            for options in ("", "orchestration.late=wait", "orchestration.late=drop engine.own_process=true")
+        ),
+    ],
+)
+def test_an_asynchronous_run_is_killed_over_and_over(kills: int, options: str, tmp_path: Path) -> None:
+    """Each process after a while, and what was finished by then is reused; the last one goes to the end."""
+    more = (f"orchestration.updates={8 if kills == 2 else 40}", "orchestration.checkpoint_every=1", *options.split())
     (tmp_path / "tiny.yaml").write_text(dump_yaml(tiny(*ASYNCHRONOUS, *more)))
     draws, found = random.Random(options), []
     kill(tmp_path, draws, 4)
-    for _ in range(KILLS - 1):
+    for _ in range(kills - 1):
         with training(tmp_path, "--resume") as process:
-            assert process.stdout is not None
-            said = ""
-            while "are reused" not in said:
-                said += (line := process.stdout.readline())
-                assert line, said
-            found.append(reused(said))
+            found.append(resumed(process))
             time.sleep(draws.random() * 1.5)
-            left = children(process)
-            process.send_signal(signal.SIGKILL)
-            expect(process, -signal.SIGKILL)
+            strike(process)
     with training(tmp_path, "--resume") as process:
+        found.append(resumed(process))
         expect(process, 0)
     assert max(found) > 0
     check_finished(tmp_path / "runs" / "run")
