@@ -1,5 +1,6 @@
 """Running the tiny recipe, and what every run must satisfy afterwards."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from tests.worlds import Quiet, tiny
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.inputs import Inputs, load_inputs
 from treadle.orchestration.ledger import Ledger
+from treadle.orchestration.rollout_store import read_shard
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.train import resume_run, start_run
 
@@ -40,15 +42,16 @@ def updates(path: Path) -> list[dict[str, Any]]:
     return [row for row in RunDirectory.open(path).metrics() if row["kind"] == "update"]
 
 
-_UNTRAINED = ("resampled", "rolled back", "failed", "filtered", "stale")  # of trajectories with a reward
+_UNTRAINED = ("resampled", "rolled back", "failed", "filtered", "stale", "unused")  # of trajectories with a reward
 
 
 def check_finished(path: Path) -> None:
-    """Conservation, one line an update, and an engine that samples from what is trained."""
+    """Conservation, one line an update, an engine that samples from what is trained, and nothing older than allowed."""
     config = RunDirectory.open(path).config()
     rows = updates(path)
     assert [row["update"] for row in rows] == list(range(1, config.orchestration.updates + 1))
-    assert max(row["logprob_gap_max"] for row in rows) < 1e-4
+    if not config.orchestration.max_staleness:
+        assert max(row["logprob_gap_max"] for row in rows) < 1e-4
     states = query(
         path,
         "SELECT g.idx, g.split, t.reward IS NULL AS failed, s.state, s.reason, count(DISTINCT t.trajectory_id) AS n "
@@ -70,8 +73,39 @@ def check_finished(path: Path) -> None:
     )
     if not any(row["failed"] for row in states) and not config.orchestration.max_staleness:
         assert set(trained.values()) == {config.training.group_size}  # each index once, however often it was sampled
+    _check_trained(path, config)
     names = sorted(p.name for p in (path / "checkpoints").iterdir())
     assert len(names) <= config.orchestration.keep_last
     assert names[-1] == f"step-{config.orchestration.updates:06d}"
     assert (path / "summary.json").is_file()
     assert (path / "curve.png").is_file()
+
+
+def _check_trained(path: Path, config: RunConfig) -> None:
+    """Each batch once and whole, each token of it once among the shards and no older than allowed."""
+    size = config.groups_per_batch
+    rows = query(
+        path,
+        "SELECT trained_version AS version, count(*) AS n, count(DISTINCT idx) AS indices FROM groups "
+        "WHERE trained_version IS NOT NULL GROUP BY 1 ORDER BY 1",
+    )
+    versions = config.orchestration.updates // config.training.updates_between_publications
+    assert [(row["version"], row["n"], row["indices"]) for row in rows] == [(v, size, size) for v in range(versions)]
+    assert not query(path, "SELECT idx FROM groups WHERE trained_version IS NOT NULL GROUP BY idx HAVING count(*) > 1")
+    stored = Counter[tuple[str, int]]()
+    sampled: dict[tuple[str, int], Any] = {}
+    for shard in (path / "rollouts").iterdir():
+        for trajectory, steps in read_shard(path / "rollouts", shard.name).items():
+            for number, step in enumerate(steps):
+                stored[trajectory, number] += 1
+                sampled[trajectory, number] = step.policy_versions
+    on_record = query(
+        path,
+        "SELECT s.*, g.trained_version AS version, g.split FROM steps s "
+        "JOIN trajectories t USING (trajectory_id) JOIN groups g USING (group_id)",
+    )
+    assert stored == Counter((row["trajectory_id"], row["step"]) for row in on_record)
+    for row in on_record:
+        if row["state"] == "trained":
+            lag = row["version"] - sampled[row["trajectory_id"], row["step"]]
+            assert (lag >= 0).all() and (lag <= config.orchestration.max_staleness).all()

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.orchestration.runs import check_finished, start, updates
+from tests.orchestration.runs import check_finished, resume, start, updates
 from tests.worlds import ROOT, tiny
 from treadle.core.config import dump_yaml
 
@@ -79,26 +80,117 @@ def test_ctrl_c_saves_and_leaves_with_130_and_resume_finishes_the_same(tmp_path:
     check_finished(run)
 
 
-def kill_and_resume(folder: Path, expected: str, draws: random.Random, updates: int) -> None:
+def children(process: "subprocess.Popen[str]") -> list[Path]:
+    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [Path(f"/proc/{child}") for child in found]
+
+
+def strike(process: "subprocess.Popen[str]") -> None:
+    """kill -9; none of its children outlives it for long."""
+    left = children(process)
+    process.send_signal(signal.SIGKILL)
+    expect(process, -signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while any(child.exists() for child in left):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def kill(folder: Path, draws: random.Random, updates: int) -> None:
+    """Train until a random moment, the first checkpoint being there."""
     with training(folder) as process:
-        wait_for_update(folder, draws.randint(2, updates - 2), process)  # the first checkpoint is there
+        wait_for_update(folder, draws.randint(2, updates - 2), process)
         time.sleep(draws.random() * 0.1)
-        process.send_signal(signal.SIGKILL)
-        expect(process, -signal.SIGKILL)
-    with training(folder, "--resume") as process:
-        expect(process, 0)
-    run = folder / "runs" / "run"
-    assert json.loads((run / "summary.json").read_text())["weights_sha256"] == expected
-    check_finished(run)
+        strike(process)
 
 
 @pytest.mark.parametrize(
-    ("seed", "per_batch"),
-    [(0, 1), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
+    ("seed", "options"),
+    [
+        (0, ""),
+        *(
+            pytest.param(seed, options, marks=pytest.mark.slow)
+            for seed in range(1, 11)
+            for options in ("engine.own_process=true", f"training.updates_per_batch={1 + seed % 2}")
+        ),
+    ],
 )
-def test_kill_9_and_resume_finishes_the_same(seed: int, per_batch: int, tmp_path: Path) -> None:
-    options = ("orchestration.updates=8", f"training.updates_per_batch={per_batch}")
-    kill_and_resume(tmp_path, write_recipe(tmp_path, *options), random.Random(seed), updates=8)
+def test_kill_9_and_resume_finishes_the_same(seed: int, options: str, tmp_path: Path) -> None:
+    expected = write_recipe(tmp_path, "orchestration.updates=8", *options.split())
+    kill(tmp_path, random.Random(seed), updates=8)
+    with training(tmp_path, "--resume") as process:
+        expect(process, 0)
+    check_finished(tmp_path / "runs" / "run")
+    summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
+    assert summary["weights_sha256"] == expected
+
+
+# Asynchronous: no two runs are the same, but in each every step has one end
+
+ASYNCHRONOUS = ("orchestration.max_staleness=2", "orchestration.updates=8", SLOWLY)
+
+
+def resumed(process: "subprocess.Popen[str]") -> int:
+    """Wait until a resumed run tells how many finished trajectories it reuses; returns that."""
+    assert process.stdout is not None
+    said = ""
+    while not (found := re.search(r"(\d+) finished trajectories \(\d+ steps\) of \d+ groups are reused", said)):
+        said += (line := process.stdout.readline())
+        assert line, said
+    return int(found[1])
+
+
+@pytest.mark.parametrize("late", ["mask_steps", "wait", "drop"])
+def test_an_asynchronous_run_ends_with_nothing_undecided(late: str, tmp_path: Path) -> None:
+    start(tmp_path / "run", *ASYNCHRONOUS, f"orchestration.late={late}")
+    check_finished(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("kills", "options"),
+    [
+        (2, "orchestration.late=wait"),
+        *(
+            pytest.param(20, options, marks=pytest.mark.slow)
+            for options in ("", "orchestration.late=wait", "orchestration.late=drop engine.own_process=true")
+        ),
+    ],
+)
+def test_an_asynchronous_run_is_killed_over_and_over(kills: int, options: str, tmp_path: Path) -> None:
+    """Each process after a while, and what was finished by then is reused; the last one goes to the end."""
+    more = (f"orchestration.updates={8 if kills == 2 else 40}", "orchestration.checkpoint_every=1", *options.split())
+    (tmp_path / "tiny.yaml").write_text(dump_yaml(tiny(*ASYNCHRONOUS, *more)))
+    draws, found = random.Random(options), []
+    kill(tmp_path, draws, 4)
+    for _ in range(kills - 1):
+        with training(tmp_path, "--resume") as process:
+            found.append(resumed(process))
+            time.sleep(draws.random() * 1.5)
+            strike(process)
+    with training(tmp_path, "--resume") as process:
+        found.append(resumed(process))
+        expect(process, 0)
+    assert max(found) > 0
+    check_finished(tmp_path / "runs" / "run")
+
+
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 60), (signal.SIGTERM, 60), (signal.SIGTERM, 0.01)])
+def test_an_asynchronous_run_leaves_at_once_when_asked(number: signal.Signals, seconds: float, tmp_path: Path) -> None:
+    """While it waits for a batch that would take minutes, and amid updates."""
+    (tmp_path / "tiny.yaml").write_text(dump_yaml(tiny(*ASYNCHRONOUS, f"data.train.options.seconds={seconds}")))
+    run = tmp_path / "runs" / "run"
+    with training(tmp_path) as process:
+        if seconds < 1:
+            wait_for_update(tmp_path, 2, process)
+        while not (run / "checkpoints" / "step-000000").exists() and seconds > 1:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        asked = time.monotonic()
+        process.send_signal(number)
+        assert "--resume --name run" in expect(process, 130)
+        assert time.monotonic() - asked < 20
+    resume(run, config=tiny(*ASYNCHRONOUS))
+    check_finished(run)
 
 
 KILLER = """
@@ -136,13 +228,24 @@ def go_on(moment):
 
 assert in_child(lambda: train(0)) == 0
 for moment in sorted({int(share * int((folder / "count").read_text())) for share in moments}):
-    assert in_child(lambda: train(moment)) == -signal.SIGKILL, moment
+    ended = in_child(lambda: train(moment))
+    if ended == 0 and "max_staleness" in sys.argv[2]:  # it wrote less than the one before
+        continue
+    assert ended == -signal.SIGKILL, moment
     assert in_child(lambda: go_on(moment)) == 0, moment
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["seed=0", "training.updates_per_batch=2 orchestration.checkpoint_every=1"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "seed=0",
+        "training.updates_per_batch=2 orchestration.checkpoint_every=1",
+        "orchestration.max_staleness=2 data.train.options.seconds=0.01",
+        "orchestration.max_staleness=2 orchestration.checkpoint_every=1 engine.own_process=true",
+    ],
+)
 def test_whatever_was_being_written_when_the_run_was_killed(options: str, tmp_path: Path) -> None:
     """Killed just before the n-th fsync or rename, for some n after the first checkpoint."""
     draws = random.Random(options)
@@ -156,4 +259,7 @@ def test_whatever_was_being_written_when_the_run_was_killed(options: str, tmp_pa
     )
     assert done.returncode == 0, done.stderr
     found = {file.read_text() for file in tmp_path.glob("*.sha")}
+    if "max_staleness" in options:
+        assert len(found) >= 4
+        return
     assert found == {start(tmp_path / "straight", *options.split())["weights_sha256"]}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause, RunError
 from treadle.core.types import DropReason, Failure, Group, Status, Step, Trajectory
-from treadle.orchestration.ledger import Ledger, LoopState
+from treadle.orchestration.ledger import Ledger, LoopState, TrainedBatch, journal_mode
 
 
 @pytest.fixture
@@ -59,6 +59,7 @@ def test_recording_notes_everything(ledger: Ledger) -> None:
         "epoch": 0,
         "position": 3,
         "batch": 7,
+        "trained_version": None,
     }
     assert task["task_id"] == "t3"
     assert task["prompt"] == [{"role": "user", "content": "?"}]
@@ -141,6 +142,43 @@ def test_conservation_through_any_history(
             now, pending = saved, []
         assert states(ledger) == expected | dict.fromkeys(pending, ("recorded", None))
     ledger.close()
+
+
+def test_what_a_batch_was_is_on_record_with_its_checkpoint_and_what_is_left_at_the_end_is_unused(
+    ledger: Ledger,
+) -> None:
+    """Until then nothing is: after a kill, steps that had become too old may be trained by an earlier version."""
+    ledger.record(
+        [make_group(0, good("g000000", steps=(make_step(), make_step()))), group(1), group(2)], "train", 0, "s"
+    )
+    batch = TrainedBatch(3, ("g000000",), (("g000000.0", 1),))
+    ledger.commit_checkpoint("a", LoopState(1, 1, 2, outstanding=(1,)), [batch])
+    rows = ledger.query("SELECT state, reason FROM steps WHERE trajectory_id = 'g000000.0' ORDER BY step")
+    assert [tuple(row.values()) for row in rows] == [("trained", None), ("dropped", "stale")]
+    versions = ledger.query("SELECT trained_version FROM groups ORDER BY idx")
+    assert [row["trained_version"] for row in versions] == [3, None, None]
+    ledger.record([group(0, "e0")], "held_out", 0, "e")
+    ledger.commit_checkpoint("b", LoopState(1, 1, 2, outstanding=(1,)), finished=True)
+    left = ledger.query("SELECT DISTINCT trajectory_id, state, reason FROM steps WHERE trajectory_id GLOB '[ge]*.0'")
+    assert {tuple(row.values()) for row in left} == {
+        ("g000000.0", "trained", None),
+        ("g000000.0", "dropped", "stale"),
+        ("g000001.0", "dropped", "unused"),
+        ("g000002.0", "dropped", "unused"),
+        ("e0.0", "evaluated", None),
+    }
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [("local", "WAL"), ("share/runs", "DELETE"), ("share/disk", "WAL"), ("two words/x", "DELETE"), ("fuse", "DELETE")],
+)
+def test_the_journal_is_one_that_the_filesystem_can_keep(where: str, expected: str, tmp_path: Path) -> None:
+    kinds = {"": "ext4", "/share": "nfs4", "/share/disk": "xfs", "/two\\040words": "cifs", "/fuse": "fuse.sshfs"}
+    table = "".join(f"device {tmp_path}{folder} {kind} rw 0 0\n" for folder, kind in kinds.items())
+    (tmp_path / "mounts").write_text(table)
+    assert journal_mode(tmp_path / where / "ledger.sqlite", tmp_path / "mounts") == expected
+    assert journal_mode(tmp_path / where / "ledger.sqlite", tmp_path / "none") == "WAL"
 
 
 def test_the_latest_checkpoint_is_the_last_one_committed(ledger: Ledger) -> None:

@@ -315,3 +315,19 @@ def test_a_bug_ends_the_run_with_its_own_exception() -> None:
         asyncio.run(go())
     assert caught.group_contains(ZeroDivisionError, match="a bug")
     assert not caught.group_contains(TimeoutError)
+
+
+@pytest.mark.parametrize("ticks", range(4))
+async def test_attempts_end_with_their_producer_even_if_nobody_waits_for_them_yet(ticks: int) -> None:
+    engine = saying("a")
+    buffer, _ = make_buffer()
+    async with asyncio.TaskGroup() as tasks:
+        making = producer(buffer, tasks, engine)
+        making.admit(0)
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        assert engine.open
+        making.stop()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not engine.open

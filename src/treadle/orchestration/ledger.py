@@ -21,7 +21,7 @@ from treadle.core.types import DropReason, Group, StepState, Trajectory
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
   group_id TEXT PRIMARY KEY, idx INTEGER NOT NULL, split TEXT NOT NULL, epoch INTEGER NOT NULL,
-  position INTEGER NOT NULL, batch INTEGER NOT NULL, task TEXT NOT NULL);
+  position INTEGER NOT NULL, batch INTEGER NOT NULL, task TEXT NOT NULL, trained_version INTEGER);
 CREATE TABLE IF NOT EXISTS trajectories (
   trajectory_id TEXT PRIMARY KEY, group_id TEXT NOT NULL REFERENCES groups, attempt INTEGER NOT NULL,
   status TEXT NOT NULL, reward REAL, advantage REAL, failure_cause TEXT, failure_message TEXT, warning TEXT NOT NULL,
@@ -62,6 +62,19 @@ class LoopState:
     failed_tasks: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedBatch:
+    """Groups that were trained together.
+
+    version: of the policy that was updated, so that staleness is this less a token's own. groups: their ids. stale:
+    (trajectory_id, number) of their steps that were too old by then.
+    """
+
+    version: int
+    groups: tuple[str, ...]
+    stale: tuple[tuple[str, int], ...]
+
+
 class Ledger:
     """The durable record of one run. `read_only` for looking at a run that may be in progress."""
 
@@ -74,8 +87,8 @@ class Ledger:
             self._lock = threading.Lock()
             self._db.row_factory = sqlite3.Row
             if not read_only:
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=FULL")
+                self._db.execute(f"PRAGMA journal_mode={journal_mode(path)}")  # without effect where it cannot be had
+                self._db.execute("PRAGMA synchronous=EXTRA")  # FULL, and as durable without WAL
                 self._db.executescript(_SCHEMA)
         except sqlite3.DatabaseError as error:
             raise RunError(f"cannot open the ledger {path}: {error}") from error
@@ -108,7 +121,7 @@ class Ledger:
                     batch,
                     json.dumps(asdict(group.task)),
                 )
-                db.execute("INSERT OR IGNORE INTO groups VALUES (?,?,?,?,?,?,?)", row)
+                db.execute("INSERT OR IGNORE INTO groups VALUES (?,?,?,?,?,?,?,NULL)", row)
                 for trajectory in group.trajectories:
                     fields = _trajectory_row(group.group_id, trajectory, shard, split)
                     names, values = ", ".join(fields), ", ".join(f":{name}" for name in fields)
@@ -134,14 +147,6 @@ class Ledger:
                 [(StepState.DROPPED, reason, trajectory, StepState.RECORDED) for trajectory in trajectories],
             )
 
-    def note_dropped_steps(self, steps: Sequence[tuple[str, int]], reason: DropReason) -> None:
-        """(trajectory_id, number) of recorded steps that will not be trained."""
-        with self._transaction() as db:
-            db.executemany(
-                "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ? AND step = ? AND state = ?",
-                [(StepState.DROPPED, reason, *step, StepState.RECORDED) for step in steps],
-            )
-
     def note_refused(self, refused: Mapping[str, str]) -> None:
         """trajectory_id -> why the learner could not train it; its steps are dropped."""
         with self._transaction() as db:
@@ -152,11 +157,28 @@ class Ledger:
                 )
                 db.execute("UPDATE trajectories SET warning = ? WHERE trajectory_id = ?", (message, trajectory))
 
-    def commit_checkpoint(self, directory: str, state: LoopState) -> None:
-        """One transaction: recorded steps of groups taken so far are trained, and this checkpoint is the latest."""
+    def commit_checkpoint(
+        self, directory: str, state: LoopState, batches: Sequence[TrainedBatch] = (), finished: bool = False
+    ) -> None:
+        """One transaction: recorded steps of groups taken so far are trained, and this checkpoint is the latest.
+
+        batches: those since the checkpoint before. finished: nothing will be trained any more, so that whatever is
+        left is unused.
+        """
         with self._transaction() as db:
+            for batch in batches:
+                db.executemany(
+                    "UPDATE groups SET trained_version = ? WHERE group_id = ?",
+                    [(batch.version, group) for group in batch.groups],
+                )
+                db.executemany(
+                    "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ? AND step = ? AND state = ?",
+                    [(StepState.DROPPED, DropReason.STALE, *step, StepState.RECORDED) for step in batch.stale],
+                )
             which = "g.idx < ? AND g.idx NOT IN (SELECT value FROM json_each(?))"
             self._move_steps(db, StepState.TRAINED, None, which, state.cursor, json.dumps(state.outstanding))
+            if finished:
+                self._move_steps(db, StepState.DROPPED, DropReason.UNUSED, "true")
             db.execute(
                 "INSERT INTO checkpoints (update_number, directory, state) VALUES (?,?,?)",
                 (state.update, directory, json.dumps(asdict(state))),
@@ -211,6 +233,10 @@ class Ledger:
             json.dumps(state.outstanding),
         )
 
+    def shards(self) -> set[str]:
+        """Files that hold the tokens of what is on record."""
+        return {row["shard"] for row in self.query("SELECT DISTINCT shard FROM trajectories")}
+
     def times_sampled(self) -> dict[int, int]:
         """Group index -> how often it is on record; a resumed run names the next sample apart."""
         rows = self.query("SELECT idx, count(*) AS times FROM groups WHERE split = 'train' GROUP BY idx")
@@ -224,6 +250,22 @@ class Ledger:
     def close(self) -> None:
         """Close the database."""
         self._db.close()
+
+
+_NETWORK = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs"}
+
+
+def journal_mode(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """WAL, so that who reads a run never holds it up; DELETE on network filesystems and FUSE, where WAL does not work.
+
+    mounts: the system's table of them; where there is none, WAL.
+    """
+    if not mounts.is_file():
+        return "WAL"
+    rows = [line.split() for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines()]
+    kinds = {Path(row[1].replace("\\040", " ")): row[2] for row in rows}  # of two on one point the later is on top
+    kind = next((kinds[folder] for folder in path.resolve().parents if folder in kinds), "")
+    return "DELETE" if kind in _NETWORK or kind.startswith("fuse") else "WAL"
 
 
 def _trajectory_row(group_id: str, t: Trajectory, shard: str, split: str) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
+import torch
+
 from treadle.algorithms.dynamic_sampling import learns_nothing, without_steps
 from treadle.core.engine import Engine
 from treadle.core.errors import Cause, TrainingStopped, TreadleError
@@ -31,7 +33,7 @@ from treadle.orchestration.buffer import GroupBuffer
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.evaluation import play_held_out
 from treadle.orchestration.failures import Retries
-from treadle.orchestration.ledger import Ledger, LoopState
+from treadle.orchestration.ledger import Ledger, LoopState, TrainedBatch
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result, run_metrics, trajectory_metrics
 from treadle.orchestration.producer import Producer, TaskCursor
 from treadle.orchestration.progress import Progress
@@ -118,7 +120,8 @@ class Loop:
         self._kept = kept
         least, baseline = config.training.min_group_size, learner.advantage.by_group
         self._least = least or (min(2, config.training.group_size) if baseline else 1)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="treadle-learner")
+        self._thread = _thread()
+        self._batches: list[TrainedBatch] = []  # since the newest checkpoint
         self._failed_tasks: dict[str, int] = dict(state.failed_tasks)
 
     async def run(self) -> LoopState:
@@ -133,7 +136,7 @@ class Loop:
         await self.engine.publish(self.learner.weights(), self.state.version)
         if self._saved is None:
             await self._evaluate(final=True)
-            self._checkpoint()
+            await self._checkpoint()
         try:
             async with asyncio.TaskGroup() as tasks:
                 producer = self._producer(tasks)
@@ -143,9 +146,10 @@ class Loop:
             if all(isinstance(error, TreadleError) for error in several.exceptions) or len(several.exceptions) == 1:
                 raise several.exceptions[0] from None
             raise
+        await self._recorder.settled()  # nothing is recorded after the last checkpoint
         if self._is_last and self._saved != self.state.update:  # a last checkpoint contains the last evaluation
             await self._evaluate(final=True)
-        self._checkpoint()
+        await self._checkpoint()
         return self.state
 
     async def _train(self, producer: Producer) -> None:
@@ -158,7 +162,7 @@ class Loop:
             if self._due(self.config.evaluation.every):
                 await self._evaluate(final=False)
             if self._due(self.config.orchestration.checkpoint_every):
-                self._checkpoint()
+                await self._checkpoint()
 
     # --- one batch -----------------------------------------------------------------------------------------------
 
@@ -171,7 +175,7 @@ class Loop:
         if taken is None:
             return False
         groups = self._note_taken(taken)
-        self._give_up_if_failing()
+        await self._give_up_if_failing()
         self._since = _Since()
         with _timed(seconds, "update"):
             self._phase("update", 1)
@@ -183,6 +187,7 @@ class Loop:
         refused = {t: why for result in results for t, why in result.refused.items()}
         self._refuse(refused)
         self._log(groups, results, seconds)
+        self._batches.append(_trained_batch(taken, self.state.version))
         self.state = replace(
             self.state,
             update=self.state.update + len(results),
@@ -191,17 +196,17 @@ class Loop:
             outstanding=tuple(sorted((*self._buffer.outstanding, *producer.again))),
             failed_tasks=dict(self._failed_tasks),
         )
-        self._give_up_if_refusing(refused, groups)
+        await self._give_up_if_refusing(refused, groups)
         return True
 
     async def _next_batch(self, producer: Producer) -> list[Group]:
         """Wait for enough groups; for those that were discarded others are started."""
         while (batch := self._buffer.batch(self.config.groups_per_batch, self.state.version)) is None:
-            self._give_up_if_failing()
-            self._give_up_if_discarding()
+            await self._give_up_if_failing()
+            await self._give_up_if_discarding()
             producer.admit(self.state.version)
             if not self._buffer.running:
-                self._give_up(
+                await self._give_up(
                     "every task is left out: its last groups had too few graded attempts (failures.task_limit is "
                     f"{self.config.failures.task_limit}, training.min_group_size {self._least})"
                 )
@@ -209,19 +214,10 @@ class Loop:
         return batch
 
     def _note_taken(self, groups: list[Group]) -> list[Group]:
-        """The batch as it is trained: without what dynamic sampling leaves out; all that is left out is on record."""
+        """The batch as it is trained: without what dynamic sampling leaves out."""
         self._tell_failures(groups)
         for text in reward_notes(groups, self.config, self.learner.advantage, first=self.state.update == 0):
             self._tell(text, text)
-        stale = [
-            (t.trajectory_id, number)
-            for group in groups
-            for t in group.trajectories
-            for number, step in enumerate(t.steps)
-            if step.dropped is DropReason.STALE
-        ]
-        if stale:
-            self.ledger.note_dropped_steps(stale, DropReason.STALE)
         if self.config.algorithm.dynamic_sampling != "replace":
             return groups
         nothing = [group for group in groups if learns_nothing(group, self.config.algorithm)]
@@ -301,39 +297,39 @@ class Loop:
             for why in refused.values():
                 self._tell(why, f"not trained: {why}")
 
-    def _give_up_if_failing(self) -> None:
+    async def _give_up_if_failing(self) -> None:
         """Of what has finished since the last batch; before a batch's worth has, only if it is certain."""
         since, batch = self._since, self.config.groups_per_batch * self.config.training.group_size
         if since.failures:
             (cause, message), count = since.failures.most_common(1)[0]
             why = f"most often ({count}x) {cause}: {message}"
             of = f"of update {self.state.update + 1} failed"
-            self._give_up_beyond(since.failures.total(), max(since.finished, batch), of, why)
+            await self._give_up_beyond(since.failures.total(), max(since.finished, batch), of, why)
 
-    def _give_up_if_discarding(self) -> None:
+    async def _give_up_if_discarding(self) -> None:
         most, batch = self.config.orchestration.max_sampled, self.config.groups_per_batch
         if self._since.discarded and self._since.groups >= most * batch:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._since.discarded.most_common())
-            self._give_up(
+            await self._give_up(
                 f"{self._since.groups} groups were sampled for update {self.state.update + 1}, which needs {batch}; "
                 f"discarded: {reasons} (orchestration.max_sampled is {most:g} times what is needed)"
             )
 
-    def _give_up_if_refusing(self, refused: dict[str, str], groups: list[Group]) -> None:
+    async def _give_up_if_refusing(self, refused: dict[str, str], groups: list[Group]) -> None:
         if refused:
             everyone = sum(len(group.trajectories) for group in groups)
             what, why = f"of update {self.state.update} could not be trained", f"for example {min(refused.values())}"
-            self._give_up_beyond(len(refused), everyone, what, why)
+            await self._give_up_beyond(len(refused), everyone, what, why)
 
-    def _give_up_beyond(self, count: int, everyone: int, what: str, why: str) -> None:
+    async def _give_up_beyond(self, count: int, everyone: int, what: str, why: str) -> None:
         most = self.config.orchestration.max_failed_fraction
         if count > most * everyone:
-            self._give_up(
+            await self._give_up(
                 f"{count} of {everyone} trajectories {what} (orchestration.max_failed_fraction is {most}); {why}"
             )
 
-    def _give_up(self, why: str) -> NoReturn:
-        self._checkpoint()
+    async def _give_up(self, why: str) -> NoReturn:
+        await self._checkpoint()
         raise TrainingStopped(
             f"{why}. A checkpoint of update {self.state.update} is saved: fix the cause, then --resume"
         )
@@ -386,14 +382,16 @@ class Loop:
         self.state = replace(self.state, evaluations=(*self.state.evaluations, row))
         self.progress.evaluated(result)
 
-    def _checkpoint(self) -> None:
+    async def _checkpoint(self) -> None:
         """Write the learner, then make it the latest in one ledger transaction, then remove older ones."""
         wall, cpu = self.clock.read()
         self.state = replace(self.state, wall_seconds=wall, cpu_seconds=cpu)
         name = f"step-{self.state.update:06d}"
         if self._saved != self.state.update:
-            save_checkpoint(self.run_directory.checkpoints / name, self.learner, self.tokenizer)
-        self.ledger.commit_checkpoint(name, self.state)
+            directory = self.run_directory.checkpoints / name
+            await self._beside(partial(save_checkpoint, directory, self.learner, self.tokenizer))
+        self.ledger.commit_checkpoint(name, self.state, self._batches, finished=self._is_last)
+        self._batches.clear()
         self._saved = self.state.update
         newest = sorted(d.name for d in self.run_directory.checkpoints.iterdir() if d.name.startswith("step-"))
         remove_others(self.run_directory.checkpoints, newest[-self.config.orchestration.keep_last :])
@@ -444,6 +442,24 @@ class Loop:
     def _advance(self) -> None:
         self._finished_trajectories = min(self._finished_trajectories + 1, self._total)
         self.progress.advance(self._finished_trajectories)
+
+
+def _thread() -> ThreadPoolExecutor:
+    """One that computes with as many threads as this one does: OpenMP and MKL keep that number for each."""
+    count = torch.get_num_threads()
+    return ThreadPoolExecutor(1, "treadle-learner", initializer=torch.set_num_threads, initargs=(count,))
+
+
+def _trained_batch(groups: Sequence[Group], version: int) -> TrainedBatch:
+    """`groups` as they were taken for the update of this version."""
+    stale = [
+        (t.trajectory_id, number)
+        for group in groups
+        for t in group.trajectories
+        for number, step in enumerate(t.steps)
+        if step.dropped is DropReason.STALE
+    ]
+    return TrainedBatch(version, tuple(group.group_id for group in groups), tuple(stale))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -137,7 +138,12 @@ class Producer:
         running = self._rollouts.start(group.group_id, group.task, addresses)
         task = self._tasks.create_task(self._finish(group, list(zip(addresses, running, strict=True))))
         self._finishing.add(task)
-        task.add_done_callback(self._finishing.discard)
+        task.add_done_callback(partial(self._ended, running))
+
+    def _ended(self, attempts: Sequence[asyncio.Future[Trajectory]], task: asyncio.Task[None]) -> None:
+        self._finishing.discard(task)
+        for attempt in attempts:
+            attempt.cancel()  # of no effect but where the task was cancelled before it waited for them
 
     async def _finish(self, group: Group, attempts: list[tuple[Address, asyncio.Future[Trajectory]]]) -> None:
         played = await asyncio.gather(*(self._attempt(group, *attempt) for attempt in attempts))

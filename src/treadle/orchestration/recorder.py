@@ -24,19 +24,27 @@ class Recorder:
         self._writing: asyncio.Future[None] | None = None
 
     async def __call__(self, part: Group) -> None:
-        """Record a group's newly finished trajectories; returns once they are durable. Raises RunError."""
+        """Record a group's newly finished trajectories; returns once they are durable.
+
+        Raises RunError, then and ever after: who came with those that could not be written must not think theirs were.
+        """
         self._pending.append(part)
         async with self._turn:
             await asyncio.sleep(0)  # for those that finish at the same moment
             parts, self._pending = self._pending, []
-            if parts:  # otherwise somebody has written ours
+            if parts and not self._has_failed():  # otherwise somebody has written ours, or could not
                 self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, parts, self._version()))
-                await asyncio.shield(self._writing)
+            assert self._writing is not None  # of somebody
+            await asyncio.shield(self._writing)
 
     async def settled(self) -> None:
         """Wait for what is being written, also where nobody waits for it any more."""
         if self._writing is not None:
             await asyncio.wait({self._writing})
+
+    def _has_failed(self) -> bool:
+        writing = self._writing
+        return writing is not None and writing.done() and writing.exception() is not None
 
     def _write(self, parts: list[Group], version: int) -> None:
         shard = write_shard(self._directory, f"train-{parts[0].trajectories[0].trajectory_id}", parts)

@@ -33,7 +33,7 @@ def reusable(ledger: Ledger, rollouts: Path, state: LoopState, max_staleness: in
 
 
 def _admitted(row: Mapping[str, Any], oldest: int, newest: int) -> bool:
-    if row["reward"] is None or row["oldest_version"] is None:  # failed, or without a token: of any version
+    if row["trained_reward"] is None or row["oldest_version"] is None:  # nothing of it is trained: of any version
         return True
     return bool(row["waiting"] and oldest <= row["oldest_version"] and row["newest_version"] <= newest)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,13 @@ def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> str:
     except OSError as error:
         raise RunError(f"could not write {final}: {error}; free disk space, then --resume") from error
     return final.name
+
+
+def remove_other_shards(directory: Path, keep: Container[str]) -> None:
+    """Delete what was written by a process that died before it was on record, unfinished files included."""
+    for file in directory.iterdir():
+        if file.name not in keep:
+            file.unlink()
 
 
 def _parquet(table: pa.Table) -> bytes:

@@ -28,6 +28,7 @@ from treadle.orchestration.loop import Clock, Loop
 from treadle.orchestration.policy import Policy, check_engine, load_policy, use_threads
 from treadle.orchestration.progress import Progress
 from treadle.orchestration.reuse import reusable
+from treadle.orchestration.rollout_store import remove_other_shards
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
@@ -122,6 +123,7 @@ def _train(
         if resume_from is not None:
             load_checkpoint(run.checkpoints / resume_from, learner, policy.tokenizer_path)
             remove_others(run.checkpoints, [resume_from])
+            remove_other_shards(run.rollouts, ledger.shards())
             kept = _roll_back(config, run, ledger, state, progress)
         state, stopped = asyncio.run(
             _run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress, kept)

@@ -1,0 +1,45 @@
+"""What a resumed run need not sample again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.worlds import make_group, make_step
+from treadle.core.errors import Cause
+from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
+from treadle.orchestration.ledger import Ledger, LoopState
+from treadle.orchestration.reuse import reusable
+from treadle.orchestration.rollout_store import write_shard
+
+
+def attempt(number: int, version: int, dropped: DropReason | None = None) -> Trajectory:
+    step = replace(make_step(), policy_versions=np.full(2, version, np.int32))
+    return Trajectory(f"g000000.{number}", "t", number, (step,), 1.0, Status.DONE, dropped=dropped)
+
+
+def failed(number: int) -> Trajectory:
+    failure = Failure(Cause.TIMEOUT, "slow")
+    return Trajectory(f"g000000.{number}", "t", number, (make_step(),), None, Status.FAILED, failure)
+
+
+def kept(folder: Path, group: Group, version: int) -> list[str]:
+    """Ids of what is reused by a checkpoint of this version, up to two versions old."""
+    ledger = Ledger(folder / "ledger.sqlite")
+    ledger.record([group], "train", 0, write_shard(folder, "shard", [group]))
+    found = reusable(ledger, folder, LoopState(version=version), 2)
+    ledger.close()
+    return [t.trajectory_id for kept in found.values() for t in kept.trajectories]
+
+
+@pytest.mark.parametrize(("version", "admitted"), [(2, False), (3, True), (5, True), (6, False)])
+def test_attempts_must_be_of_versions_that_the_checkpoint_admits(version: int, admitted: bool, tmp_path: Path) -> None:
+    group = make_group(0, attempt(0, 3))
+    assert kept(tmp_path, group, version) == ["g000000.0"] * admitted
+
+
+def test_what_trains_nothing_is_kept_with_its_group(tmp_path: Path) -> None:
+    """Cut off and dropped, or failed: whatever version it was, its siblings need not be played again."""
+    group = make_group(0, attempt(0, 5), attempt(1, 0, DropReason.OVERLONG), failed(2))
+    assert kept(tmp_path, group, 5) == ["g000000.0", "g000000.1", "g000000.2"]
