@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from pydantic import Field
@@ -64,6 +64,16 @@ class RolloutConfig(Config):
     reply_parser: str = Field(
         AUTO, description="how agent programs' tool calls are read: a registered name, module:function, or auto"
     )
+
+
+class Player(Protocol):
+    """What plays tasks: `Rollouts`, or one that only takes its time."""
+
+    def start(
+        self, group_id: str, task: Task, addresses: list[Address], temperature: float | None = None
+    ) -> list[asyncio.Future[Trajectory]]:
+        """Start one attempt at the task per address."""
+        ...
 
 
 class Rollouts:
