@@ -1,7 +1,7 @@
 """Asynchronous training without a model: the loop as it is, a learner and an engine that only take their time.
 
-Simplified: a trajectory's seconds are drawn, and its steps take equal shares of them, one after the other; it holds one
-place in the engine from its first to its last; a step has two tokens, its first and its last; environments take no time.
+Simplified: a trajectory's seconds are drawn, its steps take equal shares of them, one after the other, and it holds one
+place in the engine meanwhile; a step has two tokens, its first and its last; environments take no time; nothing fails.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from treadle.algorithms import estimators
 from treadle.algorithms.estimators import Advantage
 from treadle.core.draws import Stream, call_seed, token_uniforms
+from treadle.core.errors import ConfigError
 from treadle.core.metrics import Measures
 from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
 from treadle.engines.fake import FakeEngine
@@ -34,7 +35,7 @@ from treadle.rollout.session import Address
 from treadle.training.learner import UpdateResult
 
 Seconds = Callable[[float], float]
-"""A distribution of seconds, as its quantile function: a draw in [0, 1) -> seconds."""
+"""A distribution, as its quantile function: a draw in [0, 1) -> seconds."""
 
 _WARM_UP = 0.1  # share of the updates that rates leave out: at first nothing is under way
 _TASKS = 64
@@ -46,7 +47,7 @@ def lognormal(mean: float, sigma: float) -> Seconds:
     return lambda u: scale * float(np.exp(sigma * normal.inv_cdf(min(max(u, 1e-12), 1 - 1e-12))))
 
 
-def recorded(seconds: Sequence[float]) -> Seconds:
+def replayed(seconds: Sequence[float]) -> Seconds:
     """Those, each as probable as another."""
     ordered = sorted(seconds)
     return lambda u: ordered[int(u * len(ordered))]
@@ -54,8 +55,10 @@ def recorded(seconds: Sequence[float]) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What is simulated. Seconds: generation of a trajectory, `mean` on average; training of an update; publication:
-    from weights to engines that have them, which sample on meanwhile. capacity: trajectories sampled at a time.
+    """What is simulated. Raises ConfigError for sizes that mean nothing.
+
+    Seconds: generation of a trajectory, `mean` on average; training of an update; publication of weights to the engine,
+    which samples on meanwhile. engine_capacity: trajectories that it samples at a time.
     """
 
     generation: Seconds
@@ -63,11 +66,17 @@ class World:
     steps: int = 8
     training: float = 45.0
     publication: float = 2.0
-    capacity: int = 64
+    engine_capacity: int = 64
     tasks_per_update: int = 8
     group_size: int = 8
-    updates: int = 100
+    updates: int = 60
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = {"steps": 1, "engine_capacity": 1, "tasks_per_update": 1, "group_size": 2, "updates": 5}
+        for name, least in {**counts, "training": 0.0, "publication": 0.0}.items():
+            if not least <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} must be {least:g} or more, got {getattr(self, name)}")
 
     @property
     def batch(self) -> int:
@@ -77,7 +86,8 @@ class World:
     @property
     def bound(self) -> float:
         """Trajectories a second that neither engine nor learner could exceed, however they overlap."""
-        return min(self.capacity / self.mean, self.batch / (self.training + self.publication))
+        learner = self.training + self.publication
+        return min(self.engine_capacity / self.mean, self.batch / learner if learner else float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +183,7 @@ class _Engine(FakeEngine):
 
     def __init__(self, world: World, seen: Seen) -> None:
         super().__init__(lambda prompt, sampling: ())
-        self._places = asyncio.Semaphore(world.capacity)
+        self._places = asyncio.Semaphore(world.engine_capacity)
         self._publication, self._seen = world.publication, seen
         self._running, self._worked, self._since = 0, 0.0, 0.0
 
@@ -279,7 +289,7 @@ def figures(world: World, seen: Seen) -> dict[str, float]:
     return {
         "trajectories/s": trained / elapsed,
         "of bound": trained / elapsed / world.bound,
-        "engine idle": 1 - (sampled_at_end - sampled) / world.capacity / elapsed,
+        "engine idle": 1 - (sampled_at_end - sampled) / world.engine_capacity / elapsed,
         "learner idle": 1 - updates * (world.training + world.publication) / elapsed,
         "staleness mean": float(np.mean(seen.staleness)),
         "staleness max": max(seen.staleness),
