@@ -35,9 +35,7 @@ def measure(
     sizes: of the `World`. Raises ConfigError and RunError.
     """
     if run is not None and generation is not None:
-        raise ConfigError(
-            f"--generation {generation} and --run {run} both say how long trajectories take; leave one out"
-        )
+        raise ConfigError(f"--generation {generation} and --run {run} both say how long trajectories take; give one")
     seconds, mean, text = _of_run(run) if run is not None else _of_text(generation or _GENERATION)
     world = World(seconds, mean, **sizes)
     ways = [Way(s, late) for s in staleness for late in (_LATE if s else _LATE[:1])]
@@ -51,7 +49,9 @@ def measure(
 def _row(way: Way, found: dict[str, float], first: dict[str, float]) -> Row:
     rate = found["trajectories/s"]
     ratio = {"trajectories/s": rate, "times sync": rate / first["trajectories/s"]}
-    return {"max_staleness": way.max_staleness, "late": way.late if way.max_staleness else "-", **ratio, **found}
+    late = way.late if way.max_staleness else "-"
+    dropped = {"s dropped": found["s dropped"] or "-"}
+    return {"max_staleness": way.max_staleness, "late": late, **ratio, **found, **dropped}
 
 
 def _of_text(text: str) -> tuple[Seconds, float, str]:
@@ -79,11 +79,8 @@ def _of_run(path: Path) -> tuple[Seconds, float, str]:
     if not rows:
         raise RunError(f"run {str(path)!r} has recorded no training trajectory")
     seconds = [row["seconds"] for row in rows]
-    return (
-        replayed(seconds),
-        fmean(seconds),
-        f"a trajectory: drawn from {len(seconds)} recorded, {fmean(seconds):.3g} s",
-    )
+    mean = fmean(seconds)
+    return replayed(seconds), mean, f"a trajectory: drawn from {len(seconds)} recorded, mean {mean:.3g} s"
 
 
 def _note(world: World, text: str) -> str:
@@ -91,7 +88,7 @@ def _note(world: World, text: str) -> str:
         f"virtual time; {text}, in {world.steps} steps, {world.engine_capacity} at a time; "
         f"an update: {world.tasks_per_update} x {world.group_size} trajectories, {world.training:g} s, "
         f"and {world.publication:g} s to publish; {world.updates} updates; "
-        f"bound: {world.bound:.3g} trajectories/s"
+        f"bound: {world.bound:.3g} trajectories/s; s: of a trajectory, averaged over trained and dropped steps"
     )
 
 
@@ -100,12 +97,8 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure  # half a second of import, only needed here
 
     figure = Figure(figsize=(9, 3.8), layout="constrained")
-    for axes, column, label in zip(
-        figure.subplots(1, 2),
-        ("of bound", "dropped"),
-        ("trajectories/s, share of the bound", "steps dropped"),
-        strict=True,
-    ):
+    panels = (("of bound", "trajectories/s, share of the bound"), ("dropped", "share of steps dropped"))
+    for axes, (column, label) in zip(figure.subplots(1, 2), panels, strict=True):
         for late, colour in _COLOURS.items():
             own = [row for row in rows if row["late"] in (late, "-")]
             x, y = [row["max_staleness"] for row in own], [row[column] for row in own]
