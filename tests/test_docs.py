@@ -30,6 +30,7 @@ from treadle.core.config import build
 from treadle.core.metrics import Level
 from treadle.core.registry import names
 from treadle.orchestration.config import RunConfig, load_recipe
+from treadle.orchestration.failures import FailuresConfig
 from treadle.orchestration.metrics import DECLARED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,8 +111,8 @@ def test_the_page_on_runs_lists_every_metric_as_declared() -> None:
 def simulated_table(rows: list[dict[str, Any]]) -> str:
     """Rows of benchmarks/results/async.json as docs/async.md shows them."""
     head = ("`max_staleness`", "`late`", "trajectories/s", "times sync", "of the bound", "engine idle", "learner idle")
-    cells = [(*head, "staleness, mean / max", "steps dropped", "s trained / dropped")]
-    cells.append(("---",) * len(cells[0]))
+    names = (*head, "staleness, mean / max", "steps dropped", "s trained / dropped")
+    cells: list[tuple[str, ...]] = [names, ("---",) * len(names)]
     for row in rows:
         rates = (f"{row['trajectories/s']:.2f}", f"{row['times sync']:.1f}")
         shares = [f"{row[name]:.0%}" for name in ("of bound", "engine idle", "learner idle")]
@@ -122,6 +123,12 @@ def simulated_table(rows: list[dict[str, Any]]) -> str:
             (str(row["max_staleness"]), row["late"], *rates, *shares, staleness, f"{row['dropped']:.1%}", seconds)
         )
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
+
+
+def test_the_example_of_failure_policies_is_valid() -> None:
+    [text] = blocks(ROOT / "docs" / "async.md", "yaml")
+    failures = build(FailuresConfig, yaml.safe_load(text)["failures"])
+    assert (failures.engine.retries, failures.verifier.then) == (3, "grade")
 
 
 def test_the_page_on_asynchronous_training_has_the_measured_table() -> None:
