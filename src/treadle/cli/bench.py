@@ -62,7 +62,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of packing; the others use the CPU")
     parser.add_argument("--replay", type=Path, metavar="RUN", help="of update: replay recorded batches of this run")
     simulated = parser.add_argument_group("of async")
-    simulated.add_argument("--generation", metavar="lognormal:MEAN:SIGMA", help="seconds of a trajectory")
+    simulated.add_argument(
+        "--generation", metavar="lognormal:MEAN:SIGMA", help="seconds of a trajectory (default: lognormal:60:1)"
+    )
     simulated.add_argument("--run", type=Path, dest="like", metavar="RUN", help="... as in this run instead")
     simulated.add_argument("--plot", type=Path, metavar="FILE", help="draw it too, to a .png")
     for name, (kind, text) in _SIZES.items():
