@@ -30,6 +30,7 @@ from treadle.core.config import build
 from treadle.core.metrics import Level
 from treadle.core.registry import names
 from treadle.orchestration.config import RunConfig, load_recipe
+from treadle.orchestration.failures import FailuresConfig
 from treadle.orchestration.metrics import DECLARED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,6 +106,39 @@ def metrics_table() -> str:
 def test_the_page_on_runs_lists_every_metric_as_declared() -> None:
     page = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
     assert metrics_table() in page, f"the table must be:\n{metrics_table()}"
+
+
+def simulated_table(rows: list[dict[str, Any]]) -> str:
+    """Rows of benchmarks/results/async.json as docs/async.md shows them."""
+    head = ("`max_staleness`", "`late`", "trajectories/s", "times sync", "of the bound", "engine idle", "learner idle")
+    names = (*head, "staleness, mean / max", "steps dropped", "s trained / dropped")
+    cells: list[tuple[str, ...]] = [names, ("---",) * len(names)]
+    for row in rows:
+        rates = (f"{row['trajectories/s']:.2f}", f"{row['times sync']:.1f}")
+        shares = [f"{row[name]:.0%}" for name in ("of bound", "engine idle", "learner idle")]
+        staleness = f"{row['staleness mean']:.1f} / {row['staleness max']}"
+        dropped = row["s dropped"] if row["s dropped"] == "-" else f"{row['s dropped']:.0f}"
+        seconds = f"{row['s trained']:.0f} / {dropped}"
+        cells.append(
+            (str(row["max_staleness"]), row["late"], *rates, *shares, staleness, f"{row['dropped']:.1%}", seconds)
+        )
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
+
+
+def test_the_example_of_failure_policies_is_valid() -> None:
+    [text] = blocks(ROOT / "docs" / "async.md", "yaml")
+    failures = build(FailuresConfig, yaml.safe_load(text)["failures"])
+    assert (failures.engine.retries, failures.verifier.then) == (3, "grade")
+
+
+def test_the_page_on_asynchronous_training_has_the_measured_table() -> None:
+    """And the measurement has what the page is about."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "async.json").read_text())["rows"]
+    page = (ROOT / "docs" / "async.md").read_text(encoding="utf-8")
+    assert simulated_table(rows) in page, f"the table must be:\n{simulated_table(rows)}"
+    usual = [row for row in rows if row["late"] == "mask_steps"]
+    assert any(row["times sync"] >= 2 and row["of bound"] >= 0.9 for row in usual)
+    assert all(row["staleness max"] <= row["max_staleness"] for row in rows)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -6,6 +6,7 @@ import argparse
 import json
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from treadle.cli.options import Commands, add_command
 from treadle.core.errors import ConfigError
@@ -17,6 +18,7 @@ _EXAMPLES = """benchmarks:
   merge     building prefix trees alone, against plain Python
   gateway   the gateway before a fake engine, against calling the session directly
   render    the next prompt of conversations of 10 to 80 messages, against tokenizing them anew
+  async     what orchestration.max_staleness gains: the loop, with engine and learner simulated, in virtual time
   import    how long `import treadle` takes
 
 examples:
@@ -26,6 +28,7 @@ examples:
   treadle bench packing --repeats 1
   treadle bench gateway
   treadle bench packing --device cuda --output packing.json
+  treadle bench async --generation lognormal:300:0.8 --training 120 --engine-capacity 256
 """
 _MODULES = {
     "rollout": "rollout",
@@ -34,7 +37,18 @@ _MODULES = {
     "merge": "merge",
     "gateway": "gateway",
     "render": "render",
+    "async": "asynchronous",
     "import": "imports",
+}
+_SIZES = {
+    "steps": (int, "steps of a trajectory (default: 8)"),
+    "training": (float, "seconds of an update (default: 45)"),
+    "publication": (float, "seconds until the engine has new weights (default: 2)"),
+    "engine_capacity": (int, "trajectories that the engine samples at a time (default: 64)"),
+    "tasks_per_update": (int, "groups of an update (default: 8)"),
+    "group_size": (int, "trajectories of a group (default: 8)"),
+    "updates": (int, "updates (default: 60)"),
+    "seed": (int, "of all draws (default: 0)"),
 }
 
 
@@ -47,6 +61,14 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds; medians are reported (default: 3)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of packing; the others use the CPU")
     parser.add_argument("--replay", type=Path, metavar="RUN", help="of update: replay recorded batches of this run")
+    simulated = parser.add_argument_group("of async")
+    simulated.add_argument(
+        "--generation", metavar="lognormal:MEAN:SIGMA", help="seconds of a trajectory (default: lognormal:60:1)"
+    )
+    simulated.add_argument("--run", type=Path, dest="like", metavar="RUN", help="... as in this run instead")
+    simulated.add_argument("--plot", type=Path, metavar="FILE", help="draw it too, to a .png")
+    for name, (kind, text) in _SIZES.items():
+        simulated.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object there too")
 
 
@@ -56,12 +78,24 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--device {options.device}: 'treadle bench {options.name}' runs on the CPU alone")
     if options.replay is not None and options.name != "update":
         raise ConfigError(f"--replay {options.replay}: only 'treadle bench update' replays a run")
-    if options.output is not None and not options.output.parent.is_dir():
-        raise ConfigError(f"--output {options.output}: there is no directory {str(options.output.parent)!r}")
+    simulated = _simulated(options)
+    if simulated and options.name != "async":
+        flag = next(iter(simulated)).replace("_", "-")
+        raise ConfigError(f"--{flag}: only 'treadle bench async' simulates")
+    for name, file in (("output", options.output), ("plot", options.plot)):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"--{name} {file}: there is no directory {str(file.parent)!r}")
     module = import_module(f"treadle.cli.benchmarks.{_MODULES[options.name]}")
-    own = {"packing": {"device": options.device}, "update": {"run": options.replay}}.get(options.name, {})
-    report = module.measure(max(1, options.threads), max(1, options.repeats), **own)
+    own = {"packing": {"device": options.device}, "update": {"run": options.replay}, "async": simulated}
+    report = module.measure(max(1, options.threads), max(1, options.repeats), **own.get(options.name, {}))
     report.print(options.json)
     if options.output is not None:
         options.output.write_text(json.dumps(report.data()) + "\n", encoding="utf-8")
     return 0
+
+
+def _simulated(options: argparse.Namespace) -> dict[str, Any]:
+    """What was said of `async`, by the names of its parameters."""
+    given = {"generation": options.generation, "run": options.like, "plot": options.plot}
+    given |= {name: getattr(options, name) for name in _SIZES}
+    return {name: value for name, value in given.items() if value is not None}

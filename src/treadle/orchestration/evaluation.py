@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 from treadle.core.draws import Stream
 from treadle.core.types import Group, Task
-from treadle.rollout.attempt import Rollouts, gather_group
+from treadle.rollout.attempt import Player, gather_group
 from treadle.rollout.session import Address
 
 
 async def play_held_out(
-    rollouts: Rollouts,
+    rollouts: Player,
     tasks: Sequence[Task],
     *,
     name: str,

@@ -14,18 +14,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
 from treadle.algorithms.dynamic_sampling import learns_nothing, without_steps
+from treadle.algorithms.estimators import Advantage
 from treadle.core.engine import Engine
 from treadle.core.errors import Cause, TrainingStopped, TreadleError
 from treadle.core.types import DropReason, Group, Task, Trajectory
@@ -42,9 +43,9 @@ from treadle.orchestration.rewards import reward_notes
 from treadle.orchestration.rollout_store import write_shard
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest
-from treadle.rollout.attempt import Rollouts
-from treadle.training.checkpoint import remove_others, save_checkpoint
-from treadle.training.learner import Learner, UpdateResult
+from treadle.rollout.attempt import Player
+from treadle.training.checkpoint import remove_others
+from treadle.training.learner import UpdateResult
 
 T = TypeVar("T")
 
@@ -76,9 +77,28 @@ class _Since:
     discarded: Counter[DropReason] = field(default_factory=Counter)
 
 
+class Trainer(Protocol):
+    """What the loop asks of a learner: `training.learner.Learner`, or one that only takes its time."""
+
+    @property
+    def advantage(self) -> Advantage:
+        """The estimator that it trains with."""
+        ...
+
+    def weights(self) -> Mapping[str, Any]:
+        """What is published."""
+        ...
+
+    def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
+        """Train on the groups between two publications; one result an update. Blocks."""
+        ...
+
+
 class Loop:
     """Trains until `orchestration.updates`, a stop request, or a reason to give up.
 
+    save: writes the learner into a new checkpoint directory; raises CheckpointError. record: makes a group's newly
+    finished trajectories durable; default: in the run directory and its ledger.
     kept: groups on record of an earlier process that are gone on with, by index.
 
     Invariant: `state` describes exactly the learner's weights whenever a checkpoint is written.
@@ -90,26 +110,28 @@ class Loop:
         config: RunConfig,
         run: RunDirectory,
         ledger: Ledger,
-        learner: Learner,
+        learner: Trainer,
         engine: Engine,
-        rollouts: Rollouts,
+        rollouts: Player,
         train: Sequence[Task],
         held_out: Sequence[Task],
-        tokenizer: Path,
+        save: Callable[[Path], None],
         state: LoopState,
         clock: Clock,
         progress: Progress,
         stop: StopRequest,
         kept: Mapping[int, Group] = MappingProxyType({}),
+        record: Callable[[Group], Awaitable[None]] | None = None,
     ) -> None:
         self.config, self.run_directory, self.ledger, self.learner = config, run, ledger, learner
-        self.engine, self.rollouts, self.held_out, self.tokenizer = engine, rollouts, held_out, tokenizer
+        self.engine, self.rollouts, self.held_out, self._save = engine, rollouts, held_out, save
         self.state, self.clock, self.progress, self.stop = state, clock, progress, stop
         self._cursor = TaskCursor(train, config.seed, config.data.shuffle)
         self._saved = state.update if ledger.latest_checkpoint() else None  # update of the newest checkpoint on disk
         self._told: set[str] = set()
         self._name, self._total, self._finished_trajectories = "", 0, 0  # of the phase that is shown
         self._recorder = Recorder(run.rollouts, ledger, lambda: self.state.version)
+        self._record = record or self._recorder
         self._buffer = GroupBuffer(
             max_staleness=config.orchestration.max_staleness,
             late=config.orchestration.late,
@@ -388,8 +410,7 @@ class Loop:
         self.state = replace(self.state, wall_seconds=wall, cpu_seconds=cpu)
         name = f"step-{self.state.update:06d}"
         if self._saved != self.state.update:
-            directory = self.run_directory.checkpoints / name
-            await self._beside(partial(save_checkpoint, directory, self.learner, self.tokenizer))
+            await self._beside(partial(self._save, self.run_directory.checkpoints / name))
         self.ledger.commit_checkpoint(name, self.state, self._batches, finished=self._is_last)
         self._batches.clear()
         self._saved = self.state.update
@@ -423,7 +444,7 @@ class Loop:
             kept=self._kept,
             times_sampled=self.ledger.times_sampled(),
             retries=Retries(self.config.failures),
-            record=self._recorder,
+            record=self._record,
             left_out=lambda task: self._failed_tasks.get(task.task_id, 0) >= self.config.failures.task_limit,
             on_trajectory=self._trajectory_recorded,
         )

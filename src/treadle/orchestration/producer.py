@@ -17,7 +17,7 @@ from treadle.core.types import Group, Task, Trajectory, group_id
 from treadle.orchestration.buffer import GroupBuffer
 from treadle.orchestration.failures import Retries
 from treadle.packing.flat import Indices
-from treadle.rollout.attempt import Rollouts
+from treadle.rollout.attempt import Player
 from treadle.rollout.session import Address
 
 
@@ -65,7 +65,7 @@ class Producer:
     def __init__(
         self,
         cursor: TaskCursor,
-        rollouts: Rollouts,
+        rollouts: Player,
         buffer: GroupBuffer,
         tasks: asyncio.TaskGroup,
         *,

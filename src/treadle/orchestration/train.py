@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
 from treadle.rollout.attempt import open_rollouts
 from treadle.rollout.rewards import load_shaping
-from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others
+from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others, save_checkpoint
 from treadle.training.learner import Learner, check_algorithm, check_reference
 from treadle.training.model import load_reference
 
@@ -182,7 +183,7 @@ async def _run_loop(
                 rollouts=rollouts,
                 train=inputs.train,
                 held_out=inputs.held_out,
-                tokenizer=policy.tokenizer_path,
+                save=partial(save_checkpoint, learner=learner, tokenizer=policy.tokenizer_path),
                 state=state,
                 clock=clock,
                 progress=progress,

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from pydantic import Field
@@ -73,6 +73,16 @@ class RolloutConfig(Config):
     def filters(self) -> bool:
         """Whether tokens are left out of what is sampled from, in training."""
         return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
+
+
+class Player(Protocol):
+    """What plays tasks: `Rollouts`, or one that only takes its time."""
+
+    def start(
+        self, group_id: str, task: Task, addresses: list[Address], temperature: float | None = None
+    ) -> list[asyncio.Future[Trajectory]]:
+        """Start one attempt at the task per address."""
+        ...
 
 
 class Rollouts:

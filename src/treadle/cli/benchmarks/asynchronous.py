@@ -1,0 +1,109 @@
+"""What asynchronous training gains: the real loop, engine and learner simulated, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from treadle.cli.benchmarks.report import Report, Row
+from treadle.cli.benchmarks.simulation import Seconds, Way, World, figures, lognormal, replayed, simulate
+from treadle.core.errors import ConfigError, RunError
+from treadle.orchestration.buffer import Late
+from treadle.orchestration.ledger import Ledger
+from treadle.orchestration.run_directory import RunDirectory
+
+_LATE: tuple[Late, ...] = ("mask_steps", "wait", "drop")
+_COLOURS = {"mask_steps": "#2f6db5", "wait": "#5a9e6f", "drop": "#d1603d"}
+_GENERATION = "lognormal:60:1"
+
+
+def measure(
+    threads: int,
+    repeats: int,
+    *,
+    generation: str | None = None,
+    run: Path | None = None,
+    plot: Path | None = None,
+    staleness: Sequence[int] = (0, 1, 2, 4, 8),
+    **sizes: Any,
+) -> Report:
+    """A row for each `max_staleness` and each way to treat what is late; `threads` and `repeats` have no say here.
+
+    generation: `lognormal:MEAN:SIGMA`; run: draw from the seconds of its trajectories instead. plot: a PNG to write.
+    sizes: of the `World`. Raises ConfigError and RunError.
+    """
+    if run is not None and generation is not None:
+        raise ConfigError(f"--generation {generation} and --run {run} both say how long trajectories take; give one")
+    seconds, mean, text = _of_run(run) if run is not None else _of_text(generation or _GENERATION)
+    world = World(seconds, mean, **sizes)
+    ways = [Way(s, late) for s in staleness for late in (_LATE if s else _LATE[:1])]
+    found = [figures(world, simulate(world, way)) for way in ways]
+    rows = [_row(way, own, found[0]) for way, own in zip(ways, found, strict=True)]
+    if plot is not None:
+        _draw(rows, plot)
+    return Report("async", _note(world, text), rows)
+
+
+def _row(way: Way, found: dict[str, float], first: dict[str, float]) -> Row:
+    rate = found["trajectories/s"]
+    ratio = {"trajectories/s": rate, "times sync": rate / first["trajectories/s"]}
+    late = way.late if way.max_staleness else "-"
+    dropped = {"s dropped": found["s dropped"] or "-"}
+    return {"max_staleness": way.max_staleness, "late": late, **ratio, **found, **dropped}
+
+
+def _of_text(text: str) -> tuple[Seconds, float, str]:
+    """The distribution, its mean, and what to call it."""
+    kind, _, numbers = text.partition(":")
+    try:
+        mean, sigma = map(float, numbers.split(":"))
+    except ValueError:
+        mean, sigma = 0.0, 0.0
+    if kind != "lognormal" or not (0 < mean < float("inf") and 0 <= sigma < 10):
+        raise ConfigError(
+            f"--generation {text}: must be lognormal:MEAN:SIGMA with MEAN > 0 seconds and SIGMA in [0, 10), "
+            f"such as {_GENERATION}"
+        )
+    return lognormal(mean, sigma), mean, f"a trajectory: lognormal, mean {mean:g} s, sigma {sigma:g}"
+
+
+def _of_run(path: Path) -> tuple[Seconds, float, str]:
+    """The same of a recorded run's training trajectories."""
+    ledger = Ledger(RunDirectory.open(path).ledger_file, read_only=True)
+    rows = ledger.query(
+        "SELECT t.seconds FROM trajectories t JOIN groups g USING (group_id) WHERE g.split = 'train' AND t.seconds > 0"
+    )
+    ledger.close()
+    if not rows:
+        raise RunError(f"run {str(path)!r} has recorded no training trajectory")
+    seconds = [row["seconds"] for row in rows]
+    mean = fmean(seconds)
+    return replayed(seconds), mean, f"a trajectory: drawn from {len(seconds)} recorded, mean {mean:.3g} s"
+
+
+def _note(world: World, text: str) -> str:
+    return (
+        f"virtual time; {text}, in {world.steps} steps, {world.engine_capacity} at a time; "
+        f"an update: {world.tasks_per_update} x {world.group_size} trajectories, {world.training:g} s, "
+        f"and {world.publication:g} s to publish; {world.updates} updates; "
+        f"bound: {world.bound:.3g} trajectories/s; s: of a trajectory, averaged over trained and dropped steps"
+    )
+
+
+def _draw(rows: Sequence[Row], path: Path) -> None:
+    """Throughput and share dropped over max_staleness. Raises OSError."""
+    from matplotlib.figure import Figure  # half a second of import, only needed here
+
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    panels = (("of bound", "trajectories/s, share of the bound"), ("dropped", "share of steps dropped"))
+    for axes, (column, label) in zip(figure.subplots(1, 2), panels, strict=True):
+        for late, colour in _COLOURS.items():
+            own = [row for row in rows if row["late"] in (late, "-")]
+            x, y = [row["max_staleness"] for row in own], [row[column] for row in own]
+            axes.plot(x, y, "o-", color=colour, markersize=4, label=f"late: {late}")
+        axes.set(xlabel="max_staleness", ylabel=label, ylim=(0, None))
+        axes.grid(alpha=0.25)
+    axes.legend(loc="best", frameon=False)
+    figure.savefig(path, dpi=140)

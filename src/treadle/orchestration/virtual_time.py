@@ -1,0 +1,95 @@
+"""An event loop whose clock jumps: what waits for hours is over at once, and in the same order every time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import selectors
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, TypeVarTuple
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its time starts at 0 and goes on only to the next timer, and only when nothing is left to be done before.
+
+    Invariant: time stands still while a function runs in one of its executors (`asyncio.to_thread` included), unless
+    that function is in `block`. So what such functions compute takes no time, and what they wait for takes its own.
+
+    For coroutines that wait for each other, for timers and for threads; not for sockets or processes, whose time is
+    real. With asyncio.Runner(loop_factory=VirtualLoop). Raises RuntimeError where nothing would ever happen again.
+    """
+
+    def __init__(self) -> None:
+        self._now, self._busy = 0.0, 0  # busy: functions in executors that are not blocked
+        self._thread = threading.get_ident()
+        super().__init__(_Jumping(self))
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def block(self, seconds: float) -> None:
+        """As `time.sleep`: on the loop's own thread nothing goes on meanwhile, on an executor's the loop does."""
+        if threading.get_ident() == self._thread:
+            self._now += seconds
+            return
+        over = threading.Event()
+        self.call_soon_threadsafe(self._fall_asleep, seconds, over)
+        over.wait()
+
+    def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        """As usual; time stands still until it is done."""
+        future = super().run_in_executor(executor, func, *args)
+        self._busy += 1
+        future.add_done_callback(self._done)
+        return future
+
+    async def shutdown_default_executor(self, *arguments: Any) -> None:
+        """As usual; its limit in seconds never comes."""
+        self._busy += 1
+        try:
+            await super().shutdown_default_executor(*arguments)
+        finally:
+            self._busy -= 1
+
+    def advance(self, seconds: float | None) -> float | None:
+        """For the selector: how long it may really wait, when timers say that it need not return for so long.
+
+        None: for ever, both times.
+        """
+        if self._busy:
+            return None
+        if seconds is None:
+            raise RuntimeError(f"at {self._now:g} virtual seconds every coroutine waits, and no timer is set")
+        self._now = max(self._now + seconds, math.nextafter(self._now, math.inf))
+        return 0.0
+
+    def _done(self, _: object) -> None:
+        self._busy -= 1
+
+    def _fall_asleep(self, seconds: float, over: threading.Event) -> None:
+        self._busy -= 1
+        self.call_later(seconds, self._wake, over)
+
+    def _wake(self, over: threading.Event) -> None:
+        self._busy += 1
+        over.set()
+
+
+class _Jumping(selectors.DefaultSelector):
+    """Where the loop would wait, it jumps."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """What is ready now; otherwise after the jump, or after a real wait for a thread."""
+        ready = super().select(0)
+        if ready or (timeout is not None and timeout <= 0):
+            return ready
+        return super().select(self._loop.advance(timeout))

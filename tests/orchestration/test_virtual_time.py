@@ -1,0 +1,116 @@
+"""The event loop whose clock jumps."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.orchestration.virtual_time import VirtualLoop
+
+
+def virtually(main: Coroutine[Any, Any, Any]) -> Any:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20))
+def test_sleepers_wake_in_order_and_at_their_time(pauses: list[float]) -> None:
+    async def sleeper(pause: float) -> tuple[float, float]:
+        await asyncio.sleep(pause)
+        woken.append(pause)
+        return pause, now()
+
+    async def main() -> list[tuple[float, float]]:
+        return await asyncio.gather(*map(sleeper, pauses))
+
+    woken: list[float] = []
+    times = virtually(main())
+    assert woken == sorted(pauses)
+    assert all(at == pytest.approx(pause, abs=1e-6) for pause, at in times)
+
+
+def test_a_day_takes_no_time_and_limits_are_kept() -> None:
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 86_400 * 3)
+        assert now() == pytest.approx(86_400 * 3)
+
+    started = time.perf_counter()
+    virtually(main())
+    assert time.perf_counter() - started < 5
+
+
+def test_time_stands_still_while_a_thread_computes() -> None:
+    async def main() -> float:
+        asyncio.get_running_loop().call_later(1000, ticks.append, 1)
+        await asyncio.to_thread(time.sleep, 0.05)
+        assert not ticks
+        return now()
+
+    ticks: list[int] = []
+    assert virtually(main()) == 0
+
+
+def test_blocked_threads_and_coroutines_wait_beside_each_other() -> None:
+    async def main() -> list[tuple[str, float]]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+
+        def work() -> None:
+            for _ in range(3):
+                loop.block(10)
+                seen.append(("thread", loop.time()))
+
+        async def ticking() -> None:
+            for _ in range(3):
+                await asyncio.sleep(8)
+                seen.append(("coroutine", now()))
+
+        with ThreadPoolExecutor(1) as executor:
+            await asyncio.gather(loop.run_in_executor(executor, work), ticking())
+        loop.block(5)  # nothing else goes on
+        assert now() == 35
+        return seen
+
+    seen: list[tuple[str, float]] = []
+    expected = [("coroutine", 8), ("thread", 10), ("coroutine", 16), ("thread", 20), ("coroutine", 24), ("thread", 30)]
+    assert virtually(main()) == expected
+
+
+def test_a_failing_thread_lets_time_go_on() -> None:
+    def fail() -> None:
+        raise LookupError("gone")
+
+    async def main() -> float:
+        with pytest.raises(LookupError):
+            await asyncio.to_thread(fail)
+        await asyncio.sleep(3)
+        return now()
+
+    assert virtually(main()) == 3
+    assert threading.active_count() == 1
+
+
+def test_waiting_for_nothing_is_an_error_instead_of_a_hang() -> None:
+    async def main() -> None:
+        await asyncio.sleep(2)
+        await asyncio.Event().wait()
+
+    loop = VirtualLoop()
+    waiting = loop.create_task(main())
+    with pytest.raises(RuntimeError, match="at 2 virtual seconds every coroutine waits"):
+        loop.run_until_complete(waiting)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        loop.run_until_complete(waiting)
+    loop.close()
