@@ -1,6 +1,8 @@
 """Callbacks: what they are told, when, and what becomes of a run whose callback fails."""
 
+import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -13,8 +15,9 @@ from tests.orchestration.runs import Summary, check_finished, query, updates
 from tests.orchestration.test_api import train
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError, DataError, RunError, TrainingStopped
+from treadle.core.registry import names
 from treadle.core.types import Group, Trajectory
-from treadle.orchestration.callbacks import Callback, RunStart
+from treadle.orchestration.callbacks import EVENTS, Callback, RunStart
 from treadle.orchestration.inputs import load_inputs
 from treadle.orchestration.metrics import EvaluationResult
 from treadle.orchestration.run_directory import RunDirectory
@@ -256,3 +259,12 @@ def test_callbacks_from_python(tmp_path: Path) -> None:
     summary = train(tmp_path / "run", callbacks=[recording])
     assert [row["update"] for row in recording.rows] == [1, 2]
     assert recording.ends == [(summary, None)]
+
+
+def test_the_page_has_every_method_and_every_tracker() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tracking.md").read_text()
+    for signature in re.findall(r"^\| `(\w+\(.*?\))` \|", page, re.MULTILINE):
+        name, arguments = re.fullmatch(r"(\w+)\((.*)\)", signature).groups()  # type: ignore[union-attr]
+        assert ", ".join(["self", *inspect.signature(getattr(Callback, name)).parameters][2:]) == arguments
+    assert set(re.findall(r"^\| `(\w+)\(", page, re.MULTILINE)) == set(EVENTS)
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(names("callbacks"))

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import signal
 import struct
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from tests.orchestration.runs import check_finished, updates
 from tests.orchestration.test_callbacks import Recording, go, go_on
 from tests.worlds import Quiet
 from treadle.core.errors import ConfigError, RunError, TrainingStopped
-from treadle.orchestration.callbacks import RunStart
+from treadle.orchestration.callbacks import Callback, RunStart
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.trackers import Outcome, Tracker, scalars
 
@@ -203,6 +205,20 @@ def test_a_resumed_run_goes_on_under_its_own_id(tmp_path: Path) -> None:
     go_on(tmp_path / "run", again)
     assert (first.known, first.outcomes) == (None, ["failed"])
     assert (again.known, again.outcomes, again.logged) == ("id-7", ["finished"], [3, 4, 4])
+
+
+class Interrupt(Callback):
+    """Ctrl-C after update 2."""
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        if row["update"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_tracker_knows_a_stopped_run_from_a_finished_one(tmp_path: Path) -> None:
+    tracker = Flaky()
+    assert go(tmp_path / "run", tracker, Interrupt())["stopped_early"]
+    assert (tracker.outcomes, tracker.logged) == (["stopped"], [0, 1, 2])
 
 
 def test_a_tracker_that_cannot_start_ends_the_run_before_it_begins(tmp_path: Path) -> None:

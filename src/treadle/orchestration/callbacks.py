@@ -83,6 +83,9 @@ class Callback(Protocol):
         return
 
 
+EVENTS = ("start", "rollout", "batch", "update", "publish", "evaluate", "checkpoint", "end")
+
+
 class JsonLines(Callback):
     """metrics.jsonl: one line per update and per evaluation. Every run has it."""
 
@@ -192,12 +195,9 @@ def _load(config: CallbackConfig) -> Callback:
 def _check(name: str, callback: object) -> None:
     if isinstance(callback, type) or not isinstance(callback, Callback):
         raise ConfigError(f"callbacks: {name!r} made {callback!r}, which is no treadle.Callback; subclass that")
-    waiting = [event for event in _EVENTS if inspect.iscoroutinefunction(getattr(callback, event))]
+    waiting = [event for event in EVENTS if inspect.iscoroutinefunction(getattr(callback, event))]
     if waiting:
         raise ConfigError(f"callbacks: {name!r} has async methods ({', '.join(waiting)}); write them as plain ones")
-
-
-_EVENTS = ("start", "rollout", "batch", "update", "publish", "evaluate", "checkpoint", "end")
 
 
 def _start(name: str, callback: Callback, run: RunStart) -> None:
