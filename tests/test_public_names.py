@@ -12,6 +12,7 @@ import treadle
 
 PUBLIC = {
     "__version__",
+    "Callback",
     "ConfigError",
     "EnvStep",
     "Environment",

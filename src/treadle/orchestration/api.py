@@ -12,6 +12,7 @@ from typing import Any
 from treadle.core.config import apply_overrides, build, describe
 from treadle.core.errors import ConfigError
 from treadle.core.types import Task
+from treadle.orchestration.callbacks import Callback
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.inputs import IN_MEMORY, make_inputs
 from treadle.orchestration.progress import PlainProgress, Progress
@@ -29,6 +30,7 @@ def train(
     settings: dict[str, Any] | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train `model` to do `tasks` in `environment`; returns the run's summary (what summary.json holds).
 
@@ -37,6 +39,8 @@ def train(
     model: directory of a Hugging Face causal LM, or a `model` section (`{"build": {...}, "tokenizer": "demo"}`).
     run: directory of the new run. held_out: tasks to evaluate on before and after.
     settings: any configuration by its path, as on the command line: `{"training.group_size": 16}`.
+
+    callbacks: told of what happens, beside those in `settings` (`treadle.Callback`).
 
     resume: go on from the latest checkpoint of `run`, with the configuration it was started with; tasks and environment
     must be the same.
@@ -62,7 +66,8 @@ def train(
 
     if resume:
         _check_same(RunDirectory.open(Path(run)).config(), config)
-    start = partial(resume_run if resume else start_run, config, inputs, Path(run), progress or PlainProgress())
+    begin = resume_run if resume else start_run
+    start = partial(begin, config, inputs, Path(run), progress or PlainProgress(), callbacks)
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -80,6 +80,18 @@ class OrchestrationConfig(Config):
     )
 
 
+class CallbackConfig(Config):
+    """What follows the run: a tracker, or a callback of one's own. A plain name stands for one without options."""
+
+    name: str = Field(description="a registered name (tensorboard, wandb, trackio, mlflow) or module:attribute")
+    options: dict[str, Any] = Field(default_factory=dict, description="what it is called with")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, data: Any) -> Any:
+        return {"name": data} if isinstance(data, str) else data
+
+
 class RunConfig(Config):
     """One training run."""
 
@@ -99,6 +111,7 @@ class RunConfig(Config):
     failures: FailuresConfig = Field(FailuresConfig(), description="what becomes of failed attempts")
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="held-out evaluation")
     orchestration: OrchestrationConfig = Field(OrchestrationConfig(), description="the loop")
+    callbacks: tuple[CallbackConfig, ...] = Field((), description="trackers and callbacks that follow the run")
 
     @model_validator(mode="after")
     def _one_player(self) -> RunConfig:

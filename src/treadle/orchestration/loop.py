@@ -31,6 +31,7 @@ from treadle.core.engine import Engine
 from treadle.core.errors import Cause, TrainingStopped, TreadleError
 from treadle.core.types import DropReason, Group, Task, Trajectory
 from treadle.orchestration.buffer import GroupBuffer
+from treadle.orchestration.callbacks import Callback
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.evaluation import play_held_out
 from treadle.orchestration.failures import Retries
@@ -120,12 +121,14 @@ class Loop:
         clock: Clock,
         progress: Progress,
         stop: StopRequest,
+        callbacks: Callback,
         kept: Mapping[int, Group] = MappingProxyType({}),
         record: Callable[[Group], Awaitable[None]] | None = None,
     ) -> None:
         self.config, self.run_directory, self.ledger, self.learner = config, run, ledger, learner
         self.engine, self.rollouts, self.held_out, self._save = engine, rollouts, held_out, save
         self.state, self.clock, self.progress, self.stop = state, clock, progress, stop
+        self.callbacks = callbacks
         self._cursor = TaskCursor(train, config.seed, config.data.shuffle)
         self._saved = state.update if ledger.latest_checkpoint() else None  # update of the newest checkpoint on disk
         self._told: set[str] = set()
@@ -156,6 +159,7 @@ class Loop:
 
     async def _run(self) -> LoopState:
         await self.engine.publish(self.learner.weights(), self.state.version)
+        self.callbacks.publish(self.state.version)
         if self._saved is None:
             await self._evaluate(final=True)
             await self._checkpoint()
@@ -199,6 +203,7 @@ class Loop:
         groups = self._note_taken(taken)
         await self._give_up_if_failing()
         self._since = _Since()
+        self.callbacks.batch(groups, self.state.version)
         with _timed(seconds, "update"):
             self._phase("update", 1)
             results = await self._beside(partial(self.learner.train_batch, groups))
@@ -218,6 +223,7 @@ class Loop:
             outstanding=tuple(sorted((*self._buffer.outstanding, *producer.again))),
             failed_tasks=dict(self._failed_tasks),
         )
+        self.callbacks.publish(self.state.version)
         await self._give_up_if_refusing(refused, groups)
         return True
 
@@ -299,7 +305,7 @@ class Loop:
                 "version": self.state.version,
                 **(played + result.metrics + each),
             }
-            self.run_directory.log(row)
+            self.callbacks.update(row)
             self.progress.updated(row, self.config.orchestration.updates)
 
     def _tell_failures(self, groups: list[Group]) -> None:
@@ -400,7 +406,7 @@ class Loop:
 
     def _note(self, result: EvaluationResult) -> None:
         row = asdict(result)
-        self.run_directory.log({"kind": "evaluation", **row})
+        self.callbacks.evaluate(result)
         self.state = replace(self.state, evaluations=(*self.state.evaluations, row))
         self.progress.evaluated(result)
 
@@ -409,13 +415,16 @@ class Loop:
         wall, cpu = self.clock.read()
         self.state = replace(self.state, wall_seconds=wall, cpu_seconds=cpu)
         name = f"step-{self.state.update:06d}"
-        if self._saved != self.state.update:
+        new = self._saved != self.state.update
+        if new:
             await self._beside(partial(self._save, self.run_directory.checkpoints / name))
         self.ledger.commit_checkpoint(name, self.state, self._batches, finished=self._is_last)
         self._batches.clear()
         self._saved = self.state.update
         newest = sorted(d.name for d in self.run_directory.checkpoints.iterdir() if d.name.startswith("step-"))
         remove_others(self.run_directory.checkpoints, newest[-self.config.orchestration.keep_last :])
+        if new:
+            self.callbacks.checkpoint(self.run_directory.checkpoints / name, self.state.update)
 
     @property
     def _is_last(self) -> bool:
@@ -453,6 +462,7 @@ class Loop:
         self._since.finished += 1
         if trajectory.failure is not None:
             self._since.failures[trajectory.failure.cause, trajectory.failure.message] += 1
+        self.callbacks.rollout(trajectory)
         if self._name == "rollout":  # others finish beside updates and evaluations
             self._advance()
 

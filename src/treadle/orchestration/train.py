@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from treadle.core.files import write_atomically
 from treadle.core.types import DropReason, Group
 from treadle.engines.routing import Routers
 from treadle.engines.weights import weights_sha256
+from treadle.orchestration.callbacks import Callback, Callbacks, JsonLines, RunStart, load_callbacks
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.curve import draw_curve
 from treadle.orchestration.engines import check_engine_config, open_engine
@@ -40,9 +42,15 @@ from treadle.training.learner import Learner, check_algorithm, check_reference
 from treadle.training.model import load_reference
 
 
-def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress) -> dict[str, Any]:
-    """Train from the beginning in a new run directory; returns the summary. Raises TreadleError."""
+def start_run(
+    config: RunConfig, inputs: Inputs, path: Path, progress: Progress, callbacks: Sequence[Callback] = ()
+) -> dict[str, Any]:
+    """Train from the beginning in a new run directory; returns the summary. Raises TreadleError.
+
+    callbacks: beside those in the configuration.
+    """
     clock = Clock()
+    followers = load_callbacks(config.callbacks, callbacks)
     check_algorithm(config.algorithm, config.training, config.rollout.filters)
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
@@ -60,22 +68,30 @@ def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress)
         models = [policy.model] * 3 + ([] if config.algorithm.kl is None else [reference or policy.model])
         size = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
         run.require_space(size, config.orchestration.keep_last)
-        report = run_warm_start(policy.model, policy.renderer, policy.tokenizer_path, config, progress)
-        if report is not None:
-            progress.say(_warm_start_line(report))
-            write_atomically(path / "warm_start.json", json.dumps(asdict(report)).encode())
-        return _train(config, inputs, run, policy, reference, LoopState(), clock, progress)
+        told = Callbacks({run.metrics_file.name: JsonLines(run), **followers}, StopRequest())
+
+        def work() -> dict[str, Any]:
+            report = run_warm_start(policy.model, policy.renderer, policy.tokenizer_path, config, progress)
+            if report is not None:
+                progress.say(_warm_start_line(report))
+                write_atomically(path / "warm_start.json", json.dumps(asdict(report)).encode())
+            return _train(config, inputs, run, policy, reference, LoopState(), clock, progress, told)
+
+        return told.around(RunStart(path, config, 0, progress.say), work)
     finally:
         run.unlock()
 
 
-def resume_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress) -> dict[str, Any]:
+def resume_run(
+    config: RunConfig, inputs: Inputs, path: Path, progress: Progress, callbacks: Sequence[Callback] = ()
+) -> dict[str, Any]:
     """Go on from the latest checkpoint; returns the summary.
 
     Weights become bit-identical to those of a run that was never interrupted. Raises RunError if the run is finished,
     in use, or never reached its first checkpoint.
     """
     clock = Clock()
+    followers = load_callbacks(config.callbacks, callbacks)
     use_threads(config.training.threads)
     run = RunDirectory.open(path)
     run.lock()
@@ -87,11 +103,17 @@ def resume_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress
         ledger.close()
         if latest is None:
             raise RunError(f"run {str(path)!r} has no checkpoint yet; remove it and start again")
+        checkpoint, state = latest
         policy = load_policy(config.model, config.seed)
-        progress.say(f"resuming {path} after {latest[1].update} of {config.orchestration.updates} updates")
-        clock = replace(clock, wall_before=latest[1].wall_seconds, cpu_before=latest[1].cpu_seconds)
+        progress.say(f"resuming {path} after {state.update} of {config.orchestration.updates} updates")
+        clock = replace(clock, wall_before=state.wall_seconds, cpu_before=state.cpu_seconds)
         reference = _given_reference(config, policy)
-        return _train(config, inputs, run, policy, reference, latest[1], clock, progress, resume_from=latest[0])
+        told = Callbacks({run.metrics_file.name: JsonLines(run), **followers}, StopRequest())
+
+        def work() -> dict[str, Any]:
+            return _train(config, inputs, run, policy, reference, state, clock, progress, told, checkpoint)
+
+        return told.around(RunStart(path, config, state.update, progress.say), work)
     finally:
         run.unlock()
 
@@ -115,6 +137,7 @@ def _train(
     state: LoopState,
     clock: Clock,
     progress: Progress,
+    callbacks: Callbacks,
     resume_from: str | None = None,
 ) -> dict[str, Any]:
     learner = Learner(policy.model, config.training, config.algorithm, config.orchestration.updates, reference)
@@ -127,7 +150,7 @@ def _train(
             remove_other_shards(run.rollouts, ledger.shards())
             kept = _roll_back(config, run, ledger, state, progress)
         state, stopped = asyncio.run(
-            _run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress, kept)
+            _run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress, callbacks, kept)
         )
     finally:
         ledger.close()
@@ -165,11 +188,11 @@ async def _run_loop(
     state: LoopState,
     clock: Clock,
     progress: Progress,
+    callbacks: Callbacks,
     kept: dict[int, Group],
 ) -> tuple[LoopState, bool]:
     """Returns the final state and whether the run was asked to stop before its end."""
     engine = await open_engine(config.engine_in_training, policy, run.path, config.training.routing_replay)
-    stop = StopRequest()
     try:
         async with open_rollouts(
             engine, policy.renderer, inputs.environments, inputs.agents, config.rollout, config.rewards
@@ -187,14 +210,16 @@ async def _run_loop(
                 state=state,
                 clock=clock,
                 progress=progress,
-                stop=stop,
+                stop=callbacks.stop,
+                callbacks=callbacks,
                 kept=kept,
             )
             await check_engine(engine, learner, policy, 10 * config.engine.tolerance)
-            with stop_on_signals(stop):
+            with stop_on_signals(callbacks.stop):
                 final = await loop.run()
     finally:
         await engine.close()
+    callbacks.raise_failure(final.update)
     return final, final.update < config.orchestration.updates
 
 

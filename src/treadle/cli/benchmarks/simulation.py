@@ -24,6 +24,7 @@ from treadle.core.metrics import Measures
 from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
 from treadle.engines.fake import FakeEngine
 from treadle.orchestration.buffer import Late
+from treadle.orchestration.callbacks import Callbacks
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.loop import Clock, Loop
@@ -141,7 +142,7 @@ async def _simulate(world: World, way: Way) -> Seen:
     with tempfile.TemporaryDirectory(prefix="treadle-simulation-") as directory:
         run = RunDirectory(Path(directory))
         run.checkpoints.mkdir()
-        ledger = Ledger(Path(":memory:"))
+        ledger, stop = Ledger(Path(":memory:")), StopRequest()
         loop = Loop(
             config=_config(world, way),
             run=run,
@@ -155,7 +156,8 @@ async def _simulate(world: World, way: Way) -> Seen:
             state=LoopState(),
             clock=Clock(),
             progress=_Silent(),
-            stop=StopRequest(),
+            stop=stop,
+            callbacks=Callbacks({}, stop),
             record=record,
         )
         state = await loop.run()
