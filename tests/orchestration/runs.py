@@ -71,7 +71,10 @@ def check_finished(path: Path) -> None:
     if not any(row["failed"] for row in states) and not config.orchestration.max_staleness:
         assert set(trained.values()) == {config.training.group_size}  # each index once, however often it was sampled
     names = sorted(p.name for p in (path / "checkpoints").iterdir())
-    assert len(names) <= config.orchestration.keep_last
+    section = config.orchestration
+    assert len(names) <= section.keep_last + (section.keep_best is not None) + section.updates // (
+        section.keep_every or 10**9
+    )
     assert names[-1] == f"step-{config.orchestration.updates:06d}"
     assert (path / "summary.json").is_file()
     assert (path / "curve.png").is_file()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,8 @@ from treadle.orchestration.failures import FailuresConfig
 from treadle.rollout.attempt import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import ModelConfig, TrainingConfig, WarmStartConfig
+
+KeepBest = Literal["held_out_success", "held_out_reward"]
 
 
 class TaskSetConfig(Config):
@@ -71,7 +73,14 @@ class OrchestrationConfig(Config):
         "too many are discarded (filtered, overlong, stale)",
     )
     checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
-    keep_last: int = Field(2, ge=1, description="checkpoints kept on disk")
+    keep_last: int = Field(2, ge=1, description="newest checkpoints kept on disk")
+    keep_every: int | None = Field(
+        None, ge=1, description="checkpoints are also made at multiples of this many updates, and kept for ever"
+    )
+    keep_best: KeepBest | None = Field(
+        None,
+        description="a checkpoint is also made after each evaluation that is better than all before; the best is kept",
+    )
     max_failed_fraction: float = Field(
         0.5,
         gt=0,

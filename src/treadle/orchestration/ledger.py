@@ -197,6 +197,10 @@ class Ledger:
             state[name] = tuple(state[name])
         return row["directory"], LoopState(**state)
 
+    def checkpoint_names(self) -> set[str]:
+        """Directories of all checkpoints that were committed and not rolled back."""
+        return {row["directory"] for row in self.query("SELECT directory FROM checkpoints")}
+
     def untaken(self, state: LoopState) -> list[dict[str, Any]]:
         """Trajectories on record that are not in the checkpoint, of each group its newest name; in order of groups.
 

@@ -36,6 +36,7 @@ from treadle.orchestration.metrics import EvaluationResult, evaluation_result, r
 from treadle.orchestration.producer import Producer, TaskCursor
 from treadle.orchestration.progress import Progress
 from treadle.orchestration.recorder import Recorder
+from treadle.orchestration.retention import best_update, checkpoint_name, checkpoint_updates, retained
 from treadle.orchestration.rewards import reward_notes
 from treadle.orchestration.rollout_store import write_shard
 from treadle.orchestration.run_directory import RunDirectory
@@ -157,7 +158,7 @@ class Loop:
                 return
             if self._due(self.config.evaluation.every):
                 await self._evaluate(final=False)
-            if self._due(self.config.orchestration.checkpoint_every):
+            if self._checkpoint_due:
                 self._checkpoint()
 
     # --- one batch -----------------------------------------------------------------------------------------------
@@ -390,17 +391,25 @@ class Loop:
         """Write the learner, then make it the latest in one ledger transaction, then remove older ones."""
         wall, cpu = self.clock.read()
         self.state = replace(self.state, wall_seconds=wall, cpu_seconds=cpu)
-        name = f"step-{self.state.update:06d}"
+        name = checkpoint_name(self.state.update)
         if self._saved != self.state.update:
             save_checkpoint(self.run_directory.checkpoints / name, self.learner, self.tokenizer)
         self.ledger.commit_checkpoint(name, self.state)
         self._saved = self.state.update
-        newest = sorted(d.name for d in self.run_directory.checkpoints.iterdir() if d.name.startswith("step-"))
-        remove_others(self.run_directory.checkpoints, newest[-self.config.orchestration.keep_last :])
+        folder = self.run_directory.checkpoints
+        remove_others(folder, retained(checkpoint_updates(folder), self.config, self.state.evaluations))
 
     @property
     def _is_last(self) -> bool:
         return self.state.update >= self.config.orchestration.updates
+
+    @property
+    def _checkpoint_due(self) -> bool:
+        section, state = self.config.orchestration, self.state
+        best = section.keep_best and best_update(
+            state.evaluations, section.keep_best, self.config.evaluation.temperature
+        )
+        return self._due(section.checkpoint_every) or self._due(section.keep_every or 0) or best == state.update
 
     def _due(self, every: int) -> bool:
         """Whether the last batch reached a multiple of `every` updates."""

@@ -27,6 +27,7 @@ from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.loop import Clock, Loop
 from treadle.orchestration.policy import Policy, check_engine, load_policy, use_threads
 from treadle.orchestration.progress import Progress
+from treadle.orchestration.retention import checkpoint_name, checkpoint_updates, retained
 from treadle.orchestration.reuse import reusable
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest, stop_on_signals
@@ -57,7 +58,7 @@ def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress)
         progress.say(f"run directory: {path}")
         models = [policy.model] * 3 + ([] if config.algorithm.kl is None else [reference or policy.model])
         size = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
-        run.require_space(size, config.orchestration.keep_last)
+        run.require_space(size, _kept_at_least(config))
         report = run_warm_start(policy.model, policy.renderer, policy.tokenizer_path, config, progress)
         if report is not None:
             progress.say(_warm_start_line(report))
@@ -94,6 +95,11 @@ def resume_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress
         run.unlock()
 
 
+def _kept_at_least(config: RunConfig) -> int:
+    """Checkpoints on disk at a time, but for those kept for ever."""
+    return config.orchestration.keep_last + (config.orchestration.keep_best is not None)
+
+
 def _given_reference(config: RunConfig, policy: Policy) -> PreTrainedModel | None:
     """The model that `algorithm.kl.model` names, if any; without, the learner keeps a copy of the policy."""
     kl = config.algorithm.kl
@@ -116,12 +122,14 @@ def _train(
     resume_from: str | None = None,
 ) -> dict[str, Any]:
     learner = Learner(policy.model, config.training, config.algorithm, config.orchestration.updates, reference)
-    run.require_space(checkpoint_bytes(learner), config.orchestration.keep_last)
+    run.require_space(checkpoint_bytes(learner), _kept_at_least(config))
     ledger, kept = Ledger(run.ledger_file), dict[int, Group]()
     try:
         if resume_from is not None:
             load_checkpoint(run.checkpoints / resume_from, learner, policy.tokenizer_path)
-            remove_others(run.checkpoints, [resume_from])
+            committed = ledger.checkpoint_names()  # a directory that no row of the ledger points to is removed
+            there = [u for u in checkpoint_updates(run.checkpoints) if checkpoint_name(u) in committed]
+            remove_others(run.checkpoints, {resume_from, *retained(there, config, state.evaluations)})
             kept = _roll_back(config, run, ledger, state, progress)
         state, stopped = asyncio.run(
             _run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress, kept)

@@ -193,8 +193,12 @@ def _complete_or_absent(final: Path) -> Iterator[Path]:
 
 
 def remove_others(checkpoints: Path, keep: Iterable[str]) -> None:
-    """Delete every directory under `checkpoints` that is not to be kept, half-written ones included."""
+    """Delete every directory under `checkpoints` that is not to be kept, half-written ones included.
+
+    To a reader each of them vanishes at once.
+    """
     kept = set(keep)
-    for directory in checkpoints.iterdir():
+    for directory in sorted(checkpoints.iterdir()):  # hidden ones first: an earlier process may have left a `.removed`
         if directory.is_dir() and directory.name not in kept:
-            shutil.rmtree(directory)
+            hidden = directory.name.startswith(".")
+            shutil.rmtree(directory if hidden else directory.rename(directory.with_name(f".{directory.name}.removed")))

@@ -1,0 +1,49 @@
+"""Which checkpoints stay on disk, and which of them is the best."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from treadle.orchestration.config import KeepBest, RunConfig
+
+_FIGURES: Mapping[KeepBest, str] = {"held_out_success": "success", "held_out_reward": "reward_mean"}
+
+
+def checkpoint_name(update: int) -> str:
+    """`step-000040`."""
+    return f"step-{update:06d}"
+
+
+def checkpoint_updates(checkpoints: Path) -> list[int]:
+    """Updates of the complete checkpoints in a run's folder of them, ascending."""
+    return sorted(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
+
+
+def best_update(
+    evaluations: Sequence[Mapping[str, Any]], metric: KeepBest, temperature: float, among: Collection[int] | None = None
+) -> int | None:
+    """The update with the best evaluation at this temperature, the earliest of equals; None without any.
+
+    among: the updates that may be chosen; default: all.
+    """
+    best: tuple[float, int] | None = None
+    for row in evaluations:
+        figure, update = row[_FIGURES[metric]], row["update"]
+        if row["temperature"] != temperature or figure is None or (among is not None and update not in among):
+            continue
+        if best is None or figure > best[0]:
+            best = (figure, update)
+    return None if best is None else best[1]
+
+
+def retained(updates: Sequence[int], config: RunConfig, evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of those checkpoints, given by their updates, that stay."""
+    section, batch = config.orchestration, config.training.updates_between_publications
+    keep = set(sorted(updates)[-section.keep_last :])
+    if section.keep_every is not None:
+        keep |= {update for update in updates if update and update % section.keep_every < batch}
+    if section.keep_best is not None:
+        keep |= {best_update(evaluations, section.keep_best, config.evaluation.temperature, updates)} - {None}
+    return [checkpoint_name(update) for update in updates if update in keep]
