@@ -72,9 +72,8 @@ def check_finished(path: Path) -> None:
         assert set(trained.values()) == {config.training.group_size}  # each index once, however often it was sampled
     names = sorted(p.name for p in (path / "checkpoints").iterdir())
     section = config.orchestration
-    assert len(names) <= section.keep_last + (section.keep_best is not None) + section.updates // (
-        section.keep_every or 10**9
-    )
+    for_ever = section.updates // section.keep_every if section.keep_every else 0
+    assert len(names) <= section.keep_last + (section.keep_best is not None) + for_ever
     assert names[-1] == f"step-{config.orchestration.updates:06d}"
     assert (path / "summary.json").is_file()
     assert (path / "curve.png").is_file()

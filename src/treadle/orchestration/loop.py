@@ -405,11 +405,12 @@ class Loop:
 
     @property
     def _checkpoint_due(self) -> bool:
-        section, state = self.config.orchestration, self.state
-        best = section.keep_best and best_update(
-            state.evaluations, section.keep_best, self.config.evaluation.temperature
-        )
-        return self._due(section.checkpoint_every) or self._due(section.keep_every or 0) or best == state.update
+        """At multiples of `checkpoint_every` and `keep_every`, and if the newest evaluation is the best for `keep_best`."""
+        section, temperature = self.config.orchestration, self.config.evaluation.temperature
+        if self._due(section.checkpoint_every) or self._due(section.keep_every or 0):
+            return True
+        best = section.keep_best and best_update(self.state.evaluations, section.keep_best, temperature)
+        return best == self.state.update
 
     def _due(self, every: int) -> bool:
         """Whether the last batch reached a multiple of `every` updates."""

@@ -45,5 +45,6 @@ def retained(updates: Sequence[int], config: RunConfig, evaluations: Sequence[Ma
     if section.keep_every is not None:
         keep |= {update for update in updates if update and update % section.keep_every < batch}
     if section.keep_best is not None:
-        keep |= {best_update(evaluations, section.keep_best, config.evaluation.temperature, updates)} - {None}
+        best = best_update(evaluations, section.keep_best, config.evaluation.temperature, updates)
+        keep |= set() if best is None else {best}
     return [checkpoint_name(update) for update in updates if update in keep]
