@@ -31,7 +31,7 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(commands, "eval", run, "play the held-out tasks with a run's checkpoint or a model", _EXAMPLES)
     parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run directory; or, with --model, a recipe")
     add_overrides(parser)
-    parser.add_argument("--checkpoint", metavar="NAME", help="of the run, such as step-000100 (default: the latest)")
+    parser.add_argument("--checkpoint", metavar="NAME", help="of the run: step-000100, best or latest (the default)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a model directory instead of a checkpoint")
     add_json(parser)
 

@@ -18,6 +18,7 @@ from treadle.orchestration.evaluation import play_held_out
 from treadle.orchestration.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result
 from treadle.orchestration.progress import Progress
+from treadle.orchestration.retention import checkpoint_update, find_checkpoint
 from treadle.rollout.attempt import open_rollouts
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import ModelConfig
@@ -74,21 +75,11 @@ def find_subject(
     else:
         raise RunError(f"{run_or_recipe!r} is no run directory: it has no config.yaml")
     if model is None:
-        return Subject(config, *_find_checkpoint(run, checkpoint))
+        found = find_checkpoint(run, checkpoint or "latest")
+        return Subject(config, found, checkpoint_update(found))
     if not (model / "config.json").is_file():
         raise ConfigError(f"--model: no config.json in {str(model)!r}; give the directory of a Hugging Face causal LM")
     return Subject(config, model, 0)
-
-
-def _find_checkpoint(run: Path, name: str | None) -> tuple[Path, int]:
-    """Checkpoints are complete or absent, so that the newest one will do even while the run goes on."""
-    found = {path.name: path for path in sorted(run.glob("checkpoints/step-*"))}
-    if not found:
-        raise RunError(f"run {str(run)!r} has no checkpoint yet")
-    if name is not None and name not in found:
-        raise RunError(f"run {str(run)!r} has no checkpoint {name!r}; it has {', '.join(found)}")
-    path = found[name] if name is not None else list(found.values())[-1]
-    return path, int(path.name.removeprefix("step-"))
 
 
 def held_out_inputs(config: RunConfig) -> Inputs:

@@ -405,7 +405,7 @@ class Loop:
 
     @property
     def _checkpoint_due(self) -> bool:
-        """At multiples of `checkpoint_every` and `keep_every`, and if the newest evaluation is the best for `keep_best`."""
+        """At multiples of `checkpoint_every` and `keep_every`, and after an evaluation that is the best so far."""
         section, temperature = self.config.orchestration, self.config.evaluation.temperature
         if self._due(section.checkpoint_every) or self._due(section.keep_every or 0):
             return True

@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from treadle.core.errors import RunError
 from treadle.orchestration.config import KeepBest, RunConfig
+from treadle.orchestration.run_directory import RunDirectory
 
 _FIGURES: Mapping[KeepBest, str] = {"held_out_success": "success", "held_out_reward": "reward_mean"}
 
@@ -16,9 +18,37 @@ def checkpoint_name(update: int) -> str:
     return f"step-{update:06d}"
 
 
+def checkpoint_update(checkpoint: Path) -> int:
+    """40 of `.../step-000040`."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def checkpoint_updates(checkpoints: Path) -> list[int]:
     """Updates of the complete checkpoints in a run's folder of them, ascending."""
-    return sorted(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
+    return sorted(map(checkpoint_update, checkpoints.glob("step-*")))
+
+
+def find_checkpoint(path: Path, which: str) -> Path:
+    """Of a run directory, by name, or `latest` or `best`. They are complete or absent, also while the run goes on.
+
+    best: by `orchestration.keep_best`, or held-out success, among those that are there. Raises RunError.
+    """
+    run = RunDirectory.open(path)
+    there = {checkpoint_name(update): update for update in checkpoint_updates(run.checkpoints)}
+    if not there:
+        raise RunError(f"run {str(path)!r} has no checkpoint yet")
+    if which == "latest":
+        return run.checkpoints / list(there)[-1]
+    if which == "best":
+        config, evaluations = run.config(), [row for row in run.metrics() if row["kind"] == "evaluation"]
+        metric = config.orchestration.keep_best or "held_out_success"
+        best = best_update(evaluations, metric, config.evaluation.temperature, there.values())
+        if best is None:
+            raise RunError(f"no checkpoint of run {str(path)!r} was evaluated; it has {', '.join(there)}")
+        which = checkpoint_name(best)
+    if which not in there:
+        raise RunError(f"run {str(path)!r} has no checkpoint {which!r}; it has {', '.join(there)}")
+    return run.checkpoints / which
 
 
 def best_update(

@@ -59,6 +59,39 @@ def export_model(
             write_durably(temporary / name, content)
 
 
+def read_model_files(checkpoint: Path) -> dict[str, bytes] | None:
+    """What makes a checkpoint a model directory: name -> content; None if the checkpoint is removed meanwhile.
+
+    Raises CheckpointError if it is damaged.
+    """
+    try:
+        tokenizer = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
+        names = ("checkpoint.json", "model.safetensors", "config.json", *tokenizer)
+        files = {name: (checkpoint / name).read_bytes() for name in names}
+        if not checkpoint.is_dir():  # then some tokenizer file may have been missed
+            return None
+        facts = _Facts(**json.loads(files.pop("checkpoint.json")))
+        weights = load_safetensors(files["model.safetensors"])
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        if not checkpoint.is_dir():
+            return None
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+    if weights_sha256(weights) != facts.weights_sha256:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is damaged: model.safetensors does not have the recorded SHA-256"
+        )
+    return files
+
+
+def export_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write a new directory of these files. Complete or absent. Raises CheckpointError as `export_model` does."""
+    if directory.exists():
+        raise CheckpointError(f"{str(directory)!r} exists already; choose another directory")
+    with _complete_or_absent(directory) as temporary:
+        for name, content in files.items():
+            write_durably(temporary / name, content)
+
+
 @dataclass(frozen=True, slots=True)
 class _Facts:
     """checkpoint.json."""
