@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 
 from tests.orchestration.runs import Summary, check_finished, query, resume, start, updates
 from tests.worlds import Quiet, Ragged, Vowels, make_step, tiny, user, vowel_tasks
+from treadle.core.config import dump_yaml
 from treadle.core.errors import CheckpointError, ConfigError, RunError, TrainingStopped
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Task, Trajectory
@@ -411,9 +413,13 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.build.tie_word_embeddings=false", r"holds another model: lm_head.weight is absent there"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(stopped: Path, override: str, difference: str) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    stopped: Path, override: str, difference: str, tmp_path: Path
+) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text(dump_yaml(tiny(override)))
     with pytest.raises(CheckpointError, match=difference):
-        resume(stopped, config=tiny(override))
+        resume(tmp_path / "run")
 
 
 def test_a_damaged_checkpoint_is_refused(stopped: Path) -> None:

@@ -19,6 +19,7 @@ from treadle.core.files import write_atomically
 from treadle.core.types import DropReason, Group
 from treadle.engines.routing import Routers
 from treadle.engines.weights import weights_sha256
+from treadle.orchestration.changes import Change, changes, check_changes
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.curve import draw_curve
 from treadle.orchestration.engines import check_engine_config, open_engine
@@ -27,7 +28,7 @@ from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.loop import Clock, Loop
 from treadle.orchestration.policy import Policy, check_engine, load_policy, use_threads
 from treadle.orchestration.progress import Progress
-from treadle.orchestration.retention import checkpoint_name, checkpoint_updates, retained
+from treadle.orchestration.retention import checkpoint_name, checkpoint_updates, find_checkpoint, retained
 from treadle.orchestration.reuse import reusable
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest, stop_on_signals
@@ -37,6 +38,7 @@ from treadle.rollout.rewards import load_shaping
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others
 from treadle.training.learner import Learner, check_algorithm, check_reference
 from treadle.training.model import load_reference
+from treadle.training.optimizer import learning_rate
 
 
 def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress) -> dict[str, Any]:
@@ -68,31 +70,65 @@ def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress)
         run.unlock()
 
 
-def resume_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress) -> dict[str, Any]:
-    """Go on from the latest checkpoint; returns the summary.
+def resume_run(
+    config: RunConfig, inputs: Inputs, path: Path, progress: Progress, checkpoint: str | None = None
+) -> dict[str, Any]:
+    """Go on from the latest checkpoint, or an earlier one by name; returns the summary.
 
-    Weights become bit-identical to those of a run that was never interrupted. Raises RunError if the run is finished,
-    in use, or never reached its first checkpoint.
+    From the latest, weights become bit-identical to those of a run that was never interrupted. From an earlier one,
+    everything after it is rolled back. Raises RunError if the run is finished (one that goes back or gets more updates
+    is not), in use, or never reached its first checkpoint; ConfigError for a change of configuration that a run cannot
+    go on with.
     """
     clock = Clock()
     use_threads(config.training.threads)
     run = RunDirectory.open(path)
     run.lock()
     try:
-        if run.summary_file.is_file():
-            raise RunError(f"run {str(path)!r} is finished ({config.orchestration.updates} updates); nothing to resume")
-        ledger = Ledger(run.ledger_file)
-        latest = ledger.latest_checkpoint()
-        ledger.close()
-        if latest is None:
-            raise RunError(f"run {str(path)!r} has no checkpoint yet; remove it and start again")
+        name, state = _where_to_resume(run, checkpoint)
+        updates = config.orchestration.updates
+        if run.summary_file.is_file() and checkpoint is None and state.update >= updates:
+            raise RunError(f"run {str(path)!r} is finished ({updates} updates); nothing to resume")
+        changed = changes(run.config(), config)
+        check_changes(changed, state.update)
         policy = load_policy(config.model, config.seed)
-        progress.say(f"resuming {path} after {latest[1].update} of {config.orchestration.updates} updates")
-        clock = replace(clock, wall_before=latest[1].wall_seconds, cpu_before=latest[1].cpu_seconds)
+        progress.say(f"resuming {path} after {state.update} of {updates} updates")
+        _tell_changes(changed, config, state.update, progress)
+        clock = replace(clock, wall_before=state.wall_seconds, cpu_before=state.cpu_seconds)
         reference = _given_reference(config, policy)
-        return _train(config, inputs, run, policy, reference, latest[1], clock, progress, resume_from=latest[0])
+        return _train(config, inputs, run, policy, reference, state, clock, progress, resume_from=name)
     finally:
         run.unlock()
+
+
+def _where_to_resume(run: RunDirectory, checkpoint: str | None) -> tuple[str, LoopState]:
+    """(name, state) of the latest checkpoint or of the one that is named. Raises RunError."""
+    ledger = Ledger(run.ledger_file)
+    try:
+        if checkpoint is not None:
+            name = find_checkpoint(run.path, checkpoint).name
+            return name, ledger.checkpoint(name)
+        latest = ledger.latest_checkpoint()
+    finally:
+        ledger.close()
+    if latest is None:
+        raise RunError(f"run {str(run.path)!r} has no checkpoint yet; remove it and start again")
+    return latest
+
+
+def _tell_changes(changed: list[Change], config: RunConfig, update: int, progress: Progress) -> None:
+    """What changed, and what else follows from another number of updates."""
+    for change in changed:
+        progress.say(f"changed: {change}")
+        if change.path == "orchestration.updates":
+            optimizer, algorithm = config.training.optimizer, config.algorithm
+            old, new = (learning_rate(optimizer, update, updates) for updates in (change.old, change.new))
+            if optimizer.decay_from < 1:
+                progress.say(f"the learning rate follows: at the next update it is {new:.3g} instead of {old:.3g}")
+            if algorithm.entropy_coef != algorithm.entropy_coef_end:
+                progress.say(
+                    f"the entropy bonus follows: it is {algorithm.entropy_coef_end:g} after {change.new} updates"
+                )
 
 
 def _kept_at_least(config: RunConfig) -> int:
@@ -127,10 +163,10 @@ def _train(
     try:
         if resume_from is not None:
             load_checkpoint(run.checkpoints / resume_from, learner, policy.tokenizer_path)
-            committed = ledger.checkpoint_names()  # a directory that no row of the ledger points to is removed
-            there = [u for u in checkpoint_updates(run.checkpoints) if checkpoint_name(u) in committed]
-            remove_others(run.checkpoints, {resume_from, *retained(there, config, state.evaluations)})
-            kept = _roll_back(config, run, ledger, state, progress)
+            run.summary_file.unlink(missing_ok=True)
+            if changes(run.config(), config):
+                run.change_config(config)
+            kept = _roll_back(config, run, ledger, resume_from, state, progress)
         state, stopped = asyncio.run(
             _run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress, kept)
         )
@@ -144,9 +180,16 @@ def _train(
 
 
 def _roll_back(
-    config: RunConfig, run: RunDirectory, ledger: Ledger, state: LoopState, progress: Progress
+    config: RunConfig, run: RunDirectory, ledger: Ledger, name: str, state: LoopState, progress: Progress
 ) -> dict[int, Group]:
     """Drop what was recorded after the checkpoint; returns the groups that are gone on with all the same."""
+    latest = ledger.latest_checkpoint()
+    if latest is not None and latest[0] != name:
+        steps = ledger.return_to(name)
+        progress.say(f"back from {latest[0]} to {name}: {steps} steps are dropped as {DropReason.ROLLED_BACK}")
+    committed = ledger.checkpoint_names()  # a directory that no row of the ledger points to is removed
+    there = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]
+    remove_others(run.checkpoints, {name, *retained(there, config, state.evaluations)})
     staleness = config.orchestration.max_staleness
     kept = reusable(ledger, run.rollouts, state, staleness)
     reason = DropReason.ROLLED_BACK if staleness else DropReason.RESAMPLED
