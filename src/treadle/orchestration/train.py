@@ -126,9 +126,8 @@ def _tell_changes(changed: list[Change], config: RunConfig, update: int, progres
             if optimizer.decay_from < 1:
                 progress.say(f"the learning rate follows: at the next update it is {new:.3g} instead of {old:.3g}")
             if algorithm.entropy_coef != algorithm.entropy_coef_end:
-                progress.say(
-                    f"the entropy bonus follows: it is {algorithm.entropy_coef_end:g} after {change.new} updates"
-                )
+                end = algorithm.entropy_coef_end
+                progress.say(f"the entropy bonus follows: it is {end:g} after {change.new} updates")
 
 
 def _kept_at_least(config: RunConfig) -> int:
