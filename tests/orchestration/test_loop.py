@@ -278,6 +278,23 @@ def test_a_bug_ends_the_run_instead_of_hanging_it(tmp_path: Path) -> None:
         start(tmp_path / "run", inputs=make_inputs(tasks, [], {"world": Ragged}), progress=Bug())
 
 
+def test_several_attempts_of_an_evaluation_disturb_nothing(tmp_path: Path, reference: tuple[Path, Summary]) -> None:
+    options = ("evaluation.attempts=3", "evaluation.concurrency=4", "evaluation.greedy_too=true")
+    summary = start(tmp_path / "run", *options, "evaluation.top_p=0.9")
+    assert summary["weights_sha256"] == reference[1]["weights_sha256"]
+    assert [(e["update"], e["attempts"], sorted(e["pass_at"])) for e in summary["evaluations"]] == [
+        (0, 3, ["1", "2", "3"]),
+        (0, 1, []),
+        (4, 3, ["1", "2", "3"]),
+        (4, 1, []),
+    ]
+    rows = query(
+        tmp_path / "run", "SELECT trajectory_id FROM trajectories JOIN groups USING (group_id) WHERE split <> 'train'"
+    )
+    assert len(rows) == 2 * (3 * 3 + 3)
+    check_finished(tmp_path / "run")
+
+
 # Interruption and resuming
 
 

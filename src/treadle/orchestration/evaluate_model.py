@@ -14,6 +14,7 @@ from treadle.core.config import apply_overrides, build, load_yaml
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
+from treadle.orchestration.dump import write_dump
 from treadle.orchestration.evaluation import play_held_out
 from treadle.orchestration.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result
@@ -21,7 +22,6 @@ from treadle.orchestration.progress import Progress
 from treadle.orchestration.retention import checkpoint_update, find_checkpoint
 from treadle.rollout.attempt import open_rollouts
 from treadle.rollout.rewards import RewardsConfig
-from treadle.training.config import ModelConfig
 
 if TYPE_CHECKING:
     from treadle.orchestration.policy import Policy
@@ -92,20 +92,27 @@ def held_out_inputs(config: RunConfig) -> Inputs:
     return load_held_out(config)
 
 
-def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress) -> Evaluation:
-    """Play the held-out tasks once each. Raises ConfigError for what cannot work, a damaged model among it."""
+def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: Path | None = None) -> Evaluation:
+    """Play the held-out tasks. Raises ConfigError for what cannot work, a damaged model among it.
+
+    dump: a file for all trajectories, one a line (`orchestration.dump`).
+    """
     from treadle.orchestration.policy import load_policy, use_threads
 
     config = subject.config
     use_threads(config.training.threads)
     own = (subject.model / "tokenizer.json").is_file()
     tokenizer = None if own else config.model.tokenizer or config.model.path
-    policy = load_policy(ModelConfig(path=str(subject.model), tokenizer=tokenizer), config.seed)
+    given = {"path": str(subject.model), "build": None, "tokenizer": tokenizer}
+    policy = load_policy(config.model.model_copy(update=given), config.seed)
     played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
     check_first_prompts(played, policy.renderer, config, policy.context)
     started = time.perf_counter()
     groups = asyncio.run(_play(subject, inputs, policy, progress))
-    return _evaluation(subject, groups, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    if dump is not None:
+        write_dump(dump, groups, policy.renderer.decode)
+    return _evaluation(subject, groups, seconds)
 
 
 async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Progress) -> list[Group]:
@@ -119,7 +126,8 @@ async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Prog
         finished += 1
         progress.advance(finished)
 
-    progress.phase("evaluation", len(inputs.held_out))
+    section = config.evaluation
+    progress.phase("evaluation", len(inputs.held_out) * section.attempts_at(section.temperature))
     engine = await open_engine(config.engine, policy)
     try:
         await engine.publish(unique_weights(policy.model), 0)  # servers that run already may have any weights
@@ -134,7 +142,7 @@ async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Prog
                 seed=config.seed,
                 epoch=subject.update,
                 temperature=config.evaluation.temperature,
-                concurrency=config.evaluation.concurrency,
+                config=config.evaluation,
                 on_trajectory=on_trajectory,
             )
     finally:

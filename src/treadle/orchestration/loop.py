@@ -358,7 +358,7 @@ class Loop:
             )
             if again:
                 name += f"r{again}"
-            self._phase("evaluation", len(self.held_out))
+            self._phase("evaluation", len(self.held_out) * section.attempts_at(temperature))
             groups = await play_held_out(
                 self.rollouts,
                 self.held_out,
@@ -366,7 +366,7 @@ class Loop:
                 seed=self.config.seed,
                 epoch=self.state.update,
                 temperature=temperature,
-                concurrency=section.concurrency,
+                config=section,
                 on_trajectory=self._trajectory_finished,
             )
             shard = write_shard(self.run_directory.rollouts, f"evaluation-{name}", groups)

@@ -83,22 +83,20 @@ class Rollouts:
     ) -> None:
         self.engine, self.renderer, self.environments, self.config = engine, renderer, environments, config
         self.agents = agents
+        self.sampling = SamplingParams(
+            temperature=config.temperature, max_tokens=config.max_completion_tokens, stop=config.stop
+        )
         self._rewarding = Rewarding(rewards, config.environment_timeout)
 
     def start(
-        self, group_id: str, task: Task, addresses: list[Address], temperature: float | None = None
+        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
     ) -> list[asyncio.Future[Trajectory]]:
-        """Open one session per address, now and in order, and start the attempts.
+        """Open one session per address, now and in order, and start the attempts. sampling: default: as for training.
 
         Opening is immediate so that a lock-step engine knows of every attempt before the first one calls it.
         """
-        sampling = SamplingParams(
-            temperature=self.config.temperature if temperature is None else temperature,
-            max_tokens=self.config.max_completion_tokens,
-            stop=self.config.stop,
-        )
         attempts: list[asyncio.Future[Trajectory]] = []
-        for session, play, a in [(*self._open(group_id, task, a, sampling), a) for a in addresses]:
+        for session, play, a in [(*self._open(group_id, task, a, sampling or self.sampling), a) for a in addresses]:
             attempt = asyncio.ensure_future(self._attempt(task, session, play, a))
             attempt.add_done_callback(partial(_close_session, session))  # also if it was cancelled before it began
             attempts.append(attempt)
