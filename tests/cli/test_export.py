@@ -82,14 +82,14 @@ def test_while_the_run_goes_on(tmp_path: Path) -> None:
     assert len(set(shas)) == 4
 
 
-def removed_while_read(checkpoint: Path) -> threading.Thread:
-    """Whoever reads its config.json finds it removed when done."""
-    content = (checkpoint / "config.json").read_bytes()
-    (checkpoint / "config.json").unlink()
-    os.mkfifo(checkpoint / "config.json")
+def removed_while_read(checkpoint: Path, file: str) -> threading.Thread:
+    """Whoever reads this file of it finds it removed when done."""
+    content = (checkpoint / file).read_bytes()
+    (checkpoint / file).unlink()
+    os.mkfifo(checkpoint / file)
 
     def remove() -> None:
-        with (checkpoint / "config.json").open("wb") as pipe:  # waits for the reader
+        with (checkpoint / file).open("wb") as pipe:  # waits for the reader
             others = {path.name for path in checkpoint.parent.iterdir()} - {checkpoint.name}
             remove_others(checkpoint.parent, others)
             pipe.write(content)
@@ -99,11 +99,12 @@ def removed_while_read(checkpoint: Path) -> threading.Thread:
     return thread
 
 
+@pytest.mark.parametrize("file", ["config.json", "checkpoint.json"])
 @pytest.mark.parametrize("which", ["latest", "step-000004"])
-def test_a_checkpoint_that_vanishes_while_it_is_read(which: str, finished: Trained, tmp_path: Path) -> None:
+def test_a_checkpoint_that_vanishes_while_it_is_read(which: str, file: str, finished: Trained, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     shutil.copytree(finished.path, run)
-    thread = removed_while_read(run / "checkpoints" / "step-000004")
+    thread = removed_while_read(run / "checkpoints" / "step-000004", file)
     done = treadle("export", run, out, "--checkpoint", which)
     thread.join()
     assert checkpoint_updates(run / "checkpoints") == [2]

@@ -66,7 +66,7 @@ def read_model_files(checkpoint: Path) -> dict[str, bytes] | None:
     """
     try:
         tokenizer = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
-        names = ("checkpoint.json", "model.safetensors", "config.json", *tokenizer)
+        names = ("model.safetensors", "config.json", *tokenizer, "checkpoint.json")
         files = {name: (checkpoint / name).read_bytes() for name in names}
         if not checkpoint.is_dir():  # then some tokenizer file may have been missed
             return None
