@@ -1,10 +1,12 @@
 """`treadle eval`: the run's own figures again, and what it says where something is wrong."""
 
+import itertools
 import json
 import re
 import shutil
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
@@ -98,3 +100,60 @@ def test_a_damaged_checkpoint(finished: Trained, place: Place) -> None:
     weights.write_bytes(weights.read_bytes()[:-10])
     done = treadle("eval", place.runs / "run")
     assert done.status == 2 and "step-000004' cannot be loaded: " in done.error
+
+
+def test_several_attempts_give_pass_at_k_and_keep_the_first(finished: Trained, place: Place) -> None:
+    dumps = {attempts: place.path / f"{attempts}.jsonl" for attempts in (1, 4)}
+    found = {}
+    for attempts, dump in dumps.items():
+        done = treadle("eval", finished.path, f"evaluation.attempts={attempts}", "--dump", dump, "--json")
+        assert done.status == 0, done.err
+        found[attempts] = json.loads(done.out)["result"]
+    played = {n: [json.loads(line) for line in dump.read_text().splitlines()] for n, dump in dumps.items()}
+    assert (len(played[1]), len(played[4])) == (12, 48)
+    first = [t["steps"] for t in played[4] if t["attempt"] == 0]
+    assert first == [t["steps"] for t in played[1]]  # draws have addresses
+    assert any(a["steps"] != b["steps"] for a, b in itertools.pairwise(played[4]) if a["task_id"] == b["task_id"])
+    assert found[1]["pass_at"] == {} and found[1]["attempts"] == 1
+    rewards = [t["reward"] for t in played[4]]
+    solved = [max(rewards[n : n + 4]) >= 1 for n in range(0, 48, 4)]
+    assert found[4]["pass_at"]["4"] == sum(solved) / 12
+    assert found[4]["pass_at"]["1"] == pytest.approx(found[4]["success"]) == sum(r >= 1 for r in rewards) / 48
+    assert (found[4]["tasks"], found[4]["failed"], sum(found[4]["by_tasks"].values())) == (12, 0, 12)
+    table = treadle("eval", finished.path, "evaluation.attempts=4", "data.held_out.options.count=3").out.splitlines()
+    assert table[0].split() == ["a", "tasks", "success", "pass@2", "pass@4", "reward", "steps", "failed"]
+
+
+def test_a_dump_has_texts_and_ids(troubled: Trained, place: Place) -> None:
+    dump = place.path / "played.jsonl"
+    done = treadle("eval", troubled.path, "--dump", dump)
+    assert done.status == 0, done.err
+    played = [json.loads(line) for line in dump.read_text().splitlines()]
+    assert len(played) == 12
+    failed = [t for t in played if t["status"] == "failed"]
+    assert failed and all(t["reward"] is None and "ZeroDivisionError" in t["failure"] for t in failed)
+    tokenizer = AutoTokenizer.from_pretrained(next(troubled.path.glob("checkpoints/step-*")))
+    for trajectory in played:
+        assert trajectory["task_id"] and trajectory["extras"]
+        assert sum(trajectory["components"].values()) == (trajectory["reward"] or 0)
+        for step in trajectory["steps"]:
+            assert step["prompt"] == tokenizer.decode(step["prompt_ids"])
+            assert step["completion"] == tokenizer.decode(step["completion_ids"])
+            assert len(step["logprobs"]) == len(step["completion_ids"]) <= 8
+    done = treadle("eval", troubled.path, "--dump", place.path / "no" / "such.jsonl")
+    assert done.status == 2 and "is no directory; make it first" in done.error
+
+
+def test_evaluations_sample_in_their_own_way(finished: Trained, place: Place) -> None:
+    dumps = []
+    for name, options in (("greedy", ["temperature=0"]), ("one", ["top_k=1", "max_completion_tokens=1"])):
+        dumps.append(place.path / f"{name}.jsonl")
+        words = [f"evaluation.{option}" for option in options]
+        done = treadle("eval", finished.path, *words, "evaluation.attempts=2", "--dump", dumps[-1])
+        assert done.status == 0, done.err
+    greedy, one = ([json.loads(line) for line in dump.read_text().splitlines()] for dump in dumps)
+    assert (len(greedy), len(one)) == (12, 24)  # greedy attempts would all be the same
+    ids = {t["task_id"]: t["steps"][0]["completion_ids"] for t in greedy}
+    assert all(t["steps"][0]["completion_ids"] == ids[t["task_id"]][:1] for t in one)
+    done = treadle("eval", finished.path, "evaluation.max_completion_tokens=100")
+    assert done.status == 2 and "64 + max_completion_tokens 100 = 164 exceeds" in done.error

@@ -11,7 +11,7 @@ from tests.cli.conftest import Trained
 from tests.cli.worlds import finish, start_treadle, treadle
 from treadle.cli import recipes
 
-COMMANDS = ("train", "sft", "eval", "recipes", "report", "show", "bench")
+COMMANDS = ("train", "sft", "eval", "export", "recipes", "report", "show", "bench")
 
 
 def test_help_lists_the_commands() -> None:
@@ -30,7 +30,9 @@ def test_version() -> None:
     assert treadle("--version").out == f"treadle {package.__version__}\n"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["recipes"], ["train", "demo", "seed=x"], ["eval", "nowhere"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["recipes"], ["train", "demo", "seed=x"], ["eval", "nowhere"], ["export", "nowhere", "out"]]
+)
 def test_nothing_heavy_is_loaded_before_the_inputs_are_checked(words: list[str]) -> None:
     code = """
 import sys

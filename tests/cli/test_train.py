@@ -167,9 +167,32 @@ def test_resume_of_a_finished_run(finished: Trained) -> None:
     assert files(finished.path) == before
 
 
-def test_resume_takes_no_overrides(stopped: Trained) -> None:
+def test_resume_refuses_what_would_make_it_another_run(stopped: Trained) -> None:
+    before = files(stopped.path)
     done = stopped.place.train("--resume", "seed=3", name="run")
-    assert done.status == 2 and "leave out seed=3" in done.error
+    assert done.status == 2 and "seed is 3, the run was started with 0: it keys every draw" in done.error
+    done = stopped.place.train("--resume", "orchestration.updates=2", name="run")
+    assert done.status == 2 and "the checkpoint has 3 updates; give at least as many" in done.error
+    done = stopped.place.train("--resume", "orchestration.update=9", name="run")
+    assert done.status == 2 and "did you mean 'orchestration.updates'?" in done.error
+    assert files(stopped.path) == before
+
+
+def test_a_finished_run_is_given_more_updates_and_taken_back(finished: Trained, place: Place) -> None:
+    run = place.runs / "new"
+    shutil.copytree(finished.path, run)
+    done = place.train("--resume", "orchestration.updates=6", "evaluation.greedy_too=false")
+    assert done.status == 0, done.err
+    assert "changed: evaluation.greedy_too: True -> False\nchanged: orchestration.updates: 4 -> 6\n" in done.out
+    assert "updates: 4" in (run / "config-1.yaml").read_text()
+    longer = json.loads((run / "summary.json").read_text())
+    assert longer["updates"] == 6
+    done = place.train("--resume-from", "step-000004")
+    assert done.status == 0, done.err
+    assert "back from step-000006 to step-000004: 32 steps are dropped as rolled back" in done.out
+    assert json.loads((run / "summary.json").read_text())["weights_sha256"] == longer["weights_sha256"]
+    done = place.train("--resume-from", "step-000001")
+    assert done.status == 1 and "has no checkpoint 'step-000001'; it has step-000004, step-000006" in done.error
 
 
 def test_ctrl_c_saves_a_checkpoint_and_resume_goes_on(stopped: Trained, tmp_path: Path) -> None:

@@ -75,7 +75,9 @@ def check_finished(path: Path) -> None:
         assert set(trained.values()) == {config.training.group_size}  # each index once, however often it was sampled
     _check_trained(path, config)
     names = sorted(p.name for p in (path / "checkpoints").iterdir())
-    assert len(names) <= config.orchestration.keep_last
+    section = config.orchestration
+    for_ever = section.updates // section.keep_every if section.keep_every else 0
+    assert len(names) <= section.keep_last + (section.keep_best is not None) + for_ever
     assert names[-1] == f"step-{config.orchestration.updates:06d}"
     assert (path / "summary.json").is_file()
     assert (path / "curve.png").is_file()

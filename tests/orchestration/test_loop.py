@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 
 from tests.orchestration.runs import Summary, check_finished, query, resume, start, updates
 from tests.worlds import Quiet, Ragged, Vowels, make_step, tiny, user, vowel_tasks
+from treadle.core.config import dump_yaml
 from treadle.core.errors import CheckpointError, ConfigError, RunError, TrainingStopped
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Task, Trajectory
@@ -276,6 +278,23 @@ def test_a_bug_ends_the_run_instead_of_hanging_it(tmp_path: Path) -> None:
         start(tmp_path / "run", inputs=make_inputs(tasks, [], {"world": Ragged}), progress=Bug())
 
 
+def test_several_attempts_of_an_evaluation_disturb_nothing(tmp_path: Path, reference: tuple[Path, Summary]) -> None:
+    options = ("evaluation.attempts=3", "evaluation.concurrency=4", "evaluation.greedy_too=true")
+    summary = start(tmp_path / "run", *options, "evaluation.top_p=0.9")
+    assert summary["weights_sha256"] == reference[1]["weights_sha256"]
+    assert [(e["update"], e["attempts"], sorted(e["pass_at"])) for e in summary["evaluations"]] == [
+        (0, 3, ["1", "2", "3"]),
+        (0, 1, []),
+        (4, 3, ["1", "2", "3"]),
+        (4, 1, []),
+    ]
+    rows = query(
+        tmp_path / "run", "SELECT trajectory_id FROM trajectories JOIN groups USING (group_id) WHERE split <> 'train'"
+    )
+    assert len(rows) == 2 * (3 * 3 + 3)
+    check_finished(tmp_path / "run")
+
+
 # Interruption and resuming
 
 
@@ -411,9 +430,13 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.build.tie_word_embeddings=false", r"holds another model: lm_head.weight is absent there"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(stopped: Path, override: str, difference: str) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    stopped: Path, override: str, difference: str, tmp_path: Path
+) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text(dump_yaml(tiny(override)))
     with pytest.raises(CheckpointError, match=difference):
-        resume(stopped, config=tiny(override))
+        resume(tmp_path / "run")
 
 
 def test_a_damaged_checkpoint_is_refused(stopped: Path) -> None:

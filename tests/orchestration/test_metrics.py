@@ -193,6 +193,19 @@ def test_an_evaluation_counts_failures_beside_its_means_and_splits_by_a_key() ->
     )
 
 
+def test_an_evaluation_of_several_attempts_counts_tasks_and_estimates_pass_at_k() -> None:
+    groups = [
+        make_group(0, attempt(1.0), attempt(0.0), attempt(0.0), attempt(0.0)),
+        make_group(1, attempt(1.0), attempt(1.0), attempt(1.0), attempt(None)),
+    ]
+    result = evaluation_result(groups, 7, 1.0, 1.0, None)
+    assert (result.tasks, result.attempts, result.failed, result.success) == (2, 4, 1, 4 / 7)
+    assert result.pass_at == {"1": (0.25 + 1) / 2, "2": (0.5 + 1) / 2, "4": 1.0}  # of the first task alone
+    assert evaluation_line(result) == (
+        "held-out success 0.571 (2 tasks x 4, 1 failed, temperature 1, after 7 updates)  pass@2 0.750  pass@4 1.000"
+    )
+
+
 def test_an_evaluation_without_a_graded_attempt_has_no_success() -> None:
     result = evaluation_result([make_group(0, attempt(None))], 7, 0.0, 1.0, None)
     assert (result.success, result.reward_mean, result.failed) == (None, None, 1)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Awaitable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -128,14 +129,16 @@ def test_attempts_differ_by_their_seeds_and_versions_are_per_token() -> None:
     assert {t.oldest_version for t in trajectories} == {6}
 
 
-def test_a_temperature_for_this_call_replaces_the_configured_one() -> None:
-    async def attempt(temperature: float | None) -> Trajectory:
+def test_sampling_for_this_call_replaces_the_configured_one() -> None:
+    async def attempt(**changes: Any) -> Trajectory:
         rollouts = plain_rollouts(saying("a"), lambda: Told(DONE), temperature=0.5)
         address = Address(0, Stream.EVALUATE, 0, 0, 0)
-        return await rollouts.start("e", Task("t", environment="world"), [address], temperature)[0]
+        sampling = replace(rollouts.sampling, **changes) if changes else None
+        return await rollouts.start("e", Task("t", environment="world"), [address], sampling)[0]
 
-    assert asyncio.run(attempt(None)).steps[0].sampling.temperature == 0.5
-    assert asyncio.run(attempt(0.0)).steps[0].sampling.temperature == 0.0
+    assert asyncio.run(attempt()).steps[0].sampling.temperature == 0.5
+    changed = asyncio.run(attempt(temperature=0.0, top_k=3)).steps[0].sampling
+    assert (changed.temperature, changed.top_k) == (0.0, 3)
 
 
 # Limits

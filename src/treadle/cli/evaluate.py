@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from treadle.cli.console import make_console, make_table, print_table
 from treadle.cli.options import Commands, add_command, add_json, add_overrides
+from treadle.core.errors import ConfigError
 from treadle.orchestration.evaluate_model import Evaluation, Subject, find_subject, held_out_inputs
 from treadle.orchestration.metrics import shown
 
@@ -20,9 +21,12 @@ _EXAMPLES = """examples:
   treadle eval runs/demo                                      its latest checkpoint, as the run evaluates
   treadle eval runs/demo evaluation.temperature=0             greedy
   treadle eval runs/demo --checkpoint step-000100 data.held_out.options.count=64
+  treadle eval runs/demo evaluation.attempts=8                eight attempts at each task: pass@2, 4, 8
+  treadle eval runs/demo --dump played.jsonl                  also every trajectory, texts and token ids, a line each
   treadle eval demo --model models/warm                       any model directory, on a recipe's held-out tasks
 
-Draws are keyed as in the run: evaluating its last checkpoint again gives the recorded figures. Nothing is written.
+Draws are keyed as in the run: evaluating its last checkpoint again gives the recorded figures.
+Nothing is written into the run.
 """
 
 
@@ -31,8 +35,9 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(commands, "eval", run, "play the held-out tasks with a run's checkpoint or a model", _EXAMPLES)
     parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run directory; or, with --model, a recipe")
     add_overrides(parser)
-    parser.add_argument("--checkpoint", metavar="NAME", help="of the run, such as step-000100 (default: the latest)")
+    parser.add_argument("--checkpoint", metavar="NAME", help="of the run: step-000100, best or latest (the default)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a model directory instead of a checkpoint")
+    parser.add_argument("--dump", type=Path, metavar="FILE", help="write all trajectories to it, as JSON lines")
     add_json(parser)
 
 
@@ -40,12 +45,14 @@ def run(options: argparse.Namespace) -> int:
     """Evaluate and print; 0 also where attempts failed."""
     subject = find_subject(options.subject, options.overrides, options.checkpoint, options.model)
     inputs = held_out_inputs(subject.config)
+    if options.dump is not None and not options.dump.parent.is_dir():
+        raise ConfigError(f"--dump: {str(options.dump.parent)!r} is no directory; make it first")
 
     from treadle.cli.live import make_progress
     from treadle.orchestration.evaluate_model import evaluate_model
 
     with make_progress(stderr=True) as progress:
-        evaluation = evaluate_model(subject, inputs, progress)
+        evaluation = evaluate_model(subject, inputs, progress, options.dump)
     if options.json:
         print(json.dumps({"model": str(subject.model), **asdict(evaluation)}, indent=2))
     else:
@@ -69,9 +76,12 @@ def _print(evaluation: Evaluation, subject: Subject) -> None:
 def evaluation_table(evaluation: Evaluation, table_by: str | None) -> Table:
     """One row for each value of `table_by`, and one for all."""
     first = table_by or "tasks of"
-    table = make_table(first, "tasks", "success", "reward", "steps", "failed", text=(first,))
+    several = [k for k in evaluation.result.pass_at if k != "1"]
+    passes = [f"pass@{k}" for k in several]
+    table = make_table(first, "tasks", "success", *passes, "reward", "steps", "failed", text=(first,))
     for name, r in {**evaluation.parts, "all": evaluation.result}.items():
-        figures = (shown(r.success), shown(r.reward_mean), shown(r.steps_mean, 2))
+        passed = [shown(r.pass_at.get(k)) for k in several]
+        figures = (shown(r.success), *passed, shown(r.reward_mean), shown(r.steps_mean, 2))
         style = "bold" if r is evaluation.result else ""
         table.add_row(name, str(r.tasks), *figures, str(r.failed), style=style)
     return table

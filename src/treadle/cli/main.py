@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 
 import treadle
-from treadle.cli import bench, evaluate, recipes, report, serve, sft, show, train
+from treadle.cli import bench, evaluate, export, recipes, report, serve, sft, show, train
 from treadle.core.errors import ConfigError, DataError, TreadleError
 
-_COMMANDS = (train, sft, evaluate, serve, recipes, report, show, bench)
+_COMMANDS = (train, sft, evaluate, export, serve, recipes, report, show, bench)
 _EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "matplotlib"), "train"),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn"), "gateway"),

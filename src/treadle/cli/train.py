@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.cli.options import Commands, add_command, add_recipe
-from treadle.core.errors import ConfigError, RunError
+from treadle.core.errors import RunError
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.inputs import IN_MEMORY, load_inputs
 
@@ -25,6 +25,8 @@ _EXAMPLES = """examples:
   treadle train my_recipe.yaml model.path=/models/my-model
   treadle train demo --resume                 the newest unfinished run of that recipe
   treadle train demo --resume --name short    a certain run
+  treadle train demo --resume --name short orchestration.updates=200      with more updates
+  treadle train demo --resume-from step-000040 --name short               go back to a checkpoint that was kept
 
 Ctrl-C finishes the update and saves a checkpoint; a second one stops at once. Either way --resume goes on.
 """
@@ -37,11 +39,15 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--name", help="of the run directory (default: recipe, seed and time)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories go (default: runs)")
     parser.add_argument("--resume", action="store_true", help="go on from a run's latest checkpoint")
+    parser.add_argument(
+        "--resume-from", metavar="NAME", help="go back to an earlier checkpoint (or best); all after it is rolled back"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Train; 0 if the run is finished, 130 if it was asked to stop (and can be resumed)."""
-    config, path = _to_resume(options) if options.resume else _to_start(options)
+    resume = options.resume or options.resume_from is not None
+    config, path = _to_resume(options) if resume else _to_start(options)
     inputs = load_inputs(config)
 
     from treadle.cli.finish import print_result
@@ -51,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
     go_on = _go_on_command(options, path)
     try:
         with make_progress(config.orchestration.updates) as progress:
-            if options.resume:
-                summary = resume_run(config, inputs, path, progress)
+            if resume:
+                summary = resume_run(config, inputs, path, progress, checkpoint=options.resume_from)
             else:
                 with _leaving_no_stub(path):
                     summary = start_run(config, inputs, path, progress)
@@ -81,17 +87,17 @@ def _to_start(options: argparse.Namespace) -> tuple[RunConfig, Path]:
 
 
 def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
-    if options.overrides:
-        given = " ".join(options.overrides)
-        raise ConfigError(f"--resume goes on with the run's own configuration; leave out {given}")
     recipe = None if options.name else load_recipe(options.recipe).recipe
     from treadle.orchestration.run_directory import RunDirectory, find_run
 
     path: Path = options.runs / options.name if recipe is None else find_run(options.runs, recipe)
     run = RunDirectory.open(path)
-    if run.summary_file.is_file():
-        raise RunError(f"run {str(path)!r} is finished; nothing to resume (see treadle report {path})")
-    config = run.config()
+    if run.summary_file.is_file() and not options.overrides and options.resume_from is None:
+        raise RunError(
+            f"run {str(path)!r} is finished; nothing to resume (see treadle report {path}); "
+            "give it more orchestration.updates, or --resume-from an earlier checkpoint"
+        )
+    config = run.config(options.overrides)
     if config.data.train.source == IN_MEMORY:
         raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")
     return config, path

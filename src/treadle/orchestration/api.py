@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treadle.core.config import apply_overrides, build, describe
-from treadle.core.errors import ConfigError
+from treadle.core.config import apply_overrides, build
 from treadle.core.types import Task
 from treadle.orchestration.callbacks import Callback
 from treadle.orchestration.config import RunConfig
@@ -42,8 +41,8 @@ def train(
 
     callbacks: told of what happens, beside those in `settings` (`treadle.Callback`).
 
-    resume: go on from the latest checkpoint of `run`, with the configuration it was started with; tasks and environment
-    must be the same.
+    resume: go on from the latest checkpoint of `run`; tasks, environment and most settings must be the same
+    (`treadle.orchestration.changes`).
 
     Raises ConfigError, DataError or RunError before anything is sampled, TrainingStopped later.
     """
@@ -61,11 +60,8 @@ def train(
     config = build(RunConfig, data, "treadle.train")
     inputs = make_inputs(tasks, held_out, **_player(environment, name))
 
-    from treadle.orchestration.run_directory import RunDirectory
     from treadle.orchestration.train import resume_run, start_run  # torch
 
-    if resume:
-        _check_same(RunDirectory.open(Path(run)).config(), config)
     begin = resume_run if resume else start_run
     start = partial(begin, config, inputs, Path(run), progress or PlainProgress(), callbacks)
     try:
@@ -81,17 +77,6 @@ def _player(environment: EnvironmentFactory | Agent, name: str) -> dict[str, Any
     if is_agent(environment):
         return {"agents": {name: check_agent(environment, name)}}
     return {"environments": {name: environment}}
-
-
-def _check_same(started: RunConfig, now: RunConfig) -> None:
-    """Raise ConfigError naming the first setting that a resumed run would lose."""
-    before = {line.path: line.value for line in describe(started)}
-    for line in describe(now):
-        if before.get(line.path) != line.value:
-            raise ConfigError(
-                f"{line.path} is {line.value!r}, the run was started with {before.get(line.path)!r}; "
-                "a run goes on with its own settings"
-            )
 
 
 def _with_setting(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:

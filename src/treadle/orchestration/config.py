@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config, apply_overrides, build, load_yaml
 from treadle.core.errors import ConfigError
+from treadle.core.types import SamplingParams
 from treadle.engines.config import EngineConfig
 from treadle.orchestration.buffer import Late
 from treadle.orchestration.failures import FailuresConfig
 from treadle.rollout.attempt import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import ModelConfig, TrainingConfig, WarmStartConfig
+
+KeepBest = Literal["held_out_success", "held_out_reward"]
 
 
 class TaskSetConfig(Config):
@@ -39,16 +43,31 @@ class DataConfig(Config):
 
 
 class EvaluationConfig(Config):
-    """How held-out tasks are played: one attempt each."""
+    """How held-out tasks are played."""
 
     every: int = Field(50, ge=0, description="updates between evaluations (0: only before and after)")
+    attempts: int = Field(1, ge=1, description="at each task; with several, pass@k (one of k succeeds) is estimated")
     temperature: float = Field(1.0, ge=0, description="sampling temperature of evaluations")
-    greedy_too: bool = Field(True, description="before and after training also evaluate at temperature 0")
+    top_p: float = Field(1.0, gt=0, le=1, description="fewest tokens whose probabilities add up to this")
+    top_k: int = Field(0, ge=0, description="only the k most probable tokens (0: all)")
+    max_completion_tokens: int | None = Field(None, ge=1, description="default: rollout.max_completion_tokens")
+    greedy_too: bool = Field(True, description="before and after training also one attempt each at temperature 0")
     success_at: float = Field(1.0, description="a reward of at least this counts as success")
     success_of: str | None = Field(
         None, description="named component that is compared with it, before weights (default: the whole reward)"
     )
     concurrency: int = Field(256, ge=1, description="attempts played side by side")
+
+    def attempts_at(self, temperature: float) -> int:
+        """At each task; greedy ones would all be the same."""
+        return self.attempts if temperature > 0 else 1
+
+    def sampling(self, training: SamplingParams, temperature: float) -> SamplingParams:
+        """How evaluations sample at this temperature, where training samples thus."""
+        longest = self.max_completion_tokens or training.max_tokens
+        return replace(
+            training, temperature=temperature, top_p=self.top_p, top_k=self.top_k, min_p=0.0, max_tokens=longest
+        )
 
 
 class OrchestrationConfig(Config):
@@ -71,7 +90,14 @@ class OrchestrationConfig(Config):
         "too many are discarded (filtered, overlong, stale)",
     )
     checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
-    keep_last: int = Field(2, ge=1, description="checkpoints kept on disk")
+    keep_last: int = Field(2, ge=1, description="newest checkpoints kept on disk")
+    keep_every: int | None = Field(
+        None, ge=1, description="checkpoints are also made at multiples of this many updates, and kept for ever"
+    )
+    keep_best: KeepBest | None = Field(
+        None,
+        description="a checkpoint is also made after each evaluation that is better than all before; the best is kept",
+    )
     max_failed_fraction: float = Field(
         0.5,
         gt=0,

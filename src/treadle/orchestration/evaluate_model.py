@@ -14,13 +14,14 @@ from treadle.core.config import apply_overrides, build, load_yaml
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
+from treadle.orchestration.dump import write_dump
 from treadle.orchestration.evaluation import play_held_out
 from treadle.orchestration.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result
 from treadle.orchestration.progress import Progress
+from treadle.orchestration.retention import checkpoint_update, find_checkpoint
 from treadle.rollout.attempt import open_rollouts
 from treadle.rollout.rewards import RewardsConfig
-from treadle.training.config import ModelConfig
 
 if TYPE_CHECKING:
     from treadle.orchestration.policy import Policy
@@ -74,21 +75,11 @@ def find_subject(
     else:
         raise RunError(f"{run_or_recipe!r} is no run directory: it has no config.yaml")
     if model is None:
-        return Subject(config, *_find_checkpoint(run, checkpoint))
+        found = find_checkpoint(run, checkpoint or "latest")
+        return Subject(config, found, checkpoint_update(found))
     if not (model / "config.json").is_file():
         raise ConfigError(f"--model: no config.json in {str(model)!r}; give the directory of a Hugging Face causal LM")
     return Subject(config, model, 0)
-
-
-def _find_checkpoint(run: Path, name: str | None) -> tuple[Path, int]:
-    """Checkpoints are complete or absent, so that the newest one will do even while the run goes on."""
-    found = {path.name: path for path in sorted(run.glob("checkpoints/step-*"))}
-    if not found:
-        raise RunError(f"run {str(run)!r} has no checkpoint yet")
-    if name is not None and name not in found:
-        raise RunError(f"run {str(run)!r} has no checkpoint {name!r}; it has {', '.join(found)}")
-    path = found[name] if name is not None else list(found.values())[-1]
-    return path, int(path.name.removeprefix("step-"))
 
 
 def held_out_inputs(config: RunConfig) -> Inputs:
@@ -101,20 +92,27 @@ def held_out_inputs(config: RunConfig) -> Inputs:
     return load_held_out(config)
 
 
-def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress) -> Evaluation:
-    """Play the held-out tasks once each. Raises ConfigError for what cannot work, a damaged model among it."""
+def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: Path | None = None) -> Evaluation:
+    """Play the held-out tasks. Raises ConfigError for what cannot work, a damaged model among it.
+
+    dump: a file for all trajectories, one a line (`orchestration.dump`).
+    """
     from treadle.orchestration.policy import load_policy, use_threads
 
     config = subject.config
     use_threads(config.training.threads)
     own = (subject.model / "tokenizer.json").is_file()
     tokenizer = None if own else config.model.tokenizer or config.model.path
-    policy = load_policy(ModelConfig(path=str(subject.model), tokenizer=tokenizer), config.seed)
+    given = {"path": str(subject.model), "build": None, "tokenizer": tokenizer}
+    policy = load_policy(config.model.model_copy(update=given), config.seed)
     played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
     check_first_prompts(played, policy.renderer, config, policy.context)
     started = time.perf_counter()
     groups = asyncio.run(_play(subject, inputs, policy, progress))
-    return _evaluation(subject, groups, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    if dump is not None:
+        write_dump(dump, groups, policy.renderer.decode)
+    return _evaluation(subject, groups, seconds)
 
 
 async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Progress) -> list[Group]:
@@ -128,7 +126,8 @@ async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Prog
         finished += 1
         progress.advance(finished)
 
-    progress.phase("evaluation", len(inputs.held_out))
+    section = config.evaluation
+    progress.phase("evaluation", len(inputs.held_out) * section.attempts_at(section.temperature))
     engine = await open_engine(config.engine, policy)
     try:
         await engine.publish(unique_weights(policy.model), 0)  # servers that run already may have any weights
@@ -143,7 +142,7 @@ async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Prog
                 seed=config.seed,
                 epoch=subject.update,
                 temperature=config.evaluation.temperature,
-                concurrency=config.evaluation.concurrency,
+                config=config.evaluation,
                 on_trajectory=on_trajectory,
             )
     finally:

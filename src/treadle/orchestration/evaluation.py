@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from treadle.core.draws import Stream
 from treadle.core.types import Group, Task
+from treadle.orchestration.config import EvaluationConfig
 from treadle.rollout.attempt import Player, gather_group
 from treadle.rollout.session import Address
 
@@ -19,20 +20,24 @@ async def play_held_out(
     seed: int,
     epoch: int,
     temperature: float,
-    concurrency: int,
+    config: EvaluationConfig,
     on_trajectory: Callable[[], None],
 ) -> list[Group]:
-    """One attempt at each task, `concurrency` at a time in fixed cohorts (so that batch shapes are reproducible).
+    """`config.attempts` at each task, `config.concurrency` side by side in fixed cohorts (so that batches repeat).
 
     name: prefix of group ids. epoch keys the draws together with the seed: it is the update evaluated at.
     """
     groups: list[Group] = []
-    for start in range(0, len(tasks), concurrency):
+    attempts, sampling = config.attempts_at(temperature), config.sampling(rollouts.sampling, temperature)
+    cohort = max(1, config.concurrency // attempts)
+    for start in range(0, len(tasks), cohort):
         running = []
-        for position, task in enumerate(tasks[start : start + concurrency], start):
+        for position, task in enumerate(tasks[start : start + cohort], start):
             group = f"{name}-{position:04d}"
-            [attempt] = rollouts.start(group, task, [Address(seed, Stream.EVALUATE, epoch, position, 0)], temperature)
-            attempt.add_done_callback(lambda _: on_trajectory())
-            running.append(gather_group(group, position, epoch, position, task, [attempt]))
+            addresses = [Address(seed, Stream.EVALUATE, epoch, position, attempt) for attempt in range(attempts)]
+            started = rollouts.start(group, task, addresses, sampling)
+            for attempt in started:
+                attempt.add_done_callback(lambda _: on_trajectory())
+            running.append(gather_group(group, position, epoch, position, task, started))
         groups += await asyncio.gather(*running)
     return groups

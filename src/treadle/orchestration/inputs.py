@@ -124,11 +124,12 @@ def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfi
     context: the model's. Checks that prompt and completion fit it, that an environment can be reset (three tasks may
     try), and that the first prompt is within `rollout.max_input_tokens`. What an agent will ask first is unknown.
     """
-    longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens
+    completion = max(config.rollout.max_completion_tokens, config.evaluation.max_completion_tokens or 0)
+    longest = config.rollout.max_input_tokens + completion
     if longest > context:
         raise ConfigError(
             f"rollout.max_input_tokens {config.rollout.max_input_tokens} + max_completion_tokens "
-            f"{config.rollout.max_completion_tokens} = {longest} exceeds the model's context of {context}"
+            f"{completion} = {longest} exceeds the model's context of {context}"
         )
     problems = []
     for task in [task for task in inputs.train if task.environment][:3]:

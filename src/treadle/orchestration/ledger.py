@@ -196,28 +196,54 @@ class Ledger:
                 db, StepState.DROPPED, reason, which, state.cursor, outstanding, json.dumps(list(keep))
             )
 
+    def return_to(self, directory: str) -> int:
+        """One transaction: this checkpoint is the latest again, and all that came after it is rolled back.
+
+        Returns how many steps that were, trained ones among them.
+        """
+        state = self.checkpoint(directory)
+        with self._transaction() as db:
+            last = "SELECT max(number) FROM checkpoints WHERE directory = ?"
+            db.execute(f"DELETE FROM checkpoints WHERE number > ({last})", (directory,))
+            where = (_UNTAKEN, state.cursor, json.dumps(state.outstanding))
+            return sum(
+                self._move_steps(db, StepState.DROPPED, DropReason.ROLLED_BACK, *where, moved=moved)
+                for moved in (StepState.RECORDED, StepState.TRAINED)
+            )
+
     def _move_steps(
-        self, db: sqlite3.Connection, state: StepState, reason: str | None, which: str, *values: object
+        self,
+        db: sqlite3.Connection,
+        state: StepState,
+        reason: str | None,
+        which: str,
+        *values: object,
+        moved: StepState = StepState.RECORDED,
     ) -> int:
-        moved = db.execute(
+        done = db.execute(
             "UPDATE steps SET state = ?, reason = ? WHERE state = ? AND trajectory_id IN (SELECT t.trajectory_id FROM "
-            f"trajectories t JOIN groups g USING (group_id) WHERE g.split = 'train' AND {which})",
-            (state, reason, StepState.RECORDED, *values),
+            f"trajectories t JOIN groups g USING (group_id) WHERE g.split = 'train' AND ({which}))",
+            (state, reason, moved, *values),
         )
-        return moved.rowcount
+        return done.rowcount
 
     # --- reading -------------------------------------------------------------------------------------------------
 
     def latest_checkpoint(self) -> tuple[str, LoopState] | None:
         """(directory name, state), or None before the first checkpoint."""
         rows = self.query("SELECT directory, state FROM checkpoints ORDER BY number DESC LIMIT 1")
+        return (rows[0]["directory"], _loop_state(rows[0]["state"])) if rows else None
+
+    def checkpoint(self, directory: str) -> LoopState:
+        """The state of a checkpoint. Raises RunError if no such one was committed, or it was rolled back."""
+        rows = self.query("SELECT state FROM checkpoints WHERE directory = ? ORDER BY number DESC LIMIT 1", directory)
         if not rows:
-            return None
-        [row] = rows
-        state = json.loads(row["state"])
-        for name in ("evaluations", "outstanding"):
-            state[name] = tuple(state[name])
-        return row["directory"], LoopState(**state)
+            raise RunError(f"the ledger knows no checkpoint {directory!r}; resume from another one")
+        return _loop_state(rows[0]["state"])
+
+    def checkpoint_names(self) -> set[str]:
+        """Directories of all checkpoints that were committed and not rolled back."""
+        return {row["directory"] for row in self.query("SELECT directory FROM checkpoints")}
 
     def untaken(self, state: LoopState) -> list[dict[str, Any]]:
         """Trajectories on record that are not in the checkpoint, of each group its newest name; in order of groups.
@@ -266,6 +292,13 @@ def journal_mode(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     kinds = {Path(row[1].replace("\\040", " ")): row[2] for row in rows}  # of two on one point the later is on top
     kind = next((kinds[folder] for folder in path.resolve().parents if folder in kinds), "")
     return "DELETE" if kind in _NETWORK or kind.startswith("fuse") else "WAL"
+
+
+def _loop_state(text: str) -> LoopState:
+    state = json.loads(text)
+    for name in ("evaluations", "outstanding"):
+        state[name] = tuple(state[name])
+    return LoopState(**state)
 
 
 def _trajectory_row(group_id: str, t: Trajectory, shard: str, split: str) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from treadle.orchestration.metrics import EvaluationResult, evaluation_result, r
 from treadle.orchestration.producer import Producer, TaskCursor
 from treadle.orchestration.progress import Progress
 from treadle.orchestration.recorder import Recorder
+from treadle.orchestration.retention import best_update, checkpoint_name, checkpoint_updates, retained
 from treadle.orchestration.rewards import reward_notes
 from treadle.orchestration.rollout_store import write_shard
 from treadle.orchestration.run_directory import RunDirectory
@@ -187,7 +188,7 @@ class Loop:
                 return
             if self._due(self.config.evaluation.every):
                 await self._evaluate(final=False)
-            if self._due(self.config.orchestration.checkpoint_every):
+            if self._checkpoint_due:
                 await self._checkpoint()
 
     # --- one batch -----------------------------------------------------------------------------------------------
@@ -381,7 +382,7 @@ class Loop:
             )
             if again:
                 name += f"r{again}"
-            self._phase("evaluation", len(self.held_out))
+            self._phase("evaluation", len(self.held_out) * section.attempts_at(temperature))
             groups = await play_held_out(
                 self.rollouts,
                 self.held_out,
@@ -389,7 +390,7 @@ class Loop:
                 seed=self.config.seed,
                 epoch=self.state.update,
                 temperature=temperature,
-                concurrency=section.concurrency,
+                config=section,
                 on_trajectory=self._advance,
             )
             shard = write_shard(self.run_directory.rollouts, f"evaluation-{name}", groups)
@@ -414,21 +415,29 @@ class Loop:
         """Write the learner, then make it the latest in one ledger transaction, then remove older ones."""
         wall, cpu = self.clock.read()
         self.state = replace(self.state, wall_seconds=wall, cpu_seconds=cpu)
-        name = f"step-{self.state.update:06d}"
+        name, folder = checkpoint_name(self.state.update), self.run_directory.checkpoints
         new = self._saved != self.state.update
         if new:
-            await self._beside(partial(self._save, self.run_directory.checkpoints / name))
+            await self._beside(partial(self._save, folder / name))
         self.ledger.commit_checkpoint(name, self.state, self._batches, finished=self._is_last)
         self._batches.clear()
         self._saved = self.state.update
-        newest = sorted(d.name for d in self.run_directory.checkpoints.iterdir() if d.name.startswith("step-"))
-        remove_others(self.run_directory.checkpoints, newest[-self.config.orchestration.keep_last :])
+        remove_others(folder, retained(checkpoint_updates(folder), self.config, self.state.evaluations))
         if new:
-            self.callbacks.checkpoint(self.run_directory.checkpoints / name, self.state.update)
+            self.callbacks.checkpoint(folder / name, self.state.update)
 
     @property
     def _is_last(self) -> bool:
         return self.state.update >= self.config.orchestration.updates
+
+    @property
+    def _checkpoint_due(self) -> bool:
+        """At multiples of `checkpoint_every` and `keep_every`, and after an evaluation that is the best so far."""
+        section, temperature = self.config.orchestration, self.config.evaluation.temperature
+        if self._due(section.checkpoint_every) or self._due(section.keep_every or 0):
+            return True
+        best = section.keep_best and best_update(self.state.evaluations, section.keep_best, temperature)
+        return best == self.state.update
 
     def _due(self, every: int) -> bool:
         """Whether the last batch reached a multiple of `every` updates."""

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from treadle.core.metrics import Figure, Measures, Metric, declared, measured, shares
 from treadle.core.rewards import PLAIN
@@ -84,10 +85,11 @@ def shown(value: Figure, digits: int = 3) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Held-out tasks played once each.
+    """Held-out tasks, played by one attempt each or several.
 
-    success: share of graded attempts, None without any; by: the same per value of `table_by`. metrics: the
-    environment's, `env/<name>` -> value.
+    failed: attempts. success: share of graded attempts, None without any; by: the same per value of `table_by`.
+    metrics: the environment's, `env/<name>` -> value. pass_at: with several attempts, k -> share of tasks of which one
+    of k attempts succeeds, estimated.
     """
 
     update: int
@@ -100,6 +102,8 @@ class EvaluationResult:
     by: dict[str, Figure]
     by_tasks: dict[str, int]
     metrics: dict[str, Figure] = field(default_factory=dict)
+    attempts: int = 1
+    pass_at: dict[str, Figure] = field(default_factory=dict)
 
 
 def trajectory_metrics(
@@ -186,9 +190,19 @@ def _of_tasks(groups: Sequence[Group], success_at: float, success_of: str | None
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     successes = [[_success(t, success_at, success_of) for t in own] for own in graded]
     values: dict[Metric, Sequence[float]] = {EQUAL_REWARDS: [min(own) == max(own) for own in trained if own]}
-    for k in _attempts_shown(max((len(group.trajectories) for group in groups), default=0)):
-        values[PASS_AT.of(k)] = [pass_at(k, len(own), int(sum(own))) for own in successes if len(own) >= k]
-    return measured("task", values)
+    return measured("task", values | {PASS_AT.of(k): each for k, each in _passes(successes, _size(groups)).items()})
+
+
+def _size(groups: Sequence[Group]) -> int:
+    return max((len(group.trajectories) for group in groups), default=0)
+
+
+def _passes(successes: Sequence[Sequence[float]], attempts: int) -> dict[int, list[float]]:
+    """k -> pass@k of each task with k graded attempts or more."""
+    return {
+        k: [pass_at(k, len(own), int(sum(own))) for own in successes if len(own) >= k]
+        for k in _attempts_shown(attempts)
+    }
 
 
 def _of_rewards(graded: Sequence[Trajectory]) -> Measures:
@@ -242,24 +256,27 @@ def evaluation_result(
     success_of: str | None = None,
 ) -> EvaluationResult:
     """Summarise one evaluation."""
-    graded = [(g, t) for g in groups for t in g.trajectories if t.reward is not None]
-    parts: dict[str, list[float]] = {}
-    for group, trajectory in graded:
-        if table_by is not None:
-            parts.setdefault(str(group.task.extras.get(table_by)), []).append(
-                _success(trajectory, success_at, success_of)
-            )
+    graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
+    everyone = [t for own in graded for t in own]
+    successes = [[_success(t, success_at, success_of) for t in own] for own in graded]
+    parts: dict[str, list[list[float]]] = {}
+    for group, own in zip(groups, successes, strict=True):
+        if table_by is not None and own:
+            parts.setdefault(str(group.task.extras.get(table_by)), []).append(own)
+    attempts = _size(groups)
     return EvaluationResult(
         update=update,
         temperature=temperature,
         tasks=len(groups),
-        failed=len(groups) - len(graded),
-        success=mean([_success(t, success_at, success_of) for _, t in graded]),
-        reward_mean=mean([t.reward for _, t in graded if t.reward is not None]),
-        steps_mean=mean([len(t.live_steps) for _, t in graded]),
-        by={key: mean(parts[key]) for key in sorted(parts)},
+        failed=sum(len(group.trajectories) for group in groups) - len(everyone),
+        success=mean(list(chain(*successes))),
+        reward_mean=mean([t.reward for t in everyone if t.reward is not None]),
+        steps_mean=mean([len(t.live_steps) for t in everyone]),
+        by={key: mean(list(chain(*parts[key]))) for key in sorted(parts)},
         by_tasks={key: len(parts[key]) for key in sorted(parts)},
-        metrics=dict(environment_metrics(t for _, t in graded)),
+        metrics=dict(environment_metrics(everyone)),
+        attempts=attempts,
+        pass_at={str(k): mean(each) for k, each in _passes(successes, attempts).items()} if attempts > 1 else {},
     )
 
 

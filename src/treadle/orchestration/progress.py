@@ -51,7 +51,9 @@ def evaluation_line(result: EvaluationResult) -> str:
     by = "  ".join(f"{key}: {shown(value)}" for key, value in result.by.items())
     how = "greedy" if result.temperature == 0 else f"temperature {result.temperature:g}"
     failed = f", {result.failed} failed" if result.failed else ""
-    played = f"{result.tasks} tasks{failed}, {how}, after {result.update} updates"
+    tasks = f"{result.tasks} tasks" + (f" x {result.attempts}" if result.attempts > 1 else "")
+    by = "  ".join([*(f"pass@{k} {shown(value)}" for k, value in result.pass_at.items() if k != "1"), by])
+    played = f"{tasks}{failed}, {how}, after {result.update} updates"
     return f"held-out success {shown(result.success)} ({played})  {by}".rstrip()
 
 

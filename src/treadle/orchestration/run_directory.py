@@ -11,12 +11,12 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from treadle.core.config import build, dump_yaml, load_yaml
+from treadle.core.config import apply_overrides, build, dump_yaml, load_yaml
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
 from treadle.orchestration.config import RunConfig
@@ -59,9 +59,18 @@ class RunDirectory:
             raise RunError(f"{str(path)!r} is no run directory: it has no config.yaml")
         return run
 
-    def config(self) -> RunConfig:
-        """The resolved configuration it was started with."""
-        return build(RunConfig, load_yaml(self.config_file), str(self.config_file))
+    def config(self, overrides: Sequence[str] = ()) -> RunConfig:
+        """The resolved configuration it was started with, or goes on with since. Raises ConfigError."""
+        return build(RunConfig, apply_overrides(load_yaml(self.config_file), overrides), str(self.config_file))
+
+    def change_config(self, config: RunConfig) -> None:
+        """Go on with another configuration; the old one stays as config-1.yaml, config-2.yaml, ..."""
+        older = self.path / f"config-{1 + len(list(self.path.glob('config-*.yaml')))}.yaml"
+        try:
+            write_atomically(older, self.config_file.read_bytes())
+            write_atomically(self.config_file, (_versions_header() + dump_yaml(config)).encode())
+        except OSError as error:
+            raise RunError(f"could not write {self.config_file}: {error}; free disk space, then --resume") from error
 
     def lock(self) -> None:
         """Claim the run for this process. Raises RunError if another process is training it."""

@@ -22,6 +22,7 @@ from treadle.core.types import DropReason, Group
 from treadle.engines.routing import Routers
 from treadle.engines.weights import weights_sha256
 from treadle.orchestration.callbacks import Callback, Callbacks, JsonLines, RunStart, load_callbacks
+from treadle.orchestration.changes import Change, changes, check_changes
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.curve import draw_curve
 from treadle.orchestration.engines import check_engine_config, open_engine
@@ -30,6 +31,7 @@ from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.loop import Clock, Loop
 from treadle.orchestration.policy import Policy, check_engine, load_policy, use_threads
 from treadle.orchestration.progress import Progress
+from treadle.orchestration.retention import checkpoint_name, checkpoint_updates, find_checkpoint, retained
 from treadle.orchestration.reuse import reusable
 from treadle.orchestration.rollout_store import remove_other_shards
 from treadle.orchestration.run_directory import RunDirectory
@@ -40,6 +42,7 @@ from treadle.rollout.rewards import load_shaping
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others, save_checkpoint
 from treadle.training.learner import Learner, check_algorithm, check_reference
 from treadle.training.model import load_reference
+from treadle.training.optimizer import learning_rate
 
 
 def start_run(
@@ -67,7 +70,7 @@ def start_run(
         progress.say(f"run directory: {path}")
         models = [policy.model] * 3 + ([] if config.algorithm.kl is None else [reference or policy.model])
         size = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
-        run.require_space(size, config.orchestration.keep_last)
+        run.require_space(size, _kept_at_least(config))
         told = Callbacks({run.metrics_file.name: JsonLines(run), **followers}, StopRequest())
 
         def work() -> dict[str, Any]:
@@ -83,12 +86,19 @@ def start_run(
 
 
 def resume_run(
-    config: RunConfig, inputs: Inputs, path: Path, progress: Progress, callbacks: Sequence[Callback] = ()
+    config: RunConfig,
+    inputs: Inputs,
+    path: Path,
+    progress: Progress,
+    callbacks: Sequence[Callback] = (),
+    checkpoint: str | None = None,
 ) -> dict[str, Any]:
-    """Go on from the latest checkpoint; returns the summary.
+    """Go on from the latest checkpoint, or an earlier one by name; returns the summary.
 
-    Weights become bit-identical to those of a run that was never interrupted. Raises RunError if the run is finished,
-    in use, or never reached its first checkpoint.
+    From the latest, weights become bit-identical to those of a run that was never interrupted. From an earlier one,
+    everything after it is rolled back. Raises RunError if the run is finished (one that goes back or gets more updates
+    is not), in use, or never reached its first checkpoint; ConfigError for a change of configuration that a run cannot
+    go on with.
     """
     clock = Clock()
     followers = load_callbacks(config.callbacks, callbacks)
@@ -96,26 +106,59 @@ def resume_run(
     run = RunDirectory.open(path)
     run.lock()
     try:
-        if run.summary_file.is_file():
-            raise RunError(f"run {str(path)!r} is finished ({config.orchestration.updates} updates); nothing to resume")
-        ledger = Ledger(run.ledger_file)
-        latest = ledger.latest_checkpoint()
-        ledger.close()
-        if latest is None:
-            raise RunError(f"run {str(path)!r} has no checkpoint yet; remove it and start again")
-        checkpoint, state = latest
+        name, state = _where_to_resume(run, checkpoint)
+        updates = config.orchestration.updates
+        if run.summary_file.is_file() and checkpoint is None and state.update >= updates:
+            raise RunError(f"run {str(path)!r} is finished ({updates} updates); nothing to resume")
+        changed = changes(run.config(), config)
+        check_changes(changed, state.update)
         policy = load_policy(config.model, config.seed)
-        progress.say(f"resuming {path} after {state.update} of {config.orchestration.updates} updates")
+        progress.say(f"resuming {path} after {state.update} of {updates} updates")
+        _tell_changes(changed, config, state.update, progress)
         clock = replace(clock, wall_before=state.wall_seconds, cpu_before=state.cpu_seconds)
         reference = _given_reference(config, policy)
         told = Callbacks({run.metrics_file.name: JsonLines(run), **followers}, StopRequest())
 
         def work() -> dict[str, Any]:
-            return _train(config, inputs, run, policy, reference, state, clock, progress, told, checkpoint)
+            return _train(config, inputs, run, policy, reference, state, clock, progress, told, name)
 
         return told.around(RunStart(path, config, state.update, progress.say), work)
     finally:
         run.unlock()
+
+
+def _where_to_resume(run: RunDirectory, checkpoint: str | None) -> tuple[str, LoopState]:
+    """(name, state) of the latest checkpoint or of the one that is named. Raises RunError."""
+    ledger = Ledger(run.ledger_file)
+    try:
+        if checkpoint is not None:
+            name = find_checkpoint(run.path, checkpoint).name
+            return name, ledger.checkpoint(name)
+        latest = ledger.latest_checkpoint()
+    finally:
+        ledger.close()
+    if latest is None:
+        raise RunError(f"run {str(run.path)!r} has no checkpoint yet; remove it and start again")
+    return latest
+
+
+def _tell_changes(changed: list[Change], config: RunConfig, update: int, progress: Progress) -> None:
+    """What changed, and what else follows from another number of updates."""
+    for change in changed:
+        progress.say(f"changed: {change}")
+        if change.path == "orchestration.updates":
+            optimizer, algorithm = config.training.optimizer, config.algorithm
+            old, new = (learning_rate(optimizer, update, updates) for updates in (change.old, change.new))
+            if optimizer.decay_from < 1:
+                progress.say(f"the learning rate follows: at the next update it is {new:.3g} instead of {old:.3g}")
+            if algorithm.entropy_coef != algorithm.entropy_coef_end:
+                end = algorithm.entropy_coef_end
+                progress.say(f"the entropy bonus follows: it is {end:g} after {change.new} updates")
+
+
+def _kept_at_least(config: RunConfig) -> int:
+    """Checkpoints on disk at a time, but for those kept for ever."""
+    return config.orchestration.keep_last + (config.orchestration.keep_best is not None)
 
 
 def _given_reference(config: RunConfig, policy: Policy) -> PreTrainedModel | None:
@@ -141,14 +184,16 @@ def _train(
     resume_from: str | None = None,
 ) -> dict[str, Any]:
     learner = Learner(policy.model, config.training, config.algorithm, config.orchestration.updates, reference)
-    run.require_space(checkpoint_bytes(learner), config.orchestration.keep_last)
+    run.require_space(checkpoint_bytes(learner), _kept_at_least(config))
     ledger, kept = Ledger(run.ledger_file), dict[int, Group]()
     try:
         if resume_from is not None:
             load_checkpoint(run.checkpoints / resume_from, learner, policy.tokenizer_path)
-            remove_others(run.checkpoints, [resume_from])
+            run.summary_file.unlink(missing_ok=True)
+            if changes(run.config(), config):
+                run.change_config(config)
             remove_other_shards(run.rollouts, ledger.shards())
-            kept = _roll_back(config, run, ledger, state, progress)
+            kept = _roll_back(config, run, ledger, resume_from, state, progress)
         state, stopped = asyncio.run(
             _run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress, callbacks, kept)
         )
@@ -162,9 +207,16 @@ def _train(
 
 
 def _roll_back(
-    config: RunConfig, run: RunDirectory, ledger: Ledger, state: LoopState, progress: Progress
+    config: RunConfig, run: RunDirectory, ledger: Ledger, name: str, state: LoopState, progress: Progress
 ) -> dict[int, Group]:
     """Drop what was recorded after the checkpoint; returns the groups that are gone on with all the same."""
+    latest = ledger.latest_checkpoint()
+    if latest is not None and latest[0] != name:
+        steps = ledger.return_to(name)
+        progress.say(f"back from {latest[0]} to {name}: {steps} steps are dropped as {DropReason.ROLLED_BACK}")
+    committed = ledger.checkpoint_names()  # a directory that no row of the ledger points to is removed
+    there = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]
+    remove_others(run.checkpoints, {name, *retained(there, config, state.evaluations)})
     staleness = config.orchestration.max_staleness
     kept = reusable(ledger, run.rollouts, state, staleness)
     reason = DropReason.ROLLED_BACK if staleness else DropReason.RESAMPLED

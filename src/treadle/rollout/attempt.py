@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Literal, Protocol
 
@@ -76,10 +75,12 @@ class RolloutConfig(Config):
 
 
 class Player(Protocol):
-    """What plays tasks: `Rollouts`, or one that only takes its time."""
+    """What plays tasks: `Rollouts`, or one that only takes its time. sampling: as for training."""
+
+    sampling: SamplingParams
 
     def start(
-        self, group_id: str, task: Task, addresses: list[Address], temperature: float | None = None
+        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
     ) -> list[asyncio.Future[Trajectory]]:
         """Start one attempt at the task per address."""
         ...
@@ -102,24 +103,25 @@ class Rollouts:
     ) -> None:
         self.engine, self.renderer, self.environments, self.config = engine, renderer, environments, config
         self.agents = agents
+        self.sampling = SamplingParams(
+            temperature=config.temperature,
+            max_tokens=config.max_completion_tokens,
+            stop=config.stop,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+        )
         self._rewarding = Rewarding(rewards, config.environment_timeout)
 
     def start(
-        self, group_id: str, task: Task, addresses: list[Address], temperature: float | None = None
+        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
     ) -> list[asyncio.Future[Trajectory]]:
-        """Open one session per address, now and in order, and start the attempts.
+        """Open one session per address, now and in order, and start the attempts. sampling: default: as for training.
 
         Opening is immediate so that a lock-step engine knows of every attempt before the first one calls it.
         """
-        section = self.config
-        sampling = SamplingParams(
-            temperature=section.temperature, top_k=section.top_k, top_p=section.top_p, min_p=section.min_p
-        )
-        if temperature is not None:
-            sampling = SamplingParams(temperature=temperature)
-        sampling = replace(sampling, max_tokens=section.max_completion_tokens, stop=section.stop)
         attempts: list[asyncio.Future[Trajectory]] = []
-        for session, play, a in [(*self._open(group_id, task, a, sampling), a) for a in addresses]:
+        for session, play, a in [(*self._open(group_id, task, a, sampling or self.sampling), a) for a in addresses]:
             attempt = asyncio.ensure_future(self._attempt(task, session, play, a))
             attempt.add_done_callback(partial(_close_session, session))  # also if it was cancelled before it began
             attempts.append(attempt)

@@ -59,6 +59,39 @@ def export_model(
             write_durably(temporary / name, content)
 
 
+def read_model_files(checkpoint: Path) -> dict[str, bytes] | None:
+    """What makes a checkpoint a model directory: name -> content; None if the checkpoint is removed meanwhile.
+
+    Raises CheckpointError if it is damaged.
+    """
+    try:
+        tokenizer = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
+        names = ("model.safetensors", "config.json", *tokenizer, "checkpoint.json")
+        files = {name: (checkpoint / name).read_bytes() for name in names}
+        if not checkpoint.is_dir():  # then some tokenizer file may have been missed
+            return None
+        facts = _Facts(**json.loads(files.pop("checkpoint.json")))
+        weights = load_safetensors(files["model.safetensors"])
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        if not checkpoint.is_dir():
+            return None
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+    if weights_sha256(weights) != facts.weights_sha256:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is damaged: model.safetensors does not have the recorded SHA-256"
+        )
+    return files
+
+
+def export_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write a new directory of these files. Complete or absent. Raises CheckpointError as `export_model` does."""
+    if directory.exists():
+        raise CheckpointError(f"{str(directory)!r} exists already; choose another directory")
+    with _complete_or_absent(directory) as temporary:
+        for name, content in files.items():
+            write_durably(temporary / name, content)
+
+
 @dataclass(frozen=True, slots=True)
 class _Facts:
     """checkpoint.json."""
@@ -193,8 +226,12 @@ def _complete_or_absent(final: Path) -> Iterator[Path]:
 
 
 def remove_others(checkpoints: Path, keep: Iterable[str]) -> None:
-    """Delete every directory under `checkpoints` that is not to be kept, half-written ones included."""
+    """Delete every directory under `checkpoints` that is not to be kept, half-written ones included.
+
+    To a reader each of them vanishes at once.
+    """
     kept = set(keep)
-    for directory in checkpoints.iterdir():
+    for directory in sorted(checkpoints.iterdir()):  # hidden ones first: an earlier process may have left a `.removed`
         if directory.is_dir() and directory.name not in kept:
-            shutil.rmtree(directory)
+            hidden = directory.name.startswith(".")
+            shutil.rmtree(directory if hidden else directory.rename(directory.with_name(f".{directory.name}.removed")))

@@ -229,9 +229,10 @@ class _Rollouts:
 
     def __init__(self, world: World, engine: _Engine, seen: Seen) -> None:
         self._world, self._engine, self._seen = world, engine, seen
+        self.sampling = SamplingParams()
 
     def start(
-        self, group_id: str, task: Task, addresses: list[Address], temperature: float | None = None
+        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
     ) -> list[asyncio.Future[Trajectory]]:
         return [asyncio.ensure_future(self._play(trajectory_id(group_id, a.attempt), task, a)) for a in addresses]
 

@@ -1,0 +1,44 @@
+"""`treadle export`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from treadle.cli.options import Commands, add_command
+from treadle.core.errors import ConfigError
+from treadle.orchestration.retention import find_checkpoint
+
+_EXAMPLES = """examples:
+  treadle export runs/demo models/demo                        its latest checkpoint
+  treadle export runs/demo models/best --checkpoint best      the one with the best held-out evaluation
+  treadle export runs/demo models/early --checkpoint step-000100
+
+The result is a Hugging Face directory without the optimizer: for transformers, for `model.path`, for other engines.
+The run may go on meanwhile.
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "export", run, "write a run's model as a plain Hugging Face directory", _EXAMPLES)
+    parser.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("out", type=Path, metavar="DIR", help="model directory to write; must be new")
+    parser.add_argument(
+        "--checkpoint", default="latest", metavar="NAME", help="such as step-000100, best or latest (default: latest)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the model; 0 if it is written."""
+    if options.out.exists():
+        raise ConfigError(f"{str(options.out)!r} exists already; choose another directory")
+    find_checkpoint(options.directory, options.checkpoint)  # or an error, before torch is loaded
+
+    from treadle.orchestration.export import export_checkpoint
+
+    checkpoint = export_checkpoint(options.directory, options.out, options.checkpoint)
+    print(f"model of {checkpoint}: {options.out}")
+    print(f"train from it: treadle train RECIPE {shlex.quote(f'model.path={options.out}')} model.build=null")
+    return 0

@@ -1,0 +1,77 @@
+"""What may change in a run's configuration when it is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from treadle.core.config import describe
+from treadle.core.errors import ConfigError
+from treadle.orchestration.config import RunConfig
+
+CHANGEABLE = (
+    "orchestration.updates",
+    "orchestration.checkpoint_every",
+    "orchestration.keep_last",
+    "orchestration.keep_every",
+    "orchestration.keep_best",
+    "orchestration.max_failed_fraction",
+    "orchestration.max_sampled",
+    "evaluation.*",
+    "failures.*",
+    "data.table_by",
+    "engine.vllm.*",
+    "engine.batch",
+    "engine.own_process",
+    "rollout.agent_timeout",
+    "rollout.environment_timeout",
+    "training.threads",
+    "training.packing",
+    "training.sharing",
+    "training.max_tokens_per_microbatch",
+    "training.gradient_checkpointing",
+)
+"""Paths, and sections with all below them: pace, cost, what is kept and what is looked at; never what is learned."""
+
+_REASONS = {
+    "seed": "it keys every draw",
+    "data": "the data cursor counts its tasks",
+    "model": "the checkpoint is of that model",
+    "algorithm": "a run has one objective",
+    "training": "the optimizer's state belongs to it",
+    "rewards": "rewards on record would no longer compare",
+}
+
+
+class Change(NamedTuple):
+    """`Change("orchestration.updates", 100, 200)`; None also stands for a section that is not there."""
+
+    path: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.old!r} -> {self.new!r}"
+
+
+def changes(before: RunConfig, after: RunConfig) -> list[Change]:
+    """What differs, in order of declaration."""
+    old, new = ({line.path: line.value for line in describe(config)} for config in (before, after))
+    return [Change(path, old.get(path), new.get(path)) for path in {**new, **old} if old.get(path) != new.get(path)]
+
+
+def check_changes(found: Sequence[Change], updates_done: int) -> None:
+    """Raise ConfigError, naming the first one, for changes that would make it another run."""
+    for path, old, new in found:
+        if not _may_change(path):
+            reason = _REASONS.get(path.partition(".")[0], "what is sampled depends on it")
+            raise ConfigError(
+                f"{path} is {new!r}, the run was started with {old!r}: {reason}; start a new run (model.path may be "
+                f"an export of this one). What may change: {', '.join(CHANGEABLE)}"
+            )
+        if path == "orchestration.updates" and new < updates_done:
+            raise ConfigError(f"{path} is {new}, but the checkpoint has {updates_done} updates; give at least as many")
+
+
+def _may_change(path: str) -> bool:
+    return any(path.startswith(a[:-1]) if a.endswith("*") else path == a for a in CHANGEABLE)

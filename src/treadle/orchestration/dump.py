@@ -1,0 +1,55 @@
+"""Trajectories as JSON lines, with their texts: for reading, and for other tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from treadle.core.errors import RunError
+from treadle.core.files import write_atomically
+from treadle.core.types import Group, Ids, Step, Trajectory
+
+
+def write_dump(path: Path, groups: Sequence[Group], decode: Callable[[Ids], str]) -> None:
+    """One line a trajectory. Complete or absent. Raises RunError where the disk refuses."""
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in dump_records(groups, decode)]
+    try:
+        write_atomically(path, "".join(lines).encode())
+    except OSError as error:
+        raise RunError(f"could not write {path}: {error}; choose another file or free disk space") from error
+
+
+def dump_records(groups: Sequence[Group], decode: Callable[[Ids], str]) -> Iterator[dict[str, Any]]:
+    """What `write_dump` writes of each trajectory, in order of tasks and attempts."""
+    for group in groups:
+        for trajectory in group.trajectories:
+            yield _trajectory(group, trajectory, decode)
+
+
+def _trajectory(group: Group, t: Trajectory, decode: Callable[[Ids], str]) -> dict[str, Any]:
+    return {
+        "task_id": t.task_id,
+        "trajectory_id": t.trajectory_id,
+        "attempt": t.attempt,
+        "extras": group.task.extras,
+        "reward": t.reward,
+        "components": t.components,
+        "status": str(t.status),
+        "failure": f"{t.failure.cause}: {t.failure.message}" if t.failure else None,
+        "seconds": t.seconds,
+        "steps": [_step(step, decode) for step in t.steps],
+    }
+
+
+def _step(step: Step, decode: Callable[[Ids], str]) -> dict[str, Any]:
+    return {
+        "prompt": decode(step.prompt_ids),
+        "completion": decode(step.completion_ids),
+        "prompt_ids": step.prompt_ids.tolist(),
+        "completion_ids": step.completion_ids.tolist(),
+        "logprobs": step.logprobs.tolist(),
+        "stop_reason": str(step.stop_reason),
+        "reward": step.reward,
+    }
