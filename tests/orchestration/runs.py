@@ -65,7 +65,8 @@ def check_finished(path: Path) -> None:
         elif row["failed"]:
             assert (row["state"], row["reason"]) == ("dropped", "failed")
         else:
-            assert (row["state"], row["reason"]) in (("trained", None), *(("dropped", reason) for reason in _UNTRAINED))
+            ends = (("trained", None), *(("dropped", reason) for reason in _UNTRAINED))
+            assert (row["state"], row["reason"]) in ends, row
             if row["state"] == "trained":
                 trained[row["idx"]] = trained.get(row["idx"], 0) + row["n"]
     assert len(trained) == (
