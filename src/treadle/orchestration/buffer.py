@@ -71,8 +71,7 @@ class GroupBuffer:
         self._arrived.set()
 
     async def arrival(self) -> None:
-        """Wait until a group finishes."""
-        self._arrived.clear()
+        """Wait for a group that has finished since `batch` was asked last."""
         await self._arrived.wait()
 
     def batch(self, size: int, version: int) -> list[Group] | None:
@@ -80,6 +79,7 @@ class GroupBuffer:
 
         version: that will be trained. Steps that are stale by then are marked as dropped.
         """
+        self._arrived.clear()
         oldest = version - self._max_staleness
         for index, (started, group) in list(self._ready.items()):
             fresh = without_stale(group, oldest)
