@@ -71,7 +71,7 @@ def main() -> None:
     draw({k: v for k, v in reductions.items() if v}, "two reductions of grpo", PICTURES / "demo_reductions.png")
     modes = {"synchronous": found.get("grpo"), "asynchronous, max_staleness 2": found.get("asynchronous")}
     draw({k: v for k, v in modes.items() if v}, "grpo in two modes", PICTURES / "demo_async.png")
-    print("\n".join(table(result["variants"])))  # type: ignore[arg-type]
+    print("\n".join(table(result["variants"])))
 
 
 def play(variant: str, seed: int, runs: Path) -> Path:
