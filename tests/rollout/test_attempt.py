@@ -30,7 +30,7 @@ from tests.worlds import (
 )
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, EngineError, TrajectoryFailure
-from treadle.core.types import Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
+from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.attempt import RolloutConfig, gather_group
@@ -459,3 +459,14 @@ def test_groups_keep_the_order_of_attempts_whatever_finishes_first() -> None:
 def test_the_plain_tokenizer_is_what_these_tests_take_it_for() -> None:
     assert PLAIN.decode(plain_ids("abacab<|im_end|>"), skip_special_tokens=False) == "abacab<|im_end|>"
     assert RolloutConfig().max_steps >= 1
+
+
+def test_an_attempt_whose_engine_does_not_answer_fails_of_time() -> None:
+    """Its session is closed, its environment too, and the step that never came is on record as dropped."""
+    engine = FakeEngine(lambda prompt, sampling: [END], delay=lambda: 3600.0)
+    world = Told(EnvStep(reward=1.0, done=True))
+    [trajectory] = play(lambda: world, engine, trajectory_timeout=0.05)
+    assert trajectory.failure is not None and trajectory.failure.cause is Cause.TIMEOUT
+    assert "took longer than 0.05 s (rollout.trajectory_timeout)" in trajectory.failure.message
+    assert [step.dropped for step in trajectory.steps] == [DropReason.CANCELLED]
+    assert world.calls == ["reset", "close"] and engine.aborted == 1

@@ -63,6 +63,9 @@ class RolloutConfig(Config):
         description="where observations go: into messages of their own, or into the assistant's one message, as text",
     )
     environment_timeout: float = Field(60.0, gt=0, description="limit on each call of an environment, seconds")
+    trajectory_timeout: float = Field(
+        3600.0, gt=0, description="limit on a whole attempt, waiting for the engine included, seconds"
+    )
     agent_timeout: float = Field(600.0, gt=0, description="limit on a whole attempt of an agent program, seconds")
     reply_parser: str = Field(
         AUTO, description="how agent programs' tool calls are read: a registered name, module:function, or auto"
@@ -143,7 +146,7 @@ class Rollouts:
         self, task: Task, session: Session, play: Callable[[], Awaitable[Outcome]], address: Address
     ) -> Trajectory:
         started = time.perf_counter()
-        outcome = await play()
+        outcome = await self._in_time(play)
         played = Trajectory(
             trajectory_id=session.name,
             task_id=task.task_id,
@@ -158,6 +161,15 @@ class Rollouts:
         )
         weighed = self._rewarding.weighed(played)
         return await self._rewarding.shaped(task, weighed) if address.stream is Stream.TRAIN else weighed
+
+    async def _in_time(self, play: Callable[[], Awaitable[Outcome]]) -> Outcome:
+        limit = self.config.trajectory_timeout
+        try:
+            async with asyncio.timeout(limit):
+                return await play()
+        except TimeoutError:
+            what = f"the attempt took longer than {limit:g} s (rollout.trajectory_timeout)"
+            return Outcome.failed(TrajectoryFailure(Cause.TIMEOUT, what))
 
     async def _play_environment(self, task: Task, session: Session) -> Outcome:
         warning = ""
