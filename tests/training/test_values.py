@@ -118,7 +118,7 @@ def test_old_values_are_of_the_start_of_the_batch() -> None:
     """For all of its updates: the second one learns the returns that were fixed before the first."""
     groups = random_groups(0, groups=4)
     algorithm = AlgorithmConfig(advantage="gae", value=ValueConfig(clip=1e-4))
-    learner, by_hand = (learner_of(algorithm=algorithm, updates_per_batch=n) for n in (2, 1))
+    learner, by_hand = (learner_of(algorithm=algorithm, updates_per_batch=2) for _ in range(2))
     first, second = flatten(groups[:2]), flatten(groups[2:])
     starts = by_hand.scores(first), by_hand.scores(second)
     results = learner.train_batch(groups)

@@ -206,6 +206,8 @@ class Ledger:
             last = "SELECT max(number) FROM checkpoints WHERE directory = ?"
             db.execute(f"DELETE FROM checkpoints WHERE number > ({last})", (directory,))
             where = (_UNTAKEN, state.cursor, json.dumps(state.outstanding))
+            which = f"UPDATE groups AS g SET trained_version = NULL WHERE split = 'train' AND ({_UNTAKEN})"
+            db.execute(which, where[1:])
             return sum(
                 self._move_steps(db, StepState.DROPPED, DropReason.ROLLED_BACK, *where, moved=moved)
                 for moved in (StepState.RECORDED, StepState.TRAINED)
