@@ -675,3 +675,12 @@ def test_a_run_whose_groups_teach_nothing_stops_and_says_so(tmp_path: Path) -> N
         ConfigError, match=r"dynamic_sampling is 'filter', but advantage 'reinforce\+\+' has no baseline"
     ):
         start(tmp_path / "not", "algorithm.dynamic_sampling=filter", "algorithm.advantage=reinforce++")
+
+
+def test_attempts_that_are_made_again_do_not_stop_a_run(tmp_path: Path) -> None:
+    """Every other one fails, and the next in its place does not: of those that count, none has failed."""
+    options = ("failures.environment={retries: 5, backoff: 0}", "failures.retry_share=10")
+    start(tmp_path / "run", *options, "orchestration.max_failed_fraction=0.01", inputs=failing(2))
+    check_finished(tmp_path / "run")
+    failed = query(tmp_path / "run", "SELECT count(*) AS n FROM trajectories WHERE status = 'failed'")
+    assert failed[0]["n"] > 8

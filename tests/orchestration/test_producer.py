@@ -117,7 +117,7 @@ def producer(
         "retries": Retries(FailuresConfig()),
         "record": record,
         "left_out": lambda task: False,
-        "on_trajectory": lambda trajectory: None,
+        "on_trajectory": lambda trajectory, again: None,
         **settings,
     }
     world = options.pop("world", Slow)
@@ -272,7 +272,7 @@ def test_groups_leave_in_order_with_their_attempts_names_and_tasks() -> None:
         buffer, _ = make_buffer(judge)
         async with asyncio.TaskGroup() as tasks:
             making = producer(
-                buffer, tasks, times_sampled={1: 2}, on_trajectory=lambda t: finished.append(t.trajectory_id)
+                buffer, tasks, times_sampled={1: 2}, on_trajectory=lambda t, again: finished.append(t.trajectory_id)
             )
             return await next_batch(making, buffer, 3)
 

@@ -25,6 +25,8 @@ CHANGEABLE = (
     "engine.own_process",
     "rollout.agent_timeout",
     "rollout.environment_timeout",
+    "rollout.trajectory_timeout",
+    "callbacks",
     "training.threads",
     "training.packing",
     "training.sharing",

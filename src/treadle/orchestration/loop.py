@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,13 +27,14 @@ import torch
 from treadle.algorithms.dynamic_sampling import learns_nothing, without_steps
 from treadle.algorithms.estimators import Advantage
 from treadle.core.engine import Engine
-from treadle.core.errors import Cause, TrainingStopped, TreadleError
+from treadle.core.errors import TrainingStopped, TreadleError
 from treadle.core.types import DropReason, Group, Task, Trajectory
 from treadle.orchestration.buffer import GroupBuffer
 from treadle.orchestration.callbacks import Callback
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.evaluation import play_held_out
 from treadle.orchestration.failures import Retries
+from treadle.orchestration.giving_up import Since, too_many_discarded, too_many_failed, too_many_refused
 from treadle.orchestration.ledger import Ledger, LoopState, TrainedBatch
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result, run_metrics, trajectory_metrics
 from treadle.orchestration.producer import Producer, TaskCursor
@@ -67,16 +67,6 @@ class Clock:
             self.wall_before + time.perf_counter() - self._wall,
             self.cpu_before + time.process_time() - self._cpu,
         )
-
-
-@dataclass(slots=True)
-class _Since:
-    """What has finished since the last batch was taken."""
-
-    finished: int = 0  # trajectories
-    groups: int = 0
-    failures: Counter[tuple[Cause, str]] = field(default_factory=Counter)
-    discarded: Counter[DropReason] = field(default_factory=Counter)
 
 
 class Trainer(Protocol):
@@ -142,7 +132,7 @@ class Loop:
             judge=self._judge,
             discard=self._discard,
         )
-        self._since = _Since()
+        self._since = Since()
         self._kept = kept
         least, baseline = config.training.min_group_size, learner.advantage.by_group
         self._least = least or (min(2, config.training.group_size) if baseline else 1)
@@ -202,8 +192,8 @@ class Loop:
         if taken is None:
             return False
         groups = self._note_taken(taken)
-        await self._give_up_if_failing()
-        self._since = _Since()
+        await self._give_up_if(too_many_failed(self._since, self.config, self.state.update + 1))
+        self._since = Since()
         self.callbacks.batch(groups, self.state.version)
         with _timed(seconds, "update"):
             self._phase("update", 1)
@@ -225,14 +215,16 @@ class Loop:
             failed_tasks=dict(self._failed_tasks),
         )
         self.callbacks.publish(self.state.version)
-        await self._give_up_if_refusing(refused, groups)
+        everyone = sum(len(group.trajectories) for group in groups)
+        await self._give_up_if(too_many_refused(refused, everyone, self.config, self.state.update))
         return True
 
     async def _next_batch(self, producer: Producer) -> list[Group]:
         """Wait for enough groups; for those that were discarded others are started."""
         while (batch := self._buffer.batch(self.config.groups_per_batch, self.state.version)) is None:
-            await self._give_up_if_failing()
-            await self._give_up_if_discarding()
+            since, waited_for = self._since, self.state.update + 1
+            await self._give_up_if(too_many_failed(since, self.config, waited_for))
+            await self._give_up_if(too_many_discarded(since, self.config, waited_for))
             producer.admit(self.state.version)
             if not self._buffer.running:
                 await self._give_up(
@@ -326,36 +318,9 @@ class Loop:
             for why in refused.values():
                 self._tell(why, f"not trained: {why}")
 
-    async def _give_up_if_failing(self) -> None:
-        """Of what has finished since the last batch; before a batch's worth has, only if it is certain."""
-        since, batch = self._since, self.config.groups_per_batch * self.config.training.group_size
-        if since.failures:
-            (cause, message), count = since.failures.most_common(1)[0]
-            why = f"most often ({count}x) {cause}: {message}"
-            of = f"of update {self.state.update + 1} failed"
-            await self._give_up_beyond(since.failures.total(), max(since.finished, batch), of, why)
-
-    async def _give_up_if_discarding(self) -> None:
-        most, batch = self.config.orchestration.max_sampled, self.config.groups_per_batch
-        if self._since.discarded and self._since.groups >= most * batch:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self._since.discarded.most_common())
-            await self._give_up(
-                f"{self._since.groups} groups were sampled for update {self.state.update + 1}, which needs {batch}; "
-                f"discarded: {reasons} (orchestration.max_sampled is {most:g} times what is needed)"
-            )
-
-    async def _give_up_if_refusing(self, refused: dict[str, str], groups: list[Group]) -> None:
-        if refused:
-            everyone = sum(len(group.trajectories) for group in groups)
-            what, why = f"of update {self.state.update} could not be trained", f"for example {min(refused.values())}"
-            await self._give_up_beyond(len(refused), everyone, what, why)
-
-    async def _give_up_beyond(self, count: int, everyone: int, what: str, why: str) -> None:
-        most = self.config.orchestration.max_failed_fraction
-        if count > most * everyone:
-            await self._give_up(
-                f"{count} of {everyone} trajectories {what} (orchestration.max_failed_fraction is {most}); {why}"
-            )
+    async def _give_up_if(self, why: str | None) -> None:
+        if why is not None:
+            await self._give_up(why)
 
     async def _give_up(self, why: str) -> NoReturn:
         await self._checkpoint()
@@ -467,11 +432,14 @@ class Loop:
             on_trajectory=self._trajectory_recorded,
         )
 
-    def _trajectory_recorded(self, trajectory: Trajectory) -> None:
-        self._since.finished += 1
+    def _trajectory_recorded(self, trajectory: Trajectory, again: bool) -> None:
+        """again: another attempt takes its place, and counts instead."""
+        self.callbacks.rollout(trajectory)
+        if again:
+            return
+        self._since.trajectories += 1
         if trajectory.failure is not None:
             self._since.failures[trajectory.failure.cause, trajectory.failure.message] += 1
-        self.callbacks.rollout(trajectory)
         if self._name == "rollout":  # others finish beside updates and evaluations
             self._advance()
 

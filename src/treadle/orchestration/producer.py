@@ -56,7 +56,8 @@ class Producer:
     the version that will be trained. Synchronous training is a value here, not a code path.
     in_rounds: groups start only when none is running, so that what an engine in lock-step samples together never
     depends on timing. most: groups that run at a time.
-    record: makes a finished trajectory durable, before its group is offered to the buffer.
+    record: makes a finished trajectory durable, before its group is offered to the buffer. on_trajectory: told of it
+    then, and whether another attempt takes its place.
     cursor.at(next_index) is the next task, after groups that were started before and are sampled `again`.
     kept: those of which some attempts are on record; only the others are made. times_sampled: index -> how often such
     a group is on record already. left_out: tasks that are not played any more.
@@ -81,7 +82,7 @@ class Producer:
         retries: Retries,
         record: Callable[[Group], Awaitable[None]],
         left_out: Callable[[Task], bool],
-        on_trajectory: Callable[[Trajectory], None],
+        on_trajectory: Callable[[Trajectory, bool], None],
     ) -> None:
         self._cursor, self._rollouts, self._buffer, self._tasks = cursor, rollouts, buffer, tasks
         self._seed, self._group_size, self._capacity = seed, group_size, capacity
@@ -161,7 +162,7 @@ class Producer:
                 trajectory = self._retries.final(trajectory)
             played.append(trajectory)
             await self._record(replace(group, trajectories=(trajectory,)))
-            self._on_trajectory(trajectory)
+            self._on_trajectory(trajectory, pause is not None)
             if pause is None:
                 return played
             await asyncio.sleep(pause)
