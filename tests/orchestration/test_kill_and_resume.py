@@ -22,11 +22,11 @@ SLOWLY = "data.train.options.seconds=0.03"  # each reply; leaves time to be kill
 
 
 @contextmanager
-def training(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """`treadle train` in a process of its own; killed on leaving."""
-    where = ("--runs", str(folder / "runs"), "--name", "run")
+def training(folder: Path, *arguments: str, recipe: str = "", name: str = "run") -> Iterator["subprocess.Popen[str]"]:
+    """`treadle train` in a process of its own, of the recipe in the folder unless one is named; killed on leaving."""
+    where = ("--runs", str(folder / "runs"), "--name", name)
     with subprocess.Popen(
-        [sys.executable, "-m", "treadle.cli.main", "train", str(folder / "tiny.yaml"), *arguments, *where],
+        [sys.executable, "-m", "treadle.cli.main", "train", recipe or str(folder / "tiny.yaml"), *arguments, *where],
         cwd=ROOT,
         env={**os.environ, "TREADLE_CACHE": str(folder / "cache")},
         stdout=subprocess.PIPE,
@@ -39,13 +39,25 @@ def training(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]
             process.kill()
 
 
-def wait_for_update(folder: Path, number: int, process: "subprocess.Popen[str]") -> None:
-    metrics = folder / "runs" / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
+def wait_for_update(
+    folder: Path, number: int, process: "subprocess.Popen[str]", name: str = "run", seconds: float = 60
+) -> None:
+    metrics = folder / "runs" / name / "metrics.jsonl"
+    deadline = time.monotonic() + seconds
     while not metrics.is_file() or metrics.read_text().count('"kind": "update"') < number:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def read_until(process: "subprocess.Popen[str]", pattern: str) -> re.Match[str]:
+    """Read its output until there is a match."""
+    assert process.stdout is not None
+    said = ""
+    while not (found := re.search(pattern, said)):
+        said += (line := process.stdout.readline())
+        assert line, said
+    return found
 
 
 def expect(process: "subprocess.Popen[str]", status: int) -> str:
@@ -125,6 +137,31 @@ def test_kill_9_and_resume_finishes_the_same(seed: int, options: str, tmp_path: 
     assert summary["weights_sha256"] == expected
 
 
+@pytest.mark.slow
+def test_the_demo_is_the_same_in_one_process_in_two_and_killed_20_times(tmp_path: Path) -> None:
+    """20 updates of it, after its whole warm start; killed at random moments of those, each time resumed."""
+    options = ("seed=1", "orchestration.updates=20", "orchestration.checkpoint_every=1")
+    two = "engine.own_process=true"
+    for name, arguments in {"one": options, "two": (*options, two)}.items():
+        with training(tmp_path, *arguments, recipe="demo", name=name) as process:
+            process.communicate(timeout=1200)
+            assert process.returncode == 0
+    draws = random.Random(1)
+    for number, moment in enumerate(sorted(draws.uniform(1, 19.5) for _ in range(20))):
+        again = ("--resume",) if number else (*options, two)
+        with training(tmp_path, *again, recipe="demo", name="killed") as process:
+            read_until(process, "resuming" if number else "update")
+            wait_for_update(tmp_path, int(moment), process, "killed", 300)
+            time.sleep(moment % 1)
+            strike(process)
+    with training(tmp_path, "--resume", recipe="demo", name="killed") as process:
+        expect(process, 0)
+    check_finished(tmp_path / "runs" / "killed")
+    found = [json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in ("one", "two", "killed")]
+    assert len({summary["weights_sha256"] for summary in found}) == 1
+    assert found[0]["updates"] == 20
+
+
 # Asynchronous: no two runs are the same, but in each every step has one end
 
 ASYNCHRONOUS = ("orchestration.max_staleness=2", "orchestration.updates=8", SLOWLY)
@@ -132,12 +169,7 @@ ASYNCHRONOUS = ("orchestration.max_staleness=2", "orchestration.updates=8", SLOW
 
 def resumed(process: "subprocess.Popen[str]") -> int:
     """Wait until a resumed run tells how many finished trajectories it reuses; returns that."""
-    assert process.stdout is not None
-    said = ""
-    while not (found := re.search(r"(\d+) finished trajectories \(\d+ steps\) of \d+ groups are reused", said)):
-        said += (line := process.stdout.readline())
-        assert line, said
-    return int(found[1])
+    return int(read_until(process, r"(\d+) finished trajectories \(\d+ steps\) of \d+ groups are reused")[1])
 
 
 @pytest.mark.parametrize("late", ["mask_steps", "wait", "drop"])
