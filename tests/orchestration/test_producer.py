@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.worlds import make_step, plain_rollouts, saying, user
 from treadle.core.errors import Cause, DataError, TrajectoryFailure
-from treadle.core.types import DropReason, Failure, Group, Ids, SamplingParams, Status, Task, Trajectory
+from treadle.core.types import DropReason, Failure, Group, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.buffer import GroupBuffer, Late
@@ -110,6 +111,7 @@ def producer(
         "capacity": 3,
         "in_rounds": True,
         "most": None,
+        "most_attempts": lambda: math.inf,
         "next_index": 0,
         "again": (),
         "kept": {},
@@ -177,6 +179,28 @@ def test_groups_run_side_by_side_only_as_far_as_allowed() -> None:
     seen = batches(2, staleness=2, capacity=9, in_rounds=False, most=2)
     assert len(seen[0][0]) == 2
     assert len({index for _, batch in seen for index in batch}) == 6
+
+
+def test_groups_start_while_fewer_attempts_than_allowed_are_played() -> None:
+    """Of two attempts each; one that ends makes room for another group, though its sibling goes on."""
+    seen = batches(2, staleness=2, capacity=9, in_rounds=False, most_attempts=lambda: 5)
+    assert len(seen[0][0]) == 3
+    events: list[str] = []
+
+    class Apart(Environment):
+        async def reset(self, task: Task) -> list[Message]:
+            events.append(f"{task.task_id} begins")
+            self.slow, self.name = len(events) == 1, task.task_id
+            return [user("go")]
+
+        async def step(self, text: str) -> EnvStep:
+            await asyncio.sleep(0.1 if self.slow else 0)
+            events.append(f"{self.name} ends")
+            return EnvStep(reward=1.0, done=True)
+
+    batches(1, capacity=9, in_rounds=False, world=Apart, most_attempts=lambda: 2)
+    assert events[:3] == ["t0 begins", "t0 begins", "t0 ends"]
+    assert events.index("t1 begins") == 3
 
 
 def test_a_resumed_producer_goes_on_where_the_run_stood() -> None:

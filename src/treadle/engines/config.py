@@ -73,6 +73,11 @@ class EngineConfig(Config):
         return self
 
     @property
+    def capacity(self) -> int:
+        """Sequences that are decoded together, by all servers."""
+        return self.batch * (1 if self.kind == "torch" else len(self.vllm.urls) or self.vllm.servers)
+
+    @property
     def tolerance(self) -> float:
         """By how much log-probabilities of one policy may differ from the learner's, on average."""
         return {"float32": 1e-4, "bfloat16": 0.05}[self.dtype]

@@ -81,7 +81,10 @@ class OrchestrationConfig(Config):
         "their whole group, wait waits for a group before it can happen",
     )
     max_concurrent_groups: int | None = Field(
-        None, ge=1, description="groups sampled side by side; default: all that max_staleness admits"
+        None,
+        ge=1,
+        description="most groups sampled side by side, for example because each needs a container; without, as many as "
+        "keep engine.batch full (synchronous: all of a batch)",
     )
     max_sampled: float = Field(
         8.0,

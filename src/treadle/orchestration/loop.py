@@ -12,6 +12,7 @@ any other, groups go on beside all of it, and the learner computes on a thread o
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ from treadle.core.errors import TrainingStopped, TreadleError
 from treadle.core.types import DropReason, Group, Task, Trajectory
 from treadle.orchestration.buffer import GroupBuffer
 from treadle.orchestration.callbacks import Callback
+from treadle.orchestration.concurrency import Concurrency
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.evaluation import play_held_out
 from treadle.orchestration.failures import Retries
@@ -133,6 +135,7 @@ class Loop:
             discard=self._discard,
         )
         self._since = Since()
+        self._concurrency = Concurrency(config.engine.capacity)
         self._kept = kept
         least, baseline = config.training.min_group_size, learner.advantage.by_group
         self._least = least or (min(2, config.training.group_size) if baseline else 1)
@@ -412,6 +415,7 @@ class Loop:
 
     def _producer(self, tasks: asyncio.TaskGroup) -> Producer:
         section = self.config.orchestration
+        synchronous = section.max_staleness == 0
         return Producer(
             self._cursor,
             self.rollouts,
@@ -420,8 +424,9 @@ class Loop:
             seed=self.config.seed,
             group_size=self.config.training.group_size,
             capacity=(1 + section.max_staleness) * self.config.groups_per_batch,
-            in_rounds=section.max_staleness == 0,
+            in_rounds=synchronous,
             most=section.max_concurrent_groups,
+            most_attempts=lambda: math.inf if synchronous else self._concurrency.attempts,
             next_index=self.state.cursor,
             again=self.state.outstanding,
             kept=self._kept,
@@ -435,6 +440,7 @@ class Loop:
     def _trajectory_recorded(self, trajectory: Trajectory, again: bool) -> None:
         """again: another attempt takes its place, and counts instead."""
         self.callbacks.rollout(trajectory)
+        self._concurrency.note(trajectory)
         if again:
             return
         self._since.trajectories += 1

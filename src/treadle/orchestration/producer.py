@@ -55,7 +55,8 @@ class Producer:
     capacity is (1 + max_staleness) * groups_per_batch: at max_staleness 0 exactly the next batch, all of it sampled by
     the version that will be trained. Synchronous training is a value here, not a code path.
     in_rounds: groups start only when none is running, so that what an engine in lock-step samples together never
-    depends on timing. most: groups that run at a time.
+    depends on timing. most: groups that run at a time. most_attempts: another group starts only while fewer than that
+    are being played.
     record: makes a finished trajectory durable, before its group is offered to the buffer. on_trajectory: told of it
     then, and whether another attempt takes its place.
     cursor.at(next_index) is the next task, after groups that were started before and are sampled `again`.
@@ -75,6 +76,7 @@ class Producer:
         capacity: int,
         in_rounds: bool,
         most: int | None,
+        most_attempts: Callable[[], float],
         next_index: int,
         again: Sequence[int],
         kept: Mapping[int, Group],
@@ -86,7 +88,9 @@ class Producer:
     ) -> None:
         self._cursor, self._rollouts, self._buffer, self._tasks = cursor, rollouts, buffer, tasks
         self._seed, self._group_size, self._capacity = seed, group_size, capacity
-        self._in_rounds, self._most, self._times_sampled = in_rounds, most, times_sampled
+        self._in_rounds, self._most, self._most_attempts = in_rounds, most, most_attempts
+        self._playing = 0
+        self._times_sampled = times_sampled
         self._retries, self._record, self._left_out = retries, record, left_out
         self._on_trajectory = on_trajectory
         self._version = 0
@@ -99,11 +103,15 @@ class Producer:
         self._version = version
         if self._in_rounds and self._buffer.running:
             return
-        while self._buffer.under_way < self._capacity and (self._most is None or self._buffer.running < self._most):
+        while self._has_room():
             group = self._next()
             if group is None:
                 return
             self._start(group)
+
+    def _has_room(self) -> bool:
+        few = self._most is None or self._buffer.running < self._most
+        return few and self._buffer.under_way < self._capacity and self._playing < self._most_attempts()
 
     def stop(self) -> None:
         """Cancel whatever is being sampled."""
@@ -136,10 +144,20 @@ class Producer:
         made = {t.attempt % self._group_size for t in group.trajectories}
         missing = [attempt for attempt in range(self._group_size) if attempt not in made]
         addresses = [Address(self._seed, Stream.TRAIN, group.epoch, group.position, attempt) for attempt in missing]
-        running = self._rollouts.start(group.group_id, group.task, addresses)
+        running = self._play(group, addresses)
         task = self._tasks.create_task(self._finish(group, list(zip(addresses, running, strict=True))))
         self._finishing.add(task)
         task.add_done_callback(partial(self._ended, running))
+
+    def _play(self, group: Group, addresses: list[Address]) -> list[asyncio.Future[Trajectory]]:
+        attempts = self._rollouts.start(group.group_id, group.task, addresses)
+        self._playing += len(attempts)
+        for attempt in attempts:
+            attempt.add_done_callback(self._played)
+        return attempts
+
+    def _played(self, _: asyncio.Future[Trajectory]) -> None:
+        self._playing -= 1
 
     def _ended(self, attempts: Sequence[asyncio.Future[Trajectory]], task: asyncio.Task[None]) -> None:
         self._finishing.discard(task)
@@ -164,7 +182,8 @@ class Producer:
             await self._record(replace(group, trajectories=(trajectory,)))
             self._on_trajectory(trajectory, pause is not None)
             if pause is None:
+                self.admit(self._version)
                 return played
             await asyncio.sleep(pause)
             address = replace(address, attempt=address.attempt + self._group_size)
-            [running] = self._rollouts.start(group.group_id, group.task, [address])
+            [running] = self._play(group, [address])

@@ -1,7 +1,7 @@
 """Asynchronous training without a model: the loop as it is, a learner and an engine that only take their time.
 
-Simplified: a trajectory's seconds are drawn, its steps take equal shares of them, one after the other, and it holds one
-place in the engine meanwhile; a step has two tokens, its first and its last; environments take no time; nothing fails.
+Simplified: a trajectory's seconds are drawn, its steps take equal shares of them, one after the other, each as soon as
+there is a place in the engine; a step has two tokens, its first and its last; environments take no time; nothing fails.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class World:
     """What is simulated. Raises ConfigError for sizes that mean nothing.
 
     Seconds: generation of a trajectory, `mean` on average; training of an update; publication of weights to the engine,
-    which samples on meanwhile. engine_capacity: trajectories that it samples at a time.
+    which samples on meanwhile. engine_capacity: steps that it samples at a time.
     """
 
     generation: Seconds
@@ -172,6 +172,7 @@ def _config(world: World, way: Way) -> RunConfig:
         "seed": world.seed,
         "training.tasks_per_update": world.tasks_per_update,
         "training.group_size": world.group_size,
+        "engine.batch": world.engine_capacity,
         "orchestration.updates": world.updates,
         "orchestration.checkpoint_every": world.updates,
         "orchestration.max_staleness": way.max_staleness,
@@ -203,25 +204,27 @@ class _Engine(FakeEngine):
         return self._worked
 
     async def sample(self, seconds: float, steps: int) -> list[Step]:
-        """The steps of one trajectory, as soon as there is a place."""
+        """The steps of one trajectory."""
+        return [await self._step(seconds / steps) for _ in range(steps)]
+
+    async def _step(self, seconds: float) -> Step:
+        clock = asyncio.get_running_loop()
+        asked = clock.time()
         async with self._places:
             self._work()
             self._running += 1
+            first = self.version
             try:
-                return [await self._step(seconds / steps) for _ in range(steps)]
+                await asyncio.sleep(seconds)
             finally:
                 self._work()
                 self._running -= 1
-
-    async def _step(self, seconds: float) -> Step:
-        first = self.version
-        await asyncio.sleep(seconds)
-        versions = np.array([first, self.version], np.int32)
-        return Step(_PROMPT, _COMPLETION, _LOGPROBS, versions, SamplingParams(max_tokens=2), StopReason.STOP)
+        versions, waited = np.array([first, self.version], np.int32), clock.time() - asked
+        return Step(_PROMPT, _COMPLETION, _LOGPROBS, versions, _SAMPLING, StopReason.STOP, seconds=waited)
 
 
 _PROMPT, _COMPLETION = np.array([0], np.int32), np.array([1, 2], np.int32)
-_LOGPROBS = np.full(2, -0.5, np.float32)
+_LOGPROBS, _SAMPLING = np.full(2, -0.5, np.float32), SamplingParams(max_tokens=2)
 
 
 class _Rollouts:
@@ -241,7 +244,8 @@ class _Rollouts:
         seconds = self._world.generation(float(token_uniforms(np.array([address], np.uint64), 0)[0]))
         self._seen.seconds[name] = seconds
         steps = await self._engine.sample(seconds, self._world.steps)
-        return Trajectory(name, task.task_id, a.attempt, tuple(steps), float(a.attempt % 2), Status.DONE)
+        taken, reward = sum(step.seconds for step in steps), float(a.attempt % 2)
+        return Trajectory(name, task.task_id, a.attempt, tuple(steps), reward, Status.DONE, seconds=taken)
 
 
 class _Learner:
