@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -227,21 +228,51 @@ def test_an_asynchronous_run_leaves_at_once_when_asked(number: signal.Signals, s
 
 
 KILLER = """
-import json, os, signal, sys
+import json, os, random, signal, sqlite3, sys
+from collections import Counter
 from pathlib import Path
 from tests.orchestration.runs import check_finished, resume, start
+from treadle.engines import staging
+from treadle.engines.torch_model import CachedModel
+from treadle.orchestration.ledger import Ledger
 
-folder, options, moments = Path(sys.argv[1]), sys.argv[2].split(), json.loads(sys.argv[3])
-sync, replace, count = os.fsync, Path.replace, 0
+folder, options = Path(sys.argv[1]), sys.argv[2].split()
+counts, victim, committing = Counter(), None, False
 
-def counted(call, moment):
-    def wrapper(*arguments):
-        global count
-        count += 1
-        if count == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*arguments)
-    return wrapper
+def tick(kind):
+    counts[kind] += 1
+    if (kind, counts[kind]) == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def before(kind, call):
+    return lambda *arguments: (tick(kind), call(*arguments))[1]
+
+def after(kind, call):
+    return lambda *arguments: (call(*arguments), tick(kind))[0]
+
+def traced(*arguments, connect=sqlite3.connect, **settings):
+    db = connect(*arguments, **settings)
+    db.set_trace_callback(lambda statement: tick("commit" if committing else "record"))
+    return db
+
+def commit(*arguments, call=Ledger.commit_checkpoint, **settings):
+    global committing
+    committing = True
+    call(*arguments, **settings)
+    committing = False
+
+def train(moment):
+    global victim
+    victim = moment
+    os.fsync, Path.replace = before("write", os.fsync), before("write", Path.replace)
+    sqlite3.connect, Ledger.commit_checkpoint = traced, commit
+    CachedModel.load, staging._write = after("publish", CachedModel.load), after("publish", staging._write)
+    start(folder / str(moment), *options)
+    (folder / "counts").write_text(json.dumps(counts))
+
+def go_on(moment):
+    (folder / f"{moment}.sha").write_text(resume(folder / str(moment))["weights_sha256"])
+    check_finished(folder / str(moment))
 
 def in_child(work):
     child = os.fork()
@@ -250,22 +281,16 @@ def in_child(work):
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-def train(moment):
-    os.fsync, Path.replace = counted(sync, moment), counted(replace, moment)
-    start(folder / str(moment), *options)
-    (folder / "count").write_text(str(count))
-
-def go_on(moment):
-    (folder / f"{moment}.sha").write_text(resume(folder / str(moment))["weights_sha256"])
-    check_finished(folder / str(moment))
-
-assert in_child(lambda: train(0)) == 0
-for moment in sorted({int(share * int((folder / "count").read_text())) for share in moments}):
-    ended = in_child(lambda: train(moment))
-    if ended == 0 and "max_staleness" in sys.argv[2]:  # it wrote less than the one before
-        continue
-    assert ended == -signal.SIGKILL, moment
-    assert in_child(lambda: go_on(moment)) == 0, moment
+assert in_child(lambda: train(None)) == 0
+draws, asynchronous = random.Random(sys.argv[2]), "max_staleness" in sys.argv[2]
+for kind, count in json.loads((folder / "counts").read_text()).items():
+    for moment in sorted({(kind, draws.randint(max(3, int(0.4 * count)), count)) for _ in range(4)}):
+        ended = in_child(lambda: train(moment))
+        if ended == 0 and asynchronous:  # it did that less often than the one before
+            continue
+        assert ended == -signal.SIGKILL, moment
+        assert in_child(lambda: go_on(moment)) == 0, moment
+        print(kind)
 """
 
 
@@ -274,25 +299,28 @@ for moment in sorted({int(share * int((folder / "count").read_text())) for share
     "options",
     [
         "seed=0",
-        "training.updates_per_batch=2 orchestration.checkpoint_every=1",
+        "engine.own_process=true training.updates_per_batch=2 orchestration.checkpoint_every=1",
         "orchestration.max_staleness=2 data.train.options.seconds=0.01",
         "orchestration.max_staleness=2 orchestration.checkpoint_every=1 engine.own_process=true",
     ],
 )
 def test_whatever_was_being_written_when_the_run_was_killed(options: str, tmp_path: Path) -> None:
-    """Killed just before the n-th fsync or rename, for some n after the first checkpoint."""
-    draws = random.Random(options)
-    moments = json.dumps([0.4 + 0.6 * draws.random() for _ in range(8)])
+    """Killed, after the first checkpoint, just before some fsync or rename (shards, checkpoints), between statements
+    of the ledger (records, checkpoints), and with new weights in the engine, or staged, but the publication unfinished.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path), options, moments],
+        [sys.executable, "-c", KILLER, str(tmp_path), options],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = [file.read_text() for file in tmp_path.glob("*.sha")]
+    killed = Counter(done.stdout.split())
+    assert killed.keys() == {"write", "record", "commit", "publish"}
     if "max_staleness" in options:
-        assert len(found) >= 4
+        assert killed.total() >= 8
         return
+    found = [file.read_text() for file in tmp_path.glob("*.sha")]
+    assert len(found) == killed.total() >= 10
     assert set(found) == {start(tmp_path / "straight", *options.split())["weights_sha256"]}
