@@ -394,7 +394,7 @@ async def test_calls_in_flight_go_on_with_new_weights_over_their_cache() -> None
 
 async def test_recomputed_caches_are_those_of_the_new_weights() -> None:
     models = [tiny(), moved(tiny(), 1)]
-    async with serving(models[0], stop_token_ids=[], recompute_on_publish=True) as engine:
+    async with serving(models[0], stop_token_ids=[], in_flight="recompute") as engine:
         for prompt, answer in zip([PROMPT, ids(9, 9)], await swapped(engine, models, [PROMPT, ids(9, 9)]), strict=True):
             whole = torch.from_numpy(np.concatenate([prompt, answer.token_ids]).astype(np.int64))
             versions = answer.versions_per_token()

@@ -14,6 +14,7 @@ from tests.orchestration.runs import start
 from tests.worlds import END, PLAIN, Ragged, Told, chatml, hang, plain_ids, tiny, user
 from treadle.core.errors import ConfigError, DataError, EngineError, RunError
 from treadle.core.types import Task
+from treadle.engines.config import EngineConfig
 from treadle.orchestration.inputs import Inputs, check_first_prompts, load_inputs, make_inputs
 from treadle.orchestration.policy import Policy, check_engine, load_policy
 from treadle.packing.flat import flatten
@@ -126,7 +127,7 @@ def learner_of(policy: Policy, *overrides: str) -> Learner:
 
 def test_an_engine_with_the_learners_weights_passes(policies: list[Policy]) -> None:
     async def go() -> None:
-        engine = policies[1].engine(4)  # publication brings the weights of the other policy
+        engine = policies[1].engine(EngineConfig(batch=4))  # publication brings the weights of the other policy
         await check_engine(engine, learner_of(policies[0]), policies[0])
         await engine.close()
 
@@ -143,7 +144,7 @@ def test_a_learner_in_bfloat16_is_not_taken_for_another_policy() -> None:
     assert np.abs(exact - rounded).max() > 1e-2
 
     async def go() -> None:
-        engine = policy.engine(4)
+        engine = policy.engine(EngineConfig(batch=4))
         for learner in learners:
             await check_engine(engine, learner, policy)
         await engine.close()
@@ -153,7 +154,7 @@ def test_a_learner_in_bfloat16_is_not_taken_for_another_policy() -> None:
 
 def test_an_engine_that_ignores_a_publication_is_refused(policies: list[Policy]) -> None:
     async def go() -> None:
-        engine = policies[1].engine(4)
+        engine = policies[1].engine(EngineConfig(batch=4))
 
         async def ignored(weights: Any, version: int) -> None: ...
 

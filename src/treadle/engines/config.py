@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from treadle.core.config import Config
 
+InFlight = Literal["keep", "recompute"]
+
 
 class VLLMConfig(Config):
     """vLLM servers: ones that run already (`urls`), or ones that Treadle starts on this machine and stops again."""
@@ -23,9 +25,6 @@ class VLLMConfig(Config):
     )
     environment: dict[str, str] = Field(default_factory=dict, description="further environment variables of theirs")
     start_timeout: float = Field(600.0, gt=0, description="seconds a server may take to start")
-    in_flight: Literal["keep", "recompute"] = Field(
-        "keep", description="what becomes of the KV caches of completions in flight when weights change"
-    )
     transfer: Literal["shared_memory", "collective"] = Field(
         "shared_memory",
         description="how weights get to servers: a file all of them see, or a broadcast (NCCL between GPUs, else gloo)",
@@ -53,6 +52,11 @@ class EngineConfig(Config):
     kind: Literal["torch", "vllm"] = Field("torch", description="torch: embedded; vllm: servers beside this process")
     batch: int = Field(256, ge=1, description="most sequences that are decoded together")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine's weights")
+    in_flight: InFlight = Field(
+        "keep",
+        description="what becomes of the KV caches of completions in flight when weights change: keep them, or "
+        "recompute them under the new weights",
+    )
     lock_step: bool | None = Field(
         None,
         description="torch: decode only when every open session waits, so that runs repeat bit for bit; false: start "

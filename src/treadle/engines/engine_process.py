@@ -21,6 +21,7 @@ from torch import Tensor
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
+from treadle.engines.config import InFlight
 from treadle.engines.engine_link import Link
 from treadle.engines.engine_messages import Message, completion_of, sampling_message
 from treadle.engines.limits import Limits
@@ -38,6 +39,7 @@ async def start_engine(
     max_batch: int = 256,
     dtype: str = "float32",
     lock_step: bool = False,
+    in_flight: InFlight = "keep",
     routing: bool = False,
     timeout: float = 600.0,
 ) -> ProcessEngine:
@@ -56,6 +58,7 @@ async def start_engine(
             "stop_token_ids": list(stop_token_ids),
             "max_batch": max_batch,
             "lock_step": lock_step,
+            "in_flight": in_flight,
             "routing": routing,
         },
         "threads": torch.get_num_threads(),

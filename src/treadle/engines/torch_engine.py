@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
+from treadle.engines.config import InFlight
 from treadle.engines.limits import Limits
 from treadle.engines.stop_strings import Decode
 from treadle.engines.torch_batch import Batch, Call, EngineCounters
@@ -53,7 +54,7 @@ class TorchEngine:
     cache_gib: most memory for keys and values; calls wait, and sequences that were not used for long go, to keep it.
     dtype: of weights and cache (None: the model's); logits are float32.
     lock_step: admit in waves, as above: right for synchronous training. A publication waits for the end of the wave.
-    recompute_on_publish: compute the cache of calls in flight anew with new weights; otherwise they keep the old one.
+    in_flight: whether calls in flight keep their cache when weights change, or have it computed anew with the new ones.
     own_thread: compute beside the event loop, so that environments keep stepping. Without, tokens are computed on the
     loop's thread: right where nothing else has anything to do meanwhile, as in synchronous training, because OpenMP
     keeps a team of workers per calling thread, and several teams on a small machine slow each other down (1.5 times
@@ -75,7 +76,7 @@ class TorchEngine:
         cache_gib: float = 4.0,
         dtype: torch.dtype | None = None,
         lock_step: bool = False,
-        recompute_on_publish: bool = False,
+        in_flight: InFlight = "keep",
         own_thread: bool = True,
         routing: bool = False,
     ) -> None:
@@ -89,7 +90,7 @@ class TorchEngine:
             cache_bytes=int(cache_gib * 2**30),
         )
         self._can_decode = decode is not None
-        self._lock_step, self._recompute = lock_step, recompute_on_publish
+        self._lock_step, self._recompute = lock_step, in_flight == "recompute"
         self._closed = False
         self._opened = 0
         self._sessions: dict[str, int] = {}  # name -> number, in the order of opening

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from treadle.core.engine import Engine
 from treadle.core.errors import ConfigError
@@ -35,7 +34,7 @@ async def open_engine(config: EngineConfig, policy: Policy, logs: Path | None = 
     which experts are chosen; with others, a run refuses it. Raises ConfigError or EngineError.
     """
     if config.kind == "torch" and not config.own_process:
-        return policy.engine(config.batch, getattr(torch, config.dtype), config.lock_step is not False, routing)
+        return policy.engine(config, routing)
     logs = logs or Path(tempfile.mkdtemp(prefix="treadle-logs-"))
     return await (
         _own_process(config, policy, logs, routing) if config.kind == "torch" else _vllm(config, policy, logs)
@@ -52,6 +51,7 @@ async def _own_process(config: EngineConfig, policy: Policy, logs: Path, routing
             max_batch=config.batch,
             dtype=config.dtype,
             lock_step=config.lock_step is not False,
+            in_flight=config.in_flight,
             routing=routing,
         )
 

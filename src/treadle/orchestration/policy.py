@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from treadle.core.engine import Engine
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids
+from treadle.engines.config import EngineConfig
 from treadle.engines.probe import EngineFacts, probe_engine
 from treadle.engines.torch_engine import TorchEngine
 from treadle.packing.flat import Call
@@ -37,21 +38,21 @@ class Policy:
     context: int
     decode: Any
 
-    def engine(
-        self, max_batch: int, dtype: torch.dtype | None = None, lock_step: bool = True, routing: bool = False
-    ) -> TorchEngine:
-        """An embedded engine with its own weights.
+    def engine(self, config: EngineConfig, routing: bool = False) -> TorchEngine:
+        """An embedded engine with its own weights. routing: it tells which experts were chosen.
 
         In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on one of its own,
         beside whatever the sessions do.
         """
+        lock_step = config.lock_step is not False
         return TorchEngine(
             self.model,
             stop_token_ids=self.stop_token_ids,
             decode=self.decode,
-            max_batch=max_batch,
-            dtype=dtype,
+            max_batch=config.batch,
+            dtype=getattr(torch, config.dtype),
             lock_step=lock_step,
+            in_flight=config.in_flight,
             own_thread=not lock_step,
             routing=routing,
         )

@@ -98,8 +98,8 @@ def connect(servers: dict[str, Served], tmp_path: Path) -> Connect:
     ) -> AsyncIterator[VLLMEngine]:
         for name in names:
             await started(servers[name].process)
-        vllm = {"urls": [*(servers[n].url for n in names), *urls], "in_flight": in_flight, "transfer": transfer}
-        config = build(EngineConfig, {"kind": "vllm", "vllm": vllm})
+        vllm = {"urls": [*(servers[n].url for n in names), *urls], "transfer": transfer}
+        config = build(EngineConfig, {"kind": "vllm", "in_flight": in_flight, "vllm": vllm})
         engine = await open_engine(config, model=None, logs=tmp_path, **{"stop_token_ids": [END], **options})
         try:
             yield engine

@@ -23,6 +23,7 @@ from torch import Tensor
 from treadle.core.engine import VersionSpan
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids
+from treadle.engines.config import InFlight
 from treadle.engines.vllm.server import Server, left, on_each
 from treadle.engines.vllm.transfer import Staged, Transfer
 
@@ -54,7 +55,7 @@ class Publication:
         servers: Sequence[Server],
         transfer: Transfer,
         *,
-        in_flight: Literal["keep", "recompute"],
+        in_flight: InFlight,
         proof: Callable[[], Proof] | None,
     ) -> None:
         self._servers, self._transfer = servers, transfer

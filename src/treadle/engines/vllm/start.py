@@ -50,7 +50,7 @@ async def open_engine(
         if config.vllm.transfer == "collective":
             for server in servers:
                 server.workers = int((await server.get("/get_world_size"))["world_size"])
-        publication = Publication(servers, _transfer(config), in_flight=config.vllm.in_flight, proof=proof)
+        publication = Publication(servers, _transfer(config), in_flight=config.in_flight, proof=proof)
         await publication.begin(version=0)
     except BaseException:
         await asyncio.gather(*(server.close() for server in servers))
