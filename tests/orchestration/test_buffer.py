@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worlds import make_group, make_step
-from treadle.core.types import DropReason, Group, Status, Trajectory
+from treadle.core.errors import Cause
+from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
 from treadle.orchestration.buffer import GroupBuffer, Late, without_stale
 
 
@@ -68,10 +69,18 @@ def test_what_is_late(late: Late, expected: Any, left: Any, dropped: Any) -> Non
     assert (indices(batch), [live(group) for group in batch or ()], discarded) == (expected, left, dropped)
 
 
-def test_a_group_of_which_nothing_is_left_makes_room() -> None:
+FAILED = Trajectory("g000000.1", "t", 1, (make_step(),), None, Status.FAILED, Failure(Cause.TIMEOUT, "slow"))
+CUT_OFF = Trajectory("g000000.1", "t", 1, (make_step(),), 1.0, Status.MAX_STEPS, dropped=DropReason.OVERLONG)
+
+
+@pytest.mark.parametrize("others", [(), (FAILED,), (CUT_OFF,)])
+def test_a_group_of_which_nothing_is_left_makes_room(others: tuple[Trajectory, ...]) -> None:
+    """Whatever attempts it has beside that train nothing anyway: their steps are of any version."""
+    fresh = [replace(t, steps=(replace(t.steps[0], policy_versions=np.full(2, 3, np.int32)),)) for t in others]
+    group = sampled_by(0, 0, 1)
     buffer, discarded = buffer_of(1, "mask_steps")
     buffer.expect(0, 0)
-    buffer.put(sampled_by(0, 0, 1))
+    buffer.put(replace(group, trajectories=(*group.trajectories, *fresh)))
     assert buffer.batch(1, 3) is None
     assert (discarded, buffer.under_way) == ([(0, DropReason.STALE)], 0)
 

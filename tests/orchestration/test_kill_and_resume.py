@@ -191,14 +191,14 @@ def test_an_asynchronous_run_ends_with_nothing_undecided(late: str, tmp_path: Pa
 )
 def test_an_asynchronous_run_is_killed_over_and_over(kills: int, options: str, tmp_path: Path) -> None:
     """Each process after a while, and what was finished by then is reused; the last one goes to the end."""
-    more = (f"orchestration.updates={30 if kills == 2 else 40}", "orchestration.checkpoint_every=1", *options.split())
+    more = (f"orchestration.updates={15 * kills}", "orchestration.checkpoint_every=1", *options.split())
     (tmp_path / "tiny.yaml").write_text(dump_yaml(tiny(*ASYNCHRONOUS, *more)))
     draws, found = random.Random(options), []
     kill(tmp_path, draws, 4)
     for _ in range(kills - 1):
         with training(tmp_path, "--resume") as process:
             found.append(resumed(process))
-            time.sleep(draws.random() * 1.5)
+            time.sleep(draws.random())
             strike(process)
     with training(tmp_path, "--resume") as process:
         found.append(resumed(process))

@@ -162,8 +162,8 @@ def test_an_environments_metrics_are_in_every_row_and_durable(tmp_path: Path) ->
     )
     for number, row in enumerate(updates(tmp_path / "run")):
         own = [json.loads(t["metrics"]) for t in recorded if t["split"] == "train" and t["idx"] // 2 == number]
-        assert len(own) == 4 and row["env/invalid"] == np.mean([t["invalid"] for t in own])
-        assert row["env/searches"] == np.mean([t["searches"] for t in own])
+        assert len(own) == 4 and row["env/invalid"] == np.mean([t["invalid"]["value"] for t in own])
+        assert row["env/searches"] == np.mean([t["searches"]["value"] for t in own])
     assert row["env/invalid"] > 0.5
     patterns = [m.name.replace("*", "?*") for m in DECLARED] + ["env/?*", "kind", "update", "version"]
     assert [key for key in row if not any(fnmatchcase(key, pattern) for pattern in patterns)] == []
@@ -299,14 +299,14 @@ def test_several_attempts_of_an_evaluation_disturb_nothing(tmp_path: Path, refer
 
 
 class Interrupting(Quiet):
-    """Sends a signal to this process, as a terminal would, while a certain batch is being played."""
+    """Sends a signal to this process, as a terminal would, while a certain batch or evaluation is being played."""
 
-    def __init__(self, number: signal.Signals, batch: int) -> None:
+    def __init__(self, number: signal.Signals, which: int, what: str = "rollout") -> None:
         super().__init__()
-        self.number, self.left = number, batch
+        self.number, self.left, self.what = number, which, what
 
     def phase(self, name: str, total: int) -> None:
-        self.left -= name == "rollout"
+        self.left -= name == self.what
         if not self.left:
             self.left = -1
             os.kill(os.getpid(), self.number)
@@ -337,6 +337,23 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
         assert [e["update"] for e in resumed["evaluations"]] == [0, 4]
     else:
         assert resumed["weights_sha256"] == start(tmp_path / "straight", option)["weights_sha256"]
+
+
+@pytest.mark.parametrize(("which", "done", "made"), [(1, 0, 0), (2, 0, 1), (3, 2, 0), (4, 4, 0), (5, 4, 1)])
+def test_an_evaluation_that_is_interrupted_is_made_when_the_run_is_resumed(
+    which: int, done: int, made: int, tmp_path: Path, reference: tuple[Path, Summary]
+) -> None:
+    """Two before training, sampled and greedy, one amid it, two afterwards. made: before it, of the same weights."""
+    path, options = tmp_path / "run", ("evaluation.every=2", "evaluation.temperature=1", "evaluation.greedy_too=true")
+    summary = start(path, *options, progress=Interrupting(signal.SIGINT, which, "evaluation"))
+    assert (summary["stopped_early"], summary["updates"], summary["held_out_success_after"]) == (True, done, None)
+    assert not (path / "summary.json").exists()
+    assert (path / "checkpoints" / f"step-{done:06d}").is_dir()
+    assert len([e for e in summary["evaluations"] if e["update"] == done]) == made
+    resumed = resume(path)
+    check_finished(path)
+    assert [(e["update"], e["temperature"]) for e in resumed["evaluations"]] == [(0, 1), (0, 0), (2, 1), (4, 1), (4, 0)]
+    assert resumed["weights_sha256"] == reference[1]["weights_sha256"]
 
 
 @pytest.mark.parametrize(

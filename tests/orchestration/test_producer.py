@@ -236,6 +236,25 @@ def test_only_the_attempts_that_a_kept_group_lacks_are_made() -> None:
     assert batch[1].trajectories[0] is made
 
 
+@pytest.mark.parametrize(("retries", "attempts"), [(0, [0, 1, 2]), (1, [0, 1, 2]), (2, [0, 1, 2, 4])])
+def test_a_failed_attempt_of_a_kept_group_is_made_again_if_it_would_have_been(
+    retries: int, attempts: list[int]
+) -> None:
+    """Two attempts; the first failed, and so did the one in its place."""
+    gone = Failure(Cause.INFRASTRUCTURE, "gone")
+    made = tuple(Trajectory(f"g000001.{n}", "t1", n, (make_step(),), None, Status.FAILED, gone) for n in (0, 2))
+    kept = {1: Group("g000001", 1, 0, 1, make_tasks(2)[1], made)}
+    policy = FailuresConfig(infrastructure=FailurePolicy(retries=retries))
+
+    async def go() -> Group:
+        buffer, _ = make_buffer()
+        async with asyncio.TaskGroup() as tasks:
+            making = producer(buffer, tasks, kept=kept, retries=Retries(policy))
+            return (await next_batch(making, buffer, 3))[1]
+
+    assert [t.attempt for t in asyncio.run(go()).trajectories] == attempts
+
+
 class Flaky(Environment):
     """Fails as often as told, over all attempts, then is right."""
 

@@ -21,7 +21,7 @@ def record(folder: Path, ledger: Ledger, count: int) -> list[BaseException | Non
     """Several at once, then one more; what each got."""
 
     async def everyone() -> list[BaseException | None]:
-        recorder = Recorder(folder, ledger, lambda: 0)
+        recorder = Recorder(folder, ledger, lambda: 0, lambda _: None)
         first = await asyncio.gather(*(recorder(part(index)) for index in range(count)), return_exceptions=True)
         return [*first, *await asyncio.gather(recorder(part(count)), return_exceptions=True)]
 

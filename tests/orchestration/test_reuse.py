@@ -8,6 +8,7 @@ import pytest
 
 from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause
+from treadle.core.metrics import Metric, measured
 from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
 from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.reuse import reusable
@@ -43,3 +44,17 @@ def test_what_trains_nothing_is_kept_with_its_group(tmp_path: Path) -> None:
     """Cut off and dropped, or failed: whatever version it was, its siblings need not be played again."""
     group = make_group(0, attempt(0, 5), attempt(1, 0, DropReason.OVERLONG), failed(2))
     assert kept(tmp_path, group, 5) == ["g000000.0", "g000000.1", "g000000.2"]
+
+
+def test_what_an_environment_measured_is_kept(tmp_path: Path) -> None:
+    """With its counts: the mean over what is reused and what is sampled then is the mean over all."""
+    pages = Metric("pages", "step", "mean", "pages", "read in a step")
+    measures = measured("step", {pages: [3, 4]})
+    group = make_group(0, replace(attempt(0, 5), metrics=measures))
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.record([group], "train", 0, write_shard(tmp_path, "shard", [group]))
+    [found] = reusable(ledger, tmp_path, LoopState(version=5), 2)[0].trajectories
+    [stored] = ledger.query("SELECT json_extract(metrics, '$.pages.value') AS pages FROM trajectories")
+    ledger.close()
+    assert stored == {"pages": 3.5}
+    assert (found.metrics + measured("step", {pages: [8]}))["pages"] == 5

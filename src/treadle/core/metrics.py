@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from treadle.core.errors import ConfigError
@@ -126,6 +126,15 @@ class Measures(Mapping[str, Any]):
     def tallies(self) -> tuple[Tally, ...]:
         """In order of first appearance."""
         return tuple(self._tallies.values())
+
+    def as_json(self) -> dict[str, dict[str, Any]]:
+        """name -> value, total, count and the declaration, as JSON has it."""
+        return {name: {"value": t.value, **asdict(t)} for name, t in self._tallies.items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Mapping[str, Any]]) -> Measures:
+        """What `as_json` told."""
+        return cls(Tally(Metric(**each["metric"]), each["total"], each["count"]) for each in data.values())
 
     def under(self, prefix: str) -> Measures:
         """The same under `prefix` + name."""

@@ -83,7 +83,7 @@ class GroupBuffer:
         oldest = version - self._max_staleness
         for index, (started, group) in list(self._ready.items()):
             fresh = without_stale(group, oldest)
-            if fresh is not group and (self._late == "drop" or not any(t.live_steps for t in fresh.trajectories)):
+            if fresh is not group and (self._late == "drop" or not _trains(fresh)):
                 del self._ready[index]
                 self._discard(group, DropReason.STALE)
             else:
@@ -98,6 +98,11 @@ class GroupBuffer:
     def trained(self) -> None:
         """What was taken last is trained, and its weights are published."""
         self._training = 0
+
+
+def _trains(group: Group) -> bool:
+    """Whether anything of it is trained. Steps of failed attempts are live, too."""
+    return any(t.live_steps for t in group.trajectories if t.trained_reward is not None)
 
 
 def without_stale(group: Group, oldest: int) -> Group:

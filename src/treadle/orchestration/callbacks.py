@@ -2,7 +2,7 @@
 
     start -> publish -> [evaluate] -> checkpoint
           -> (rollout ... -> batch -> update ... -> publish -> [evaluate] -> [checkpoint]) ...
-          -> end
+          -> [checkpoint] -> [evaluate] -> end
 
 With `orchestration.max_staleness` above 0 `rollout` comes at any time in between.
 """

@@ -319,7 +319,7 @@ def _trajectory_row(group_id: str, t: Trajectory, shard: str, split: str) -> dic
         "newest_version": t.newest_version,
         "seconds": t.seconds,
         "shard": shard,
-        "metrics": json.dumps(dict(t.metrics)),
+        "metrics": json.dumps(t.metrics.as_json()),
         "trained_reward": t.trained_reward if split == "train" else None,
         "components": json.dumps(t.components),
     }

@@ -5,6 +5,7 @@
                      +------------------ admit(version) ----------------------+
 
 After each publication, in this order: metrics, evaluation if due, checkpoint if due, then the next batch is admitted.
+At the end the checkpoint comes first: an evaluation that is cut short is made when the run is resumed.
 At `max_staleness` 0 nothing else is under way meanwhile: evaluations and checkpoints cannot change what is sampled. At
 any other, groups go on beside all of it, and the learner computes on a thread of its own.
 """
@@ -126,7 +127,7 @@ class Loop:
         self._saved = state.update if ledger.latest_checkpoint() else None  # update of the newest checkpoint on disk
         self._told: set[str] = set()
         self._name, self._total, self._finished_trajectories = "", 0, 0  # of the phase that is shown
-        self._recorder = Recorder(run.rollouts, ledger, lambda: self.state.version)
+        self._recorder = Recorder(run.rollouts, ledger, lambda: self.state.version, callbacks.rollout)
         self._record = record or self._recorder
         self._buffer = GroupBuffer(
             max_staleness=config.orchestration.max_staleness,
@@ -154,8 +155,8 @@ class Loop:
     async def _run(self) -> LoopState:
         await self.engine.publish(self.learner.weights(), self.state.version)
         self.callbacks.publish(self.state.version)
+        await self._evaluate()
         if self._saved is None:
-            await self._evaluate(final=True)
             await self._checkpoint()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -167,9 +168,10 @@ class Loop:
                 raise several.exceptions[0] from None
             raise
         await self._recorder.settled()  # nothing is recorded after the last checkpoint
-        if self._is_last and self._saved != self.state.update:  # a last checkpoint contains the last evaluation
-            await self._evaluate(final=True)
         await self._checkpoint()
+        if self._is_last and self._owed:
+            await self._evaluate()
+            await self._checkpoint()
         return self.state
 
     async def _train(self, producer: Producer) -> None:
@@ -179,8 +181,7 @@ class Loop:
                 return
             if self._is_last:
                 return
-            if self._due(self.config.evaluation.every):
-                await self._evaluate(final=False)
+            await self._evaluate()
             if self._checkpoint_due:
                 await self._checkpoint()
 
@@ -333,15 +334,20 @@ class Loop:
 
     # --- evaluation and checkpoints ------------------------------------------------------------------------------
 
-    async def _evaluate(self, final: bool) -> None:
-        """`final`: the evaluations before and after training, which may include a greedy one."""
-        if not self.held_out:
-            return
+    @property
+    def _owed(self) -> list[float]:
+        """Temperatures at which the present weights are to be evaluated and have not been yet."""
+        section, ends = self.config.evaluation, self.state.update == 0 or self._is_last
+        if not self.held_out or not (ends or self._due(section.every)):
+            return []
+        greedy = [0.0] if ends and section.greedy_too and section.temperature > 0 else []
+        made = [row["temperature"] for row in self.state.evaluations if row["update"] == self.state.update]
+        return [temperature for temperature in (section.temperature, *greedy) if temperature not in made]
+
+    async def _evaluate(self) -> None:
+        """Make the evaluations that are owed; where a stop is asked for, the run owes them when it is resumed."""
         section = self.config.evaluation
-        temperatures = [section.temperature] + (
-            [0.0] if final and section.greedy_too and section.temperature > 0 else []
-        )
-        for temperature in temperatures:
+        for temperature in self._owed:
             name = f"e{self.state.update:06d}" + ("g" if temperature == 0 else "")
             again = len(
                 self.ledger.query(
@@ -351,7 +357,7 @@ class Loop:
             if again:
                 name += f"r{again}"
             self._phase("evaluation", len(self.held_out) * section.attempts_at(temperature))
-            groups = await play_held_out(
+            playing = play_held_out(
                 self.rollouts,
                 self.held_out,
                 name=name,
@@ -361,6 +367,9 @@ class Loop:
                 config=section,
                 on_trajectory=self._advance,
             )
+            groups = await self.stop.unless_asked(playing)
+            if groups is None:
+                return
             shard = write_shard(self.run_directory.rollouts, f"evaluation-{name}", groups)
             self.ledger.record(groups, "held_out", self.state.version, shard)
             result = evaluation_result(
@@ -387,12 +396,17 @@ class Loop:
         new = self._saved != self.state.update
         if new:
             await self._beside(partial(self._save, folder / name))
-        self.ledger.commit_checkpoint(name, self.state, self._batches, finished=self._is_last)
+        self.ledger.commit_checkpoint(name, self.state, self._batches, finished=self.finished)
         self._batches.clear()
         self._saved = self.state.update
         remove_others(folder, retained(checkpoint_updates(folder), self.config, self.state.evaluations))
         if new:
             self.callbacks.checkpoint(folder / name, self.state.update)
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do: all updates are made, and the last weights are evaluated."""
+        return self._is_last and not self._owed
 
     @property
     def _is_last(self) -> bool:
@@ -434,12 +448,11 @@ class Loop:
             retries=Retries(self.config.failures),
             record=self._record,
             left_out=lambda task: self._failed_tasks.get(task.task_id, 0) >= self.config.failures.task_limit,
-            on_trajectory=self._trajectory_recorded,
+            on_trajectory=self._trajectory_finished,
         )
 
-    def _trajectory_recorded(self, trajectory: Trajectory, again: bool) -> None:
+    def _trajectory_finished(self, trajectory: Trajectory, again: bool) -> None:
         """again: another attempt takes its place, and counts instead."""
-        self.callbacks.rollout(trajectory)
         self._concurrency.note(trajectory)
         if again:
             return

@@ -141,13 +141,24 @@ class Producer:
         """Open the sessions of all missing attempts now and in order."""
         versions = [t.oldest_version for t in group.trajectories if t.oldest_version is not None]
         self._buffer.expect(group.index, min([self._version, *versions]))
-        made = {t.attempt % self._group_size for t in group.trajectories}
-        missing = [attempt for attempt in range(self._group_size) if attempt not in made]
-        addresses = [Address(self._seed, Stream.TRAIN, group.epoch, group.position, attempt) for attempt in missing]
+        addresses = [
+            Address(self._seed, Stream.TRAIN, group.epoch, group.position, attempt) for attempt in self._missing(group)
+        ]
         running = self._play(group, addresses)
         task = self._tasks.create_task(self._finish(group, list(zip(addresses, running, strict=True))))
         self._finishing.add(task)
         task.add_done_callback(partial(self._ended, running))
+
+    def _missing(self, group: Group) -> list[int]:
+        """The next attempt of each place in the group: the first, or after one on record that is made again."""
+        missing = []
+        for place in range(self._group_size):
+            made = [t for t in group.trajectories if t.attempt % self._group_size == place]
+            if not made:
+                missing.append(place)
+            elif self._retries.seconds_before(made[-1], len(made)) is not None:
+                missing.append(made[-1].attempt + self._group_size)
+        return missing
 
     def _play(self, group: Group, addresses: list[Address]) -> list[asyncio.Future[Trajectory]]:
         attempts = self._rollouts.start(group.group_id, group.task, addresses)
@@ -175,7 +186,7 @@ class Producer:
         played: list[Trajectory] = []
         while True:
             trajectory = await running
-            pause = self._retries.seconds_before(trajectory, len(played) + 1)
+            pause = self._retries.seconds_before(trajectory, address.attempt // self._group_size + 1)
             if pause is None:
                 trajectory = self._retries.final(trajectory)
             played.append(trajectory)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import Cause
+from treadle.core.metrics import Measures
 from treadle.core.types import DropReason, Failure, Group, Status, Task, Trajectory
 from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.rollout_store import read_steps
@@ -57,5 +58,6 @@ def _trajectory(row: Mapping[str, Any], task_id: str, rollouts: Path) -> Traject
         failure=Failure(Cause(cause), row["failure_message"]) if cause else None,
         warning=row["warning"],
         seconds=row["seconds"],
+        metrics=Measures.from_json(json.loads(row["metrics"])),
         dropped=DropReason.OVERLONG if row["reward"] is not None and row["trained_reward"] is None else None,
     )

@@ -272,7 +272,7 @@ async def _run_loop(
     finally:
         await engine.close()
     callbacks.raise_failure(final.update)
-    return final, final.update < config.orchestration.updates
+    return final, not loop.finished
 
 
 def _warm_start_line(report: WarmStartReport) -> str:
