@@ -179,6 +179,8 @@ class Loop:
                 return
             if self._is_last:
                 return
+            if self.config.orchestration.max_staleness:
+                producer.admit(self.state.version)  # what follows is no reason to wait
             if self._due(self.config.evaluation.every):
                 await self._evaluate(final=False)
             if self._checkpoint_due:
