@@ -167,8 +167,8 @@ class Loop:
                 raise several.exceptions[0] from None
             raise
         await self._recorder.settled()  # nothing is recorded after the last checkpoint
-        if self._is_last and self._saved != self.state.update:  # a last checkpoint contains the last evaluation
-            await self._evaluate(final=True)
+        if self._is_last and all(e["update"] != self.state.update for e in self.state.evaluations):
+            await self._evaluate(final=True)  # before the checkpoint, which contains it
         await self._checkpoint()
         return self.state
 
