@@ -236,6 +236,13 @@ def test_only_the_attempts_that_a_kept_group_lacks_are_made() -> None:
     assert batch[1].trajectories[0] is made
 
 
+def test_what_is_on_record_is_gone_on_with_though_its_task_is_left_out_by_now() -> None:
+    """Passed over, its steps would end as if they had been trained."""
+    kept = {1: Group("g000001", 1, 0, 1, make_tasks(2)[1], ())}
+    taken = batches(1, kept=kept, left_out=lambda task: task.task_id in ("t1", "t2"))
+    assert [batch for _, batch in taken] == [[0, 1, 3]]
+
+
 class Flaky(Environment):
     """Fails as often as told, over all attempts, then is right."""
 

@@ -119,13 +119,14 @@ class Producer:
             task.cancel()
 
     def _next(self) -> Group | None:
-        """The next group, none of a task that is left out; None if all are."""
+        """The next group, none of a task that is left out unless it is on record; None if there is none."""
         if self.again:
             return self._group(self.again.popleft())
         for _ in range(len(self._cursor.tasks)):
+            on_record = self.next_index in self._kept
             group = self._group(self.next_index)
             self.next_index += 1
-            if not self._left_out(group.task):
+            if on_record or not self._left_out(group.task):
                 return group
         return None
 
