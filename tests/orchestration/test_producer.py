@@ -348,6 +348,35 @@ def test_a_bug_ends_the_run_with_its_own_exception() -> None:
     assert not caught.group_contains(TimeoutError)
 
 
+async def test_whatever_ends_a_group_ends_attempts_that_were_made_again_too() -> None:
+    """One of two fails and is made again, for long; then what is told of the other one raises."""
+
+    class World(Environment):
+        made = 0
+
+        async def step(self, text: str) -> EnvStep:
+            type(self).made += 1
+            if type(self).made == 1:
+                raise TrajectoryFailure(Cause.INFRASTRUCTURE, "gone")
+            await asyncio.sleep(0.01 if type(self).made == 2 else 10)
+            return EnvStep(reward=1.0, done=True)
+
+    def told(trajectory: Trajectory, again: bool) -> None:
+        if trajectory.reward is not None:
+            raise ZeroDivisionError("a bug")
+
+    engine, policy = saying("a"), FailuresConfig(infrastructure=FailurePolicy(retries=1, backoff=0))
+    buffer, _ = make_buffer()
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.TaskGroup() as tasks:
+            making = producer(
+                buffer, tasks, engine, world=World, capacity=1, on_trajectory=told, retries=Retries(policy)
+            )
+            making.admit(0)
+    assert World.made == 3 and not engine.open
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 @pytest.mark.parametrize("ticks", range(4))
 async def test_attempts_end_with_their_producer_even_if_nobody_waits_for_them_yet(ticks: int) -> None:
     engine = saying("a")

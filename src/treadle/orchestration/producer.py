@@ -166,7 +166,14 @@ class Producer:
             attempt.cancel()  # of no effect but where the task was cancelled before it waited for them
 
     async def _finish(self, group: Group, attempts: list[tuple[Address, asyncio.Future[Trajectory]]]) -> None:
-        played = await asyncio.gather(*(self._attempt(group, *attempt) for attempt in attempts))
+        playing = [asyncio.ensure_future(self._attempt(group, *attempt)) for attempt in attempts]
+        try:
+            played = await asyncio.gather(*playing)
+        except Exception:
+            for task in playing:
+                task.cancel()
+            await asyncio.wait(playing)  # nothing is sampled any more when the run ends
+            raise
         trajectories = sorted([*group.trajectories, *itertools.chain(*played)], key=lambda t: t.attempt)
         self._buffer.put(replace(group, trajectories=tuple(trajectories)))
         self.admit(self._version)
