@@ -140,6 +140,8 @@ def test_a_dump_has_texts_and_ids(troubled: Trained, place: Place) -> None:
             assert step["prompt"] == tokenizer.decode(step["prompt_ids"])
             assert step["completion"] == tokenizer.decode(step["completion_ids"])
             assert len(step["logprobs"]) == len(step["completion_ids"]) <= 8
+    done = treadle("eval", troubled.path, "--dump", place.path)
+    assert done.status == 2 and "is a directory; name a file in it" in done.error  # before anything is played
     done = treadle("eval", troubled.path, "--dump", place.path / "no" / "such.jsonl")
     assert done.status == 2 and "is no directory; make it first" in done.error
 

@@ -89,15 +89,32 @@ def test_one_waits_for_a_group_whose_last_chance_this_is() -> None:
     buffer, _ = buffer_of(1, "wait")
     buffer.expect(0, 0)
     buffer.expect(1, 1)
-    buffer.expect(2, 1)
     buffer.put(sampled_by(1, 1))
     assert buffer.batch(1, 1) is None  # after this one, version 0 would be two versions old
     buffer.put(sampled_by(0, 0))
     assert indices(buffer.batch(1, 1)) == [0]
     buffer.trained()
-    assert buffer.batch(1, 2) is None  # now 2 is the one to wait for
-    buffer.put(sampled_by(2, 2))
-    assert indices(buffer.batch(2, 2)) == [1, 2]
+    buffer.expect(2, 2)
+    buffer.expect(3, 1)
+    assert indices(buffer.batch(1, 2)) == [1]  # 3 could be in no better batch
+
+
+def test_one_waits_for_groups_that_could_not_all_be_trained_in_time_otherwise() -> None:
+    """Two of version 0 are left for two updates: a third one must not be trained before."""
+    buffer, _ = buffer_of(2, "wait")
+    for index in range(3):
+        buffer.expect(index, 0)
+    buffer.put(sampled_by(0, 0))
+    assert indices(buffer.batch(1, 0)) == [0]
+    buffer.trained()
+    buffer.expect(3, 1)
+    buffer.put(sampled_by(3, 1))
+    assert buffer.batch(1, 1) is None
+    buffer.put(sampled_by(2, 0))
+    assert indices(buffer.batch(1, 1)) == [2]
+    buffer.trained()
+    buffer.put(sampled_by(1, 0))
+    assert [indices(buffer.batch(1, version)) for version in (2, 3)] == [[1], [3]]
 
 
 @given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=4), st.integers(0, 6))

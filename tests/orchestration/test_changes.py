@@ -164,3 +164,13 @@ def test_with_other_settings_from_an_earlier_checkpoint(tmp_path: Path) -> None:
     summary, _ = go_on(tmp_path, "orchestration.updates=3", checkpoint="step-000002")
     assert summary["updates"] == 3
     check_finished(tmp_path)
+
+
+def test_a_run_that_is_to_end_where_its_checkpoint_is_has_its_last_evaluation(tmp_path: Path) -> None:
+    start(tmp_path)
+    summary, _ = go_on(tmp_path, "orchestration.updates=2", checkpoint="step-000002")
+    assert [e["update"] for e in summary["evaluations"]] == [0, 2]
+    assert summary["held_out_success_after"] is not None
+    check_finished(tmp_path)
+    with pytest.raises(RunError, match=r"is finished \(2 updates\)"):
+        go_on(tmp_path)

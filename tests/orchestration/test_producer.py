@@ -255,6 +255,13 @@ def test_a_failed_attempt_of_a_kept_group_is_made_again_if_it_would_have_been(
     assert [t.attempt for t in asyncio.run(go()).trajectories] == attempts
 
 
+def test_what_is_on_record_is_gone_on_with_though_its_task_is_left_out_by_now() -> None:
+    """Passed over, its steps would end as if they had been trained."""
+    kept = {1: Group("g000001", 1, 0, 1, make_tasks(2)[1], ())}
+    taken = batches(1, kept=kept, left_out=lambda task: task.task_id in ("t1", "t2"))
+    assert [batch for _, batch in taken] == [[0, 1, 3]]
+
+
 class Flaky(Environment):
     """Fails as often as told, over all attempts, then is right."""
 
@@ -358,6 +365,35 @@ def test_a_bug_ends_the_run_with_its_own_exception() -> None:
         asyncio.run(go())
     assert caught.group_contains(ZeroDivisionError, match="a bug")
     assert not caught.group_contains(TimeoutError)
+
+
+async def test_whatever_ends_a_group_ends_attempts_that_were_made_again_too() -> None:
+    """One of two fails and is made again, for long; then what is told of the other one raises."""
+
+    class World(Environment):
+        made = 0
+
+        async def step(self, text: str) -> EnvStep:
+            type(self).made += 1
+            if type(self).made == 1:
+                raise TrajectoryFailure(Cause.INFRASTRUCTURE, "gone")
+            await asyncio.sleep(0.01 if type(self).made == 2 else 10)
+            return EnvStep(reward=1.0, done=True)
+
+    def told(trajectory: Trajectory, again: bool) -> None:
+        if trajectory.reward is not None:
+            raise ZeroDivisionError("a bug")
+
+    engine, policy = saying("a"), FailuresConfig(infrastructure=FailurePolicy(retries=1, backoff=0))
+    buffer, _ = make_buffer()
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.TaskGroup() as tasks:
+            making = producer(
+                buffer, tasks, engine, world=World, capacity=1, on_trajectory=told, retries=Retries(policy)
+            )
+            making.admit(0)
+    assert World.made == 3 and not engine.open
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.parametrize("ticks", range(4))

@@ -47,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
     inputs = held_out_inputs(subject.config)
     if options.dump is not None and not options.dump.parent.is_dir():
         raise ConfigError(f"--dump: {str(options.dump.parent)!r} is no directory; make it first")
+    if options.dump is not None and options.dump.is_dir():
+        raise ConfigError(f"--dump: {str(options.dump)!r} is a directory; name a file in it")
 
     from treadle.cli.live import make_progress
     from treadle.orchestration.evaluate_model import evaluate_model

@@ -22,7 +22,7 @@ class GroupBuffer:
 
     judge: why a finished group is of no use, or None. discard: told of groups that are not trained, with the reason.
     late: what becomes of steps whose oldest token is more than `max_staleness` versions old when they would be trained:
-    `mask_steps` leaves those out, `drop` the whole group, `wait` waits for a group before that can happen.
+    `mask_steps` leaves those out, `drop` the whole group, `wait` waits for groups before that can happen.
 
     Invariant: a group is in exactly one of running, ready and training; none that leaves has a live step that is stale.
     """
@@ -88,12 +88,20 @@ class GroupBuffer:
                 self._discard(group, DropReason.STALE)
             else:
                 self._ready[index] = (started, fresh)
-        waits = self._late == "wait" and any(started <= oldest for started in self._running.values())
-        if waits or len(self._ready) < size:
-            return None
         first = sorted(self._ready, key=lambda index: (self._ready[index][0], index))[:size]
+        if len(first) < size or (self._late == "wait" and self._too_early(self._ready[first[-1]][0], size, version)):
+            return None
         self._training = size
         return [self._ready.pop(index)[1] for index in sorted(first)]
+
+    def _too_early(self, newest: int, size: int, version: int) -> bool:
+        """Whether of the running groups some would be stale if a batch with one started at `newest` went first.
+
+        Those that were started later, or wait already, can be no better off; of those that were started at version s,
+        `size` at a time can be trained up to version s + max_staleness.
+        """
+        older = sorted(started for started in self._running.values() if started < newest)
+        return any(n >= (started + self._max_staleness - version) * size for n, started in enumerate(older))
 
     def trained(self) -> None:
         """What was taken last is trained, and its weights are published."""

@@ -42,7 +42,7 @@ def too_many_refused(refused: Mapping[str, str], trajectories: int, config: RunC
 def too_many_discarded(since: Since, config: RunConfig, update: int) -> str | None:
     """The reason, or None. update: that is waited for."""
     most, batch = config.orchestration.max_sampled, config.groups_per_batch
-    if not since.discarded or since.groups < most * batch:
+    if since.groups < most * batch or since.discarded.total() <= (most - 1) * batch:  # others wait for a straggler
         return None
     reasons = ", ".join(f"{count} {reason}" for reason, count in since.discarded.most_common())
     return (

@@ -181,6 +181,8 @@ class Loop:
                 return
             if self._is_last:
                 return
+            if self.config.orchestration.max_staleness:
+                producer.admit(self.state.version)  # what follows is no reason to wait
             await self._evaluate()
             if self._checkpoint_due:
                 await self._checkpoint()

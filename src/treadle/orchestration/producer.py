@@ -119,13 +119,14 @@ class Producer:
             task.cancel()
 
     def _next(self) -> Group | None:
-        """The next group, none of a task that is left out; None if all are."""
+        """The next group, none of a task that is left out unless it is on record; None if there is none."""
         if self.again:
             return self._group(self.again.popleft())
         for _ in range(len(self._cursor.tasks)):
+            on_record = self.next_index in self._kept
             group = self._group(self.next_index)
             self.next_index += 1
-            if not self._left_out(group.task):
+            if on_record or not self._left_out(group.task):
                 return group
         return None
 
@@ -176,7 +177,14 @@ class Producer:
             attempt.cancel()  # of no effect but where the task was cancelled before it waited for them
 
     async def _finish(self, group: Group, attempts: list[tuple[Address, asyncio.Future[Trajectory]]]) -> None:
-        played = await asyncio.gather(*(self._attempt(group, *attempt) for attempt in attempts))
+        playing = [asyncio.ensure_future(self._attempt(group, *attempt)) for attempt in attempts]
+        try:
+            played = await asyncio.gather(*playing)
+        except Exception:
+            for task in playing:
+                task.cancel()
+            await asyncio.wait(playing)  # nothing is sampled any more when the run ends
+            raise
         trajectories = sorted([*group.trajectories, *itertools.chain(*played)], key=lambda t: t.attempt)
         self._buffer.put(replace(group, trajectories=tuple(trajectories)))
         self.admit(self._version)

@@ -109,7 +109,7 @@ def resume_run(
         name, state = _where_to_resume(run, checkpoint)
         updates = config.orchestration.updates
         if run.summary_file.is_file() and checkpoint is None and state.update >= updates:
-            raise RunError(f"run {str(path)!r} is finished ({updates} updates); nothing to resume")
+            raise RunError(f"run {str(path)!r} is finished ({state.update} updates); nothing to resume")
         changed = changes(run.config(), config)
         check_changes(changed, state.update)
         policy = load_policy(config.model, config.seed)

@@ -1,0 +1,228 @@
+"""The loop in virtual time, with an engine and a learner that only take theirs: nothing is lost, late or stuck."""
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.worlds import Quiet, make_step, tiny, vowel_tasks
+from treadle.algorithms import estimators
+from treadle.algorithms.estimators import Advantage
+from treadle.core.draws import Stream
+from treadle.core.errors import Cause
+from treadle.core.metrics import Measures
+from treadle.core.types import Failure, Group, SamplingParams, Status, Task, Trajectory, trajectory_id
+from treadle.engines.fake import FakeEngine
+from treadle.orchestration.callbacks import Callbacks
+from treadle.orchestration.ledger import Ledger, LoopState
+from treadle.orchestration.loop import Clock, Loop
+from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.stopping import StopRequest
+from treadle.orchestration.virtual_time import VirtualLoop
+from treadle.rollout.session import Address
+from treadle.training.learner import UpdateResult
+
+UPDATES = 8
+
+
+@dataclass
+class World:
+    """How long things take, in virtual seconds, and how often they fail; what was seen of them.
+
+    spread: of the lognormal length of a step, whose median is 1. begun: when each training attempt began.
+    """
+
+    spread: float = 0.0
+    failing: float = 0.0
+    update: float = 1.0
+    held_out: float = 0.0
+    begun: list[float] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)
+    evaluating: list[float] = field(default_factory=list)
+    playing: int = 0
+
+
+class Playing:
+    def __init__(self, world: World, engine: FakeEngine) -> None:
+        self.world, self.engine, self.sampling = world, engine, SamplingParams()
+
+    def start(
+        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
+    ) -> list[asyncio.Future[Trajectory]]:
+        return [asyncio.ensure_future(self._play(trajectory_id(group_id, a.attempt), task, a)) for a in addresses]
+
+    async def _play(self, name: str, task: Task, address: Address) -> Trajectory:
+        now = asyncio.get_running_loop().time
+        played = Trajectory(name, task.task_id, address.attempt, (), 1.0, Status.DONE)
+        if address.stream is not Stream.TRAIN:
+            self.world.evaluating.append(now())
+            await asyncio.sleep(self.world.held_out)
+            return played
+        self.world.begun.append(now())
+        self.world.playing += 1
+        draws, steps = random.Random(name), []
+        try:
+            for _ in range(draws.randint(1, 3)):
+                version, seconds = self.engine.version, draws.lognormvariate(0, self.world.spread)
+                await asyncio.sleep(seconds)
+                versions = np.array([version, self.engine.version], np.int32)
+                steps.append(replace(make_step(), policy_versions=versions, seconds=seconds))
+        finally:
+            self.world.playing -= 1
+        played = replace(played, steps=tuple(steps), seconds=sum(step.seconds for step in steps))
+        if draws.random() < self.world.failing:
+            return replace(played, reward=None, status=Status.FAILED, failure=Failure(Cause.ENGINE, "gone"))
+        return replace(played, reward=float(draws.random() < 0.7))
+
+
+class Learning:
+    def __init__(self, world: World, clock: VirtualLoop) -> None:
+        self.world, self.clock, self.version = world, clock, 0
+        self.advantage: Advantage = estimators.by_name("grpo")
+
+    def weights(self) -> Mapping[str, Any]:
+        return {}
+
+    def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
+        graded = [t for group in groups for t in group.trajectories if t.reward is not None]
+        steps = [step for t in graded for step in t.live_steps]
+        self.world.staleness += [self.version - int(step.policy_versions.min()) for step in steps]
+        self.world.trained += [group.group_id for group in groups]
+        self.version += 1
+        self.clock.block(self.world.update)
+        return [UpdateResult(Measures(), {})]
+
+
+def train(world: World, *overrides: str, held_out: Sequence[Task] = ()) -> tuple[LoopState, list[dict[str, Any]]]:
+    """Run the loop to its end; the last state, and every step with its group. Raises what the loop raises."""
+    steps: list[dict[str, Any]] = []
+
+    async def go() -> LoopState:
+        clock = asyncio.get_running_loop()
+        assert isinstance(clock, VirtualLoop)
+        engine, stop = FakeEngine(lambda prompt, sampling: ()), StopRequest()
+        ledger = Ledger(Path(":memory:"))
+
+        async def record(part: Group) -> None:
+            await asyncio.sleep(0)
+            ledger.record([part], "train", engine.version, "shard")
+
+        with tempfile.TemporaryDirectory() as directory:
+            run = RunDirectory(Path(directory))
+            run.checkpoints.mkdir()
+            run.rollouts.mkdir()
+            loop = Loop(
+                config=tiny(f"orchestration.updates={UPDATES}", "training.min_group_size=1", *overrides),
+                run=run,
+                ledger=ledger,
+                learner=Learning(world, clock),
+                engine=engine,
+                rollouts=Playing(world, engine),
+                train=vowel_tasks("train", 7),
+                held_out=held_out,
+                save=lambda _: None,
+                state=LoopState(),
+                clock=Clock(),
+                progress=Quiet(),
+                stop=stop,
+                callbacks=Callbacks({}, stop),
+                record=record,
+            )
+            state = await asyncio.wait_for(loop.run(), 1e6)
+        steps.extend(
+            ledger.query(
+                "SELECT s.state, s.reason, t.reward, g.* FROM steps s JOIN trajectories t USING (trajectory_id) "
+                "JOIN groups g USING (group_id) WHERE split = 'train'"
+            )
+        )
+        ledger.close()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return state
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(go()), steps
+
+
+def test_groups_go_on_beside_an_evaluation_though_all_were_ready() -> None:
+    """Sampling takes 3 seconds at most, an update 50 and an evaluation 100."""
+    world = World(update=50, held_out=100)
+    train(world, "orchestration.max_staleness=1", "evaluation.every=1", held_out=vowel_tasks("held-out", 2))
+    evaluations = sorted(set(world.evaluating))[1:-1]
+    assert len(evaluations) == UPDATES - 1
+    for began in evaluations:
+        assert any(began <= at < began + 100 for at in world.begun)
+
+
+@settings(max_examples=20)
+@given(
+    spread=st.sampled_from([0.2, 1.0, 2.0]),
+    failing=st.sampled_from([0.0, 0.3, 0.6]),
+    update=st.sampled_from([0.1, 1.0, 5.0]),
+    staleness=st.integers(1, 4),
+    late=st.sampled_from(["wait", "wait", "mask_steps", "drop"]),
+    groups=st.integers(1, 4),
+    size=st.integers(2, 4),
+    most=st.sampled_from(["null", "1", "2", "5"]),
+    batch=st.sampled_from([1, 2, 8, 64]),
+    retries=st.sampled_from([0, 2]),
+    backoff=st.sampled_from([0.1, 20.0]),
+    sampling=st.sampled_from(["off", "filter", "replace"]),
+    every=st.sampled_from([0, 1, 3]),
+    seed=st.integers(0, 2**20),
+)
+def test_whatever_the_settings_every_step_ends_once_in_time_and_nothing_waits_for_ever(
+    spread: float,
+    failing: float,
+    update: float,
+    staleness: int,
+    late: str,
+    groups: int,
+    size: int,
+    most: str,
+    batch: int,
+    retries: int,
+    backoff: float,
+    sampling: str,
+    every: int,
+    seed: int,
+) -> None:
+    world = World(spread=spread, failing=failing, update=update, held_out=3.0)
+    state, steps = train(
+        world,
+        f"seed={seed}",
+        f"orchestration.max_staleness={staleness}",
+        f"orchestration.late={late}",
+        f"orchestration.max_concurrent_groups={most}",
+        "orchestration.max_sampled=1000",
+        "orchestration.max_failed_fraction=1",
+        f"training.tasks_per_update={groups}",
+        f"training.group_size={size}",
+        f"engine.batch={batch}",
+        f"algorithm.dynamic_sampling={sampling}",
+        f"failures.engine.retries={retries}",
+        f"failures.engine.backoff={backoff}",
+        "failures.task_limit=1000",
+        f"evaluation.every={every}",
+        held_out=vowel_tasks("held-out", 1),
+    )
+    assert state.update == UPDATES
+    assert len(world.trained) == len(set(world.trained)) == UPDATES * groups
+    assert min(world.staleness, default=0) >= 0 and max(world.staleness, default=0) <= staleness
+    assert world.playing == 0
+    for step in steps:
+        assert step["state"] in ("trained", "dropped")
+        if step["state"] == "trained":
+            assert step["group_id"] in world.trained and step["reward"] is not None
+    assert sum(step["state"] == "trained" for step in steps) == len(world.staleness)
+    if late == "wait":
+        assert not any(step["reason"] == "stale" for step in steps)
