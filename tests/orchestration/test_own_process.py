@@ -5,7 +5,6 @@ import signal
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,14 +24,13 @@ def test_the_engine_in_a_process_of_its_own_trains_the_same_weights(tmp_path: Pa
 
 
 class Striking(Quiet):
-    """After the second update the engine's process answers nothing any more, and then is killed."""
+    """From the third batch on, the engine's process answers nothing any more, and then is killed."""
 
-    def updated(self, row: Any, updates: int) -> None:
-        super().updated(row, updates)
-        if row["update"] == 2:
+    def phase(self, name: str, total: int) -> None:
+        if name == "rollout" and len(self.rows) == 2:
             [pid] = children()
             os.kill(pid, signal.SIGSTOP)
-            threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+            threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -48,5 +46,6 @@ def test_a_run_goes_on_when_its_engine_was_killed(max_staleness: int, tmp_path: 
     ]
     failed = query(path, "SELECT failure_cause AS cause FROM trajectories WHERE reward IS NULL")
     assert Counter(row["cause"] for row in failed).keys() == {"engine"}
-    assert all(row["logprob_gap_lag_0"] < 1e-4 for row in updates(path) if "logprob_gap_lag_0" in row)
+    gaps = [row["logprob_gap_lag_0"] for row in updates(path) if "logprob_gap_lag_0" in row]
+    assert max(gaps, default=0.0) < 1e-4  # versions are what they say
     assert not children() and not staged()
