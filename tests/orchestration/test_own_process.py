@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.test_engine_restart import children, staged
-from tests.orchestration.runs import check_finished, query, start, updates
+from tests.orchestration.runs import check_finished, query, start
 from tests.worlds import Quiet
 
 
@@ -46,6 +46,4 @@ def test_a_run_goes_on_when_its_engine_was_killed(max_staleness: int, tmp_path: 
     ]
     failed = query(path, "SELECT failure_cause AS cause FROM trajectories WHERE reward IS NULL")
     assert Counter(row["cause"] for row in failed).keys() == {"engine"}
-    gaps = [row["logprob_gap_lag_0"] for row in updates(path) if "logprob_gap_lag_0" in row]
-    assert max(gaps, default=0.0) < 1e-4  # versions are what they say
     assert not children() and not staged()
