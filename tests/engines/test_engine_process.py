@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import re
-import signal
 import subprocess
 import sys
 import time
@@ -351,37 +349,6 @@ async def test_cancelling_a_call_frees_its_row_and_closing_the_engine_ends_its_p
 
 
 # How it begins and ends
-
-
-async def test_a_killed_process_fails_every_call_with_its_exit_code_and_its_log(tmp_path: Path) -> None:
-    engine_log = tmp_path / "engine.log"
-    async with started(tmp_path, stop_token_ids=[]) as engine:
-        for name in "ab":
-            engine.open_session(name)
-        await engine.score(PROMPT)
-        os.kill(engine.pid, signal.SIGSTOP)
-        waves = [asyncio.create_task(engine.generate(PROMPT, sampling(), session=name)) for name in "ab"]
-        await ticks(5)
-        held = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
-        publication = asyncio.create_task(engine.publish(unique_weights(tiny()), 1))
-        pending: list[asyncio.Task[Any]] = [*waves, held, publication]
-        await ticks(5)
-        with engine_log.open("a") as log:
-            log.write("the last words\n")
-        os.kill(engine.pid, signal.SIGKILL)
-        told = re.escape(f"ended with code -9 (Killed); its log {engine_log} ends:\n") + "(.*\n)*the last words"
-        for call in pending:
-            with pytest.raises(EngineError, match=told):
-                await asyncio.wait_for(call, 30)
-        engine.open_session("c")
-        engine.close_session("a")
-        for later in (
-            engine.generate(PROMPT, sampling(), session="b"),
-            engine.score(PROMPT),
-            engine.publish({}, 2),
-        ):
-            with pytest.raises(EngineError, match=told):
-                await asyncio.wait_for(later, 30)
 
 
 async def test_a_model_that_cannot_be_served_is_refused_as_in_this_process(tmp_path: Path) -> None:

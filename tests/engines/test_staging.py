@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from treadle.core.errors import EngineError
-from treadle.engines.staging import staged
+from treadle.engines.staging import new_name, staged
 
 LEFT_BEHIND = """
 import asyncio, os, signal, torch
@@ -60,6 +60,17 @@ async def test_where_shared_memory_lacks_room_a_temporary_directory_serves(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     async with staged({"w": torch.ones(2)}) as path:
         assert path.is_relative_to(tmp_path)
+
+
+def test_directories_of_killed_processes_go_when_another_is_named(tmp_path: Path) -> None:
+    mine = new_name(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    left = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-")
+    for path in (mine, left):
+        path.mkdir()
+    assert new_name(tmp_path) != mine
+    assert list(tmp_path.iterdir()) == [mine]
 
 
 @pytest.fixture

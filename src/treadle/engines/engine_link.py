@@ -23,7 +23,8 @@ _PATIENCE = 20.0  # seconds for a process to leave by itself
 class Link:
     """A process that answers calls, and the channel to it (`engine_messages`).
 
-    ended: once the process is gone, why; from then on every call fails with that.
+    ended: once the process is gone, why; from then on every call fails with that. answered: calls that it has answered.
+    exit_code: in words, once the process is gone.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class Link:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = loop.create_future()
-        self._process, self._log, self._reader, self._writer = process, log, reader, writer
+        self.answered, self.exit_code, self.log = 0, "", log
+        self._process, self._reader, self._writer = process, reader, writer
         self._outbox = Outbox(writer)
         self._numbers = count()
         self._calls: dict[int, asyncio.Future[Message]] = {}
@@ -50,16 +52,21 @@ class Link:
         """
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        return cls(process, log, *await asyncio.open_unix_connection(sock=ours, limit=LONGEST_LINE))
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LONGEST_LINE)
+            try:  # nothing is waited for from here on: whoever is cancelled leaves no process
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except OSError:
+                writer.transport.abort()
+                raise
+        return cls(process, log, reader, writer)
 
     @property
     def pid(self) -> int:
@@ -84,8 +91,8 @@ class Link:
 
     def tail(self) -> str:
         """The end of the log, introduced."""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return f"its log {self._log} ends:\n" + "\n".join(lines[-_TAIL:])
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return f"its log {self.log} ends:\n" + "\n".join(lines[-_TAIL:])
 
     async def close(self, why: str) -> None:
         """End the process; what still waits for an answer fails with `why`. Idempotent."""
@@ -105,9 +112,11 @@ class Link:
                     self._take(message)
         code = await self._reap()
         name = f" ({signal.strsignal(-code)})" if code < 0 else ""
-        self._end(f"the engine's process ended with code {code}{name}; {self.tail()}")
+        self.exit_code = f"code {code}{name}"
+        self._end(f"the engine's process ended with {self.exit_code}; {self.tail()}")
 
     def _take(self, message: Message) -> None:
+        self.answered += 1
         answer = self._calls.get(message["call"])
         if answer is None or answer.done():  # cancelled
             return

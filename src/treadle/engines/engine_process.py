@@ -4,13 +4,15 @@ one another's thread.
     open / close / generate -> held -> wave --(channel)--> engine_child -> TorchEngine -> answers
     publish -> staging, a file in shared memory ----------^
 
-What it samples is what the same engine in this process would sample, bit for bit.
+If that process ends, another one takes its place, with the weights that were published last: their file stays until
+others are published. What it samples is what the same engine in this process would sample, bit for bit.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -42,15 +44,16 @@ async def start_engine(
     in_flight: InFlight = "keep",
     routing: bool = False,
     timeout: float = 600.0,
+    say: Callable[[str], None] = lambda line: None,
+    on_close: Callable[[], None] = lambda: None,
 ) -> ProcessEngine:
-    """A `ProcessEngine` that has loaded `model`, a directory with model and tokenizer, which it needs no longer.
+    """A `ProcessEngine` that has loaded `model`, a directory with model and tokenizer, which it needs until `on_close`.
 
     It computes with as many threads as this process does now, and deterministically if this process does. The options
-    are `TorchEngine`'s. log: where the process writes. timeout: seconds it may take to start.
-    Raises EngineError, with the end of the log, if it does not get there.
+    are `TorchEngine`'s. log: where the process writes. timeout: seconds it may take to start. say: told when it ended
+    and was started again. Raises EngineError, with the end of the log, if it does not get there.
     """
-    link = await Link.start(_CHILD, log)
-    order: Message = {
+    load: Message = {
         "do": "load",
         "model": str(model.absolute()),
         "dtype": dtype,
@@ -64,16 +67,29 @@ async def start_engine(
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
+    start = partial(_start, log, timeout)
+    try:
+        link, [facts] = await start([load])
+    except BaseException:
+        on_close()
+        raise
+    limits = Limits(facts["vocabulary"], facts["context"])
+    return ProcessEngine(link, limits, lock_step, start=start, load=load, say=say, on_close=on_close)
+
+
+async def _start(log: Path, timeout: float, orders: Sequence[Message]) -> tuple[Link, list[Message]]:
+    """A process that has carried out these orders, and its answers."""
+    link = await Link.start(_CHILD, log)
     try:
         async with asyncio.timeout(timeout):
-            answer = await link.call(order)
+            answers = [await link.call(order) for order in orders]
     except TimeoutError as error:
         await link.close(_CLOSED)
         raise EngineError(f"the engine's process did not start within {timeout:g} s; {link.tail()}") from error
     except BaseException:
         await link.close(_CLOSED)
         raise
-    return ProcessEngine(link, Limits(answer["vocabulary"], answer["context"]), lock_step)
+    return link, answers
 
 
 class ProcessEngine:
@@ -82,17 +98,33 @@ class ProcessEngine:
     In lock-step, what makes a wave is decided here, by TorchEngine's rule and as many turns of the event loop after the
     call that completes it: over there it would depend on when messages arrive. The other engine is told of calls and
     sessions a wave at a time, and then has every open session waiting.
-    If the process ends, every call fails with an EngineError that holds its exit code and the end of its log.
+    If the process ends, calls that it was told of fail with an EngineError that holds its exit code and the end of its
+    log; a publication, and others, wait for the next process, which has the same sessions and the weights that were
+    published last. One that does not start, or ends before it has answered a call, has none after it: every call fails.
     """
 
-    def __init__(self, link: Link, limits: Limits, lock_step: bool) -> None:
-        self._link, self.limits, self._lock_step = link, limits, lock_step
-        self._sessions: set[str] = set()
+    def __init__(
+        self,
+        link: Link,
+        limits: Limits,
+        lock_step: bool,
+        *,
+        start: Callable[[Sequence[Message]], Awaitable[tuple[Link, list[Message]]]],
+        load: Message,
+        say: Callable[[str], None],
+        on_close: Callable[[], None],
+    ) -> None:
+        self.limits, self._lock_step = limits, lock_step
+        self._begin, self._tell, self._on_close = start, say, on_close
+        self._orders = [load]  # then the publication that succeeded last: what the next process begins with
+        self._kept = AsyncExitStack()  # has the file of that publication
+        self._over: str | None = None  # why nothing is served any more
+        self._sessions: dict[str, None] = {}  # in the order of opening
         self._held: list[tuple[Message, asyncio.Future[Message] | None]] = []  # not yet said, in order
         self._waiting: dict[asyncio.Future[Message], str] = {}  # calls among them, and whose
         self._driver: asyncio.Task[None] | None = None
         self._publication = asyncio.Lock()
-        link.ended.add_done_callback(lambda ended: self._fail_waiting(ended.result()))
+        self._adopt(link, 0)
 
     @property
     def pid(self) -> int:
@@ -103,14 +135,14 @@ class ProcessEngine:
         """Announce a session; in lock-step no wave starts before it waits or closes."""
         if session in self._sessions:
             raise EngineError(f"session {session!r} is open already")
-        self._sessions.add(session)
-        self._say({"do": "open", "session": session})
+        self._sessions[session] = None
+        self._say(_opening(session))
 
     def close_session(self, session: str) -> None:
         """Forget a session and its cache; a wave may be waiting for this. Its calls that wait fail, others end."""
         if session not in self._sessions:
             return
-        self._sessions.remove(session)
+        del self._sessions[session]
         self._fail_waiting(f"session {session!r} was closed while its call waited", session)
         self._say({"do": "close", "session": session})
 
@@ -129,12 +161,12 @@ class ProcessEngine:
             "sampling": sampling_message(sampling),
             "salt": cache_salt,
         }
-        answer = await (self._in_a_wave(message) if self._lock_step else self._link.call(message))
+        answer = await (self._in_a_wave(message) if self._lock_step else self._call(message))
         return completion_of(answer["completion"])
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
         """Log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1]. Raises EngineError."""
-        answer = await self._link.call({"do": "score", "ids": np.asarray(ids).tolist(), "temperature": temperature})
+        answer = await self._call({"do": "score", "ids": np.asarray(ids).tolist(), "temperature": temperature})
         return np.array(answer["logprobs"], np.float32)
 
     async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -145,20 +177,77 @@ class ProcessEngine:
         """
         self._check_open()
         try:
-            async with self._publication, staged(weights) as path:
-                await self._link.call({"do": "publish", "path": str(path), "version": version})
+            async with self._publication, AsyncExitStack() as stack:
+                path = await stack.enter_async_context(staged(weights))
+                publication: Message = {"do": "publish", "path": str(path), "version": version}
+                await self._call(publication, again=True)
+                self._orders[1:] = [publication]
+                await self._kept.aclose()
+                self._kept = stack.pop_all()
         finally:
             self._start()
 
     async def close(self) -> None:
         """End the process; calls that wait or run fail. Idempotent."""
+        self._over = self._over or _CLOSED
+        self._successor.cancel()
+        await asyncio.wait([self._successor])
         await self._link.close(_CLOSED)
+        self._fail_waiting(self._over)
         if self._driver is not None:
             await asyncio.wait([self._driver])
+        async with self._publication:
+            await self._kept.aclose()
+        self._on_close()
 
     def _check_open(self) -> None:
-        if self._link.ended.done():
-            raise EngineError(self._link.ended.result())
+        if self._over is not None:
+            raise EngineError(self._over)
+
+    async def _call(self, message: Message, again: bool = False) -> Message:
+        """again: if the process ends amid it, have the next one do it."""
+        if self._link.ended.done() and self._over is None:
+            await asyncio.wait([self._successor])
+        self._check_open()
+        link = self._link
+        try:
+            return await link.call(message)
+        except EngineError:
+            if not (again and link.ended.done()):
+                raise
+        return await self._call(message)
+
+    # --- its process, and the next one ---------------------------------------------------------------------------
+
+    def _adopt(self, link: Link, answered: int) -> None:
+        self._link = link
+        self._successor = asyncio.get_running_loop().create_task(self._succeed(answered))
+
+    async def _succeed(self, answered: int) -> None:
+        """Once the process has ended, put another one in its place, unless it has only `answered` calls."""
+        link = self._link
+        await asyncio.wait([link.ended])
+        await link.close(_CLOSED)  # this end of the channel
+        try:
+            if link.answered == answered:
+                raise EngineError(link.ended.result())
+            self._note(f"the engine's process ended with {link.exit_code}, see {link.log}; starting it again")
+            successor, _ = await self._begin(self._orders)
+        except (EngineError, OSError) as error:
+            self._over = f"the engine's process was started again in vain: {error}"
+            self._fail_waiting(self._over)
+            return
+        for session in self._sessions:
+            successor.post(_opening(session))
+        self._held = [(message, answer) for message, answer in self._held if answer is not None]
+        self._adopt(successor, successor.answered)
+        self._start()
+        self._note("the engine's process was started again")
+
+    def _note(self, line: str) -> None:
+        with suppress(OSError), self._link.log.open("a", encoding="utf-8") as log:  # a full disk
+            log.write(f"{line}\n")
+        self._tell(line)
 
     # --- lock-step -----------------------------------------------------------------------------------------------
 
@@ -195,7 +284,7 @@ class ProcessEngine:
     def _everybody_waits(self) -> bool:
         if self._publication.locked() or not self._waiting or len(self._waiting) < len(self._sessions):
             return False
-        return set(self._waiting.values()) == self._sessions
+        return not self._link.ended.done() and set(self._waiting.values()) == self._sessions.keys()
 
     def _send_wave(self) -> list[asyncio.Future[Message]]:
         """Say what was held; the calls in it, whose answers are passed on as they come."""
@@ -215,6 +304,10 @@ class ProcessEngine:
             del self._waiting[answer]
             if not answer.done():
                 answer.set_exception(EngineError(reason))
+
+
+def _opening(session: str) -> Message:
+    return {"do": "open", "session": session}
 
 
 def _pass_on(answer: asyncio.Future[Message], call: asyncio.Future[Message]) -> None:

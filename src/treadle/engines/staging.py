@@ -27,13 +27,17 @@ async def staged(weights: Mapping[str, Tensor]) -> AsyncIterator[Path]:
 
     It lies in a directory of its own, so that nothing is left of a file that was not finished. Raises EngineError.
     """
-    folder = _folder(sum(tensor.numel() * tensor.element_size() for tensor in weights.values()))
-    _remove_orphans(folder)
-    directory = folder / f"{_PREFIX}{os.getpid()}-{uuid4().hex}"
+    directory = new_name(_folder(sum(tensor.numel() * tensor.element_size() for tensor in weights.values())))
     try:
         yield await asyncio.to_thread(_write, directory, weights)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def new_name(folder: Path) -> Path:
+    """Of a directory there for as long as this process lives; those of killed processes are removed."""
+    _remove_orphans(folder)
+    return folder / f"{_PREFIX}{os.getpid()}-{uuid4().hex}"
 
 
 def _folder(size: int) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from treadle.core.engine import Engine
 from treadle.core.errors import ConfigError
 from treadle.engines.config import EngineConfig
 from treadle.engines.engine_process import start_engine
+from treadle.engines.staging import new_name
 from treadle.engines.vllm.launch import find_python
 from treadle.engines.weights import unique_weights
 from treadle.orchestration.policy import Policy, exact_logprobs
@@ -27,25 +30,37 @@ def check_engine_config(config: EngineConfig) -> None:
         find_python(config.vllm.python)
 
 
-async def open_engine(config: EngineConfig, policy: Policy, logs: Path | None = None, routing: bool = False) -> Engine:
+async def open_engine(
+    config: EngineConfig,
+    policy: Policy,
+    logs: Path | None = None,
+    routing: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Engine:
     """An engine with the policy's present weights, or with any if its servers run already: publish before it samples.
 
     logs: where other processes write theirs; default: a temporary directory, which stays. routing: kind torch tells
-    which experts are chosen; with others, a run refuses it. Raises ConfigError or EngineError.
+    which experts are chosen; with others, a run refuses it. say: told of an own process that was started again.
+    Raises ConfigError or EngineError.
     """
     if config.kind == "torch" and not config.own_process:
         return policy.engine(config, routing)
     logs = logs or Path(tempfile.mkdtemp(prefix="treadle-logs-"))
     return await (
-        _own_process(config, policy, logs, routing) if config.kind == "torch" else _vllm(config, policy, logs)
+        _own_process(config, policy, logs, routing, say) if config.kind == "torch" else _vllm(config, policy, logs)
     )
 
 
-async def _own_process(config: EngineConfig, policy: Policy, logs: Path, routing: bool) -> Engine:
-    with tempfile.TemporaryDirectory(prefix="treadle-model-") as model:
-        write_model(Path(model), policy.model, policy.tokenizer_path)
+async def _own_process(
+    config: EngineConfig, policy: Policy, logs: Path, routing: bool, say: Callable[[str], None]
+) -> Engine:
+    with ExitStack() as cleanup:
+        model = new_name(Path(tempfile.gettempdir()))
+        model.mkdir(mode=0o700)
+        cleanup.callback(shutil.rmtree, model, ignore_errors=True)
+        write_model(model, policy.model, policy.tokenizer_path)
         return await start_engine(
-            Path(model),
+            model,
             stop_token_ids=policy.stop_token_ids,
             log=logs / "engine.log",
             max_batch=config.batch,
@@ -53,6 +68,8 @@ async def _own_process(config: EngineConfig, policy: Policy, logs: Path, routing
             lock_step=config.lock_step is not False,
             in_flight=config.in_flight,
             routing=routing,
+            say=say,
+            on_close=cleanup.pop_all().close,
         )
 
 

@@ -244,7 +244,9 @@ async def _run_loop(
     kept: dict[int, Group],
 ) -> tuple[LoopState, bool]:
     """Returns the final state and whether the run was asked to stop before its end."""
-    engine = await open_engine(config.engine_in_training, policy, run.path, config.training.routing_replay)
+    engine = await open_engine(
+        config.engine_in_training, policy, run.path, config.training.routing_replay, progress.say
+    )
     try:
         async with open_rollouts(
             engine, policy.renderer, inputs.environments, inputs.agents, config.rollout, config.rewards

@@ -1,0 +1,243 @@
+"""An engine's process that dies has a successor: the same sessions, the weights that were published last, no calls lost
+but those that the dead one was told of."""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.engines.test_engine_process import (
+    PROMPT,
+    bits,
+    is_running,
+    refused,
+    sampling,
+    started,
+    ticks,
+)
+from tests.models import tiny
+from treadle.core.engine import Engine, VersionSpan
+from treadle.core.errors import EngineError
+from treadle.engines.engine_process import ProcessEngine
+from treadle.engines.torch_engine import TorchEngine
+from treadle.engines.weights import unique_weights
+
+AGAIN = "the engine's process was started again"
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def children() -> list[int]:
+    """Processes of engines that this one has started and that run."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return [pid for pid in found if is_running(pid) and b"engine_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def staged() -> list[Path]:
+    """What lies about for processes of engines, of this process."""
+    folders = Path("/dev/shm"), Path(tempfile.gettempdir())
+    return [path for folder in folders for path in folder.glob(f"treadle_weights-*-{os.getpid()}-*")]
+
+
+@dataclass(frozen=True)
+class Mortal:
+    """An engine that can be killed, and what was said about that."""
+
+    engine: ProcessEngine
+    lock_step: bool
+    log: Path
+    said: list[str]
+
+    async def kill(self, number: int = signal.SIGKILL) -> None:
+        """Leaves when the death has been noticed."""
+        said, pid = len(self.said), self.engine.pid
+        os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)
+        while len(self.said) == said:
+            await asyncio.sleep(0.01)
+        assert not is_running(pid)
+
+    async def started_again(self) -> None:
+        while not self.said or self.said[-1] != AGAIN:
+            await asyncio.sleep(0.01)
+
+    async def sampled(self, *sessions: str) -> list[tuple[Any, ...]]:
+        return await sampled(self.engine, *sessions)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[True, False], ids=["lock_step", "continuous"])
+async def mortal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mortal]:
+    """One for several tests, because each start takes seconds. They close their sessions; the last one ends it."""
+    folder, said = tmp_path_factory.mktemp("engine"), list[str]()
+    async with started(folder, lock_step=request.param, say=said.append) as engine:
+        yield Mortal(engine, request.param, folder / "engine.log", said)
+    assert not children() and not staged()
+
+
+async def sampled(engine: Engine, *sessions: str) -> list[tuple[Any, ...]]:
+    """What a call of each session is answered, made at once."""
+    calls = [engine.generate(PROMPT + n, sampling(n), session=name) for n, name in enumerate(sessions)]
+    return bits(await asyncio.wait_for(asyncio.gather(*calls), 60))
+
+
+async def expected(seed: int, version: int, *sessions: str) -> list[tuple[Any, ...]]:
+    """The same from an engine that never did anything else."""
+    engine = TorchEngine(tiny(seed=seed), stop_token_ids=[0], lock_step=True, own_thread=False)
+    await engine.publish(unique_weights(tiny(seed=seed)), version)
+    for name in sessions:
+        engine.open_session(name)
+    answers = await sampled(engine, *sessions)
+    await engine.close()
+    return answers
+
+
+async def test_killed_between_calls_it_goes_on_with_what_was_published_last(mortal: Mortal) -> None:
+    engine = mortal.engine
+    for name in "cab":
+        engine.open_session(name)
+    await mortal.sampled(*"cab")
+    await engine.publish(unique_weights(tiny(seed=3)), 6)
+    await engine.publish(unique_weights(tiny(seed=4)), 7)
+    assert "weights" in await refused(engine.publish({}, 8))
+    assert len(staged()) == 1
+    mortal.said.clear()
+    await mortal.kill()
+    assert mortal.said == [f"the engine's process ended with code -9 (Killed), see {mortal.log}; starting it again"]
+    engine.close_session("a")
+    engine.open_session("d")
+    answers, right = await mortal.sampled(*"cbd"), await expected(4, 7, *"cbd")
+    assert [spans for *_, spans in answers] == [(VersionSpan(7, 0, len(ids)),) for ids, *_ in answers]
+    # called one by one, they may begin one by one
+    assert answers == right if mortal.lock_step else [a[0] for a in answers] == [a[0] for a in right]
+    assert mortal.said[1:] == [AGAIN] and all(line in mortal.log.read_text() for line in mortal.said)
+    assert children() == [engine.pid]
+    with pytest.raises(EngineError, match="'a' is not open"):
+        await engine.generate(PROMPT, sampling(), session="a")
+    for name in "cbd":
+        engine.close_session(name)
+
+
+async def test_killed_amid_calls_it_fails_those_and_no_others(mortal: Mortal) -> None:
+    engine = mortal.engine
+    for name in "ab":
+        engine.open_session(name)
+    await engine.publish(unique_weights(tiny(seed=3)), 7)
+    os.kill(engine.pid, signal.SIGSTOP)
+    amid = [asyncio.create_task(engine.generate(PROMPT, sampling(), session=name)) for name in "ab"]
+    await ticks(5)
+    with mortal.log.open("a") as log:
+        log.write("the last words\n")
+    later = asyncio.create_task(mortal.sampled("a")) if mortal.lock_step else None
+    await mortal.kill()
+    told = re.escape(f"ended with code -9 (Killed); its log {mortal.log} ends:\n") + "(.*\n)*the last words"
+    for call in amid:
+        with pytest.raises(EngineError, match=told):
+            await call
+    engine.close_session("b")
+    if later is None:  # without waves, it would have been told of this one too
+        later = asyncio.create_task(mortal.sampled("a"))
+    assert await later == await expected(3, 7, "a")
+    engine.close_session("a")
+
+
+async def test_killed_amid_a_publication_the_next_process_has_it(mortal: Mortal) -> None:
+    engine = mortal.engine
+    engine.open_session("a")
+    await engine.publish(unique_weights(tiny(seed=3)), 7)
+    os.kill(engine.pid, signal.SIGSTOP)
+    publication = asyncio.create_task(engine.publish(unique_weights(tiny(seed=4)), 8))
+    while sum((path / "weights.safetensors").exists() for path in staged()) < 2:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert not publication.done()
+    await mortal.kill()
+    waits = asyncio.create_task(mortal.sampled("a"))
+    await asyncio.wait_for(publication, 60)
+    assert len(staged()) == 1
+    # in lock-step no wave starts before the publication; without, this one may have been quicker
+    version = 8 if mortal.lock_step else (await waits)[0][3][0].version
+    assert await waits == await expected(4 if version == 8 else 3, version, "a")
+    await mortal.kill()
+    await asyncio.wait_for(engine.publish(unique_weights(tiny(seed=5)), 9), 60)  # after version 8 was told again
+    assert len(staged()) == 1
+    assert await mortal.sampled("a") == await expected(5, 9, "a")
+    engine.close_session("a")
+
+
+async def test_a_process_that_ends_again_before_it_answers_has_no_successor(mortal: Mortal) -> None:
+    engine = mortal.engine
+    for name in "ab":
+        engine.open_session(name)
+    mortal.said.clear()
+    await mortal.kill()
+    await mortal.started_again()
+    os.kill(engine.pid, signal.SIGSTOP)
+    waits = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
+    publication = asyncio.create_task(engine.publish(unique_weights(tiny()), 2))
+    await asyncio.sleep(0.1)
+    os.kill(engine.pid, signal.SIGSEGV)
+    os.kill(engine.pid, signal.SIGCONT)
+    told = r"ended with code -11 \(Segmentation fault\); its log .*engine\.log ends:\n"
+    for call in (waits, publication):
+        with pytest.raises(EngineError, match=told):
+            await asyncio.wait_for(call, 30)
+    await nothing_works(engine, "was started again in vain: the engine's process " + told)
+    assert len(mortal.said) == 2
+
+
+async def nothing_works(engine: ProcessEngine, told: str) -> None:
+    engine.open_session("later")
+    for call in (
+        engine.generate(PROMPT, sampling(), session="a"),
+        engine.score(PROMPT),
+        engine.publish(unique_weights(tiny()), 2),
+    ):
+        with pytest.raises(EngineError, match=told):
+            await asyncio.wait_for(call, 30)
+    assert not is_running(engine.pid)
+
+
+async def test_a_process_that_cannot_be_started_again_fails_every_call(tmp_path: Path) -> None:
+    before = children()
+    async with started(tmp_path) as engine:
+        for name in "ab":
+            engine.open_session(name)
+        waits = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
+        await ticks(5)
+        shutil.rmtree(tmp_path / "model")
+        os.kill(engine.pid, signal.SIGKILL)
+        told = r"was started again in vain: the engine's process ended with code 1; its log .*\n(.*\n)*.*model"
+        with pytest.raises(EngineError, match=told):
+            await asyncio.wait_for(waits, 60)
+        await nothing_works(engine, told)
+        assert children() == before
+
+
+async def test_closing_it_while_its_process_is_started_again(tmp_path: Path) -> None:
+    said, closed, before = list[str](), list[bool](), (children(), staged())
+    async with started(tmp_path, say=said.append, on_close=lambda: closed.append(True)) as engine:
+        engine.open_session("a")
+        await engine.publish(unique_weights(tiny(seed=3)), 1)
+        os.kill(engine.pid, signal.SIGKILL)
+        while not said or children() == before[0]:
+            await asyncio.sleep(0.01)
+        waits = [
+            asyncio.create_task(engine.generate(PROMPT, sampling(), session="a")),
+            asyncio.create_task(engine.score(PROMPT)),
+            asyncio.create_task(engine.publish(unique_weights(tiny()), 2)),
+        ]
+        await ticks(5)
+        await engine.close()
+        assert [await refused(call) for call in waits] == ["the engine was closed"] * 3
+        assert (children(), staged()) == before and closed
+    assert len(said) == 1
