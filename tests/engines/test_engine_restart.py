@@ -241,3 +241,16 @@ async def test_closing_it_while_its_process_is_started_again(tmp_path: Path) -> 
         assert [await refused(call) for call in waits] == ["the engine was closed"] * 3
         assert (children(), staged()) == before and closed
     assert len(said) == 1
+
+
+@pytest.mark.slow
+async def test_a_process_that_hangs_does_not_keep_a_publication_waiting(tmp_path: Path) -> None:
+    async with started(tmp_path, timeout=30) as engine:
+        os.kill(engine.pid, signal.SIGSTOP)
+        told = r"the engine's process did not take new weights within 30 s; its log .*engine\.log ends:\n"
+        with pytest.raises(EngineError, match=told):
+            await asyncio.wait_for(engine.publish(unique_weights(tiny()), 1), 60)
+        os.kill(engine.pid, signal.SIGCONT)
+        engine.open_session("a")
+        answer = await asyncio.wait_for(engine.generate(PROMPT, sampling(), session="a"), 60)
+        assert len(answer.token_ids)

@@ -11,10 +11,11 @@ others are published. What it samples is what the same engine in this process wo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,8 +51,8 @@ async def start_engine(
     """A `ProcessEngine` that has loaded `model`, a directory with model and tokenizer, which it needs until `on_close`.
 
     It computes with as many threads as this process does now, and deterministically if this process does. The options
-    are `TorchEngine`'s. log: where the process writes. timeout: seconds it may take to start. say: told when it ended
-    and was started again. Raises EngineError, with the end of the log, if it does not get there.
+    are `TorchEngine`'s. log: where the process writes. timeout: seconds it may take to start, or to take new weights.
+    say: told when it ended and was started again. Raises EngineError, with the end of the log, if it does not start.
     """
     load: Message = {
         "do": "load",
@@ -74,7 +75,7 @@ async def start_engine(
         on_close()
         raise
     limits = Limits(facts["vocabulary"], facts["context"])
-    return ProcessEngine(link, limits, lock_step, start=start, load=load, say=say, on_close=on_close)
+    return ProcessEngine(link, limits, lock_step, start=start, load=load, timeout=timeout, say=say, on_close=on_close)
 
 
 async def _start(log: Path, timeout: float, orders: Sequence[Message]) -> tuple[Link, list[Message]]:
@@ -111,11 +112,12 @@ class ProcessEngine:
         *,
         start: Callable[[Sequence[Message]], Awaitable[tuple[Link, list[Message]]]],
         load: Message,
+        timeout: float,
         say: Callable[[str], None],
         on_close: Callable[[], None],
     ) -> None:
         self.limits, self._lock_step = limits, lock_step
-        self._begin, self._tell, self._on_close = start, say, on_close
+        self._begin, self._timeout, self._tell, self._on_close = start, timeout, say, on_close
         self._orders = [load]  # then the publication that succeeded last: what the next process begins with
         self._kept = AsyncExitStack()  # has the file of that publication
         self._over: str | None = None  # why nothing is served any more
@@ -180,7 +182,7 @@ class ProcessEngine:
             async with self._publication, AsyncExitStack() as stack:
                 path = await stack.enter_async_context(staged(weights))
                 publication: Message = {"do": "publish", "path": str(path), "version": version}
-                await self._call(publication, again=True)
+                await self._in_time(self._call(publication, again=True))
                 self._orders[1:] = [publication]
                 await self._kept.aclose()
                 self._kept = stack.pop_all()
@@ -216,6 +218,14 @@ class ProcessEngine:
             if not (again and link.ended.done()):
                 raise
         return await self._call(message)
+
+    async def _in_time(self, publication: Coroutine[Any, Any, Message]) -> None:
+        try:
+            async with asyncio.timeout(self._timeout):
+                await publication
+        except TimeoutError as error:
+            what = f"the engine's process did not take new weights within {self._timeout:g} s"
+            raise EngineError(f"{what}; {self._link.tail()}") from error
 
     # --- its process, and the next one ---------------------------------------------------------------------------
 
