@@ -37,6 +37,16 @@ COMPLETION_TOKENS_MAX = Metric("completion_tokens_max", "trajectory", "max", "to
 PROMPT_TOKENS_MEAN = Metric(
     "prompt_tokens_mean", "trajectory", "mean", "tokens", "prompts as sent: what three steps share counts three times"
 )
+TRAJECTORY_SECONDS = Metric(
+    "trajectory_seconds_mean", "trajectory", "mean", "seconds", "from its first to its last moment"
+)
+ENGINE_SHARE = Metric(
+    "engine_share",
+    "trajectory",
+    "mean",
+    "share",
+    "of those seconds with a call in the engine; calls side by side add up",
+)
 LAST_STOP = Metric("last_stop_*", "trajectory", "mean", "share", "why the last completion ended, if there is any step")
 STALENESS_MEAN = Metric(
     "staleness_mean", "trajectory", "mean", "versions", "learner's version less the oldest that sampled a token"
@@ -165,6 +175,8 @@ def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str 
         PROMPT_TOKENS_MEAN: [sum(len(step.prompt_ids) for step in t.live_steps) for t in graded],
         STALENESS_MEAN: staleness,
         STALENESS_MAX: staleness,
+        TRAJECTORY_SECONDS: [t.seconds for t in graded],
+        ENGINE_SHARE: [math.fsum(s.seconds for s in t.steps) / t.seconds for t in graded if t.seconds > 0],
         **shares(LAST_STOP, StopReason, last),
     }
     return measured("trajectory", values)
