@@ -36,7 +36,7 @@ class FailuresConfig(Config):
     infrastructure: FailurePolicy = Field(_AGAIN, description="a machine, container or network failed")
     timeout: FailurePolicy = Field(FailurePolicy(), description="something took too long")
     context: FailurePolicy = Field(FailurePolicy(), description="the first prompt was too long")
-    retry_share: float = Field(0.5, ge=0, description="most retries of a run, as a share of all first attempts so far")
+    retry_share: float = Field(1.0, ge=0, description="most retries of a run, as a share of all first attempts so far")
     task_limit: int = Field(
         3, ge=1, description="groups in a row with too few graded attempts before their task is left out"
     )
