@@ -44,7 +44,7 @@ _SIZES = {
     "steps": (int, "steps of a trajectory (default: 8)"),
     "training": (float, "seconds of an update (default: 45)"),
     "publication": (float, "seconds until the engine has new weights (default: 2)"),
-    "engine_capacity": (int, "trajectories that the engine samples at a time (default: 64)"),
+    "engine_capacity": (int, "steps that the engine samples at a time, each of another trajectory (default: 64)"),
     "tasks_per_update": (int, "groups of an update (default: 8)"),
     "group_size": (int, "trajectories of a group (default: 8)"),
     "updates": (int, "updates (default: 60)"),

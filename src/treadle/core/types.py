@@ -371,6 +371,11 @@ class Trajectory:
         return sum(len(step.completion_ids) for step in self.live_steps)
 
     @property
+    def engine_seconds(self) -> float:
+        """Spent in engine calls; those side by side add up."""
+        return math.fsum(step.seconds for step in self.steps)
+
+    @property
     def oldest_version(self) -> int | None:
         """The oldest policy version that sampled any of the tokens that count; None without tokens."""
         return min((int(versions.min()) for versions in self._versions()), default=None)

@@ -27,7 +27,7 @@ class Concurrency:
     def note(self, trajectory: Trajectory) -> None:
         """It has finished. The longer it took, the more it counts: the more often it is found running."""
         kept = 1 - 1 / _MEMORY
-        self._in_engine = kept * self._in_engine + math.fsum(step.seconds for step in trajectory.steps)
+        self._in_engine = kept * self._in_engine + trajectory.engine_seconds
         self._seconds = kept * self._seconds + trajectory.seconds
 
     @property

@@ -176,7 +176,7 @@ def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str 
         STALENESS_MEAN: staleness,
         STALENESS_MAX: staleness,
         TRAJECTORY_SECONDS: [t.seconds for t in graded],
-        ENGINE_SHARE: [math.fsum(s.seconds for s in t.steps) / t.seconds for t in graded if t.seconds > 0],
+        ENGINE_SHARE: [t.engine_seconds / t.seconds for t in graded if t.seconds > 0],
         **shares(LAST_STOP, StopReason, last),
     }
     return measured("trajectory", values)

@@ -222,7 +222,8 @@ def _roll_back(
     reason = DropReason.ROLLED_BACK if staleness else DropReason.RESAMPLED
     dropped = ledger.roll_back(state, reason, [group.group_id for group in kept.values()])
     run.roll_back_metrics(state.update)
-    progress.say(f"{dropped} steps recorded after that checkpoint are dropped as {reason}")
+    if dropped:
+        progress.say(f"{dropped} steps recorded after that checkpoint are dropped as {reason}")
     if staleness:
         trajectories = [t for group in kept.values() for t in group.trajectories]
         steps = sum(len(t.steps) for t in trajectories)

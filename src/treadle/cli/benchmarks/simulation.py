@@ -105,7 +105,7 @@ class Seen:
 
     seconds, groups: of each finished trajectory, by its id, what it took and the index of its group; trained: how many
     of its steps. staleness: of every trained step, in order. published: when each update's weights were in use, and the
-    trajectories x seconds that the engine had sampled by then. outstanding: indices of groups that were under way at
+    steps x seconds that the engine had sampled by then. outstanding: indices of groups that were under way at
     the end.
     """
 
@@ -182,7 +182,7 @@ def _config(world: World, way: Way) -> RunConfig:
 
 
 class _Engine(FakeEngine):
-    """Places for trajectories, and how much they were used."""
+    """Places for steps, and how much they were used."""
 
     def __init__(self, world: World, seen: Seen) -> None:
         super().__init__(lambda prompt, sampling: ())
@@ -197,7 +197,7 @@ class _Engine(FakeEngine):
             self._seen.published.append((asyncio.get_running_loop().time(), self._work()))
 
     def _work(self) -> float:
-        """Trajectories x seconds so far."""
+        """Steps x seconds so far."""
         now = asyncio.get_running_loop().time()
         self._worked += self._running * (now - self._since)
         self._since = now
