@@ -245,6 +245,18 @@ def test_a_shard_that_is_gone_is_named(finished: Trained, place: Place) -> None:
     assert done.status == 0 and f"missing, not counted: {shard}\n" in done.out
 
 
+def test_lines_of_metrics_that_are_broken_are_told(finished: Trained, place: Place) -> None:
+    shutil.copytree(finished.path, place.runs / "run")
+    lines = (finished.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[2] = b"?" + lines[2]
+    (place.runs / "run" / "metrics.jsonl").write_bytes(b"".join(lines))
+    assert json.loads(lines[3])["update"] == 2
+    done = treadle("report", place.runs / "run")
+    assert (done.status, done.err) == (0, "")
+    assert "metrics.jsonl cannot be read in line 3 and has no line of update 1\n" in done.out
+    assert facts(finished)["metrics_problem"] is None
+
+
 def test_a_damaged_ledger(finished: Trained, place: Place) -> None:
     shutil.copytree(finished.path, place.runs / "run", ignore=shutil.ignore_patterns("ledger*"))
     (place.runs / "run" / "ledger.sqlite").write_bytes(b"no database" * 100)

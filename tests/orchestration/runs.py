@@ -20,9 +20,15 @@ def start(path: Path, *overrides: str, inputs: Inputs | None = None, progress: Q
     return start_run(config, inputs or load_inputs(config), path, progress or Quiet())
 
 
-def resume(path: Path, *, inputs: Inputs | None = None, config: RunConfig | None = None) -> Summary:
+def resume(
+    path: Path,
+    *,
+    inputs: Inputs | None = None,
+    config: RunConfig | None = None,
+    progress: Quiet | None = None,
+) -> Summary:
     config = config or RunDirectory.open(path).config()
-    return resume_run(config, inputs or load_inputs(config), path, Quiet())
+    return resume_run(config, inputs or load_inputs(config), path, progress or Quiet())
 
 
 def query(path: Path, sql: str, *values: Any) -> list[dict[str, Any]]:

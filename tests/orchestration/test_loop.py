@@ -356,6 +356,45 @@ def test_an_evaluation_that_is_interrupted_is_made_when_the_run_is_resumed(
     assert resumed["weights_sha256"] == reference[1]["weights_sha256"]
 
 
+class Dying(Quiet):
+    """Dies when the n-th evaluation is on record and nothing after it."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__()
+        self.left = which
+
+    def evaluated(self, result: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            raise SystemExit("killed")
+
+
+@pytest.mark.parametrize("which", [2, 3])
+def test_an_evaluation_that_no_checkpoint_knows_is_logged_once(which: int, tmp_path: Path) -> None:
+    """The last two are made after the checkpoint of their update."""
+    path = tmp_path / "run"
+    with pytest.raises(SystemExit):
+        start(path, "evaluation.greedy_too=true", progress=Dying(which + 1))
+    resumed = resume(path)
+    made = [(0, 1.0), (0, 0.0), (4, 1.0), (4, 0.0)]
+    assert [(e["update"], e["temperature"]) for e in resumed["evaluations"]] == made
+    logged = [row for row in RunDirectory.open(path).metrics() if row["kind"] == "evaluation"]
+    assert [(row["update"], row["temperature"]) for row in logged] == made
+    check_finished(path)
+
+
+def test_a_run_goes_on_without_lines_of_metrics_that_are_broken_and_says_so(tmp_path: Path) -> None:
+    path, progress = tmp_path / "run", Quiet()
+    start(path, progress=Interrupting(signal.SIGINT, 2))
+    metrics = path / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join([lines[0], b"\x00" + lines[1], *lines[2:]]))
+    resume(path, progress=progress)
+    problem = "metrics.jsonl cannot be read in line 2 and has no line of update 1"
+    assert f"{problem}; the run goes on without" in progress.lines
+    assert [row["update"] for row in updates(path)] == [2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("options", "batch", "done"),
     [

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,21 +80,55 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     run.unlock()
 
 
+def update_row(number: int) -> dict[str, Any]:
+    return {"kind": "update", "update": number, "x": 0.1 * number}
+
+
+def evaluation(update: int, temperature: float = 1.0) -> dict[str, Any]:
+    return {"update": update, "temperature": temperature, "x": "naïve"}
+
+
 def test_metrics_after_the_checkpoint_are_forgotten_and_so_is_an_unfinished_line(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert run.metrics() == []
-    run.roll_back_metrics(0)  # killed before the first line
-    rows = [{"kind": "update", "update": n, "x": 0.1 * n} for n in range(1, 6)]
-    rows.insert(2, {"kind": "evaluation", "update": 2, "x": "naïve"})
+    assert run.roll_back_metrics(0, []) is None  # killed before the first line
+    rows = [update_row(number) for number in range(1, 6)]
+    rows.insert(2, {"kind": "evaluation", **evaluation(2)})
     for row in rows:
         run.log(row)
     with run.metrics_file.open("a") as file:
         file.write('{"kind": "update", "upd')
     assert run.metrics() == rows
-    run.roll_back_metrics(3)
+    assert run.roll_back_metrics(3, [evaluation(2)]) is None
     assert run.metrics() == rows[:4]
     run.log(rows[4])
     assert run.metrics() == rows[:5]
+
+
+def test_evaluations_are_rolled_back_to_those_of_the_state(tmp_path: Path) -> None:
+    """One that was logged after the checkpoint of its own update is made again, and one that was lost is there."""
+    run = RunDirectory(tmp_path)
+    for row in ({"kind": "evaluation", **evaluation(0)}, update_row(1), {"kind": "evaluation", **evaluation(1)}):
+        run.log(row)
+    assert run.roll_back_metrics(1, [evaluation(0), evaluation(0, 0.0)]) is None
+    expected = [{"kind": "evaluation", **evaluation(0)}, {"kind": "evaluation", **evaluation(0, 0.0)}, update_row(1)]
+    assert run.metrics() == expected
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"null", b"[1]", b"\xff\xfe", b'{"kind": "update"}', b'{"update": 2}'])
+def test_lines_of_metrics_that_are_broken_or_missing_are_told(line: bytes, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for number in range(1, 6):
+        run.log(update_row(number))
+    lines = run.metrics_file.read_bytes().splitlines(keepends=True)
+    run.metrics_file.write_bytes(b"".join([lines[0], line + b"\n", *lines[2:]]))
+    assert run.metrics() == [update_row(number) for number in (1, 3, 4, 5)]
+    told = "metrics.jsonl cannot be read in line 2 and has no line of update 2"
+    assert run.metrics_log().problem(5) == run.roll_back_metrics(4, []) == told
+    assert run.metrics() == [update_row(number) for number in (1, 3, 4)]
+    assert run.metrics_log().problem(4) == "metrics.jsonl has no line of update 2"
+    run.metrics_file.unlink()
+    assert run.metrics_log().problem(8) == "metrics.jsonl has no line of update 1, 2, 3, 4, 5 and 3 more"
 
 
 def test_too_little_space_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,8 @@ _EXAMPLES = 3  # of the breaks of each cause
 
 def run_facts(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[str, Any]:
     """Everything the report shows. on_shard(done, total) is called after each shard. Raises TreadleError."""
-    config, metrics = run.config(), run.metrics()
-    updates = [row for row in metrics if row["kind"] == "update"]
+    config, log = run.config(), run.metrics_log()
+    updates = [row for row in log.rows if row["kind"] == "update"]
     ledger = Ledger(run.ledger_file, read_only=True)
     try:
         latest = ledger.latest_checkpoint()
@@ -61,7 +61,8 @@ def run_facts(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[s
                 "WHERE warning != '' GROUP BY 1 ORDER BY 2 DESC LIMIT 5"
             ),
             **_tokens(run, ledger, on_shard),
-            "evaluations": [row for row in metrics if row["kind"] == "evaluation"],
+            "metrics_problem": log.problem(latest[1].update if latest else 0),
+            "evaluations": [row for row in log.rows if row["kind"] == "evaluation"],
             "checkpoints": sorted(path.name for path in run.checkpoints.glob("step-*")),
             "latest_checkpoint": latest[0] if latest else None,
         }

@@ -95,6 +95,8 @@ def _print(console: Console, facts: Facts) -> None:
     if facts["missing_shards"]:
         line = f"missing, not counted: {', '.join(facts['missing_shards'])}"
         console.print(line + "\n", style="red", soft_wrap=True)
+    if facts["metrics_problem"]:
+        console.print(f"{facts['metrics_problem']}\n", style="red", soft_wrap=True)
     _print_evaluations(console, facts["evaluations"])
     checkpoints = ", ".join(n + (" (latest)" if n == facts["latest_checkpoint"] else "") for n in facts["checkpoints"])
     console.print(f"checkpoints: {checkpoints or 'none yet'}", soft_wrap=True)

@@ -12,6 +12,7 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,25 @@ from treadle.core.config import apply_overrides, build, dump_yaml, load_yaml
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
 from treadle.orchestration.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsLog:
+    """What metrics.jsonl holds.
+
+    rows: of the lines that can be read, in order. unreadable: the numbers of the other lines, from 1.
+    """
+
+    rows: list[dict[str, Any]]
+    unreadable: list[int]
+
+    def problem(self, updates: int) -> str | None:
+        """Return in a sentence what is damaged, or missing of updates 1 to `updates`; None if nothing is."""
+        logged = {row["update"] for row in self.rows if row["kind"] == "update"}
+        missing = [update for update in range(1, updates + 1) if update not in logged]
+        said = [f"cannot be read in line {_listed(self.unreadable)}"] if self.unreadable else []
+        said += [f"has no line of update {_listed(missing)}"] if missing else []
+        return f"metrics.jsonl {' and '.join(said)}" if said else None
 
 
 class RunDirectory:
@@ -105,17 +125,48 @@ class RunDirectory:
         except OSError as error:
             raise RunError(f"could not write {self.metrics_file}: {error}; free disk space, then --resume") from error
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """All complete lines of metrics.jsonl."""
+    def metrics_log(self) -> MetricsLog:
+        """Read metrics.jsonl. A last line that a kill left unfinished is none."""
         if not self.metrics_file.is_file():
-            return []
-        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")[:-1]  # an unfinished last line is dropped
-        return [json.loads(line) for line in lines]
+            return MetricsLog([], [])
+        lines = self.metrics_file.read_bytes().split(b"\n")[:-1]
+        rows = dict(enumerate(map(_metrics_row, lines), 1))
+        return MetricsLog(
+            [row for row in rows.values() if row is not None], [n for n, row in rows.items() if row is None]
+        )
 
-    def roll_back_metrics(self, update: int) -> None:
-        """Forget what was logged after `update`; the resumed run logs it again."""
-        kept = [row for row in self.metrics() if row["update"] <= update]
+    def metrics(self) -> list[dict[str, Any]]:
+        """All lines of metrics.jsonl that can be read."""
+        return self.metrics_log().rows
+
+    def roll_back_metrics(self, update: int, evaluations: Sequence[Mapping[str, Any]]) -> str | None:
+        """Forget what was logged after a checkpoint; the resumed run logs it again.
+
+        update: of the checkpoint. evaluations: those in its state; one that was made after it is forgotten though its
+        update is not. Returns what is damaged or missing, in a sentence.
+        """
+        log = self.metrics_log()
+        made = [{"kind": "evaluation", **row} for row in evaluations]
+        kept = [row for row in log.rows if row["kind"] == "update" and row["update"] <= update] + made
+        kept.sort(key=lambda row: (row["update"], row["kind"] == "evaluation"))
         write_atomically(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept).encode())
+        return log.problem(update)
+
+
+def _metrics_row(line: bytes) -> dict[str, Any] | None:
+    """None for a line that the run did not write."""
+    try:
+        row = json.loads(line.decode())
+    except ValueError:
+        return None
+    known = isinstance(row, dict) and row.get("kind") in ("update", "evaluation") and isinstance(row.get("update"), int)
+    return row if known else None
+
+
+def _listed(numbers: Sequence[int], most: int = 5) -> str:
+    """`3, 4, 9`, or `1, 2, 3, 4, 5 and 7 more`."""
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return ", ".join(map(str, numbers[:most])) + more
 
 
 def find_run(runs: Path, recipe: str) -> Path:

@@ -221,7 +221,8 @@ def _roll_back(
     kept = reusable(ledger, run.rollouts, state, staleness)
     reason = DropReason.ROLLED_BACK if staleness else DropReason.RESAMPLED
     dropped = ledger.roll_back(state, reason, [group.group_id for group in kept.values()])
-    run.roll_back_metrics(state.update)
+    if problem := run.roll_back_metrics(state.update, state.evaluations):
+        progress.say(f"{problem}; the run goes on without")
     if dropped:
         progress.say(f"{dropped} steps recorded after that checkpoint are dropped as {reason}")
     if staleness:
