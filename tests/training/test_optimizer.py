@@ -1,13 +1,10 @@
-"""What the optimizer refuses, and how many threads a run takes."""
-
-import os
+"""What the optimizer refuses."""
 
 import pytest
 import torch
 from torch import nn
 
 from treadle.core.errors import TrainingStopped
-from treadle.orchestration.policy import available_cores
 from treadle.training.config import OptimizerConfig
 from treadle.training.optimizer import make_optimizer, step
 
@@ -26,13 +23,3 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights(valu
     (model(torch.ones(1, 2))).sum().backward()
     assert step(optimizer, model, config, 0.1) == pytest.approx(3**0.5)
     assert not torch.equal(model.weight, before)
-
-
-def test_threads_follow_the_cores_this_process_may_use() -> None:
-    allowed = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(allowed)})
-        assert available_cores() == 1
-    finally:
-        os.sched_setaffinity(0, allowed)
-    assert available_cores() == len(allowed)

@@ -19,6 +19,7 @@ _EXAMPLES = """benchmarks:
   gateway   the gateway before a fake engine, against calling the session directly
   render    the next prompt of conversations of 10 to 80 messages, against tokenizing them anew
   async     what orchestration.max_staleness gains: the loop, with engine and learner simulated, in virtual time
+  threads   what more torch threads gain, and what they cost beside another busy process
   import    how long `import treadle` takes
 
 examples:
@@ -38,6 +39,7 @@ _MODULES = {
     "gateway": "gateway",
     "render": "render",
     "async": "asynchronous",
+    "threads": "threads",
     "import": "imports",
 }
 _SIZES = {

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import treadle
 from treadle.cli import bench, evaluate, export, recipes, report, serve, sft, show, train
 from treadle.core.errors import ConfigError, DataError, TreadleError
+from treadle.orchestration.threads import wait_passively
 
 _COMMANDS = (train, sft, evaluate, export, serve, recipes, report, show, bench)
 _EXTRAS = {
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
     options = _parse(arguments)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the commands show their own progress
+    wait_passively()
     try:
         status: int = options.run(options)
         sys.stdout.flush()

@@ -38,8 +38,8 @@ def run(options: argparse.Namespace) -> int:
     from treadle.orchestration.warm_start import run_warm_start
     from treadle.training.checkpoint import export_model
 
-    use_threads(config.training.threads)
     policy = load_policy(config.model, config.seed)
+    use_threads(config.training.threads, policy.model)
     with make_progress() as progress:
         report = run_warm_start(policy.model, policy.renderer, policy.tokenizer_path, config, progress)
     assert report is not None  # the recipe has a warm start, _check said so

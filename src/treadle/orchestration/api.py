@@ -15,6 +15,7 @@ from treadle.orchestration.callbacks import Callback
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.inputs import IN_MEMORY, make_inputs
 from treadle.orchestration.progress import PlainProgress, Progress
+from treadle.orchestration.threads import wait_passively
 from treadle.rollout.agents import Agent, check_agent, is_agent
 from treadle.rollout.attempt import EnvironmentFactory
 
@@ -60,10 +61,16 @@ def train(
     config = build(RunConfig, data, "treadle.train")
     inputs = make_inputs(tasks, held_out, **_player(environment, name))
 
+    progress = progress or PlainProgress()
+    if not wait_passively():
+        progress.say(
+            "torch was imported before treadle.train was called, so that its threads spin while they wait: beside any "
+            "other busy process that takes twice the time or more. Set OMP_WAIT_POLICY=PASSIVE, or import torch later"
+        )
     from treadle.orchestration.train import resume_run, start_run  # torch
 
     begin = resume_run if resume else start_run
-    start = partial(begin, config, inputs, Path(run), progress or PlainProgress(), callbacks)
+    start = partial(begin, config, inputs, Path(run), progress, callbacks)
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -100,11 +100,11 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     from treadle.orchestration.policy import load_policy, use_threads
 
     config = subject.config
-    use_threads(config.training.threads)
     own = (subject.model / "tokenizer.json").is_file()
     tokenizer = None if own else config.model.tokenizer or config.model.path
     given = {"path": str(subject.model), "build": None, "tokenizer": tokenizer}
     policy = load_policy(config.model.model_copy(update=given), config.seed)
+    use_threads(config.training.threads, policy.model)
     played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
     check_first_prompts(played, policy.renderer, config, policy.context)
     started = time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from treadle.core.types import Floats, Ids
 from treadle.engines.config import EngineConfig
 from treadle.engines.probe import EngineFacts, probe_engine
 from treadle.engines.torch_engine import TorchEngine
+from treadle.orchestration.threads import available_cores, default_threads
 from treadle.packing.flat import Call
 from treadle.packing.layout import Packing, Sharing
 from treadle.rollout.chat import ChatRenderer
@@ -75,15 +75,15 @@ def load_policy(config: ModelConfig, seed: int) -> Policy:
     return Policy(model, renderer, directory, stop, context, decode)
 
 
-def available_cores() -> int:
-    """Cores this process may use, which can be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def use_threads(threads: int | None, model: PreTrainedModel) -> int:
+    """Fix torch's thread count and ask for deterministic kernels: same seed, machine and threads, same bits.
 
-
-def use_threads(threads: int | None) -> None:
-    """Fix torch's thread count and ask for deterministic kernels: same seed, machine and threads, same bits."""
-    torch.set_num_threads(threads or available_cores())
+    threads: default: `default_threads` for this model. Returns the number.
+    """
+    number = threads or default_threads(sum(p.numel() for p in model.parameters()), available_cores())
+    torch.set_num_threads(number)
     torch.use_deterministic_algorithms(True)
+    return number
 
 
 def exact_logprobs(model: PreTrainedModel, ids: Ids) -> Floats:

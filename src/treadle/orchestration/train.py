@@ -36,6 +36,7 @@ from treadle.orchestration.reuse import reusable
 from treadle.orchestration.rollout_store import remove_other_shards
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest, stop_on_signals
+from treadle.orchestration.threads import available_cores
 from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
 from treadle.rollout.attempt import open_rollouts
 from treadle.rollout.rewards import load_shaping
@@ -57,8 +58,8 @@ def start_run(
     check_algorithm(config.algorithm, config.training, config.rollout.filters)
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
-    use_threads(config.training.threads)
     policy = load_policy(config.model, config.seed)
+    config = _with_threads(config, use_threads(config.training.threads, policy.model))
     if config.training.routing_replay:
         Routers.of(policy.model)  # or an error, before anything is computed
     check_first_prompts(inputs, policy.renderer, config, policy.context)
@@ -67,7 +68,7 @@ def start_run(
     reference = _given_reference(config, policy)
     run = RunDirectory.create(path, config)
     try:
-        progress.say(f"run directory: {path}")
+        progress.say(f"run directory: {path} ({_computing(config)})")
         models = [policy.model] * 3 + ([] if config.algorithm.kl is None else [reference or policy.model])
         size = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
         run.require_space(size, _kept_at_least(config))
@@ -102,7 +103,6 @@ def resume_run(
     """
     clock = Clock()
     followers = load_callbacks(config.callbacks, callbacks)
-    use_threads(config.training.threads)
     run = RunDirectory.open(path)
     run.lock()
     try:
@@ -110,10 +110,13 @@ def resume_run(
         updates = config.orchestration.updates
         if run.summary_file.is_file() and checkpoint is None and state.update >= updates:
             raise RunError(f"run {str(path)!r} is finished ({state.update} updates); nothing to resume")
-        changed = changes(run.config(), config)
+        before = run.config()
+        config = _with_threads(config, config.training.threads or before.training.threads)
+        changed = changes(before, config)
         check_changes(changed, state.update)
         policy = load_policy(config.model, config.seed)
-        progress.say(f"resuming {path} after {state.update} of {updates} updates")
+        config = _with_threads(config, use_threads(config.training.threads, policy.model))
+        progress.say(f"resuming {path} after {state.update} of {updates} updates ({_computing(config)})")
         _tell_changes(changed, config, state.update, progress)
         clock = replace(clock, wall_before=state.wall_seconds, cpu_before=state.cpu_seconds)
         reference = _given_reference(config, policy)
@@ -140,6 +143,18 @@ def _where_to_resume(run: RunDirectory, checkpoint: str | None) -> tuple[str, Lo
     if latest is None:
         raise RunError(f"run {str(run.path)!r} has no checkpoint yet; remove it and start again")
     return latest
+
+
+def _with_threads(config: RunConfig, threads: int | None) -> RunConfig:
+    """The configuration as it is stored: bits depend on the number of threads, so that a resumed run takes the same."""
+    return config.model_copy(update={"training": config.training.model_copy(update={"threads": threads})})
+
+
+def _computing(config: RunConfig) -> str:
+    """`2 threads`, and what is odd about them here."""
+    threads, cores = config.training.threads or 1, available_cores()
+    odd = f"; this process may use {cores} cores, but other threads give other bits" if threads > cores else ""
+    return f"{threads} thread{'s' * (threads > 1)}{odd}"
 
 
 def _tell_changes(changed: list[Change], config: RunConfig, update: int, progress: Progress) -> None:

@@ -99,7 +99,9 @@ class TrainingConfig(Config):
         False,
         description="mixture of experts: train each sampled token through the experts that the engine chose for it",
     )
-    threads: int | None = Field(None, ge=1, description="torch threads; default: the machine's cores")
+    threads: int | None = Field(
+        None, ge=1, description="torch threads; default: OMP_NUM_THREADS, else the cores, at most 4 for a small model"
+    )
 
     @property
     def updates_between_publications(self) -> int:

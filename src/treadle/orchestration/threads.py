@@ -1,0 +1,51 @@
+"""How many threads torch computes with, and how they wait for each other. Loads no torch.
+
+OpenMP reads `OMP_WAIT_POLICY` once, when torch is loaded. Threads that spin while they wait are of no use on a machine
+that does anything else: `treadle bench threads` measures it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from treadle.core.errors import ConfigError
+
+SMALL = 10_000_000
+"""Parameters below which a model is small: its operations are too short to be shared out among many threads."""
+
+FEW = 4
+"""Most threads by default of a small model."""
+
+
+def wait_passively() -> bool:
+    """Let OpenMP threads sleep while they wait, unless the environment says how they wait.
+
+    Returns False where it is too late: torch is loaded, and its threads spin.
+    """
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
+        return True
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # child processes inherit it in any case
+    return "torch" not in sys.modules
+
+
+def available_cores() -> int:
+    """Return the number of cores this process may use, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_threads(parameters: int, cores: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Return the threads for a model of so many parameters: `OMP_NUM_THREADS` if it is set, else a fixed rule.
+
+    The rule: all cores, but at most `FEW` for a `SMALL` model. On two cores (`treadle bench threads`) a second
+    thread makes the demo's update 1.5 times as fast, which by Amdahl's law is 2.1 times with four threads and 2.6 with
+    eight; beyond two cores the rule is that extrapolation.
+
+    Raises ConfigError where `OMP_NUM_THREADS` is no number.
+    """
+    if given := environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip():  # a list is by level of nesting
+        if not given.isdecimal() or int(given) < 1:
+            raise ConfigError(f"OMP_NUM_THREADS is {given!r}; give the number of threads, or unset it")
+        return int(given)
+    return min(cores, FEW) if parameters < SMALL else cores
