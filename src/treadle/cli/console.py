@@ -1,37 +1,99 @@
-"""Where commands print: coloured and fitted to a terminal, plain lines elsewhere."""
+"""Where commands print: coloured and fitted to a terminal, plain lines elsewhere, and never what steers a terminal."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import rich.console
+import rich.table
 from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
+
+from treadle.core.text import escape_line, escape_text
 
 _PLAIN_WIDTH = 1000  # a pipe has no width: tables are as wide as what they hold
+Part = str | tuple[str, str]  # some text; or some text and its style
 
 
-def make_console(stderr: bool = False) -> Console:
-    """A console that takes text as it is: no markup, no emoji codes, no guessed colours."""
-    console = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
-    if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
-    return console
+class Table:
+    """A table whose cells, one line each, are escaped."""
+
+    def __init__(self, rich_table: rich.table.Table) -> None:
+        self.rich = rich_table
+
+    def add_row(self, *cells: Part, style: str = "") -> None:
+        """Add a row; an empty one separates."""
+        self.rich.add_row(*(_styled(escape_line, [cell]) for cell in cells), style=style)
 
 
-def make_table(*columns: str, title: str | None = None, text: tuple[str, ...] = ()) -> Table:
+class Console:
+    """Writes to standard output or standard error; all that a command shows goes through here.
+
+    Models, tasks, environments and file names decide about much of what is shown. What steers a terminal is
+    therefore shown escaped (`treadle.core.text`): each method takes text as it is, never markup or escape sequences.
+    """
+
+    def __init__(self, stderr: bool = False) -> None:
+        self._stderr = stderr
+        self.rich = rich.console.Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+        if not self.rich.is_terminal:
+            self.rich.width = _PLAIN_WIDTH
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether somebody is watching."""
+        return self.rich.is_terminal
+
+    @property
+    def width(self) -> int:
+        """Columns."""
+        return self.rich.width
+
+    def line(self, *parts: Part, style: str = "", wrap: bool = False, cut: bool = False) -> None:
+        """Print one line, of parts in their own styles. One that is too long for a terminal is left to it, so that
+        paths and commands can be copied; or it is wrapped at words, or cut."""
+        text = _styled(escape_line, parts)
+        if cut:
+            self.rich.print(text, style=style, no_wrap=True, overflow="ellipsis")
+        else:
+            self.rich.print(text, style=style, soft_wrap=not wrap)
+
+    def text(self, *parts: Part, style: str = "") -> None:
+        """Print text of several lines."""
+        self.rich.print(_styled(escape_text, parts), style=style, soft_wrap=True)
+
+    def table(self, table: Table) -> None:
+        """Print a table; without a terminal, without the blanks that fill its lines."""
+        if self.is_terminal:
+            self.rich.print(table.rich)
+            return
+        with self.rich.capture() as capture:
+            self.rich.print(table.rich)
+        self.rich.print("\n".join(line.rstrip() for line in capture.get().splitlines()), soft_wrap=True)
+
+    def json(self, data: Any, indent: int | None = 2) -> None:
+        """Print it as JSON in ASCII, never coloured or wrapped: escaping is JSON's own."""
+        self.verbatim(json.dumps(data, indent=indent).replace("\x7f", "\\u007f") + "\n")
+
+    def verbatim(self, text: str) -> None:
+        """Print what a program will read, which escapes by itself."""
+        (sys.stderr if self._stderr else sys.stdout).write(text)
+
+
+def make_table(*columns: str, title: str | None = None, text: Sequence[str] = ()) -> Table:
     """A table in the house style. Columns are figures, aligned right, but for those named in `text`."""
-    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
+    shown = None if title is None else escape_line(title)
+    table = rich.table.Table(title=shown, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
     table.show_edge, table.padding = False, (0, 1, 0, 0)
     for name in columns:
         left = name in text
-        table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=not left)
-    return table
+        table.add_column(escape_line(name), justify="left" if left else "right", overflow="fold", no_wrap=not left)
+    return Table(table)
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print it; without a terminal, without the blanks that fill its lines."""
-    if console.is_terminal:
-        console.print(table)
-        return
-    with console.capture() as capture:
-        console.print(table)
-    console.print("\n".join(line.rstrip() for line in capture.get().splitlines()), soft_wrap=True)
+def _styled(escape: Callable[[str], str], parts: Sequence[Part]) -> Text:
+    pairs = ((part, "") if isinstance(part, str) else part for part in parts)
+    return Text.assemble(*((escape(text), style) for text, style in pairs))

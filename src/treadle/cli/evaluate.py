@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from treadle.cli.console import make_console, make_table, print_table
+from treadle.cli.console import Console, Table, make_table
 from treadle.cli.options import Commands, add_command, add_json, add_overrides
 from treadle.core.errors import ConfigError
 from treadle.orchestration.evaluate_model import Evaluation, Subject, find_subject, held_out_inputs
 from treadle.orchestration.metrics import shown
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _EXAMPLES = """examples:
   treadle eval runs/demo                                      its latest checkpoint, as the run evaluates
@@ -56,23 +51,23 @@ def run(options: argparse.Namespace) -> int:
     with make_progress(stderr=True) as progress:
         evaluation = evaluate_model(subject, inputs, progress, options.dump)
     if options.json:
-        print(json.dumps({"model": str(subject.model), **asdict(evaluation)}, indent=2))
+        Console().json({"model": str(subject.model), **asdict(evaluation)})
     else:
         _print(evaluation, subject)
     return 0
 
 
 def _print(evaluation: Evaluation, subject: Subject) -> None:
-    console = make_console()
-    print_table(console, evaluation_table(evaluation, subject.config.data.table_by))
+    console = Console()
+    console.table(evaluation_table(evaluation, subject.config.data.table_by))
     for message, count in evaluation.failures.items():
-        console.print(f"failed {count}x: {message}", style="red", soft_wrap=True)
+        console.line(f"failed {count}x: {message}", style="red")
     temperature = evaluation.result.temperature
     how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     section = subject.config.evaluation
     what = "a reward" if section.success_of is None else f"a component {section.success_of!r}"
-    console.print(f"{how}, success is {what} >= {section.success_at:g}", style="dim")
-    console.print(f"model {subject.model}, {evaluation.seconds:.1f} s", soft_wrap=True, style="dim")
+    console.line(f"{how}, success is {what} >= {section.success_at:g}", style="dim")
+    console.line(f"model {subject.model}, {evaluation.seconds:.1f} s", style="dim")
 
 
 def evaluation_table(evaluation: Evaluation, table_by: str | None) -> Table:

@@ -6,6 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
+from treadle.cli.console import Console
 from treadle.cli.options import Commands, add_command
 from treadle.core.errors import ConfigError
 from treadle.orchestration.retention import find_checkpoint
@@ -39,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
     from treadle.orchestration.export import export_checkpoint
 
     checkpoint = export_checkpoint(options.directory, options.out, options.checkpoint)
-    print(f"model of {checkpoint}: {options.out}")
-    print(f"train from it: treadle train RECIPE {shlex.quote(f'model.path={options.out}')} model.build=null")
+    console = Console()
+    console.line(f"model of {checkpoint}: {options.out}")
+    console.line(f"train from it: treadle train RECIPE {shlex.quote(f'model.path={options.out}')} model.build=null")
     return 0

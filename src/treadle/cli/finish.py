@@ -6,11 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from treadle.cli.console import make_console, make_table, print_table
+from treadle.cli.console import Console, Table, make_table
 from treadle.cli.transcript import print_transcript
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.ledger import Ledger
@@ -19,11 +15,11 @@ from treadle.orchestration.metrics import shown
 
 def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None:
     """Tables, two transcripts, and where everything is."""
-    console = make_console()
+    console = Console()
     results = summary["evaluations"]
     if results:
-        console.print()
-        print_table(console, before_after_table(results, config))
+        console.line()
+        console.table(before_after_table(results, config))
         _print_transcripts(console, path, results, config)
     quoted = shlex.quote(str(path))
     lines = (
@@ -34,9 +30,9 @@ def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None
         ("weights", f"sha256 {summary['weights_sha256']}"),
         ("more", f"treadle report {quoted}   (and: show, eval)"),
     )
-    console.print()
+    console.line()
     for name, value in lines:
-        console.print(Text.assemble((f"{name:<9}", "bold"), value), soft_wrap=True)
+        console.line((f"{name:<9}", "bold"), value)
 
 
 def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Table:
@@ -82,6 +78,6 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
     for pair in pairs:
         for when in ("before", "after"):
             command = f"treadle show {shlex.quote(str(path))} {pair[when]}"
-            heading = Text.assemble((f"\n{when} training", "bold"), f"   {command}")
-            console.print(heading, soft_wrap=True)
+            console.line()
+            console.line((f"{when} training", "bold"), f"   {command}")
             print_transcript(console, path, pair[when])

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,7 +18,8 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
-from treadle.cli.console import make_console
+from treadle.cli.console import Console
+from treadle.core.text import escape_line
 from treadle.orchestration.metrics import EvaluationResult, shown
 from treadle.orchestration.progress import PlainProgress, Progress, evaluation_line, update_line
 
@@ -29,10 +29,10 @@ _WIDE = 110  # columns from which both times and a longer bar fit beside the fig
 @contextmanager
 def make_progress(updates: int = 0, stderr: bool = False) -> Iterator[Progress]:
     """The progress that fits where it goes: standard output, or standard error for commands that print a result."""
-    console = make_console(stderr)
+    console = Console(stderr)
     if console.is_terminal:
         with make_bars(console) as bars:
-            yield LiveProgress(bars, updates)
+            yield LiveProgress(console, bars, updates)
     elif stderr:
         with redirect_stdout(sys.stderr):  # PlainProgress prints
             yield PlainProgress()
@@ -45,35 +45,35 @@ def make_bars(console: Console) -> Bars:
     wide = console.width >= _WIDE
     columns: list[ProgressColumn] = [
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24 if wide else 10),
         MofNCompleteColumn(),
         *([TimeElapsedColumn()] if wide else []),
         TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     ]
-    return Bars(*columns, console=console, transient=True, refresh_per_second=5)
+    return Bars(*columns, console=console.rich, transient=True, refresh_per_second=5)
 
 
 class LiveProgress:
     """Two bars, the run's updates and the current phase; every tenth update's figures stay as a line."""
 
-    def __init__(self, bars: Bars, updates: int) -> None:
-        self._bars = bars
+    def __init__(self, console: Console, bars: Bars, updates: int) -> None:
+        self._console, self._bars = console, bars
         self._run = bars.add_task("updates", total=updates, note="", visible=False)
         self._phase = bars.add_task("", total=1, note="", visible=False)
 
     def say(self, line: str) -> None:
         """Print above the bars."""
-        self._bars.console.print(line, soft_wrap=True)
+        self._console.line(line)
 
     def phase(self, name: str, total: int) -> None:
         """Start the phase's bar anew."""
-        self._bars.reset(self._phase, total=total, description=name, visible=True, note="")
+        self._bars.reset(self._phase, total=total, description=escape_line(name), visible=True, note="")
 
     def advance(self, done: int, note: str = "") -> None:
         """Move the phase's bar."""
-        self._bars.update(self._phase, completed=done, note=note)
+        self._bars.update(self._phase, completed=done, note=escape_line(note))
 
     def updated(self, row: Mapping[str, Any], updates: int) -> None:
         """Move the run's bar."""
@@ -81,8 +81,8 @@ class LiveProgress:
         self._bars.update(self._run, completed=row["update"], total=updates, note=note, visible=True)
         if row["update"] % 10 == 0 or row["update"] in (1, updates) or row["failed"]:
             # the figures that matter come first: what does not fit is cut, not wrapped
-            self._bars.console.print(update_line(row, updates), no_wrap=True, overflow="ellipsis")
+            self._console.line(update_line(row, updates), cut=True)
 
     def evaluated(self, result: EvaluationResult) -> None:
         """Print the result."""
-        self._bars.console.print(evaluation_line(result), style="bold")
+        self._console.line(evaluation_line(result), style="bold", wrap=True)

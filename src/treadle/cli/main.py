@@ -7,10 +7,13 @@ import os
 import sqlite3
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import treadle
 from treadle.cli import bench, evaluate, export, recipes, report, serve, sft, show, train
+from treadle.cli.console import Console
 from treadle.core.errors import ConfigError, DataError, TreadleError
+from treadle.core.text import escape_text
 from treadle.orchestration.threads import wait_passively
 
 _COMMANDS = (train, sft, evaluate, export, serve, recipes, report, show, bench)
@@ -29,32 +32,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.run(options)
         sys.stdout.flush()
     except TreadleError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _complain(f"error: {error}")
         return 2 if isinstance(error, ConfigError | DataError) else 1
     except BrokenPipeError:  # `treadle report RUN | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _complain(f"error: {error}")
         return 1
     except sqlite3.Error as error:
-        print(f"error: the run's ledger.sqlite cannot be read: {error}", file=sys.stderr)
+        _complain(f"error: the run's ledger.sqlite cannot be read: {error}")
         return 1
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:
             raise
         command = f"pip install 'treadle[{_EXTRAS[error.name]}]'"
-        print(f"error: treadle {options.command} needs {error.name}; install it with: {command}", file=sys.stderr)
+        _complain(f"error: treadle {options.command} needs {error.name}; install it with: {command}")
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _complain("interrupted")
         return 130
     return status
 
 
+def _complain(message: str) -> None:
+    Console(stderr=True).text(message)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Escapes what it repeats of the command line."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(escape_text(message))
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Overrides may stand anywhere on the line, also behind an option, where argparse itself would refuse them."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="treadle",
         description="Step-wise reinforcement learning of multi-turn LLM agents.",
         epilog="`treadle COMMAND --help` has examples. A first run, minutes on a CPU: treadle train demo",

@@ -6,11 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import rich.table
 
-from treadle.cli.console import make_console, print_table
+from treadle.cli.console import Console, Table
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.config import REQUIRED, FieldLine, describe, describe_sections, dump_yaml
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
@@ -35,25 +33,26 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """List the shipped recipes."""
-    table = Table.grid(padding=(0, 2))
+    table = Table(rich.table.Table.grid(padding=(0, 2)))
     for name in recipe_names():
-        table.add_row(Text(name, style="bold"), load_recipe(name).about)
-    console = make_console()
-    print_table(console, table)
+        table.add_row((name, "bold"), load_recipe(name).about)
+    console = Console()
+    console.table(table)
     if console.is_terminal:
-        console.print(
-            "\ntreadle recipes show NAME   every value of one\ntreadle train NAME          train it", style="dim"
-        )
+        console.line()
+        console.line("treadle recipes show NAME   every value of one", style="dim")
+        console.line("treadle train NAME          train it", style="dim")
     return 0
 
 
 def run_show(options: argparse.Namespace) -> int:
     """Print one recipe."""
     config = load_recipe(options.recipe, options.overrides)
+    console = Console()
     if options.yaml:
-        print(dump_yaml(config), end="")
+        console.verbatim(dump_yaml(config))
         return 0
-    _print_listing(make_console(), config, [override.partition("=")[0] for override in options.overrides])
+    _print_listing(console, config, [override.partition("=")[0] for override in options.overrides])
     return 0
 
 
@@ -65,21 +64,23 @@ def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str
     terminal has names instead of paths below the headings.
     """
     narrow, lines = console.width < _WIDE, describe(config)
-    table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold", max_width=(24 if narrow else 40) if console.is_terminal else None)
-    table.add_column(style="dim")
+    grid = rich.table.Table.grid(padding=(0, 1))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold", max_width=(24 if narrow else 40) if console.is_terminal else None)
+    grid.add_column(style="dim")
+    table = Table(grid)
     for section, meaning in {"": "", **describe_sections(config)}.items():
         if section:
             table.add_row()
-            table.add_row("", Text(section, style="bold underline"), "", meaning)
+            table.add_row("", (section, "bold underline"), "", meaning)
         for line in lines:
             parent, _, name = line.path.rpartition(".")
             if parent == section:
                 _add_value(table, line, ("  " if section else "") + name if narrow else line.path, narrow, overridden)
-    print_table(console, table)
-    console.print("\n* set by the recipe, + on the command line; the others are defaults", style="dim")
+    console.table(table)
+    console.line()
+    console.line("* set by the recipe, + on the command line; the others are defaults", style="dim", wrap=True)
 
 
 def _add_value(table: Table, line: FieldLine, shown: str, narrow: bool, overridden: Sequence[str]) -> None:
@@ -88,10 +89,10 @@ def _add_value(table: Table, line: FieldLine, shown: str, narrow: bool, overridd
     differs = not line.is_default and line.default is not REQUIRED
     help_text = f"{line.help} (default: {_plain(line.default)})" if differs else line.help
     mark = "+" if _is_below(line.path, overridden) else "" if line.is_default else "*"
-    table.add_row(mark, Text(shown, style), Text("" if nested else _plain(line.value), style), help_text)
+    table.add_row(mark, (shown, style), ("" if nested else _plain(line.value), style), help_text)
     for key, value in nested.items():
         own = "+" if _is_below(f"{line.path}.{key}", overridden) else ""
-        table.add_row(own, Text(f"    .{key}" if narrow else f"  .{key}", style), Text(_plain(value), style))
+        table.add_row(own, (f"    .{key}" if narrow else f"  .{key}", style), (_plain(value), style))
 
 
 def _is_below(path: str, overridden: Sequence[str]) -> bool:

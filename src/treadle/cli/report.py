@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -11,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from treadle.cli.console import make_console, make_table, print_table
+from treadle.cli.console import Console, make_table
 from treadle.cli.options import Commands, add_command, add_json, require_record
 from treadle.cli.show import shown_tokens
 from treadle.orchestration.metrics import shown
@@ -57,16 +54,16 @@ def run(options: argparse.Namespace) -> int:
     with _shard_progress() as on_shard:
         facts = run_facts(RunDirectory(options.run_directory), on_shard)
     if options.json:
-        print(json.dumps(facts, indent=2))
+        Console().json(facts)
     else:
-        _print(make_console(), facts)
+        _print(Console(), facts)
     return 0
 
 
 @contextmanager
 def _shard_progress() -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error while shards are read; without a terminal, nothing."""
-    console = make_console(stderr=True)
+    console = Console(stderr=True)
     if not console.is_terminal or not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -78,15 +75,14 @@ def _shard_progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def _print(console: Console, facts: Facts) -> None:
-    console.print(
+    console.line(
         f"{facts['run']}: {facts['recipe']}, seed {facts['seed']}, {facts['state']}, "
         f"{facts['update']} of {facts['updates']} updates",
         style="bold",
-        soft_wrap=True,
     )
     if facts["state"] == "stopped":
         _print_way_on(console, facts)
-    console.print()
+    console.line()
     _print_counts(console, facts)
     _print_breakdown(console, facts)
     _print_trouble(console, facts)
@@ -94,22 +90,24 @@ def _print(console: Console, facts: Facts) -> None:
     _print_relations(console, facts["relations"])
     if facts["missing_shards"]:
         line = f"missing, not counted: {', '.join(facts['missing_shards'])}"
-        console.print(line + "\n", style="red", soft_wrap=True)
+        console.line(line, style="red")
+        console.line()
     if facts["metrics_problem"]:
-        console.print(f"{facts['metrics_problem']}\n", style="red", soft_wrap=True)
+        console.line(facts["metrics_problem"], style="red")
+        console.line()
     _print_evaluations(console, facts["evaluations"])
     checkpoints = ", ".join(n + (" (latest)" if n == facts["latest_checkpoint"] else "") for n in facts["checkpoints"])
-    console.print(f"checkpoints: {checkpoints or 'none yet'}", soft_wrap=True)
+    console.line(f"checkpoints: {checkpoints or 'none yet'}")
 
 
 def _print_way_on(console: Console, facts: Facts) -> None:
     if facts["latest_checkpoint"] is None:
-        console.print("it has no checkpoint: nothing to resume")
+        console.line("it has no checkpoint: nothing to resume")
         return
     path = Path(facts["run"])
     command = shlex.join(["treadle", "train", facts["recipe"], "--resume", "--name", path.name])
     runs = "" if str(path.parent) == "runs" else f" --runs {shlex.quote(str(path.parent))}"
-    console.print(f"go on from {facts['latest_checkpoint']} with: {command}{runs}", soft_wrap=True)
+    console.line(f"go on from {facts['latest_checkpoint']} with: {command}{runs}")
 
 
 def _print_counts(console: Console, facts: Facts) -> None:
@@ -117,8 +115,8 @@ def _print_counts(console: Console, facts: Facts) -> None:
     for row in facts["splits"]:
         names = ("groups", "trajectories", "steps", "prompt_tokens", "completion_tokens")
         table.add_row(row["split"], *(f"{row[name]:,}" for name in names))
-    print_table(console, table)
-    console.print()
+    console.table(table)
+    console.line()
 
 
 def _print_breakdown(console: Console, facts: Facts) -> None:
@@ -132,19 +130,19 @@ def _print_breakdown(console: Console, facts: Facts) -> None:
             ("stop reasons", facts["stop_reasons"], "stop_reason"),
         ):
             parts = [f"{row[key]} {row['count']:,}" for row in rows if row["split"] == split]
-            console.print(f"{split:<9} {title:<13} {', '.join(parts)}", soft_wrap=True)
-    console.print()
+            console.line(f"{split:<9} {title:<13} {', '.join(parts)}")
+    console.line()
 
 
 def _print_trouble(console: Console, facts: Facts) -> None:
     for row in facts["failures"]:
         line = f"failed {row['count']:,}x {row['cause']}, as {row['trajectory_id']}: {row['message']}"
-        console.print(line, style="red", soft_wrap=True)
+        console.line(line, style="red")
     for row in facts["warnings"]:
         line = f"warning {row['count']:,}x, as {row['trajectory_id']}: {row['message']}"
-        console.print(line, style="yellow", soft_wrap=True)
+        console.line(line, style="yellow")
     if facts["failures"] or facts["warnings"]:
-        console.print()
+        console.line()
 
 
 _WAYS = {"step": "step", "chain": "chain", "tree": "tree, within trajectories", "group_tree": "tree, within groups"}
@@ -154,20 +152,21 @@ def _print_packing(console: Console, packing: Facts) -> None:
     if not packing["step"]:
         return
     counts = f"trajectories {packing['trajectories']:,}, groups {packing['groups']:,}"
-    console.print(f"tokens to compute in training ({counts})", style="bold", soft_wrap=True)
+    console.line(f"tokens to compute in training ({counts})", style="bold")
     table = make_table("packing", "tokens", "times fewer", text=("packing",))
     for way, name in _WAYS.items():
         ratio = packing["ratios"].get(way)
         table.add_row(name, f"{packing[way]:,}", f"{ratio:.2f}" if ratio else "")
-    print_table(console, table)
-    console.print()
+    console.table(table)
+    console.line()
 
 
 def _print_relations(console: Console, relations: Facts) -> None:
     """How steps relate to the earlier ones of their trajectories, and what broke."""
     if relations["no_tokenizer"]:
         line = f"breaks not counted, there is no tokenizer: {relations['no_tokenizer']}"
-        console.print(line + "\n", style="red", soft_wrap=True)
+        console.line(line, style="red")
+        console.line()
     if not relations["splits"]:
         return
     kinds = ("opens", "extends", "fork", "break")
@@ -176,8 +175,8 @@ def _print_relations(console: Console, relations: Facts) -> None:
     for row in relations["splits"]:
         figures = (row[name] for name in ("steps", *kinds, "extra_tokens"))
         table.add_row(row["split"], *(f"{figure:,}" for figure in figures))
-    print_table(console, table)
-    console.print()
+    console.table(table)
+    console.line()
     if relations["breaks"]:
         _print_breaks(console, relations["breaks"])
 
@@ -186,8 +185,8 @@ def _print_breaks(console: Console, breaks: list[Facts]) -> None:
     table = make_table("cause", "breaks", "computed again", title="breaks", text=("cause",))
     for row in breaks:
         table.add_row(row["cause"], f"{row['count']:,}", f"{row['extra_tokens']:,}")
-    print_table(console, table)
-    console.print()
+    console.table(table)
+    console.line()
     text = ("trajectory", "cause", "was", "now")
     columns = ("trajectory", "step", "cause", "at token", "computed again", "was", "now")
     table = make_table(*columns, title="costliest breaks of each cause", text=text)
@@ -196,8 +195,8 @@ def _print_breaks(console: Console, breaks: list[Facts]) -> None:
             figures = (f"{example['shared']:,}", f"{example['extra_tokens']:,}")
             sides = (shown_tokens(example[side]) for side in ("was", "now"))
             table.add_row(example["trajectory_id"], str(example["step"]), row["cause"], *figures, *sides)
-    print_table(console, table)
-    console.print()
+    console.table(table)
+    console.line()
 
 
 def _print_evaluations(console: Console, evaluations: list[Facts]) -> None:
@@ -211,5 +210,5 @@ def _print_evaluations(console: Console, evaluations: list[Facts]) -> None:
         by = (f"{row['by'][key]:.3f}" if key in row["by"] else "-" for key in keys)
         rest = (shown(row["reward_mean"]), shown(row["steps_mean"], 2), str(row["failed"]))
         table.add_row(str(row["update"]), temperature, str(row["tasks"]), shown(row["success"]), *by, *rest)
-    print_table(console, table)
-    console.print()
+    console.table(table)
+    console.line()

@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from treadle.cli.console import Console
 from treadle.cli.options import Commands, add_command, add_overrides
 from treadle.core.config import apply_overrides, build
 from treadle.core.errors import ConfigError
@@ -80,7 +81,7 @@ async def _serve(options: argparse.Namespace, config: EngineConfig, policy: Poli
     from treadle.orchestration.engines import open_engine
     from treadle.rollout.gateway.serving import serving
 
-    stop = asyncio.Event()
+    console, stop = Console(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     engine = await open_engine(config, policy)
@@ -89,13 +90,13 @@ async def _serve(options: argparse.Namespace, config: EngineConfig, policy: Poli
         session = _session(options, policy, engine)
         async with serving(gateway, options.host, options.port) as url:
             address = gateway.attach(session)
-            print(f"serving {options.model}; Ctrl-C ends it")
-            print(f"base URL  {url}/v1 (for Anthropic's clients: {url})")
-            print(f"API key   {address.secret}", flush=True)
+            console.line(f"serving {options.model}; Ctrl-C ends it")
+            console.line(f"base URL  {url}/v1 (for Anthropic's clients: {url})")
+            console.line(f"API key   {address.secret}")
             await stop.wait()
         session.close()
         if options.record is not None and session.steps:
-            print(f"steps: {len(session.steps)}, in {_write(options.record, session)}")
+            console.line(f"steps: {len(session.steps)}, in {_write(options.record, session)}")
     finally:
         await engine.close()
 

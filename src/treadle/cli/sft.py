@@ -6,6 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
+from treadle.cli.console import Console
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import ConfigError
 from treadle.orchestration.config import RunConfig, load_recipe
@@ -45,10 +46,11 @@ def run(options: argparse.Namespace) -> int:
     assert report is not None  # the recipe has a warm start, _check said so
     export_model(options.out, policy.model, policy.tokenizer_path)
     how = "read from the cache" if report.cached else f"{report.steps} steps in {report.seconds:.0f} s"
-    print(f"loss {report.loss:.3f} nats a token ({how})")
-    print(f"model directory: {options.out}")
-    print(f"evaluate it: {_command('eval', options.recipe, '--model', str(options.out))}")
-    print(f"train from it: {_command('train', options.recipe, *next_overrides(config, options.out))}")
+    console = Console()
+    console.line(f"loss {report.loss:.3f} nats a token ({how})")
+    console.line(f"model directory: {options.out}")
+    console.line(f"evaluate it: {_command('eval', options.recipe, '--model', str(options.out))}")
+    console.line(f"train from it: {_command('train', options.recipe, *next_overrides(config, options.out))}")
     return 0
 
 

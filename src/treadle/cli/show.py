@@ -8,11 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from treadle.cli.console import make_console, make_table, print_table
+from treadle.cli.console import Console, Table, make_table
 from treadle.cli.options import Commands, add_command, add_json, require_record
 
 if TYPE_CHECKING:
@@ -40,17 +36,17 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """List trajectories, or print one."""
     require_record(options.run_directory)
-    console = make_console()
+    console = Console()
     if options.trajectory is None:
         rows = newest(options.run_directory)
-        print(json.dumps(rows, indent=2)) if options.json else _print_list(console, rows)
+        console.json(rows) if options.json else _print_list(console, rows)
         return 0
     from treadle.cli.transcript import load_run_tokenizer, load_trajectory
 
     row, steps = load_trajectory(options.run_directory, options.trajectory)
     found = as_json(row, steps, load_run_tokenizer(options.run_directory))
     if options.json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        console.json(found)
     else:
         _print_trajectory(console, found)
     return 0
@@ -73,7 +69,7 @@ def newest(run: Path) -> list[dict[str, Any]]:
 
 def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
     if not rows:
-        console.print("no trajectories yet")
+        console.line("no trajectories yet")
         return
     left = ("trajectory", "task", "status")
     table = make_table(*left, "reward", "adv.", "steps", "tokens", text=left)
@@ -82,7 +78,7 @@ def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
         counts = (str(row["steps"]), str(row["completion_tokens"]))
         style = "red" if row["failure_cause"] else ""
         table.add_row(row["trajectory_id"], row["task_id"], row["status"], *figures, *counts, style=style)
-    print_table(console, table)
+    console.table(table)
 
 
 def _figure(value: float | None, form: str) -> str:
@@ -142,19 +138,17 @@ def _print_trajectory(console: Console, found: dict[str, Any]) -> None:
     from treadle.cli.transcript import ending
 
     task = found["task"]
-    console.print(
-        Text.assemble((found["trajectory_id"], "bold"), f"   {found['split']}, {ending(found)}"), soft_wrap=True
-    )
+    console.line((found["trajectory_id"], "bold"), f"   {found['split']}, {ending(found)}")
     player = f"agent {task['agent']}" if task.get("agent") else f"environment {task['environment']}"
-    console.print(f"task {task['task_id']}, {player}", soft_wrap=True)
+    console.line(f"task {task['task_id']}, {player}")
     if task["ground_truth"] is not None:
-        console.print(f"ground truth {task['ground_truth']!r}", soft_wrap=True)
+        console.line(f"ground truth {task['ground_truth']!r}")
     advantage = "" if found["advantage"] is None else f", advantage {found['advantage']:.4f}"
-    console.print(f"{found['completion_tokens']} sampled tokens in {len(found['steps'])} steps{advantage}")
+    console.line(f"{found['completion_tokens']} sampled tokens in {len(found['steps'])} steps{advantage}")
     if found["trained_reward"] is not None and found["trained_reward"] != found["reward"]:
-        console.print(f"reward in training {found['trained_reward']:g}")
+        console.line(f"reward in training {found['trained_reward']:g}")
     if found["warning"]:
-        console.print(f"warning: {found['warning']}", style="yellow", soft_wrap=True)
+        console.line(f"warning: {found['warning']}", style="yellow")
     for step in found["steps"]:
         _print_step(console, step)
 
@@ -167,12 +161,13 @@ def _print_step(console: Console, step: dict[str, Any]) -> None:
         f"stop {step['stop_reason']}, temperature {step['temperature']:g}, "
         f"reward {step['reward']:g}{_made_of(step)}, version {version}"
     )
-    console.print(Text.assemble((f"\nstep {step['step']}", "bold"), f"  {line}"), soft_wrap=True)
+    console.line()
+    console.line((f"step {step['step']}", "bold"), f"  {line}")
     if said := relation_line(step["relation"], step["step"]):
-        console.print(said, style="yellow", soft_wrap=True)
+        console.line(said, style="yellow")
     text = "".join(f"  {line}\n" for line in step["new_prompt_text"].strip("\n").split("\n"))
-    console.print(text, style="dim", soft_wrap=True)
-    print_table(console, _token_table(step["tokens"]))
+    console.text(text, style="dim")
+    console.table(_token_table(step["tokens"]))
 
 
 def _made_of(step: dict[str, Any]) -> str:
@@ -209,7 +204,7 @@ def shown_tokens(tokens: dict[str, Any]) -> str:
 def _token_table(tokens: list[dict[str, Any]]) -> Table:
     table = make_table("#", "id", "token", "mask", "logprob", "advantage", "version", text=("token",))
     for number, token in enumerate(tokens):
-        row = (str(number), str(token["id"]), Text(repr(token["text"]), style="bold cyan" if token["mask"] else ""))
+        row = (str(number), str(token["id"]), (repr(token["text"]), "bold cyan" if token["mask"] else ""))
         figures = (
             f"{round(token['logprob'], 4) + 0.0:.4f}",
             _figure(token["advantage"], ".4f"),

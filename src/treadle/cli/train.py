@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from treadle.cli.console import Console
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import RunError
 from treadle.orchestration.config import RunConfig, load_recipe
@@ -65,10 +65,10 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         resumable = any(path.glob("checkpoints/step-*"))
         advice = f"go on from the latest checkpoint with: {go_on}" if resumable else "nothing was trained yet"
-        print(f"interrupted; {advice}", file=sys.stderr)
+        Console(stderr=True).line(f"interrupted; {advice}")
         return 130
     if summary["stopped_early"]:
-        print(f"stopped after {summary['updates']} updates; go on with: {go_on}", file=sys.stderr)
+        Console(stderr=True).line(f"stopped after {summary['updates']} updates; go on with: {go_on}")
         return 130
     print_result(summary, path, config)
     return 0

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
 from tokenizers import Tokenizer
 
+from treadle.cli.console import Console, Part
 from treadle.core.errors import RunError
 from treadle.core.types import Step
 from treadle.orchestration.ledger import Ledger
@@ -68,9 +67,8 @@ def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
     """What the model read (dim) and wrote (bold), and how it ended."""
     row, steps = load_trajectory(run, trajectory_id)
     decode = decoder(load_run_tokenizer(run))
-    text = Text()
+    parts: list[Part] = []
     for step, relation in zip(steps, step_relations(steps, decode), strict=True):
-        text.append(decode(step.prompt_ids[relation.shared :]), style="dim")
-        text.append(decode(step.completion_ids), style="bold cyan")
-    console.print(text, soft_wrap=True)
-    console.print(f"-> {ending(row)}, {len(steps)} step{'s' if len(steps) != 1 else ''}", style="bold", soft_wrap=True)
+        parts += [(decode(step.prompt_ids[relation.shared :]), "dim"), (decode(step.completion_ids), "bold cyan")]
+    console.text(*parts)
+    console.line(f"-> {ending(row)}, {len(steps)} step{'s' if len(steps) != 1 else ''}", style="bold")

@@ -22,6 +22,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from treadle.core.errors import ConfigError
+from treadle.core.text import escape_text
 
 C = TypeVar("C", bound="Config")
 Location = tuple[int | str, ...]
@@ -140,7 +141,12 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
 
 def dump_yaml(config: Config) -> str:
     """YAML text, fields in order of declaration; `build(type(config), ...)` of it gives an equal config."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    data = config.model_dump(mode="json")
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    if escape_text(text) == text:
+        return text
+    escaped: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=False)  # as YAML escapes
+    return escaped
 
 
 # Overrides

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from treadle.core.text import escape_line
 from treadle.orchestration.metrics import EvaluationResult, shown
 
 
@@ -66,7 +67,7 @@ class PlainProgress:
 
     def say(self, line: str) -> None:
         """Print it."""
-        print(line, flush=True)
+        _print(line)
 
     def phase(self, name: str, total: int) -> None:
         """Remember it for `advance`."""
@@ -75,16 +76,16 @@ class PlainProgress:
     def advance(self, done: int, note: str = "") -> None:
         """Print the share done, now and then."""
         if self._due():
-            print(f"{self._name} {done}/{self._total} {note}".rstrip(), flush=True)
+            _print(f"{self._name} {done}/{self._total} {note}".rstrip())
 
     def updated(self, row: Mapping[str, Any], updates: int) -> None:
         """Print the update's line, now and then, and the last one always."""
         if self._due() or row["update"] == updates:
-            print(update_line(row, updates), flush=True)
+            _print(update_line(row, updates))
 
     def evaluated(self, result: EvaluationResult) -> None:
         """Print the result."""
-        print(evaluation_line(result), flush=True)
+        _print(evaluation_line(result))
 
     def _due(self) -> bool:
         now = time.monotonic()
@@ -92,3 +93,7 @@ class PlainProgress:
             return False
         self._last = now
         return True
+
+
+def _print(line: str) -> None:
+    print(escape_line(line), flush=True)  # noqa: T201

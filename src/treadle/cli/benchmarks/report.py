@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -10,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from treadle.cli.console import make_console, make_table, print_table
+from treadle.cli.console import Console, make_table
 
 Row = Mapping[str, str | int | float]
 
@@ -30,16 +29,16 @@ class Report:
     def print(self, as_json: bool) -> None:
         """To standard output."""
         if as_json:
-            print(json.dumps(self.data()))
+            Console().json(self.data(), indent=None)
             return
         columns = list(self.rows[0])
         text = tuple(column for column in columns if isinstance(self.rows[0][column], str))
         table = make_table(*columns, title=f"treadle bench {self.name}", text=text)
         for row in self.rows:
             table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-        console = make_console()
-        print_table(console, table)
-        console.print(f"{self.note}; {machine()}")
+        console = Console()
+        console.table(table)
+        console.line(f"{self.note}; {machine()}", wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +56,11 @@ class Reports:
     def print(self, as_json: bool) -> None:
         """To standard output."""
         if as_json:
-            print(json.dumps(self.data()))
+            Console().json(self.data(), indent=None)
             return
         for number, table in enumerate(self.tables):
-            print("\n" if number else "", end="")
+            if number:
+                Console().line()
             table.print(as_json=False)
 
 
