@@ -113,4 +113,4 @@ def _measured(model: str, threads: int, repeats: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measured(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(_measured(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))  # noqa: T201  # for the process that started this one
