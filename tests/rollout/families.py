@@ -38,6 +38,19 @@ _HARMONY = ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", 
 _GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 _GEMMA = ("<bos>", "<start_of_turn>", "<end_of_turn>")
 _PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+_PHI4 = (*_PHI, "<|tool|>", "<|/tool|>")
+_GEMMA4 = (
+    "<bos>",
+    *(
+        f"<{bars}>"
+        for name in ("turn", "tool", "tool_call", "tool_response", "channel")
+        for bars in (f"|{name}", f"{name}|")
+    ),
+)
+_LFM = (
+    "<|startoftext|>",
+    *(f"<|{name}_{end}|>" for name in ("tool_list", "tool_call", "tool_response") for end in ("start", "end")),
+)
 _COHERE = (
     "<|START_OF_TURN_TOKEN|>",
     "<|END_OF_TURN_TOKEN|>",
@@ -49,7 +62,10 @@ _COHERE = (
 
 @dataclass(frozen=True)
 class Family:
-    """calls: how tool calls are written. thoughts: how thoughts are: "opt", or begun by the "prompt", or "harmony"."""
+    """template: its name among TRL's, or its text. calls: how tool calls are written.
+
+    thoughts: how thoughts are: "opt", or begun by the "prompt", or "harmony".
+    """
 
     template: str
     stops: tuple[str, ...] = ("<|im_end|>",)
@@ -88,6 +104,32 @@ FAMILIES = {
     "cohere2": Family("cohere2", ("<|END_OF_TURN_TOKEN|>",), _COHERE),
 }
 
+_FROM_ROLES = """
+{%- for message in messages -%}
+{{ '<|' + message['role'] + '|>\\n' + message['content'] }}
+{%- for call in message.tool_calls or [] %}<{{ call.function.name }}>{{ call.function.arguments | tojson }}{% endfor -%}
+{{ '<|end|>' }}
+{%- endfor -%}
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}
+"""
+_AROUND_ROLES = """
+{%- macro head(role) %}<|{{ role }}|>{{ '\\n' }}{% endmacro -%}
+{%- for m in messages %}{% set role = m.role if m.role != 'tool' else 'user' -%}
+{{ head(role) }}{{ m.content.split('</think>')[-1] | trim }}<|end|>{% endfor -%}
+{% if add_generation_prompt %}<|assistant|>{{ '\\n' }}{% endif %}
+"""
+WRITING_TOOLS = {
+    "qwen3_8": Family("qwen3_8", calls="xml", thoughts="prompt"),
+    "nemotron_3_nano": Family("nemotron_3_nano", calls="xml", thoughts="prompt"),
+    "nemotron_3_super": Family("nemotron_3_super", calls="xml", thoughts="prompt"),
+    "gemma4": Family("gemma4", ("<turn|>",), _GEMMA4, bos="<bos>"),
+    "lfm2": Family("lfm2", special=_LFM, bos=_LFM[0]),
+    "cohere": Family("cohere", ("<|END_OF_TURN_TOKEN|>",), _COHERE),
+    "from roles": Family(_FROM_ROLES, ("<|end|>",), _PHI4),
+    "around roles": Family(_AROUND_ROLES, ("<|end|>",), _PHI4),
+}
+"""Further templates whose own text stands close to names, keys and roles."""
+
 WORDS = (
     *("the", " quick", " agent", "\n", "\n\n", " ", "  ", "\t", "é", "e\u0301", "日本語", "🙂", " 12345", "aaaaaa"),
     *("def f(x):\n    return x", ' {"a": 1}', "<b>", " it's", "…", "\u00a0", "\u2028", " internationalisation"),
@@ -125,6 +167,11 @@ def small_vocabulary() -> Tokenizer:
     return tokenizer
 
 
+def template_source(name: str) -> str:
+    """A template of TRL's by name; the text of another as it is."""
+    return name if "{" in name else (TEMPLATES / f"{name}.jinja").read_text()
+
+
 class World:
     """A family on a vocabulary."""
 
@@ -135,7 +182,7 @@ class World:
         self.stops = [self._id(s) for s in family.stops]
         self.hf: Any = PreTrainedTokenizerFast(
             tokenizer_object=self.tokenizer,
-            chat_template=(TEMPLATES / f"{family.template}.jinja").read_text(),
+            chat_template=template_source(family.template),
             bos_token=family.bos or "<|endoftext|>",
             eos_token=family.stops[0],
             clean_up_tokenization_spaces=False,

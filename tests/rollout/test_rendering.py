@@ -28,7 +28,6 @@ from treadle.core.types import BreakCause, Ids, Message
 from treadle.packing.breaks import Kind, relations
 from treadle.packing.flat import Call
 from treadle.rollout.conversation import Conversation, Prompt
-from treadle.rollout.rendering.structure import plain
 
 KEPT_BY_APPENDING = {
     BreakCause.THINKING_STRIPPED,
@@ -183,9 +182,11 @@ class Talk:
         assert prompt.rendering is not None
         text = prompt.rendering.text
         if expected is not None:
-            assert plain(text) == expected
+            assert self.world.renderer.structure.plain(text) == expected
         for part, ids in self._around(prompt):
-            assert unicodedata.normalize("NFC", self.world.decode(ids)) == unicodedata.normalize("NFC", plain(part))
+            assert unicodedata.normalize("NFC", self.world.decode(ids)) == unicodedata.normalize(
+                "NFC", self.world.renderer.structure.plain(part)
+            )
         completions = [call.token_ids[call.prompt_length :].tolist() for call in self.calls]
         for _start, _end, first, last in prompt.rendering.spans:  # each is a turn, in order of time
             turn = prompt.ids[first:last].tolist()
@@ -218,10 +219,10 @@ class Talk:
         at = 0
         ends = [end for _start, end, _first, _last in prompt.rendering.spans]
         for (part, ids), end in zip(self._around(prompt), [*ends, None], strict=True):
-            stop = at + len(plain(part))
+            stop = at + len(self.world.renderer.structure.plain(part))
             expected = [written[place] for place in sorted(written) if at <= place < stop]
             assert [self.world.special[i] for i in ids.tolist() if i in self.world.special] == expected
-            at = len(plain(prompt.rendering.text[:end]))
+            at = len(self.world.renderer.structure.plain(prompt.rendering.text[:end]))
 
     def _check_history(self, prompt: Prompt) -> None:
         """Appended where the template keeps the history, and a known cause where it does not."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tests.rollout.families import TEMPLATES
-from treadle.rollout.rendering.structure import Structure, plain
+from treadle.rollout.rendering.structure import Structure
 
 NAMES = ("<s>", "</s>", "<|u|>", "<|a|>", "<|e|>")
 CORPUS = [path.read_text() for path in sorted(TEMPLATES.glob("qwen3*.jinja"))]
@@ -109,6 +109,11 @@ def structure(name: str, strips: str = "", inside: bool = True) -> tuple[Tokeniz
 
 
 def encoded(built: Structure, text: str) -> list[int]:
+    """Ids of text that is all a template's own."""
+    return ids(built, built.claim(text))
+
+
+def ids(built: Structure, text: str) -> list[int]:
     return [int(i) for piece in built.encode(text) for i in piece]
 
 
@@ -140,10 +145,11 @@ def test_content_is_never_structural(name: str, inside: bool) -> None:
     @settings(max_examples=40)
     @given(st.lists(TEXT, min_size=2, max_size=2))
     def check(contents: list[str]) -> None:
-        text = "<s>" + "<|e|>".join(map(built.guard, contents)) + "</s>"
-        found = [i for i in encoded(built, text) if i in structural]
+        begin, end, last = map(built.claim, ("<s>", "<|e|>", "</s>"))
+        text = begin + end.join(contents) + last
+        found = [i for i in ids(built, text) if i in structural]
         assert found == [tokenizer.token_to_id(name) for name in ("<s>", "<|e|>", "</s>")]
-        assert plain(text) == "<s>" + "<|e|>".join(contents) + "</s>"
+        assert built.plain(text) == "<s>" + "<|e|>".join(contents) + "</s>"
 
     check()
 

@@ -94,28 +94,29 @@ class ChatRenderer:
 
         Raises ConfigError for a template whose turns no stop token ends.
         """
-        return np.concatenate([*self.structure.encode(self.structure.guard(message["content"])), self._end_of_turn])
+        return np.concatenate([*self.structure.encode(message["content"]), self._end_of_turn])
 
     @cached_property
     def _end_of_turn(self) -> Ids:
         """The template's own end token, int32[1]."""
         after = self.template(()).after_reply
-        for name, ident in self.structure.stop_ids.items():
+        for name, ident in self.structure.stops.items():
             if after.lstrip().startswith(name):
                 return np.array([ident], np.int32)
+        plain, stops = self.structure.plain, self.structure.stops
         raise ConfigError(
-            f"the chat template ends a turn with {after[:20]!r}, none of the stop tokens "
-            f"{list(self.structure.stop_ids)}; make it the tokenizer's eos_token"
+            f"the chat template ends a turn with {plain(after)[:20]!r}, none of the stop tokens "
+            f"{list(map(plain, stops))}; make it the tokenizer's eos_token"
         )
 
     def _ends(self, template: ChatTemplate) -> re.Pattern[str]:
         """The tokens that may end an assistant's turn: those that stop a completion, and the template's own."""
         own = self.structure.pattern.search(template.after_reply)
-        names = {*self.structure.stop_ids, *([own[0]] if own else [])}
+        names = {*self.structure.stops, *([own[0]] if own else [])}
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 
     def _compile(self, name: str) -> ChatTemplate:
-        return ChatTemplate(self._sources[name], self._variables)
+        return ChatTemplate(self._sources[name], self._variables, self.structure)
 
 
 def _sources(own: str | Mapping[str, str] | None, chosen: str | None) -> dict[str, str]:

@@ -50,9 +50,9 @@ Span = tuple[int, int, int, int]
 class Rendering:
     """How the ids of a prompt came about.
 
-    text: what the template wrote, guarded (`rendering.structure.plain` undoes that). spans: (start, end in the text,
-    start, end in the ids) of each recorded reply that stands in the prompt with its own ids; outside them, the ids are
-    those of the text.
+    text: what the template wrote, structural tokens by private names (`Structure.plain` undoes that). spans: (start,
+    end in the text, start, end in the ids) of each recorded reply that stands in the prompt with its own ids; outside
+    them, the ids are those of the text.
     turn: where in the ids the assistant's turn begins. head: with which text, as far as history repeats it.
     opened: the text of the turn's message that is continued, "" if it is a new one.
     values, replies: what each message says, and the recorded reply it is. lost: why replies could not be kept.
@@ -127,12 +127,12 @@ class _Draft:
             unmarked, places = setter.read(self.write(marked))
         except DataError:
             return None
-        return places if unmarked == self.text and not setter.exhausted else None
+        return places if unmarked == self.text else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """Tools (guarded) and options of a call, both as one string, and how the template opens a turn with them."""
+    """Tools and options of a call, both as one string, and how the template opens a turn with them."""
 
     template: ChatTemplate
     tools: list[Any] | None
@@ -199,7 +199,7 @@ class Conversation:
         if prompt.rendering.opened:
             reply = {**reply, "content": prompt.rendering.opened + identity.flat(reply["content"])}
         last = int(completion_ids[-1]) if len(completion_ids) else -1
-        stop = next((name for name, ident in self._structure.stop_ids.items() if ident == last), "")
+        stop = next((name for name, ident in self._structure.stops.items() if ident == last), "")
         record = Record(np.concatenate([prompt.ids, completion_ids]), prompt.rendering, reply, stop)
         self._records.append(record)
         self._by_value.setdefault(record.value, []).append(record)
@@ -228,8 +228,8 @@ class Conversation:
         ids, cause, rendering = self._answered(body, setting)
         if known:
             record = max(reversed(known), key=lambda r: len(r.message["content"]))
-            rest = self._structure.guard(opened[len(record.message["content"]) :])
-            behind = next(iter(self._structure.stop_ids.values()), None)  # any: this text begins no sequence
+            rest = opened[len(record.message["content"]) :]
+            behind = next(iter(self._structure.stops.values()), None)  # any: this text begins no sequence
             new = self._structure.encode(rest, behind)
             ids = np.concatenate([ids[: rendering.turn], record.turn, *new])
             cause = None if record.begins(ids) else _template_change(record, rendering)
@@ -259,9 +259,9 @@ class Conversation:
         options = {**self._renderer.options, **options}
         key = json.dumps([list(tools), options], default=str) if tools or options else ""
         if key not in self._settings:
-            guarded = [_guarded(tool, self._structure.guard) for tool in tools] or None
             template = self._renderer.template(tools)
-            self._settings[key] = _Setting(template, guarded, options, key, template.opening(options))
+            shown = [_data(tool) for tool in tools] or None
+            self._settings[key] = _Setting(template, shown, options, key, template.opening(options))
         return self._settings[key]
 
     def _draft(self, messages: tuple[Message, ...], setting: _Setting, open_end: bool = False) -> _Draft:
@@ -269,9 +269,9 @@ class Conversation:
         known = messages[:-1] if open_end else messages
         values = tuple(map(identity.value, known))
         replies = self._match(known, values)
-        guard, as_text = self._structure.guard, setting.template.arguments_as_text
+        as_text = setting.template.arguments_as_text
         shown = [
-            _shown(record.message if record else message, record is not None, as_text, guard)
+            _shown(record.message if record else message, record is not None, as_text)
             for message, record in zip_longest(messages, replies)
         ]
         options = {**setting.options, "strftime_now": self._began.strftime}
@@ -394,12 +394,12 @@ def _template_change(parent: Record, rendering: Rendering) -> BreakCause:
     return next(lost, BreakCause.REWRITTEN)
 
 
-def _shown(message: Mapping[str, Any], recorded: bool, as_text: bool, guard: Callable[[str], str]) -> Plain:
-    """A message as the template gets it: guarded plain data."""
-    shown: Plain = {key: _guarded(item, guard) for key, item in message.items() if item is not None}
-    shown["content"] = guard(identity.flat(message.get("content")))
+def _shown(message: Mapping[str, Any], recorded: bool, as_text: bool) -> Plain:
+    """A message as the template gets it: plain data."""
+    shown: Plain = {key: _data(item) for key, item in message.items() if item is not None}
+    shown["content"] = identity.flat(message.get("content"))
     if calls := message.get("tool_calls"):
-        shown["tool_calls"] = [_call(call, as_text, guard) for call in calls]
+        shown["tool_calls"] = [_call(call, as_text) for call in calls]
     else:
         shown.pop("tool_calls", None)
     if recorded:
@@ -409,22 +409,20 @@ def _shown(message: Mapping[str, Any], recorded: bool, as_text: bool, guard: Cal
     return shown
 
 
-def _call(call: Mapping[str, Any], as_text: bool, guard: Callable[[str], str]) -> Plain:
+def _call(call: Mapping[str, Any], as_text: bool) -> Plain:
     arguments = call["function"]["arguments"]
     if as_text:
         arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     else:
         arguments = identity.parsed(arguments)
-    return _guarded({**call, "function": {**call["function"], "arguments": arguments}}, guard)  # type: ignore[no-any-return]
+    return _data({**call, "function": {**call["function"], "arguments": arguments}})  # type: ignore[no-any-return]
 
 
-def _guarded(value: Any, guard: Callable[[str], str]) -> Any:
-    """JSON data, every string of it guarded."""
-    if isinstance(value, str):
-        return guard(value)
+def _data(value: Any) -> Any:
+    """JSON data in the types that `json` reads it into."""
     if isinstance(value, Mapping):
-        return {_guarded(key, guard): _guarded(item, guard) for key, item in value.items()}
-    return [_guarded(item, guard) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _data(item) for key, item in value.items()}
+    return [_data(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def check_turns(renderer: ChatRenderer, messages: Sequence[Message], several: bool) -> None:

@@ -1,4 +1,4 @@
-"""Marks: private-use characters around the parts of messages, by which they are found in the rendered text.
+"""Marks: secret texts around the parts of messages, by which they are found in the rendered text.
 
     {"role": "assistant", "content": "\\n4."}  --mark_parts-->  "\\n" MARK "4." MARK  --template-->  text with marks
     text with marks  --read-->  the text without them, and where each part begins and ends in it
@@ -15,14 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from treadle.rollout.rendering.structure import FIRST_MARK, LAST_MARK
+from treadle.rollout.rendering.structure import secret_text
 from treadle.rollout.rendering.template import Plain
 
 Part = int | str
 """`"content"`, `"reasoning"`, or the number of a tool call."""
 
 _FENCE = "fence"
-_MARKS = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
+_SECRET = secret_text()
+_MARKS = re.compile(f"{_SECRET}([0-9]+){_SECRET}")
 # Where a fence may stand: inside a word, else behind a character; not in a tag, which templates look for.
 _PLACES = (re.compile(r"(?s).*\w(?=\w)(?!\w*>)"), re.compile(r"(?s).*[^\s<>](?!\w*>)"))
 _LOOKED_AT = 400  # characters at the end of a content in which a place for a fence is looked for
@@ -40,18 +41,13 @@ class Marked:
 
 
 class Marks:
-    """Marks set in one conversation: which character stands for what."""
+    """Marks set in one conversation: which number stands for what."""
 
     def __init__(self) -> None:
-        self._meaning: list[tuple[int, Part, int]] = []  # (message, part, 0 start or 1 end) of each character
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether there are more places than characters."""
-        return len(self._meaning) > LAST_MARK - FIRST_MARK
+        self._meaning: list[tuple[int, Part, int]] = []  # (message, part, 0 start or 1 end) of each mark
 
     def mark(self, messages: Sequence[Plain]) -> list[Plain]:
-        """Copies of guarded messages, marked."""
+        """Copies of the messages, marked."""
         return [
             self._mark_parts(number, message) if message["role"] == "assistant" else self._fence(number, message)
             for number, message in enumerate(messages)
@@ -66,7 +62,7 @@ class Marks:
             pieces.append(rendered[last : found.start()])
             length += found.start() - last
             last = found.end()
-            places.setdefault(self._meaning[ord(found[0]) - FIRST_MARK], length)
+            places.setdefault(self._meaning[int(found[1])], length)
         marked = Marked()
         for (message, part, side), place in places.items():
             if part == _FENCE:
@@ -78,7 +74,7 @@ class Marks:
 
     def _new(self, message: int, part: Part, side: int) -> str:
         self._meaning.append((message, part, side))
-        return chr(min(FIRST_MARK + len(self._meaning) - 1, LAST_MARK))
+        return f"{_SECRET}{len(self._meaning) - 1}{_SECRET}"
 
     def _around(self, number: int, part: Part, text: str) -> str:
         inner = text.strip()

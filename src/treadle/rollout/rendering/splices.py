@@ -75,9 +75,9 @@ def locate(
     marked: Marked | None,
     ends: re.Pattern[str],
 ) -> Located:
-    """Find the turns of recorded replies (by message number) in guarded text.
+    """Find the turns of recorded replies (by message number) in rendered text.
 
-    messages: guarded, as they were rendered. marked: None where the template does not stand marks: turns are then found
+    messages: as they were rendered. marked: None where the template does not stand marks: turns are then found
     by their heads alone. ends: the end tokens of an assistant's turn.
     """
     places = marked or Marked()

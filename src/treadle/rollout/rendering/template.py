@@ -1,22 +1,25 @@
-"""`ChatTemplate`: a Jinja chat template, rendered to text, and the facts about it that rendering needs."""
+"""`ChatTemplate`: a Jinja chat template, rendered to text, and the facts about it that rendering needs.
+
+The structural strings in a template's own constants are replaced by private names (`Structure.claim`) when it is
+compiled; what it is given holds none. Some templates put them together from roles: `roles.py`.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from treadle.core.errors import DataError
+from treadle.core.errors import ConfigError, DataError
+from treadle.rollout.rendering.roles import Composed, Role
+from treadle.rollout.rendering.sandbox import TooMuch, bounded, sandbox
+from treadle.rollout.rendering.structure import Structure
 
 Variables = Mapping[str, Any]
 Plain = dict[str, Any]
@@ -24,6 +27,7 @@ Plain = dict[str, Any]
 
 # What templates fail with where they do not expect a conversation: they are programs of others.
 _REFUSALS = (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+_FAULTS = TooMuch, MemoryError, RecursionError  # whatever the conversation
 _PROBE = "zqz"  # stands for a reply
 _QUESTION: Plain = {"role": "user", "content": "u"}
 
@@ -41,13 +45,26 @@ class Opening:
 
 
 class ChatTemplate:
-    """One template. variables: what it may read beside messages and tools (the names of special tokens)."""
+    """One template. variables: what it may read beside messages and tools (the names of special tokens).
 
-    def __init__(self, source: str, variables: Variables) -> None:
-        self._template = _environment().from_string(source)
-        self._template.globals = dict(self._template.globals)  # every rendering copies them: slow from a ChainMap
-        self._variables = dict(variables)
+    Raises ConfigError for one that cannot be compiled, or that puts structural strings together in a way that hides
+    whether all of them is its own.
+    """
+
+    def __init__(self, source: str, variables: Variables, structure: Structure) -> None:
+        self._structure = structure
+        self._variables = {name: _claimed(value, structure) for name, value in variables.items()}
         self._opening = lru_cache(maxsize=64)(self._probe_opening)
+        self._composed: Composed | None = None
+        self._template = self._compile(source)
+        if self._unclaimed():
+            self._composed = Composed(structure)
+            self._template = self._compile(source)
+        if pieces := self._unclaimed():
+            raise ConfigError(
+                f"the chat template puts {pieces[0]} together from pieces, so that nothing tells it from text that a "
+                "message holds; write it in one piece (model.chat_template)"
+            )
 
     def render(
         self,
@@ -57,13 +74,52 @@ class ChatTemplate:
         *,
         generation_prompt: bool,
     ) -> str:
-        """The conversation as text. Raises DataError if the template refuses it."""
+        """The conversation as text, structural tokens by private names.
+
+        Raises DataError if the template refuses it, or does what no template should (`sandbox.py`).
+        """
         variables = {**self._variables, **options, "add_generation_prompt": generation_prompt}
+        shown = [{**m, "role": Role.of(m["role"])} for m in messages] if self._composed else messages
         try:
-            return self._template.render(messages=messages, tools=tools, documents=None, **variables)
+            with bounded():
+                text = self._template.render(messages=shown, tools=tools, documents=None, **variables)
+        except _FAULTS as error:
+            why = str(error) if isinstance(error, TooMuch) else f"{type(error).__name__} {error}".strip()
+            raise DataError(
+                f"the chat template is at fault, not the conversation: {why}; give another one (model.chat_template)"
+            ) from error
         except _REFUSALS as error:  # many refuse roles that do not take turns
-            roles = ", ".join(str(message["role"]) for message in messages)
+            roles = ", ".join(str(message["role"]) for message in messages[:8]) + (", ..." if len(messages) > 8 else "")
             raise DataError(f"the chat template refuses a conversation of {roles}: {error}") from error
+        return self._composed.read(text) if self._composed else text
+
+    def _compile(self, source: str) -> jinja2.Template:
+        environment = sandbox()
+        try:
+            parsed = environment.with_clock(environment.parse(source))
+            for node in parsed.find_all((nodes.TemplateData, nodes.Const)):
+                name = "data" if isinstance(node, nodes.TemplateData) else "value"
+                setattr(node, name, self._own(getattr(node, name)))
+            template = environment.from_string(parsed)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"the chat template, line {error.lineno}: {error.message}") from error
+        except (RecursionError, MemoryError) as error:
+            raise ConfigError(f"the chat template cannot be compiled: {type(error).__name__}") from error
+        template.globals = dict(template.globals)  # every rendering copies them: slow from a ChainMap
+        return template
+
+    def _own(self, constant: Any) -> Any:
+        claimed = _claimed(constant, self._structure)
+        return self._composed.constant(claimed) if self._composed and isinstance(claimed, str) else claimed
+
+    def _unclaimed(self) -> list[str]:
+        """Structural strings in harmless conversations that are not known as the template's."""
+        system: Plain = {"role": "system", "content": _PROBE}
+        reply: Plain = {"role": "assistant", "content": _PROBE}
+        result: Plain = {"role": "tool", "content": _PROBE}
+        talks = [_QUESTION], [_QUESTION, reply, _QUESTION], [system, _QUESTION, reply], [_QUESTION, reply, result]
+        texts = (self._try(talk, generation_prompt=asked) for talk in talks for asked in (False, True))
+        return [found for text in texts for found in self._structure.unclaimed(text)]
 
     @cached_property
     def arguments_as_text(self) -> bool:
@@ -100,37 +156,14 @@ class ChatTemplate:
     def _try(self, messages: Sequence[Plain], options: Variables | None = None, generation_prompt: bool = False) -> str:
         try:
             return self.render(messages, None, options or {}, generation_prompt=generation_prompt)
-        except DataError:
+        except DataError as error:
+            if isinstance(error.__cause__, _FAULTS):
+                raise
             return ""
 
 
-class _Generation(Extension):
-    """`{% generation %}` marks what a model writes, for training masks; in text it leaves no trace."""
-
-    tags = {"generation"}  # noqa: RUF012  # Jinja's own declaration
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as Hugging Face sets it up for chat templates; templates are foreign code, hence the sandbox."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _claimed(value: Any, structure: Structure) -> Any:
+    """A constant, or several in a list, its structural strings by private names."""
+    if isinstance(value, str):
+        return structure.claim(value)
+    return [_claimed(item, structure) for item in value] if isinstance(value, list | tuple) else value
