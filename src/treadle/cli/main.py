@@ -26,6 +26,7 @@ _EXTRAS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
     options = _parse(arguments)
+    _close_standard_input()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the commands show their own progress
     wait_passively()
     try:
@@ -53,6 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain("interrupted")
         return 130
     return status
+
+
+def _close_standard_input() -> None:
+    """Nobody's question is answered by what is piped in (`yes | treadle ...`); a debugger may read a terminal."""
+    if not os.isatty(0):
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        if nothing:
+            os.close(nothing)
 
 
 def _complain(message: str) -> None:

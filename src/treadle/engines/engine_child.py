@@ -103,14 +103,16 @@ def load(message: Message) -> TorchEngine:
     hf_logging.disable_progress_bar()  # the log is no terminal
     torch.set_num_threads(message["threads"])
     torch.use_deterministic_algorithms(message["deterministic"])
-    model = AutoModelForCausalLM.from_pretrained(message["model"], dtype=torch.float32, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        message["model"], dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
     return TorchEngine(
         model, decode=_decode(message["model"]), dtype=getattr(torch, message["dtype"]), **message["options"]
     )
 
 
 def _decode(directory: str) -> Decode:
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 

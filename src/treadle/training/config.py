@@ -13,7 +13,7 @@ from treadle.packing.layout import Packing, Sharing
 class ModelConfig(Config):
     """Which Hugging Face causal LM is trained: one at a path, or one built from a small config."""
 
-    path: str | None = Field(None, description="directory of a Hugging Face causal LM")
+    path: str | None = Field(None, description="directory of a Hugging Face causal LM; code in it is never run")
     build: dict[str, Any] | None = Field(
         None,
         description="instead of path: a transformers config (model_type and its fields) initialised from the seed",

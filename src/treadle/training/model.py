@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,29 @@ def tokenizer_directory(config: ModelConfig) -> Path:
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory; it must have a chat template and an end token. Raises ConfigError."""
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
+        if _names_code(directory / "tokenizer_config.json"):
+            raise ConfigError(
+                f"the tokenizer in {str(directory)!r} brings code of its own (auto_map in tokenizer_config.json), "
+                "which is never run; remove auto_map, and set tokenizer_class to PreTrainedTokenizerFast"
+            ) from error
         raise ConfigError(f"the tokenizer in {str(directory)!r} cannot be loaded: {error}") from error
     if tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer in {str(directory)!r} has no chat template; add a chat_template.jinja to it")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {str(directory)!r} names no eos_token; add it to tokenizer_config.json")
     return tokenizer
+
+
+def _names_code(file: Path) -> bool:
+    """Whether a model's or tokenizer's JSON wants Python code run that lies beside it or on a hub."""
+    try:
+        return "auto_map" in json.loads(file.read_bytes())
+    except (OSError, ValueError, TypeError):  # not there, or nothing that could name any
+        return False
 
 
 def file_sha256(path: Path) -> str:
@@ -94,8 +110,15 @@ def _load(directory: str, field: str) -> PreTrainedModel:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below like what is missing
             local_files_only=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
+        if _names_code(path / "config.json"):
+            raise ConfigError(
+                f"{field}: the model in {directory!r} brings code of its own (auto_map in config.json), which is never "
+                "run; take one of an architecture that transformers has, or register its classes from Python "
+                "(AutoConfig.register, AutoModelForCausalLM.register)"
+            ) from error
         raise ConfigError(f"{field}: {directory!r} cannot be loaded: {error}") from error
     model: PreTrainedModel = loaded[0]
     report: dict[str, Any] = loaded[1]

@@ -49,6 +49,7 @@ def test_configured_arguments_have_the_last_word() -> None:
     assert (pairs["--model"], pairs["--port"], pairs["--dtype"]) == ("m", "7", "half")
     assert pairs["--tensor-parallel-size"] == "2"
     assert "--generation-config" not in arguments
+    assert "--no-trust-remote-code" in arguments
     assert json.loads(pairs["--weight-transfer-config"]) == {"backend": "treadle"}
 
 

@@ -82,7 +82,9 @@ def measure(threads: int, repeats: int, messages: Sequence[int] = (10, 20, 40, 8
 def _tokenizer() -> Any:
     root = os.environ.get("TREADLE_TEST_DATA")
     path = Path(root, "tokenizers", "qwen") if root else Path(str(files("treadle.recipes") / "tokenizer"))
-    return AutoTokenizer.from_pretrained(str(path), local_files_only=True, chat_template=_TEMPLATE)
+    return AutoTokenizer.from_pretrained(
+        str(path), local_files_only=True, trust_remote_code=False, chat_template=_TEMPLATE
+    )
 
 
 def _grow(renderer: ChatRenderer, tokenizer: Any, count: int) -> tuple[_Work, float]:

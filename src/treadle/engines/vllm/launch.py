@@ -54,6 +54,7 @@ def command(python: str, model: Path, port: int, config: EngineConfig) -> list[s
         "port": port,
         "dtype": config.dtype,
         "max-num-seqs": config.batch,
+        "trust-remote-code": False,  # of the model's directory
         "generation-config": "vllm",  # no sampling defaults from the model's directory
         "logprobs-mode": "processed_logprobs",  # of the distribution really sampled from
         "enable-scale-out": True,  # token ids in, token ids out
