@@ -97,9 +97,9 @@ def test_the_page_on_algorithms_has_every_name_and_option_and_its_loss_trains() 
 def metrics_table() -> str:
     """The declarations as docs/runs.md shows them."""
     levels = get_args(Level)
-    cells = [("metric", "level", "aggregation", "unit", "meaning"), ("---",) * 5]
+    cells: list[tuple[str, ...]] = [("metric", "view", "level", "aggregation", "unit", "meaning"), ("---",) * 6]
     for m in sorted(DECLARED, key=lambda metric: levels.index(metric.level)):
-        cells.append((f"`{m.name}`", m.level, m.aggregation, m.unit, m.help))
+        cells.append((f"`{m.name}`", m.view, m.level, m.aggregation, m.unit, m.help))
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 

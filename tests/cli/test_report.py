@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -15,7 +16,7 @@ from tests.cli.broken import TRAJECTORIES, Calls, text_of, whole
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
 from tests.orchestration.runs import shard_of
-from treadle.cli.facts import PackingCount, RelationCount, _calls
+from treadle.cli.facts import PackingCount, RelationCount, _played
 from treadle.core.types import BreakCause
 from treadle.packing.breaks import Kind, Relation
 from treadle.packing.flat import Call
@@ -176,7 +177,7 @@ def test_shards_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, broken: Path
     assert facts(broken) == found
     for shard in (broken / "rollouts").glob("*.parquet"):
         rows = [row for row in pq.read_table(shard).to_pylist() if row["dropped"] is None]
-        read = [(name, call) for name, (calls, _) in _calls(shard).items() for call in calls]
+        read = [(name, step.call) for name, steps in _played(shard).items() for step in steps]
         assert [(name, call.token_ids.tolist(), call.prompt_length) for name, call in read] == [
             (r["trajectory_id"], r["prompt_ids"] + r["completion_ids"], len(r["prompt_ids"])) for r in rows
         ]
@@ -235,6 +236,26 @@ def test_a_run_in_progress(finished: Trained, place: Place) -> None:
     assert states(found) == {("trained", None): 60, ("recorded", None): 4}
     assert found["packing"]["trajectories"] == 64
     assert json.loads(treadle("report", run, "--json").out)["state"] == "stopped"
+
+
+def test_what_was_dropped_before_training_is_not_computed_in_training(finished: Trained, place: Place) -> None:
+    """One step of a trajectory of two, as a straggler's."""
+    run = place.runs / "run"
+    shutil.copytree(finished.path, run)
+    shard = run / "rollouts" / shard_of(finished.path, "g000005.2")
+    rows = pq.read_table(shard).to_pylist()
+    [own] = [row for row in rows if row["trajectory_id"] == "g000005.2"]
+    pq.write_table(pa.Table.from_pylist([*rows, {**own, "step": 1}], pq.read_schema(shard)), shard)
+    database = sqlite3.connect(run / "ledger.sqlite")
+    with database:
+        database.execute(
+            "INSERT INTO steps SELECT trajectory_id, 1, 'dropped', 'stale', prompt_tokens, completion_tokens, "
+            "stop_reason, reward FROM steps WHERE trajectory_id = 'g000005.2'"
+        )
+    database.close()
+    found = facts(run)
+    assert found["packing"] == facts(finished)["packing"]
+    assert found["relations"]["splits"][0]["steps"] == 65
 
 
 def test_a_shard_that_is_gone_is_named(finished: Trained, place: Place) -> None:

@@ -89,6 +89,7 @@ def test_shares_tell_also_what_never_occurs() -> None:
         (("", "token", "mean"), "a metric needs a name, got ''"),
         (("x", "turn", "mean"), "metric 'x': level 'turn' must be one of token, step, trajectory, task, run"),
         (("x", "token", "median"), "metric 'x': aggregation 'median' must be one of mean, sum, max, min"),
+        (("x", "token", "mean", "", "", "live"), "view 'live' must be one of played, trained, dropped, run"),
     ],
 )
 def test_a_wrong_declaration_is_refused(arguments: tuple[str, ...], message: str) -> None:

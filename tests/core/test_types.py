@@ -175,15 +175,6 @@ def test_failed_and_zero_reward_trajectories_are_told_apart() -> None:
     assert make_trajectory(reward=None, status=Status.FAILED, failure=FAILURE).reward is None
 
 
-def test_trajectory_counts_tokens_and_finds_its_oldest_version() -> None:
-    empty = make_step(completion_ids=[], logprobs=[], policy_versions=[])
-    trajectory = make_trajectory(steps=(make_step(), empty, make_step(policy_versions=[7, 3])))
-    assert trajectory.completion_tokens == 4
-    assert trajectory.oldest_version == 3
-    assert make_trajectory(steps=(empty,)).oldest_version is None
-    assert make_trajectory(steps=()).completion_tokens == 0
-
-
 def test_ids_sort_in_order_of_submission() -> None:
     assert group_id(12) == "g000012"
     assert trajectory_id(group_id(12), 3) == "g000012.3"

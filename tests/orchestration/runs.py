@@ -81,6 +81,7 @@ def check_finished(path: Path) -> None:
     if not any(row["failed"] for row in states) and not config.orchestration.max_staleness:
         assert set(trained.values()) == {config.training.group_size}  # each index once, however often it was sampled
     _check_trained(path, config)
+    _check_counted(path, rows, config.training.epochs_per_batch)
     names = sorted(p.name for p in (path / "checkpoints").iterdir())
     section = config.orchestration
     for_ever = section.updates // section.keep_every if section.keep_every else 0
@@ -88,6 +89,23 @@ def check_finished(path: Path) -> None:
     assert names[-1] == f"step-{config.orchestration.updates:06d}"
     assert (path / "summary.json").is_file()
     assert (path / "curve.png").is_file()
+
+
+def _check_counted(path: Path, rows: list[dict[str, Any]], epochs: int) -> None:
+    """What the metrics say of each batch, in every epoch, is what the ledger says became of its steps."""
+    found = query(
+        path,
+        "SELECT g.trained_version AS version, s.state, s.reason, count(*) AS n FROM steps s JOIN trajectories t USING "
+        "(trajectory_id) JOIN groups g USING (group_id) WHERE g.trained_version IS NOT NULL GROUP BY 1, 2, 3",
+    )
+    ledger, metrics = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
+    for step in found:
+        ledger[step["version"], f"dropped_{step['reason']}" if step["reason"] else "sequences"] += epochs * step["n"]
+    for row in rows:
+        metrics.update(
+            {(row["version"], name): row[name] for name in row if name == "sequences" or name.startswith("dropped_")}
+        )
+    assert metrics == ledger
 
 
 def _check_trained(path: Path, config: RunConfig) -> None:

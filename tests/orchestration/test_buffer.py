@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause
+from treadle.core.outcomes import as_trained, without_stale
 from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
-from treadle.orchestration.buffer import GroupBuffer, Late, without_stale
+from treadle.orchestration.buffer import GroupBuffer, Late
 
 
 def sampled_by(index: int, *versions: int) -> Group:
@@ -36,7 +37,7 @@ def indices(batch: list[Group] | None) -> list[int] | None:
 
 
 def live(group: Group) -> list[int]:
-    return [len(t.live_steps) for t in group.trajectories]
+    return [len(as_trained(t).steps) for t in group.trajectories]
 
 
 def test_the_oldest_come_first_and_a_batch_is_in_order_of_submission() -> None:

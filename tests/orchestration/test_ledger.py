@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause, RunError
+from treadle.core.outcomes import DroppedStep, dropped_steps, leave_out
 from treadle.core.types import DropReason, Failure, Group, Status, Step, Trajectory
 from treadle.orchestration.ledger import Ledger, LoopState, TrainedBatch, journal_mode
 
@@ -151,7 +152,7 @@ def test_what_a_batch_was_is_on_record_with_its_checkpoint_and_what_is_left_at_t
     ledger.record(
         [make_group(0, good("g000000", steps=(make_step(), make_step()))), group(1), group(2)], "train", 0, "s"
     )
-    batch = TrainedBatch(3, ("g000000",), (("g000000.0", 1),))
+    batch = TrainedBatch(3, ("g000000",), (DroppedStep("g000000.0", 1, DropReason.STALE),))
     ledger.commit_checkpoint("a", LoopState(1, 1, 2, outstanding=(1,)), [batch])
     rows = ledger.query("SELECT state, reason FROM steps WHERE trajectory_id = 'g000000.0' ORDER BY step")
     assert [tuple(row.values()) for row in rows] == [("trained", None), ("dropped", "stale")]
@@ -199,14 +200,32 @@ def test_advantages_go_to_their_trajectories(ledger: Ledger) -> None:
     assert [tuple(row.values()) for row in rows] == [("g000000.0", -0.5), ("g000000.1", None)]
 
 
-def test_refused_trajectories_are_dropped_and_say_why(ledger: Ledger) -> None:
-    ledger.record([group(0), group(1)], "train", 0, "shard")
+def test_refused_trajectories_say_why_and_are_dropped_with_the_checkpoint(ledger: Ledger) -> None:
+    """What was dropped before keeps its own reason."""
+    steps = (make_step(), replace(make_step(), dropped=DropReason.CANCELLED))
+    groups = [group(0), make_group(1, good("g000001", steps=steps))]
+    ledger.record(groups, "train", 0, "shard")
     ledger.note_refused({"g000001.0": "task t, trajectory g000001.0, step 0: too long"})
-    ledger.commit_checkpoint("step-1", LoopState(1, 1, 2))
-    assert states(ledger)["g000001.0"] == ("dropped", "refused")
-    assert states(ledger)["g000000.0"] == ("trained", None)
     [row] = ledger.query("SELECT warning FROM trajectories WHERE trajectory_id = 'g000001.0'")
     assert row["warning"].endswith("step 0: too long")
+    assert len(ledger.query("SELECT 1 FROM steps WHERE state = 'recorded'")) == 2
+    marked = [leave_out(each, DropReason.REFUSED, {"g000001.0"}) for each in groups]
+    batch = TrainedBatch(0, tuple(each.group_id for each in groups), tuple(dropped_steps(marked)))
+    ledger.commit_checkpoint("step-1", LoopState(1, 1, 2), [batch])
+    rows = ledger.query("SELECT state, reason FROM steps WHERE trajectory_id = 'g000001.0' ORDER BY step")
+    assert [tuple(row.values()) for row in rows] == [("dropped", "refused"), ("dropped", "cancelled")]
+    assert len(ledger.query("SELECT 1 FROM steps WHERE state = 'trained' AND trajectory_id = 'g000000.0'")) == 1
+
+
+def test_a_group_that_is_discarded_is_dropped_at_once(ledger: Ledger) -> None:
+    ledger.record([group(0), group(1)], "train", 0, "shard")
+    ledger.note_dropped(leave_out(group(1), DropReason.FILTERED))
+    assert states(ledger) == {
+        "g000000.0": ("recorded", None),
+        "g000000.1": ("dropped", "failed"),
+        "g000001.0": ("dropped", "filtered"),
+        "g000001.1": ("dropped", "failed"),
+    }
 
 
 def test_times_sampled_counts_training_groups_only(ledger: Ledger) -> None:

@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.records import decisions, recorded_groups
 from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause
 from treadle.core.metrics import Measures, Metric, measured
+from treadle.core.outcomes import as_played, leave_out, without_stale
 from treadle.core.rewards import Reward
-from treadle.core.types import DropReason, Failure, Status, Task, Trajectory
+from treadle.core.types import DropReason, Failure, Status, StopReason, Task, Trajectory
 from treadle.orchestration.metrics import DECLARED, evaluation_result, pass_at, run_metrics, trajectory_metrics
 from treadle.orchestration.progress import PlainProgress, evaluation_line, update_line
+from treadle.packing.flat import flatten
 
 
 def attempt(reward: float | None, steps: int = 1, warning: str = "") -> Trajectory:
@@ -71,7 +74,7 @@ def test_what_is_lost_is_counted_by_cause() -> None:
     groups = [make_group(0, attempt(None, steps=2), attempt(1.0, steps=3), attempt(0.0))]
     other = replace(groups[0].trajectories[1], trajectory_id="g.1")
     groups = [replace(groups[0], trajectories=(groups[0].trajectories[0], other, groups[0].trajectories[2]))]
-    row = trajectory_metrics(groups, 1.0, 0, refused={"g.1": "too long"})
+    row = trajectory_metrics([leave_out(group, DropReason.REFUSED, {"g.1"}) for group in groups], 1.0, 0)
     assert (row["failed"], row["failed_agent"], row["refused"]) == (1, 1, 1)
     assert (row["dropped_failed"], row["dropped_refused"]) == (2, 3)
     assert "failed_engine" not in row and "dropped_cancelled" not in row
@@ -118,16 +121,74 @@ def test_each_metric_counts_the_units_of_its_level(shape: list[list[tuple[float 
     most = {
         "task": sum(any(t.reward is not None for t in group.trajectories) for group in groups),
         "trajectory": len(graded),
-        "token": sum(t.completion_tokens for t in graded),
+        "token": sum(as_played(t).completion_tokens for t in graded),
     }
     for tally in trajectory_metrics(groups, 1.0, 0).tallies:
         name, own = tally.metric.name, tally.metric.level
         if tally.metric.aggregation == "mean" and not name.startswith("ended_"):
-            some = ("pass_at_", "last_stop_", "staleness_", "engine_share")  # not every unit has a value
+            some = (
+                "pass_at_",
+                "last_stop_",
+                "staleness_",
+                "trained_staleness_",
+                "engine_share",
+            )  # not every unit has a value
             partial = name.startswith(some)
             assert tally.count == most[own] or (partial and tally.count < most[own]), name
         elif name.startswith("ended_"):
             assert tally.count == len(everyone)
+
+
+@given(st.data())
+def test_metrics_of_what_was_played_are_the_same_whatever_is_dropped_afterwards(data: st.DataObject) -> None:
+    groups = data.draw(recorded_groups())
+    before, after = (
+        {tally.metric.name: tally for tally in trajectory_metrics(each, 1.0, 5, "page").tallies}
+        for each in (groups, data.draw(decisions(groups)))
+    )
+    for rows in (before, after):
+        for name in [name for name, tally in rows.items() if tally.metric.view != "played"]:
+            del rows[name]
+    assert after == before and len(after) > 20
+
+
+@given(st.data())
+def test_metrics_of_what_is_trained_count_exactly_that(data: st.DataObject) -> None:
+    """As the learner gets it; and what is dropped is all the rest."""
+    groups = data.draw(recorded_groups().flatmap(decisions))
+    batch, row = flatten(groups), trajectory_metrics(groups, 1.0, version=5)
+    recorded = sum(len(t.steps) for group in groups for t in group.trajectories)
+    assert len(batch.steps) + sum(row[name] for name in row if name.startswith("dropped_")) == recorded
+    versions = [batch.version[batch.trajectory_id == j] for j in range(len(batch.trajectories))]
+    lag = [5 - own.min() for own in versions if len(own)]
+    assert row["trained_staleness_max"] == max(lag, default=None)
+    assert row["trained_staleness_mean"] == (pytest.approx(np.mean(lag)) if lag else None)
+    if "shaped_reward_mean" in row:
+        assert row["shaped_reward_mean"] == (pytest.approx(batch.rewards.mean()) if len(batch.rewards) else None)
+
+
+def test_success_is_of_what_was_played_though_its_group_teaches_nothing() -> None:
+    """Nobody answered. In seven groups of eight all opened as many pages, and dynamic sampling leaves those out."""
+    some, none = (_given({"answer": 0.0, "page": page}, 0.0) for page in (2.0, 0.0))
+    groups = [make_group(n, some, some if n else none) for n in range(8)]
+    left = [leave_out(group, DropReason.FILTERED) if group.index else group for group in groups]
+    for each in (groups, left):
+        row = trajectory_metrics(each, 1.0, 0, "answer")
+        assert [row[name] for name in ("success", "pass_at_1", "reward_answer_mean")] == [0.0] * 3
+        names = ("steps_mean", "reward_page_mean", "completion_tokens_mean", "equal_reward_groups")
+        assert [row[name] for name in names] == [1, 1.875, 2, 0.875]
+
+
+def test_a_straggler_shows_though_its_old_steps_are_not_trained() -> None:
+    steps = tuple(replace(make_step(), policy_versions=np.full(2, v, np.int32)) for v in (1, 4, 5))
+    steps = (*steps[:2], replace(steps[2], stop_reason=StopReason.LENGTH))
+    group = make_group(0, replace(attempt(1.0), steps=steps))
+    row = trajectory_metrics([without_stale(group, 4)], 1.0, version=5)
+    assert (row["steps_mean"], row["dropped_stale"]) == (3, 1)
+    assert (row["staleness_mean"], row["staleness_max"], row["token_staleness_mean"]) == (4, 4, (4 + 1 + 0) / 3)
+    assert (row["trained_staleness_mean"], row["trained_staleness_max"]) == (1, 1)
+    row = trajectory_metrics([without_stale(group, 6)], 1.0, version=5)
+    assert (row["last_stop_length"], row["trained_staleness_max"]) == (1, None)
 
 
 def test_every_metric_of_a_row_is_declared_once() -> None:

@@ -18,6 +18,7 @@ from treadle.algorithms.estimators import Advantage
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause
 from treadle.core.metrics import Measures
+from treadle.core.outcomes import as_trained
 from treadle.core.types import Failure, Group, SamplingParams, Status, Task, Trajectory, trajectory_id
 from treadle.engines.fake import FakeEngine
 from treadle.orchestration.callbacks import Callbacks
@@ -93,7 +94,7 @@ class Learning:
 
     def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
         graded = [t for group in groups for t in group.trajectories if t.reward is not None]
-        steps = [step for t in graded for step in t.live_steps]
+        steps = [step for t in graded for step in as_trained(t).steps]
         self.world.staleness += [self.version - int(step.policy_versions.min()) for step in steps]
         self.world.trained += [group.group_id for group in groups]
         self.version += 1

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.models import make_group, make_step, random_groups
-from treadle.core.types import DropReason, Group, Status, Step
+from treadle.core.outcomes import as_played, as_trained, leave_out
+from treadle.core.types import DropReason, Group, Step
 from treadle.packing.checks import set_aside
 
 GOOD = make_step([1, 2, 3], [4, 5])
@@ -61,8 +62,8 @@ def test_a_faulty_step_costs_its_trajectory_alone(step: Step, fault: str) -> Non
     assert kept[0].trajectories == groups[0].trajectories
     first, bad, last = kept[1].trajectories
     assert (first, last) == (groups[1].trajectories[0], groups[1].trajectories[2])
-    assert bad.reward is None and bad.status is Status.FAILED and bad.failure is not None
-    assert bad.failure.message == refused["g000001.1"] and bad.steps == groups[1].trajectories[1].steps
+    assert bad.dropped is DropReason.REFUSED and bad.steps == groups[1].trajectories[1].steps
+    assert as_trained(bad).reward is None and as_played(bad).reward == bad.reward == 0.0
 
 
 def test_a_dropped_step_is_not_looked_at() -> None:
@@ -78,6 +79,12 @@ def test_sound_groups_pass_as_they_are() -> None:
 
 def test_a_trajectory_that_failed_anyway_is_not_looked_at() -> None:
     groups = [make_group([([make_step([99], [99])], None), ([GOOD], 1.0)])]
+    assert set_aside(groups, vocabulary=32, context=20) == (groups, {})
+
+
+def test_a_trajectory_that_is_left_out_anyway_is_not_looked_at() -> None:
+    group = make_group([([make_step([99], [99])], 1.0), ([GOOD], 1.0)])
+    groups = [leave_out(group, DropReason.FILTERED)]
     assert set_aside(groups, vocabulary=32, context=20) == (groups, {})
 
 

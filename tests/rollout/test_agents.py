@@ -20,6 +20,7 @@ from tests.worlds import END, HELLO, PlainTokenizer, hang, plain_ids, saying, to
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, EngineError, TrajectoryFailure
+from treadle.core.outcomes import as_played
 from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
@@ -369,7 +370,7 @@ def test_a_call_that_the_agent_does_not_wait_for_is_recorded_and_never_trained(c
     trajectory = asyncio.run(go())
     assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.DONE, 1.0, None)
     assert [step.dropped for step in trajectory.steps] == [DropReason.CANCELLED, None]
-    assert len(trajectory.live_steps) == 1
+    assert len(as_played(trajectory).steps) == 1
 
 
 def test_the_reward_stands_on_the_last_step_that_counts() -> None:

@@ -30,6 +30,7 @@ from tests.worlds import (
 )
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, EngineError, TrajectoryFailure
+from treadle.core.outcomes import as_played
 from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
@@ -126,7 +127,7 @@ def test_attempts_differ_by_their_seeds_and_versions_are_per_token() -> None:
     trajectories = play([lambda: Told(MORE, DONE)] * 3, engine)
     seeds = {s.sampling.seed for t in trajectories for s in t.steps}
     assert len(seeds) == 6
-    assert {t.oldest_version for t in trajectories} == {6}
+    assert {as_played(t).oldest_version for t in trajectories} == {6}
 
 
 def test_sampling_for_this_call_replaces_the_configured_one() -> None:

@@ -58,6 +58,7 @@ def test_an_environment_without_metrics_may_say_anything() -> None:
         ((Metric("x", "token", "mean"),), "environment 'world': metrics: 'x' is of level token; make it step or traj"),
         ((Metric("a b", "step", "mean"),), "'a b' must be a name of letters, digits and underscores"),
         ((Metric("x_*", "step", "mean"),), "must be a name of letters"),
+        ((Metric("x", "step", "mean", view="trained"),), "'x' is of what is trained; leave view out"),
         (("searches",), "metrics must be a tuple of treadle.Metric, got"),
         (SEARCHES, "metrics must be a tuple of treadle.Metric, got"),
         ({"searches": 0}, "metrics must be a tuple of treadle.Metric, got"),

@@ -15,6 +15,7 @@ from tests.worlds import END, PLAIN, Told, make_step, play, saying, tool
 from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError
+from treadle.core.outcomes import as_played, as_trained
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Status, Step, StopReason, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
@@ -57,11 +58,12 @@ def shape(trajectory: Trajectory, timeout: float = 5.0, **settings: Any) -> Traj
 def test_weights_make_the_reward_and_the_record_keeps_what_was_given() -> None:
     found = weighed(rewarded(PAGE, ANSWER), {"page": 2.0, "brevity": 0.0})
     assert [s.reward for s in found.steps] == [1.0, 1.0]
-    assert (found.reward, found.trained_reward) == (2.0, 2.0)
-    assert found.components == {"page": 0.5, "answer": 1.0, "brevity": 0.25}
-    assert (found.given("answer"), found.given("nothing"), found.given()) == (1.0, 0.0, 2.0)
+    assert (found.reward, as_trained(found).reward) == (2.0, 2.0)
+    assert as_played(found).components == {"page": 0.5, "answer": 1.0, "brevity": 0.25}
+    given = as_played(found).given
+    assert (given("answer"), given("nothing"), given()) == (1.0, 0.0, 2.0)
     plain = rewarded(Reward.of(0.5), Reward.of(1.0))
-    assert (plain.given("answer"), plain.given()) == (1.5, 1.5)
+    assert (as_played(plain).given("answer"), as_played(plain).given()) == (1.5, 1.5)
 
 
 def test_weights_that_make_infinity_fail_the_attempt() -> None:
@@ -125,8 +127,8 @@ def test_a_hook_adds_to_steps_by_name_and_to_tokens() -> None:
     found = shape(rewarded(PAGE, PAGE, ANSWER), shaping=f"{__name__}:per_step", weights={"style": 0.5})
     assert [s.reward for s in found.steps] == [0.5, 0.5, 1.25]
     assert [s.shaping for s in found.steps] == [0.0, 0.125, -1.5]
-    assert (found.reward, found.trained_reward) == (2.25, 0.875)
-    assert found.components == {
+    assert (found.reward, as_trained(found).reward) == (2.25, 0.875)
+    assert as_played(found).components == {
         "page": 1.0, "shaping": 0.125, "answer": 1.0, "brevity": 0.25, "style": 1.0, "tokens": -2.0
     }  # fmt: skip
 
@@ -149,7 +151,7 @@ def test_a_hook_may_be_async_and_give_an_array() -> None:
 )
 def test_a_hook_that_breaks_fails_the_attempt_alone(hook: Any, message: str) -> None:
     found = shape(rewarded(PAGE, ANSWER), shaping=f"{__name__}:{hook.__name__}")
-    assert (found.reward, found.trained_reward, found.status) == (None, None, Status.FAILED)
+    assert (found.reward, as_trained(found).reward, found.status) == (None, None, Status.FAILED)
     assert found.failure is not None and found.failure.cause is Cause.VERIFIER
     assert message in found.failure.message
 
@@ -195,8 +197,8 @@ def test_the_length_penalty_is_a_component_of_the_last_step_that_counts() -> Non
     played = replace(played, steps=(*played.steps, lost))
     found = shape(played, length_penalty={"free": 2, "limit": 6, "max": 0.5})
     assert trained(found) == [0.5, 1.0, 0.0]
-    assert found.components["length_penalty"] == -0.25
-    assert (found.reward, found.trained_reward) == (1.75, 1.5)
+    assert as_played(found).components["length_penalty"] == -0.25
+    assert (found.reward, as_trained(found).reward) == (1.75, 1.5)
 
 
 def test_a_limit_below_what_is_free_is_refused() -> None:
@@ -226,9 +228,9 @@ def test_what_a_limit_on_tokens_cut_off_is_overlong(status: Status, stop: StopRe
     assert is_overlong(played) is overlong
     assert decided(played, "keep") is played
     dropped = decided(played, "drop")
-    assert (dropped.dropped is DropReason.OVERLONG, dropped.trained_reward is None) == (overlong, overlong)
+    assert (dropped.dropped is DropReason.OVERLONG, as_trained(dropped).reward is None) == (overlong, overlong)
     assert dropped.reward == 1.75
-    assert (decided(played, "zero_reward").trained_reward == 0) is overlong
+    assert (as_trained(decided(played, "zero_reward")).reward == 0) is overlong
 
 
 @given(
@@ -245,7 +247,7 @@ def test_what_a_limit_on_tokens_cut_off_is_overlong(status: Status, stop: StopRe
 )
 def test_a_zeroed_trajectory_trains_exactly_nothing_at_any_level(given_: list[Reward]) -> None:
     found = shape(rewarded(*given_, status=Status.CONTEXT), weights={"a": 0.3}, overlong="zero_reward")
-    assert found.trained_reward == 0.0
+    assert as_trained(found).reward == 0.0
     assert trained(found) == [0.0] * len(given_)
     assert all(step.given.tokens is None or not step.given.tokens.any() for step in found.steps)
 
@@ -272,8 +274,8 @@ def test_attempts_are_weighed_and_those_for_training_are_shaped(stream: Stream) 
     world = Told(EnvStep([tool("x")], PAGE), EnvStep(reward=ANSWER, done=True))
     found = attempt(world, stream, weights={"page": 2.0}, length_penalty={"free": 0, "limit": 4})
     assert found.reward == 2.25
-    assert found.trained_reward == (1.25 if stream is Stream.TRAIN else 2.25)
-    assert ("length_penalty" in found.components) is (stream is Stream.TRAIN)
+    assert as_trained(found).reward == (1.25 if stream is Stream.TRAIN else 2.25)
+    assert ("length_penalty" in as_played(found).components) is (stream is Stream.TRAIN)
 
 
 def test_an_environment_may_reward_tokens_but_only_those_there_are() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from treadle.algorithms.config import AlgorithmConfig, advantages
-from treadle.core.types import DropReason, Group
+from treadle.core.types import Group
 from treadle.packing.flat import flatten
 
 
@@ -16,12 +14,3 @@ def learns_nothing(group: Group, config: AlgorithmConfig) -> bool:
     """
     batch = flatten([group])
     return not advantages(batch, config)[batch.mask].any()
-
-
-def without_steps(group: Group) -> Group:
-    """The group with all of its steps dropped as filtered. Its weight goes to the other groups of the update."""
-    filtered = (
-        replace(t, steps=tuple(replace(s, dropped=s.dropped or DropReason.FILTERED) for s in t.steps))
-        for t in group.trajectories
-    )
-    return replace(group, trajectories=tuple(filtered))

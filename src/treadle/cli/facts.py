@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 
 from treadle.cli.transcript import decoder, load_run_tokenizer
 from treadle.core.errors import TreadleError
+from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.types import BreakCause
 from treadle.orchestration.ledger import Ledger
 from treadle.orchestration.run_directory import RunDirectory
@@ -188,19 +190,21 @@ def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], No
     except TreadleError as error:
         decode, no_tokenizer = None, str(error)
     rows = ledger.query(
-        "SELECT split, group_id, trajectory_id, shard, EXISTS (SELECT 1 FROM steps s WHERE s.trajectory_id = "
-        "t.trajectory_id AND state IN ('trained', 'recorded')) AS trained FROM groups JOIN trajectories t USING "
-        "(group_id) ORDER BY split DESC, idx, groups.rowid, attempt"
+        "SELECT split, group_id, trajectory_id, shard, (SELECT json_group_array(step) FROM steps s WHERE "
+        "s.trajectory_id = t.trajectory_id AND state IN ('trained', 'recorded')) AS trained FROM groups JOIN "
+        "trajectories t USING (group_id) ORDER BY split DESC, idx, groups.rowid, attempt"
     )
     packing, related, shards = PackingCount(), RelationCount(), _Shards(run.rollouts, rows, on_shard)
     for _group, members in itertools.groupby(rows, lambda row: row["group_id"]):
         ends: list[Call] = []
         for row in members:
-            calls, causes = shards.take(row["shard"], row["trajectory_id"])
+            played = shards.take(row["shard"], row["trajectory_id"])
+            calls, causes = ([getattr(step, name) for step in played] for name in ("call", "cause"))
             if decode is not None and calls:
                 related.add(row["split"], row["trajectory_id"], relations(calls, decode, causes))
-            if row["trained"] and calls:
-                ends += packing.add_trajectory(calls)
+            numbers = set(json.loads(row["trained"]))
+            if trained := [step.call for step in played if step.number in numbers]:
+                ends += packing.add_trajectory(trained)
         packing.add_group(ends)
     return {
         "packing": packing.facts(),
@@ -209,11 +213,16 @@ def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], No
     }
 
 
-_Steps = tuple[list[Call], list[BreakCause | None]]
+class _Played(NamedTuple):
+    """A step that was played, by its number in the trajectory."""
+
+    number: int
+    call: Call
+    cause: BreakCause | None
 
 
 class _Shards:
-    """Trajectories' calls and recorded break causes, asked for in the order of `rows`.
+    """Trajectories' steps as they were played, asked for in the order of `rows`.
 
     A shard holds what finished together, a group may lie in several: each is read once, and forgotten when all of it
     was taken. missing: shards that are gone.
@@ -223,17 +232,17 @@ class _Shards:
         self._folder, self._on_shard = folder, on_shard
         self._left = Counter(row["shard"] for row in rows)
         self._total, self._done = len(self._left), 0
-        self._read: dict[str, dict[str, _Steps]] = {}
+        self._read: dict[str, dict[str, list[_Played]]] = {}
         self.missing: list[str] = []
 
-    def take(self, shard: str, trajectory: str) -> _Steps:
-        """Without steps that were dropped when recorded; nothing of a shard that is gone."""
+    def take(self, shard: str, trajectory: str) -> list[_Played]:
+        """Return them in call order; none of a shard that is gone."""
         if shard not in self._read:
             exists = (self._folder / shard).is_file()
-            self._read[shard] = _calls(self._folder / shard) if exists else {}
+            self._read[shard] = _played(self._folder / shard) if exists else {}
             if not exists:
                 self.missing.append(shard)
-        found = self._read[shard].pop(trajectory, ([], []))
+        found = self._read[shard].pop(trajectory, [])
         self._left[shard] -= 1
         if not self._left[shard]:
             del self._read[shard]
@@ -242,19 +251,19 @@ class _Shards:
         return found
 
 
-def _calls(shard: Path) -> dict[str, _Steps]:
-    """trajectory_id -> its calls and recorded break causes, in order."""
-    columns = ["trajectory_id", "prompt_ids", "completion_ids", "break_cause", "dropped"]
-    found: dict[str, _Steps] = {}
+def _played(shard: Path) -> dict[str, list[_Played]]:
+    """trajectory_id -> its steps, in call order."""
+    columns = ["trajectory_id", "prompt_ids", "completion_ids", "step", "break_cause", "dropped"]
+    found: dict[str, list[_Played]] = {}
     with pq.ParquetFile(shard) as file:
         for batch in file.iter_batches(_ROWS, columns=columns):
             told = zip(*(batch.column(name).to_pylist() for name in (columns[0], *columns[3:])), strict=True)
             sides = zip(*(_arrays(batch.column(name)) for name in columns[1:3]), strict=True)
-            for (trajectory, cause, dropped), (prompt, completion) in zip(told, sides, strict=True):
-                if dropped is None:
-                    calls, causes = found.setdefault(trajectory, ([], []))
-                    calls.append(Call(np.concatenate([prompt, completion]), len(prompt), first=0))
-                    causes.append(BreakCause(cause) if cause else None)
+            for (trajectory, number, cause, dropped), (prompt, completion) in zip(told, sides, strict=True):
+                if dropped not in NOT_PLAYED:
+                    call = Call(np.concatenate([prompt, completion]), len(prompt), first=0)
+                    step = _Played(number, call, BreakCause(cause) if cause else None)
+                    found.setdefault(trajectory, []).append(step)
     return found
 
 

@@ -20,6 +20,9 @@ from typing import Any, Literal, get_args
 from treadle.core.errors import ConfigError
 
 Level = Literal["token", "step", "trajectory", "task", "run"]
+View = Literal["played", "trained", "dropped", "run"]
+"""What a metric is of: what was played, whatever became of it afterwards; what was trained of that; what was not, and
+why (`core.outcomes`); or the run itself."""
 Aggregation = Literal["mean", "sum", "max", "min"]
 Figure = float | None
 """None for nothing: a mean of no trajectory is not 0."""
@@ -30,9 +33,10 @@ class Metric:
     """A declared metric.
 
     level: of what each counted value is one. aggregation: how values become one. unit: of the value; `share` counts yes
-    as 1 and no as 0. help: what it is, in a line. A `*` in the name stands for the key of a family: `ended_*`.
+    as 1 and no as 0. help: what it is, in a line. view: see `View`. A `*` in the name stands for the key of a family:
+    `ended_*`.
 
-    Raises ConfigError for a name, level or aggregation that is none.
+    Raises ConfigError for a name, level, aggregation or view that is none.
     """
 
     name: str
@@ -40,11 +44,16 @@ class Metric:
     aggregation: Aggregation
     unit: str = ""
     help: str = ""
+    view: View = "played"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"a metric needs a name, got {self.name!r}")
-        for what, value, known in (("level", self.level, Level), ("aggregation", self.aggregation, Aggregation)):
+        for what, value, known in (
+            ("level", self.level, Level),
+            ("aggregation", self.aggregation, Aggregation),
+            ("view", self.view, View),
+        ):
             if value not in get_args(known):
                 raise ConfigError(f"metric {self.name!r}: {what} {value!r} must be one of {', '.join(get_args(known))}")
 

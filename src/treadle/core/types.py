@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NotRequired, TypedDict
@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from treadle.core.errors import Cause, DataError
 from treadle.core.metrics import Measures
-from treadle.core.rewards import PLAIN, Reward
+from treadle.core.rewards import Reward
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -239,7 +239,7 @@ class Step:
     state_key       names the environment's state that the step met, if the environment does; equal keys, equal states
     seconds         spent in the engine call
     break_cause     why the prompt does not carry on an earlier step's ids, where the recorder knows it from messages
-    dropped         why the step will never be trained, where that is known when it is recorded
+    dropped         why the step alone will not be trained, if it will not
     routing         int16[<= C, M, k]  the experts that the engine chose where it predicted each sampled token: while it
                     read the token before, so that the first row is of the prompt's last token. None, or fewer rows:
                     the engine did not say, of the last tokens
@@ -309,7 +309,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One attempt at a task: its steps in call order and its reward.
+    """One attempt at a task: its steps in call order and its reward. What follows from them, `core.outcomes` says.
 
     `reward is None` says that the attempt could not be judged; it is not 0.0 and enters no baseline.
     warning: something that went wrong without touching the reward (an environment that failed to close).
@@ -338,55 +338,9 @@ class Trajectory:
             raise DataError(f"trajectory {self.trajectory_id}: reward must be finite, got {self.reward}")
 
     @property
-    def trained_reward(self) -> float | None:
-        """The reward that training uses: with what shaping added; None for what enters no baseline and no loss."""
-        if self.reward is None or self.dropped is not None:
-            return None
-        return self.reward + math.fsum(step.shaping for step in self.steps)
-
-    def given(self, component: str | None = None) -> float | None:
-        """What all steps were given under this name, before weights. None if ungraded.
-
-        The whole reward without a name, or of an attempt that was given plain numbers only: those are nobody's part.
-        """
-        components = self.components
-        if self.reward is None or component is None or not components.keys() - {PLAIN}:
-            return self.reward
-        return components.get(component, 0.0)
-
-    @property
-    def components(self) -> dict[str, float]:
-        """The sum over steps of each component that any was given, before weights; none of a failed attempt."""
-        steps = [] if self.reward is None else [step.given.by_name for step in self.live_steps]
-        return {name: math.fsum(s.get(name, 0.0) for s in steps) for name in dict.fromkeys(n for s in steps for n in s)}
-
-    @property
-    def live_steps(self) -> tuple[Step, ...]:
-        """The steps that count: those that were not dropped already when they were recorded."""
-        return tuple(step for step in self.steps if step.dropped is None)
-
-    @property
-    def completion_tokens(self) -> int:
-        """Sampled tokens over the steps that count."""
-        return sum(len(step.completion_ids) for step in self.live_steps)
-
-    @property
     def engine_seconds(self) -> float:
         """Spent in engine calls; those side by side add up."""
         return math.fsum(step.seconds for step in self.steps)
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest policy version that sampled any of the tokens that count; None without tokens."""
-        return min((int(versions.min()) for versions in self._versions()), default=None)
-
-    @property
-    def newest_version(self) -> int | None:
-        """The newest one; None without tokens."""
-        return max((int(versions.max()) for versions in self._versions()), default=None)
-
-    def _versions(self) -> Iterator[Ids]:
-        return (step.policy_versions for step in self.live_steps if len(step.policy_versions))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal
 
-from treadle.core.types import DropReason, Group, Step
+from treadle.core.outcomes import trains, without_stale
+from treadle.core.types import DropReason, Group
 
 Late = Literal["mask_steps", "wait", "drop"]
 
@@ -83,7 +83,7 @@ class GroupBuffer:
         oldest = version - self._max_staleness
         for index, (started, group) in list(self._ready.items()):
             fresh = without_stale(group, oldest)
-            if fresh is not group and (self._late == "drop" or not _trains(fresh)):
+            if fresh is not group and (self._late == "drop" or not trains(fresh)):
                 del self._ready[index]
                 self._discard(group, DropReason.STALE)
             else:
@@ -106,23 +106,3 @@ class GroupBuffer:
     def trained(self) -> None:
         """What was taken last is trained, and its weights are published."""
         self._training = 0
-
-
-def _trains(group: Group) -> bool:
-    """Whether anything of it is trained. Steps of failed attempts are live, too."""
-    return any(t.live_steps for t in group.trajectories if t.trained_reward is not None)
-
-
-def without_stale(group: Group, oldest: int) -> Group:
-    """The group with steps marked as dropped that hold a token older than version `oldest`; itself without any."""
-
-    def stale(step: Step) -> bool:
-        return step.dropped is None and bool((step.policy_versions < oldest).any())
-
-    if not any(stale(step) for t in group.trajectories for step in t.steps):
-        return group
-    marked = (
-        replace(t, steps=tuple(replace(s, dropped=DropReason.STALE) if stale(s) else s for s in t.steps))
-        for t in group.trajectories
-    )
-    return replace(group, trajectories=tuple(marked))

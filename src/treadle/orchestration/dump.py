@@ -9,6 +9,7 @@ from typing import Any
 
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
+from treadle.core.outcomes import as_played
 from treadle.core.types import Group, Ids, Step, Trajectory
 
 
@@ -35,7 +36,7 @@ def _trajectory(group: Group, t: Trajectory, decode: Callable[[Ids], str]) -> di
         "attempt": t.attempt,
         "extras": group.task.extras,
         "reward": t.reward,
-        "components": t.components,
+        "components": as_played(t).components,
         "status": str(t.status),
         "failure": f"{t.failure.cause}: {t.failure.message}" if t.failure else None,
         "seconds": t.seconds,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import RunError
+from treadle.core.outcomes import DroppedStep, as_played, as_trained, dropped_steps, outcome_when_recorded
 from treadle.core.types import DropReason, Group, StepState, Trajectory
 
 _SCHEMA = """
@@ -66,13 +67,13 @@ class LoopState:
 class TrainedBatch:
     """Groups that were trained together.
 
-    version: of the policy that was updated, so that staleness is this less a token's own. groups: their ids. stale:
-    (trajectory_id, number) of their steps that were too old by then.
+    version: of the policy that was updated, so that staleness is this less a token's own. groups: their ids.
+    dropped_steps: those of them that were not trained.
     """
 
     version: int
     groups: tuple[str, ...]
-    stale: tuple[tuple[str, int], ...]
+    dropped_steps: tuple[DroppedStep, ...]
 
 
 class Ledger:
@@ -139,23 +140,18 @@ class Ledger:
                 [(a, t) for t, a in advantages.items()],
             )
 
-    def note_dropped(self, trajectories: Sequence[str], reason: DropReason) -> None:
-        """Their recorded steps will not be trained."""
+    def note_dropped(self, group: Group) -> None:
+        """Record that the group will not be trained, as `leave_out` has marked it."""
         with self._transaction() as db:
-            db.executemany(
-                "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ? AND state = ?",
-                [(StepState.DROPPED, reason, trajectory, StepState.RECORDED) for trajectory in trajectories],
-            )
+            self._drop_steps(db, dropped_steps([group]))
 
     def note_refused(self, refused: Mapping[str, str]) -> None:
-        """trajectory_id -> why the learner could not train it; its steps are dropped."""
+        """trajectory_id -> why the learner could not train it. Its steps are dropped with the next checkpoint."""
         with self._transaction() as db:
-            for trajectory, message in refused.items():
-                db.execute(
-                    "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ?",
-                    (StepState.DROPPED, DropReason.REFUSED, trajectory),
-                )
-                db.execute("UPDATE trajectories SET warning = ? WHERE trajectory_id = ?", (message, trajectory))
+            db.executemany(
+                "UPDATE trajectories SET warning = ? WHERE trajectory_id = ?",
+                [(message, trajectory) for trajectory, message in refused.items()],
+            )
 
     def commit_checkpoint(
         self, directory: str, state: LoopState, batches: Sequence[TrainedBatch] = (), finished: bool = False
@@ -171,10 +167,7 @@ class Ledger:
                     "UPDATE groups SET trained_version = ? WHERE group_id = ?",
                     [(batch.version, group) for group in batch.groups],
                 )
-                db.executemany(
-                    "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ? AND step = ? AND state = ?",
-                    [(StepState.DROPPED, DropReason.STALE, *step, StepState.RECORDED) for step in batch.stale],
-                )
+                self._drop_steps(db, batch.dropped_steps)
             which = "g.idx < ? AND g.idx NOT IN (SELECT value FROM json_each(?))"
             self._move_steps(db, StepState.TRAINED, None, which, state.cursor, json.dumps(state.outstanding))
             if finished:
@@ -212,6 +205,13 @@ class Ledger:
                 self._move_steps(db, StepState.DROPPED, DropReason.ROLLED_BACK, *where, moved=moved)
                 for moved in (StepState.RECORDED, StepState.TRAINED)
             )
+
+    def _drop_steps(self, db: sqlite3.Connection, steps: Iterable[DroppedStep]) -> None:
+        """Those that are in no terminal state yet."""
+        db.executemany(
+            "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ? AND step = ? AND state = ?",
+            [(StepState.DROPPED, s.reason, s.trajectory_id, s.step, StepState.RECORDED) for s in steps],
+        )
 
     def _move_steps(
         self,
@@ -304,6 +304,7 @@ def _loop_state(text: str) -> LoopState:
 
 
 def _trajectory_row(group_id: str, t: Trajectory, shard: str, split: str) -> dict[str, Any]:
+    happened = as_played(t)
     return {
         "trajectory_id": t.trajectory_id,
         "group_id": group_id,
@@ -314,26 +315,19 @@ def _trajectory_row(group_id: str, t: Trajectory, shard: str, split: str) -> dic
         "failure_message": t.failure.message if t.failure else None,
         "warning": t.warning,
         "steps": len(t.steps),
-        "completion_tokens": t.completion_tokens,
-        "oldest_version": t.oldest_version,
-        "newest_version": t.newest_version,
+        "completion_tokens": happened.completion_tokens,
+        "oldest_version": happened.oldest_version,
+        "newest_version": happened.newest_version,
         "seconds": t.seconds,
         "shard": shard,
         "metrics": json.dumps(t.metrics.as_json()),
-        "trained_reward": t.trained_reward if split == "train" else None,
-        "components": json.dumps(t.components),
+        "trained_reward": as_trained(t).reward if split == "train" else None,
+        "components": json.dumps(happened.components),
     }
 
 
 def _step_rows(t: Trajectory, split: str) -> Iterator[tuple[Any, ...]]:
-    state, why = StepState.RECORDED, None
-    if split != "train":
-        state = StepState.EVALUATED
-    elif t.reward is None:
-        state, why = StepState.DROPPED, DropReason.FAILED
-    elif t.dropped is not None:
-        state, why = StepState.DROPPED, t.dropped
     for number, step in enumerate(t.steps):
         lengths = (len(step.prompt_ids), len(step.completion_ids))
-        became = (state, why) if step.dropped is None else (StepState.DROPPED, step.dropped)
-        yield (t.trajectory_id, number, *became, *lengths, step.stop_reason, step.reward)
+        outcome = outcome_when_recorded(t, step, split)
+        yield (t.trajectory_id, number, *outcome, *lengths, step.stop_reason, step.reward)

@@ -26,10 +26,11 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from treadle.algorithms.dynamic_sampling import learns_nothing, without_steps
+from treadle.algorithms.dynamic_sampling import learns_nothing
 from treadle.algorithms.estimators import Advantage
 from treadle.core.engine import Engine
 from treadle.core.errors import TrainingStopped, TreadleError
+from treadle.core.outcomes import dropped_steps, leave_out, reject_reason
 from treadle.core.types import DropReason, Group, Task, Trajectory
 from treadle.orchestration.buffer import GroupBuffer
 from treadle.orchestration.callbacks import Callback
@@ -210,8 +211,11 @@ class Loop:
         self.ledger.note_advantages({t: a for result in results for t, a in result.advantage.items()})
         refused = {t: why for result in results for t, why in result.refused.items()}
         self._refuse(refused)
+        groups = [leave_out(group, DropReason.REFUSED, refused) for group in groups]
         self._log(groups, results, seconds)
-        self._batches.append(_trained_batch(taken, self.state.version))
+        self._batches.append(
+            TrainedBatch(self.state.version, tuple(group.group_id for group in groups), tuple(dropped_steps(groups)))
+        )
         self.state = replace(
             self.state,
             update=self.state.update + len(results),
@@ -241,15 +245,16 @@ class Loop:
         return batch
 
     def _note_taken(self, groups: list[Group]) -> list[Group]:
-        """The batch as it is trained: without what dynamic sampling leaves out."""
+        """Return the batch as it is trained: without what dynamic sampling leaves out."""
         self._tell_failures(groups)
         for text in reward_notes(groups, self.config, self.learner.advantage, first=self.state.update == 0):
             self._tell(text, text)
         if self.config.algorithm.dynamic_sampling != "replace":
             return groups
-        nothing = [group for group in groups if learns_nothing(group, self.config.algorithm)]
-        self.ledger.note_dropped([t.trajectory_id for g in nothing for t in g.trajectories], DropReason.FILTERED)
-        return [without_steps(group) if group in nothing else group for group in groups]
+        return [
+            leave_out(group, DropReason.FILTERED) if learns_nothing(group, self.config.algorithm) else group
+            for group in groups
+        ]
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result, or None if a stop is asked for first: what has finished until then is on record and reused.
@@ -272,23 +277,21 @@ class Loop:
     def _judge(self, group: Group) -> DropReason | None:
         """Why a finished group cannot be trained, or None."""
         self._since.groups += 1
-        graded = sum(t.reward is not None for t in group.trajectories)
-        if graded < self._least:
+        reason = reject_reason(group, self._least)
+        if reason is DropReason.FAILED:
             failed = self._failed_tasks[group.task.task_id] = self._failed_tasks.get(group.task.task_id, 0) + 1
             if failed == self.config.failures.task_limit:
                 what = f"its last {failed} groups had fewer than {self._least} graded attempts"
                 self.progress.say(f"task {group.task.task_id} is left out: {what}")
             self._tell_failures([group])
-            return DropReason.FAILED
+            return reason
         self._failed_tasks.pop(group.task.task_id, None)
-        if sum(t.trained_reward is not None for t in group.trajectories) < self._least:
-            return DropReason.OVERLONG
-        filtering = self.config.algorithm.dynamic_sampling == "filter"
-        return DropReason.FILTERED if filtering and learns_nothing(group, self.config.algorithm) else None
+        filtering = reason is None and self.config.algorithm.dynamic_sampling == "filter"
+        return DropReason.FILTERED if filtering and learns_nothing(group, self.config.algorithm) else reason
 
     def _discard(self, group: Group, reason: DropReason) -> None:
         self._since.discarded[reason] += 1
-        self.ledger.note_dropped([t.trajectory_id for t in group.trajectories], reason)
+        self.ledger.note_dropped(leave_out(group, reason))
 
     def _log(self, groups: list[Group], results: list[UpdateResult], seconds: dict[str, float]) -> None:
         """One line of metrics.jsonl per optimizer update, each about its own groups."""
@@ -297,7 +300,7 @@ class Loop:
         for number, result in enumerate(results):
             first = number * size % len(groups)  # each epoch goes through them again
             own = groups[first : first + size]
-            played = trajectory_metrics(own, section.success_at, self.state.version, result.refused, section.success_of)
+            played = trajectory_metrics(own, section.success_at, self.state.version, section.success_of)
             row = {
                 "kind": "update",
                 "update": self.state.update + number + 1,
@@ -477,18 +480,6 @@ def _thread() -> ThreadPoolExecutor:
     """One that computes with as many threads as this one does: OpenMP and MKL keep that number for each."""
     count = torch.get_num_threads()
     return ThreadPoolExecutor(1, "treadle-learner", initializer=torch.set_num_threads, initargs=(count,))
-
-
-def _trained_batch(groups: Sequence[Group], version: int) -> TrainedBatch:
-    """`groups` as they were taken for the update of this version."""
-    stale = [
-        (t.trajectory_id, number)
-        for group in groups
-        for t in group.trajectories
-        for number, step in enumerate(t.steps)
-        if step.dropped is DropReason.STALE
-    ]
-    return TrainedBatch(version, tuple(group.group_id for group in groups), tuple(stale))
 
 
 @contextmanager

@@ -1,14 +1,19 @@
-"""Metrics of what was played: over trajectories, tasks and tokens, never over rows."""
+"""Metrics of what was played, and of what became of it: over trajectories, tasks and tokens, never over rows.
+
+Each declares its view (`core.metrics.View`). What was played is read off `core.outcomes.as_played`, and is the same
+whatever was dropped afterwards.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from treadle.core.metrics import Figure, Measures, Metric, declared, measured, shares
+from treadle.core.outcomes import TrajectoryView, as_played, as_trained, attempt_drop_reason, dropped_steps
 from treadle.core.rewards import PLAIN
 from treadle.core.types import DropReason, Group, Status, StopReason, Trajectory
 from treadle.training import metrics as training_metrics
@@ -25,7 +30,12 @@ REWARD_COMPONENT = Metric(
     "sum of one component of the reward, before weights, if there are named ones",
 )
 SHAPED_REWARD = Metric(
-    "shaped_reward_mean", "trajectory", "mean", "", "reward as it is trained, where shaping did anything"
+    "shaped_reward_mean",
+    "trajectory",
+    "mean",
+    "",
+    "reward as it is in the baseline, where shaping did anything",
+    view="trained",
 )
 SUCCESS = Metric(
     "success", "trajectory", "mean", "share", "reward, or `evaluation.success_of`, of at least `evaluation.success_at`"
@@ -51,9 +61,20 @@ LAST_STOP = Metric("last_stop_*", "trajectory", "mean", "share", "why the last c
 STALENESS_MEAN = Metric(
     "staleness_mean", "trajectory", "mean", "versions", "learner's version less the oldest that sampled a token"
 )
-STALENESS_MAX = Metric("staleness_max", "trajectory", "max", "versions", "largest such difference")
+STALENESS_MAX = Metric("staleness_max", "trajectory", "max", "versions", "largest such difference: the worst straggler")
 TOKEN_STALENESS = Metric(
     "token_staleness_mean", "token", "mean", "versions", "learner's version less the one that sampled the token"
+)
+TRAINED_STALENESS_MEAN = Metric(
+    "trained_staleness_mean",
+    "trajectory",
+    "mean",
+    "versions",
+    "the same of `staleness_mean`, without steps that were dropped; at most `orchestration.max_staleness`",
+    view="trained",
+)
+TRAINED_STALENESS_MAX = Metric(
+    "trained_staleness_max", "trajectory", "max", "versions", "largest such difference", view="trained"
 )
 
 # over all trajectories and their steps
@@ -61,23 +82,29 @@ TOKEN_STALENESS = Metric(
 TRAJECTORIES = Metric("trajectories", "trajectory", "sum", "trajectories", "played")
 FAILED = Metric("failed", "trajectory", "sum", "trajectories", "without a reward; they enter no mean and no baseline")
 FAILED_BY = Metric("failed_*", "trajectory", "sum", "trajectories", "the same by cause, of those that occur")
-REFUSED = Metric("refused", "trajectory", "sum", "trajectories", "graded, but the learner's model cannot train them")
+REFUSED = Metric(
+    "refused", "trajectory", "sum", "trajectories", "graded, but the learner's model cannot train them", view="dropped"
+)
 WARNINGS = Metric("warnings", "trajectory", "sum", "trajectories", "with a warning")
 ENDED = Metric("ended_*", "trajectory", "mean", "share", "how it ended, failed ones too")
-DROPPED = Metric("dropped_*", "step", "sum", "steps", "recorded, but not trained, by reason, of those that occur")
+DROPPED = Metric(
+    "dropped_*", "step", "sum", "steps", "recorded, but not trained, by reason, of those that occur", view="dropped"
+)
 
 # over tasks with a graded trajectory
 
 PASS_AT = Metric(
     "pass_at_*", "task", "mean", "share", "one of k attempts succeeds, estimated; tasks with k graded attempts or more"
 )
-EQUAL_REWARDS = Metric("equal_reward_groups", "task", "mean", "share", "all graded attempts have the same reward")
+EQUAL_REWARDS = Metric("equal_reward_groups", "task", "mean", "share", "all graded attempts were given the same reward")
 
 # of the run
 
-SECONDS = Metric("seconds_*", "run", "sum", "seconds", "rollout, update, publish; a batch's, shared by its updates")
-WALL_SECONDS = Metric("wall_seconds", "run", "max", "seconds", "of the run so far, over all its processes")
-CPU_SECONDS = Metric("cpu_seconds", "run", "max", "seconds", "of this process, and those before it")
+SECONDS = Metric(
+    "seconds_*", "run", "sum", "seconds", "rollout, update, publish; a batch's, shared by its updates", view="run"
+)
+WALL_SECONDS = Metric("wall_seconds", "run", "max", "seconds", "of the run so far, over all its processes", view="run")
+CPU_SECONDS = Metric("cpu_seconds", "run", "max", "seconds", "of this process, and those before it", view="run")
 
 DECLARED: tuple[Metric, ...] = (*declared(globals()), *declared(vars(training_metrics)))
 """Every metric of an update's row but the environment's."""
@@ -117,22 +144,19 @@ class EvaluationResult:
 
 
 def trajectory_metrics(
-    groups: Sequence[Group],
-    success_at: float,
-    version: int,
-    refused: Container[str] = (),
-    success_of: str | None = None,
+    groups: Sequence[Group], success_at: float, version: int, success_of: str | None = None
 ) -> Measures:
-    """Of one update's groups, as they were played; means over trajectories are over the graded ones.
+    """Return the metrics of one update's groups, with what was left out of them marked as `core.outcomes` does.
 
-    version: of the learner before the update. refused: ids of trajectories that it could not train.
+    Means over trajectories are over those with a reward. version: of the learner before the update.
     """
     everyone = [t for group in groups for t in group.trajectories]
     graded = [t for t in everyone if t.reward is not None]
     return (
         _of_graded(graded, success_at, success_of, version)
         + _of_rewards(graded)
-        + _of_everyone(everyone, refused)
+        + _of_everyone(everyone)
+        + measured("step", _counts(DROPPED, (step.reason for step in dropped_steps(groups))))
         + _of_tasks(groups, success_at, success_of)
         + environment_metrics(graded)
         + measured("token", {TOKEN_STALENESS: _token_staleness(graded, version)})
@@ -160,10 +184,10 @@ def pass_at(k: int, attempts: int, successes: int) -> float:
 
 
 def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str | None, version: int) -> Measures:
-    rewards = [t.reward for t in graded if t.reward is not None]
-    steps, tokens = [len(t.live_steps) for t in graded], [t.completion_tokens for t in graded]
-    staleness = [version - t.oldest_version for t in graded if t.oldest_version is not None]
-    last = [t.live_steps[-1].stop_reason for t in graded if t.live_steps]
+    views = [as_played(t) for t in graded]
+    rewards = [view.reward for view in views if view.reward is not None]
+    steps, tokens = [len(view.steps) for view in views], [view.completion_tokens for view in views]
+    staleness, of_trained = _staleness(views, version), _staleness(map(as_trained, graded), version)
     values: dict[Metric, Sequence[float]] = {
         REWARD_MEAN: rewards,
         REWARD_POSITIVE: [reward > 0 for reward in rewards],
@@ -172,36 +196,43 @@ def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str 
         STEPS_MAX: steps,
         COMPLETION_TOKENS_MEAN: tokens,
         COMPLETION_TOKENS_MAX: tokens,
-        PROMPT_TOKENS_MEAN: [sum(len(step.prompt_ids) for step in t.live_steps) for t in graded],
+        PROMPT_TOKENS_MEAN: [view.prompt_tokens for view in views],
         STALENESS_MEAN: staleness,
         STALENESS_MAX: staleness,
+        TRAINED_STALENESS_MEAN: of_trained,
+        TRAINED_STALENESS_MAX: of_trained,
         TRAJECTORY_SECONDS: [t.seconds for t in graded],
         ENGINE_SHARE: [t.engine_seconds / t.seconds for t in graded if t.seconds > 0],
-        **shares(LAST_STOP, StopReason, last),
+        **shares(LAST_STOP, StopReason, [view.steps[-1].stop_reason for view in views if view.steps]),
     }
     return measured("trajectory", values)
 
 
-def _of_everyone(everyone: Sequence[Trajectory], refused: Container[str]) -> Measures:
+def _staleness(views: Iterable[TrajectoryView], version: int) -> list[int]:
+    """Of each that has a token."""
+    return [version - view.oldest_version for view in views if view.oldest_version is not None]
+
+
+def _of_everyone(everyone: Sequence[Trajectory]) -> Measures:
     causes = [t.failure.cause for t in everyone if t.failure is not None]
     values: dict[Metric, Sequence[float]] = {
         TRAJECTORIES: [1] * len(everyone),
         FAILED: [1] * len(causes),
-        REFUSED: [t.trajectory_id in refused for t in everyone],
+        REFUSED: [attempt_drop_reason(t) is DropReason.REFUSED for t in everyone],
         WARNINGS: [bool(t.warning) for t in everyone],
         **_counts(FAILED_BY, causes),
         **shares(ENDED, Status, [t.status for t in everyone]),
     }
-    dropped = [why for t in everyone for why in _dropped(t, refused)]
-    return measured("trajectory", values) + measured("step", _counts(DROPPED, dropped))
+    return measured("trajectory", values)
 
 
 def _of_tasks(groups: Sequence[Group], success_at: float, success_of: str | None) -> Measures:
     """Tasks without a graded attempt are left out."""
-    trained = [[t.trained_reward for t in group.trajectories if t.trained_reward is not None] for group in groups]
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     successes = [[_success(t, success_at, success_of) for t in own] for own in graded]
-    values: dict[Metric, Sequence[float]] = {EQUAL_REWARDS: [min(own) == max(own) for own in trained if own]}
+    values: dict[Metric, Sequence[float]] = {
+        EQUAL_REWARDS: [len({t.reward for t in own}) == 1 for own in graded if own]
+    }
     return measured("task", values | {PASS_AT.of(k): each for k, each in _passes(successes, _size(groups)).items()})
 
 
@@ -219,13 +250,13 @@ def _passes(successes: Sequence[Sequence[float]], attempts: int) -> dict[int, li
 
 def _of_rewards(graded: Sequence[Trajectory]) -> Measures:
     """Where they say more than the mean reward: named components, and what is trained if shaping did anything."""
-    given = [t.components for t in graded]
+    given = [as_played(t).components for t in graded]
     names = sorted({name for components in given for name in components})
     values: dict[Metric, Sequence[float]] = {}
     if names not in ([], [PLAIN]):
         values |= {REWARD_COMPONENT.of(name): [c.get(name, 0.0) for c in given] for name in names}
-    if any(t.dropped is not None or any(step.shaping for step in t.steps) for t in graded):
-        values[SHAPED_REWARD] = [t.trained_reward for t in graded if t.trained_reward is not None]
+    if any(attempt_drop_reason(t) is DropReason.OVERLONG or any(step.shaping for step in t.steps) for t in graded):
+        values[SHAPED_REWARD] = [reward for t in graded if (reward := as_trained(t).reward) is not None]
     return measured("trajectory", values)
 
 
@@ -235,22 +266,9 @@ def _attempts_shown(group_size: int) -> list[int]:
     return powers if group_size in powers or not group_size else [*powers, group_size]
 
 
-def _dropped(t: Trajectory, refused: Container[str]) -> Iterator[DropReason]:
-    """Why steps of the trajectory are not trained, one for each such step."""
-    for step in t.steps:
-        if step.dropped is not None:
-            yield step.dropped
-        elif t.dropped is not None:
-            yield t.dropped
-        elif t.reward is None:
-            yield DropReason.FAILED
-        elif t.trajectory_id in refused:
-            yield DropReason.REFUSED
-
-
 def _token_staleness(graded: Sequence[Trajectory], version: int) -> list[int]:
     """Of each trainable token."""
-    versions = [step.policy_versions[step.mask] for t in graded for step in t.live_steps]
+    versions = [step.policy_versions[step.mask] for t in graded for step in as_played(t).steps]
     return [version - own for part in versions for own in part.tolist()]
 
 
@@ -283,7 +301,7 @@ def evaluation_result(
         failed=sum(len(group.trajectories) for group in groups) - len(everyone),
         success=mean(list(chain(*successes))),
         reward_mean=mean([t.reward for t in everyone if t.reward is not None]),
-        steps_mean=mean([len(t.live_steps) for t in everyone]),
+        steps_mean=mean([len(as_played(t).steps) for t in everyone]),
         by={key: mean(list(chain(*parts[key]))) for key in sorted(parts)},
         by_tasks={key: len(parts[key]) for key in sorted(parts)},
         metrics=dict(environment_metrics(everyone)),
@@ -293,5 +311,5 @@ def evaluation_result(
 
 
 def _success(trajectory: Trajectory, success_at: float, success_of: str | None) -> float:
-    reached = trajectory.given(success_of)
+    reached = as_played(trajectory).given(success_of)
     return float(reached is not None and reached >= success_at)

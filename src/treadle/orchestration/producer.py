@@ -13,6 +13,7 @@ import numpy as np
 
 from treadle.core.draws import Stream, permutation
 from treadle.core.errors import DataError
+from treadle.core.outcomes import as_played
 from treadle.core.types import Group, Task, Trajectory, group_id
 from treadle.orchestration.buffer import GroupBuffer
 from treadle.orchestration.failures import Retries
@@ -140,8 +141,8 @@ class Producer:
 
     def _start(self, group: Group) -> None:
         """Open the sessions of all missing attempts now and in order."""
-        versions = [t.oldest_version for t in group.trajectories if t.oldest_version is not None]
-        self._buffer.expect(group.index, min([self._version, *versions]))
+        versions = (as_played(t).oldest_version for t in group.trajectories)
+        self._buffer.expect(group.index, min([self._version, *(v for v in versions if v is not None)]))
         addresses = [
             Address(self._seed, Stream.TRAIN, group.epoch, group.position, attempt) for attempt in self._missing(group)
         ]

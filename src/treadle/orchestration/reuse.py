@@ -10,7 +10,8 @@ from typing import Any
 
 from treadle.core.errors import Cause
 from treadle.core.metrics import Measures
-from treadle.core.types import DropReason, Failure, Group, Status, Task, Trajectory
+from treadle.core.outcomes import reason_on_record
+from treadle.core.types import Failure, Group, Status, Task, Trajectory
 from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.rollout_store import read_steps
 
@@ -59,5 +60,5 @@ def _trajectory(row: Mapping[str, Any], task_id: str, rollouts: Path) -> Traject
         warning=row["warning"],
         seconds=row["seconds"],
         metrics=Measures.from_json(json.loads(row["metrics"])),
-        dropped=DropReason.OVERLONG if row["reward"] is not None and row["trained_reward"] is None else None,
+        dropped=reason_on_record(row["reward"], row["trained_reward"]),
     )

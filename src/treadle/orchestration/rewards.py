@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from treadle.algorithms.estimators import Advantage
+from treadle.core.outcomes import as_played
 from treadle.core.types import Group
 from treadle.orchestration.config import RunConfig
 
@@ -13,19 +14,19 @@ def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantag
     """Rewards that the advantage does not look at in detail, and in a run's first batch names that nothing has."""
     trajectories = [t for group in groups for t in group.trajectories]
     name = config.algorithm.advantage
-    early = any(step.reward or step.shaping for t in trajectories for step in t.live_steps[:-1])
+    early = any(step.reward or step.shaping for t in trajectories for step in as_played(t).steps[:-1])
     if early and not advantage.by_step:
         yield (
             f"the environment rewards single steps, of which algorithm.advantage {name} "
             "uses the sum alone; step_return, gigpo and reinforce++ use when each reward came"
         )
-    by_token = any(step.given.tokens is not None for t in trajectories for step in t.live_steps)
+    by_token = any(step.given.tokens is not None for t in trajectories for step in as_played(t).steps)
     if by_token and not advantage.by_token:
         yield (
             f"there are rewards of single tokens, of which algorithm.advantage {name} "
             f"uses the sum over a {'step' if advantage.by_step else 'trajectory'} alone; reinforce++ and gae use each"
         )
-    given = {component for t in trajectories for component in t.components}
+    given = {component for t in trajectories for component in as_played(t).components}
     judged = config.evaluation.success_of
     named = {"rewards.weights": [*config.rewards.weights], "evaluation.success_of": [judged] if judged else []}
     for option, components in named.items():

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
+from treadle.core.outcomes import interrupted_reason
 from treadle.core.types import DropReason, Group
 from treadle.engines.routing import Routers
 from treadle.engines.weights import weights_sha256
@@ -234,7 +235,7 @@ def _roll_back(
     remove_others(run.checkpoints, {name, *retained(there, config, state.evaluations)})
     staleness = config.orchestration.max_staleness
     kept = reusable(ledger, run.rollouts, state, staleness)
-    reason = DropReason.ROLLED_BACK if staleness else DropReason.RESAMPLED
+    reason = interrupted_reason(staleness)
     dropped = ledger.roll_back(state, reason, [group.group_id for group in kept.values()])
     if problem := run.roll_back_metrics(state.update, state.evaluations):
         progress.say(f"{problem}; the run goes on without")

@@ -3,47 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from treadle.core.errors import Cause
-from treadle.core.types import Failure, Group, Status, Step, Trajectory
+from treadle.core.outcomes import as_trained, leave_out, step_drop_reason
+from treadle.core.types import DropReason, Group, Step, Trajectory
 
 
 def set_aside(
     groups: Sequence[Group], vocabulary: int, context: int | None, routing: tuple[int, int, int] | None = None
 ) -> tuple[list[Group], dict[str, str]]:
-    """The groups without what cannot be trained, and why: trajectory_id -> message naming task, trajectory and step.
+    """Return the groups with what cannot be trained left out, and why: trajectory_id -> message naming task,
+    trajectory and step.
 
     vocabulary: the model's number of token ids. context: its longest sequence in tokens, if it has one. routing: its
     layers with experts, experts a token and experts a layer, if they are replayed. A trajectory
-    with a faulty step becomes a failed one, which enters no baseline and no loss; its siblings train as if it had
-    failed while it was played.
+    with a faulty step enters no baseline and no loss; its siblings train as if it had failed while it was played.
     """
     faults = {
         t.trajectory_id: f"task {t.task_id}, trajectory {t.trajectory_id}, {fault}"
         for group in groups
         for t in group.trajectories
-        if t.reward is not None and (fault := _fault(t, vocabulary, context, routing)) is not None
+        if as_trained(t).reward is not None and (fault := _fault(t, vocabulary, context, routing)) is not None
     }
-    if not faults:
-        return list(groups), faults
-
-    def sound(t: Trajectory) -> Trajectory:
-        if t.trajectory_id not in faults:
-            return t
-        failure = Failure(Cause.ENGINE, faults[t.trajectory_id])
-        return replace(t, reward=None, status=Status.FAILED, failure=failure)
-
-    return [replace(group, trajectories=tuple(map(sound, group.trajectories))) for group in groups], faults
+    return [leave_out(group, DropReason.REFUSED, faults) for group in groups] if faults else list(groups), faults
 
 
 def _fault(
     trajectory: Trajectory, vocabulary: int, context: int | None, routing: tuple[int, int, int] | None
 ) -> str | None:
     for number, step in enumerate(trajectory.steps):
-        fault = None if step.dropped is not None else _step_fault(step, vocabulary, context)
+        fault = None if step_drop_reason(trajectory, step) else _step_fault(step, vocabulary, context)
         if fault is None and routing is not None:  # of dropped ones, too: later steps inherit theirs
             fault = _routing_fault(step, *routing)
         if fault is not None:

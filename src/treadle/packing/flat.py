@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from treadle.core.outcomes import as_trained, step_drop_reason
 from treadle.core.types import Group, Ids, Routing, Step, Trajectory
 from treadle.packing.routing import distinct, replayed
 
@@ -72,12 +73,13 @@ class FlatBatch:
 
 
 def flatten(groups: Sequence[Group]) -> FlatBatch:
-    """Lay out the groups' graded trajectories, without dropped steps.
+    """Lay out what is trained of the groups, as `core.outcomes.as_trained` has it.
 
-    Ungraded trajectories (reward None) and those that shaping dropped enter no array, no count, no baseline.
+    Trajectories without a reward there (ungraded, or left out whole) enter no array, no count, no baseline.
     """
-    graded = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.trained_reward is not None]
-    steps = [(j, step) for j, (_, trajectory) in enumerate(graded) for step in trajectory.live_steps]
+    everyone = ((g, t, as_trained(t)) for g, group in enumerate(groups) for t in group.trajectories)
+    found = [(g, t, view) for g, t, view in everyone if view.reward is not None]
+    steps = [(j, step) for j, (_, _, view) in enumerate(found) for step in view.steps]
     lengths = [len(step.completion_ids) for _, step in steps]
 
     def joined(parts: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:
@@ -85,13 +87,13 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
 
     return FlatBatch(
         groups=tuple(groups),
-        trajectories=tuple(trajectory for _, trajectory in graded),
+        trajectories=tuple(trajectory for _, trajectory, _ in found),
         steps=tuple(step for _, step in steps),
         step_start=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
         trajectory_of_step=np.array([j for j, _ in steps], np.int64),
-        group_of_trajectory=np.array([g for g, _ in graded], np.int64),
-        rewards=np.array([trajectory.trained_reward for _, trajectory in graded], np.float64),
-        step_rewards=np.array([r for _, trajectory in graded for r in _step_rewards(trajectory)], np.float64),
+        group_of_trajectory=np.array([g for g, _, _ in found], np.int64),
+        rewards=np.array([view.reward for _, _, view in found], np.float64),
+        step_rewards=np.array([r for _, trajectory, _ in found for r in _step_rewards(trajectory)], np.float64),
         token_rewards=joined([_token_rewards(step) for _, step in steps], np.float64),  # type: ignore[arg-type]
         mask=joined([step.mask for _, step in steps], np.bool_),  # type: ignore[arg-type]
         logp_rollout=joined([step.logprobs for _, step in steps], np.float32),  # type: ignore[arg-type]
@@ -104,12 +106,13 @@ def _step_rewards(trajectory: Trajectory) -> list[float]:
     """Of the live steps; what a dropped one was given is credited to the step before it, as what followed from it."""
     rewards: list[float] = []
     for step in trajectory.steps:
-        if step.dropped is None:
+        if step_drop_reason(trajectory, step) is None:
             rewards.append(step.reward + step.shaping)
         elif rewards:
             rewards[-1] += step.reward + step.shaping
-    if rewards and trajectory.trained_reward is not None:
-        rewards[-1] += trajectory.trained_reward - math.fsum(step.reward + step.shaping for step in trajectory.steps)
+    reward = as_trained(trajectory).reward
+    if rewards and reward is not None:
+        rewards[-1] += reward - math.fsum(step.reward + step.shaping for step in trajectory.steps)
     return rewards
 
 
@@ -163,6 +166,6 @@ def _with_routing(batch: FlatBatch, made: Sequence[Call]) -> list[Call]:
         for step, where in zip(
             trajectory.steps, replayed(trajectory.steps, recorded[end - len(trajectory.steps) : end]), strict=True
         )
-        if step.dropped is None
+        if step_drop_reason(trajectory, step) is None
     ]
     return [replace(call, keys=own[:, None], routing=table) for call, own in zip(made, keys, strict=True)]

@@ -25,6 +25,7 @@ from treadle.core.errors import (
     StepsExceeded,
     TrajectoryFailure,
 )
+from treadle.core.outcomes import was_played
 from treadle.core.rewards import Reward, is_finite
 from treadle.core.types import Message, Status, Task
 from treadle.rollout.clients import openai_client
@@ -118,7 +119,7 @@ class AgentHost:
                 reward = _checked_reward(await self._run(task, session))
             except TrajectoryFailure as error:
                 reward, warning = _reward_after(error, session), error.message
-            if all(step.dropped is not None for step in session.steps):
+            if not any(was_played(step) for step in session.steps):
                 raise _nothing_recorded(session)
             _reward_last(session, reward)
         except TrajectoryFailure as error:

@@ -21,6 +21,8 @@ def check_metrics(environments: Mapping[str, object]) -> None:
         for metric in _listed(getattr(environment, "metrics", ()), where):
             if metric.level not in ("step", "trajectory"):
                 raise ConfigError(f"{where}: {metric.name!r} is of level {metric.level}; make it step or trajectory")
+            if metric.view != "played":
+                raise ConfigError(f"{where}: {metric.name!r} is of what is {metric.view}; leave view out")
             if not metric.name.isidentifier():
                 raise ConfigError(f"{where}: {metric.name!r} must be a name of letters, digits and underscores")
             other, earlier = known.setdefault(metric.name, (name, metric))

@@ -19,6 +19,7 @@ from pydantic import Field, field_validator, model_validator
 from treadle.core import registry
 from treadle.core.config import Config
 from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
+from treadle.core.outcomes import as_played, as_trained, was_played
 from treadle.core.rewards import TOKENS, Reward
 from treadle.core.types import DropReason, Failure, Status, Step, StopReason, Task, Trajectory
 from treadle.rollout.foreign import guarded
@@ -100,7 +101,7 @@ class Rewarding:
             if self._hook is not None:
                 trajectory = await self._by_hook(self._hook, task, trajectory)
             if self._config.length_penalty is not None:
-                taken = length_penalty(trajectory.completion_tokens, self._config.length_penalty)
+                taken = length_penalty(as_played(trajectory).completion_tokens, self._config.length_penalty)
                 trajectory = penalised(trajectory, taken)
         except TrajectoryFailure as error:
             return _failed(trajectory, error.cause, error.message)
@@ -146,8 +147,8 @@ def weighed(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
 def _finite(trajectory: Trajectory) -> Trajectory:
     """The trajectory. Raises DataError if one of its sums is infinite."""
     try:
-        sums = [trajectory.trained_reward or 0.0, *(step.reward + step.shaping for step in trajectory.steps)]
-        if all(map(math.isfinite, [*sums, *trajectory.components.values()])):
+        sums = [as_trained(trajectory).reward or 0.0, *(step.reward + step.shaping for step in trajectory.steps)]
+        if all(map(math.isfinite, [*sums, *as_played(trajectory).components.values()])):
             return trajectory
     except OverflowError:
         pass
@@ -176,17 +177,17 @@ def plus(trajectory: Trajectory, added: Sequence[Reward], weights: Mapping[str, 
 def _plus(step: Step, more: Reward, weights: Mapping[str, float]) -> Step:
     if not more:
         return step
-    if step.dropped is not None:
-        raise DataError(f"a reward for a step that is dropped ({step.dropped})")
+    if not was_played(step):
+        raise DataError("a reward for a step whose answer nobody got; give 0 for it")
     return replace(step, given=step.given.plus(more), shaping=step.shaping + more.total(weights))
 
 
 def penalised(trajectory: Trajectory, taken: float) -> Trajectory:
-    """With the length penalty taken off the last step that counts."""
-    live = [number for number, step in enumerate(trajectory.steps) if step.dropped is None]
-    if not taken or not live:
+    """With the length penalty taken off the last step that was played."""
+    last = max((number for number, step in enumerate(trajectory.steps) if was_played(step)), default=None)
+    if not taken or last is None:
         return trajectory
-    penalty = {live[-1]: Reward({LENGTH_PENALTY: -taken})}
+    penalty = {last: Reward({LENGTH_PENALTY: -taken})}
     return plus(trajectory, [penalty.get(number, Reward()) for number in range(len(trajectory.steps))], {})
 
 
@@ -195,8 +196,8 @@ def is_overlong(trajectory: Trajectory) -> bool:
 
     An attempt that used up its `max_steps` said all it was asked to say, and is not overlong.
     """
-    live = trajectory.live_steps
-    return trajectory.status is Status.CONTEXT or (bool(live) and live[-1].stop_reason is StopReason.LENGTH)
+    steps = as_played(trajectory).steps
+    return trajectory.status is Status.CONTEXT or (bool(steps) and steps[-1].stop_reason is StopReason.LENGTH)
 
 
 def decided(trajectory: Trajectory, overlong: str) -> Trajectory:

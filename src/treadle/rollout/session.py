@@ -14,6 +14,7 @@ import numpy as np
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, Engine
 from treadle.core.errors import ContextExceeded, DataError, EngineError
+from treadle.core.outcomes import was_played
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Message, SamplingParams, Step, StopReason, ToolCall
 from treadle.rollout.chat import ChatRenderer
@@ -150,7 +151,7 @@ class Session:
         Raises DataError for rewards of more or fewer tokens than it has.
         """
         if given:
-            last = max(number for number, step in self._steps.items() if step.dropped is None)
+            last = max(number for number, step in self._steps.items() if was_played(step))
             self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
 
     def set_state(self, number: int, state: str) -> None:

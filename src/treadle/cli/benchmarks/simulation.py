@@ -21,6 +21,7 @@ from treadle.algorithms.estimators import Advantage
 from treadle.core.draws import Stream, call_seed, token_uniforms
 from treadle.core.errors import ConfigError
 from treadle.core.metrics import Measures
+from treadle.core.outcomes import as_trained
 from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
 from treadle.engines.fake import FakeEngine
 from treadle.orchestration.buffer import Late
@@ -259,7 +260,7 @@ class _Learner:
         return {}
 
     def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
-        live = {t.trajectory_id: t.live_steps for group in groups for t in group.trajectories}
+        live = {t.trajectory_id: as_trained(t).steps for group in groups for t in group.trajectories}
         version = len(self._seen.trained)
         self._seen.trained.append({name: len(steps) for name, steps in live.items()})
         self._seen.staleness += [version - int(s.policy_versions.min()) for steps in live.values() for s in steps]

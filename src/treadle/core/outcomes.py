@@ -1,0 +1,202 @@
+"""What became of recorded steps. Other layers record facts; the conclusions are drawn here, and read everywhere else.
+
+    fact                        recorded by                           reasons
+    Step.dropped                sessions                              cancelled
+                                `without_stale`, before training      stale
+    Trajectory.reward is None   whoever played the attempt            failed
+    Trajectory.dropped          shaping                               overlong
+                                `leave_out`, of what was rejected     failed, filtered, refused, stale, overlong
+    rows of the ledger          a run that is resumed or finished     resampled, rolled back, unused
+
+Of every trajectory there are two views:
+
+    played    steps whose answers reached the agent, and the reward as it was given. Only a `cancelled` step is no part
+              of it: nobody got its answer. Nothing that is decided afterwards changes this view.
+    trained   steps that are in the loss, and the reward that is in the group's baseline: with shaping, and None for an
+              attempt that is left out whole. A step that is dropped alone (`stale`) leaves its reward in the sum.
+
+For example, two steps of which the first became stale while the second was sampled, shaped by -0.25:
+
+    as_played(t).steps == t.steps         as_played(t).reward == 1.0
+    as_trained(t).steps == t.steps[1:]    as_trained(t).reward == 0.75
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from treadle.core.rewards import PLAIN
+from treadle.core.types import DropReason, Group, Ids, Step, StepState, Trajectory
+
+NOT_PLAYED = frozenset({DropReason.CANCELLED})
+"""Reasons that say that a step never reached the agent. Steps that are dropped for any other one were played."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryView:
+    """Some steps of a trajectory, in call order, and the reward that goes with them; None if it has none."""
+
+    steps: tuple[Step, ...]
+    reward: float | None
+
+    @property
+    def components(self) -> dict[str, float]:
+        """The sum over steps of each component that any was given, before weights; none without a reward."""
+        steps = [] if self.reward is None else [step.given.by_name for step in self.steps]
+        return {name: math.fsum(s.get(name, 0.0) for s in steps) for name in dict.fromkeys(n for s in steps for n in s)}
+
+    def given(self, component: str | None = None) -> float | None:
+        """Return what all steps were given under this name, before weights; None without a reward.
+
+        It is the whole reward without a name, or where only plain numbers were given: those are nobody's part.
+        """
+        components = self.components
+        if self.reward is None or component is None or not components.keys() - {PLAIN}:
+            return self.reward
+        return components.get(component, 0.0)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts as they were sent: what three steps share counts three times."""
+        return sum(len(step.prompt_ids) for step in self.steps)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(len(step.completion_ids) for step in self.steps)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version that sampled any of the tokens; None without tokens."""
+        return min((int(versions.min()) for versions in self._versions()), default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest one; None without tokens."""
+        return max((int(versions.max()) for versions in self._versions()), default=None)
+
+    def _versions(self) -> Iterator[Ids]:
+        return (step.policy_versions for step in self.steps if len(step.policy_versions))
+
+
+def as_played(trajectory: Trajectory) -> TrajectoryView:
+    """Return what happened: what the agent got, whatever became of it afterwards."""
+    return TrajectoryView(tuple(step for step in trajectory.steps if was_played(step)), trajectory.reward)
+
+
+def as_trained(trajectory: Trajectory) -> TrajectoryView:
+    """Return what training uses, as far as it is decided: steps in the loss, and the reward in the baseline."""
+    if trajectory.reward is None or attempt_drop_reason(trajectory) is not None:
+        return TrajectoryView((), None)
+    steps = tuple(step for step in trajectory.steps if step.dropped is None)
+    return TrajectoryView(steps, trajectory.reward + math.fsum(step.shaping for step in trajectory.steps))
+
+
+def was_played(step: Step) -> bool:
+    """Return whether the step reached the agent."""
+    return step.dropped not in NOT_PLAYED
+
+
+def attempt_drop_reason(trajectory: Trajectory) -> DropReason | None:
+    """Return why the trajectory trains nothing at all, or None if nothing is known against it."""
+    return DropReason.FAILED if trajectory.reward is None else trajectory.dropped
+
+
+def step_drop_reason(trajectory: Trajectory, step: Step) -> DropReason | None:
+    """Return why this step of the trajectory is not trained, or None if nothing is known against it.
+
+    Of several reasons that of the step itself counts, then that of its attempt.
+    """
+    return step.dropped or attempt_drop_reason(trajectory)
+
+
+class StepOutcome(NamedTuple):
+    """The state of a step, and why it is dropped if it is."""
+
+    state: StepState
+    reason: DropReason | None = None
+
+
+def outcome_when_recorded(trajectory: Trajectory, step: Step, split: str) -> StepOutcome:
+    """Return where a step stands once it is on record. An evaluated one is not dropped with its attempt: it counts."""
+    reason = step_drop_reason(trajectory, step) if split == "train" else step.dropped
+    if reason is not None:
+        return StepOutcome(StepState.DROPPED, reason)
+    return StepOutcome(StepState.RECORDED if split == "train" else StepState.EVALUATED)
+
+
+class DroppedStep(NamedTuple):
+    """A recorded step, by its number in its trajectory, and why it is not trained."""
+
+    trajectory_id: str
+    step: int
+    reason: DropReason
+
+
+def dropped_steps(groups: Iterable[Group]) -> Iterator[DroppedStep]:
+    """Yield all steps of training groups that are not trained, in order."""
+    for trajectory in (t for group in groups for t in group.trajectories):
+        for number, step in enumerate(trajectory.steps):
+            reason = step_drop_reason(trajectory, step)
+            if reason is not None:
+                yield DroppedStep(trajectory.trajectory_id, number, reason)
+
+
+# Decisions about whole attempts and groups
+
+
+def reject_reason(group: Group, least: int) -> DropReason | None:
+    """Return why a finished group is not trained, or None: it needs `least` attempts with a reward, and to train."""
+    if sum(t.reward is not None for t in group.trajectories) < least:
+        return DropReason.FAILED
+    if sum(as_trained(t).reward is not None for t in group.trajectories) < least:
+        return DropReason.OVERLONG
+    return None
+
+
+def trains(group: Group) -> bool:
+    """Return whether any step of the group is trained."""
+    return any(as_trained(t).steps for t in group.trajectories)
+
+
+def leave_out(group: Group, reason: DropReason, only: Container[str] | None = None) -> Group:
+    """Return the group with its attempts left out of training, each for `reason` if it has no earlier one.
+
+    only: ids of the trajectories that are left out; default: all.
+    """
+    marked = (
+        replace(t, dropped=t.dropped or reason) if only is None or t.trajectory_id in only else t
+        for t in group.trajectories
+    )
+    return replace(group, trajectories=tuple(marked))
+
+
+def without_stale(group: Group, oldest: int) -> Group:
+    """Return the group with steps dropped that hold a token older than version `oldest`; itself without any."""
+
+    def stale(step: Step) -> bool:
+        return step.dropped is None and bool((step.policy_versions < oldest).any())
+
+    if not any(stale(step) for t in group.trajectories for step in t.steps):
+        return group
+    marked = (
+        replace(t, steps=tuple(replace(s, dropped=DropReason.STALE) if stale(s) else s for s in t.steps))
+        for t in group.trajectories
+    )
+    return replace(group, trajectories=tuple(marked))
+
+
+def reason_on_record(reward: float | None, trained_reward: float | None) -> DropReason | None:
+    """Return `Trajectory.dropped` of an attempt on record: by then only shaping has left out any that has a reward."""
+    return DropReason.OVERLONG if reward is not None and trained_reward is None else None
+
+
+def interrupted_reason(max_staleness: int) -> DropReason:
+    """Return what becomes of recorded steps that a resumed run does not go on with.
+
+    At max_staleness 0 it samples the same again; at any other the weights that sampled them are lost.
+    """
+    return DropReason.ROLLED_BACK if max_staleness else DropReason.RESAMPLED
