@@ -86,7 +86,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["async", "--generation", "lognormal:60"], "must be lognormal:MEAN:SIGMA"),
         (["async", "--generation", "lognormal:0:1"], "must be lognormal:MEAN:SIGMA"),
         (["async", "--generation", "lognormal:9:1", "--run", "x"], "give one"),
-        (["async", "--group-size", "1"], "group_size must be 2 or more, got 1"),
+        (["async", "--group-size", "1"], "--group-size 1: must be 2 or more"),
         (["update", "--engine-capacity", "3"], "--engine-capacity: only 'treadle bench async' simulates"),
     ],
 )

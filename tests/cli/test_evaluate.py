@@ -67,7 +67,7 @@ def test_failed_attempts_are_counted_and_explained(troubled: Trained) -> None:
 WRONG = {
     "no run": (["/nowhere"], 1, "'/nowhere' is no run directory"),
     "a recipe alone": (["demo"], 2, "'demo' is a recipe: add --model DIR"),
-    "no such model": (["demo", "--model", "/nowhere"], 2, "no config.json in '/nowhere'"),
+    "no such model": (["demo", "--model", "/nowhere"], 2, "--model: no directory '/nowhere'"),
     "no such recipe": (["nope", "--model", "/nowhere"], 2, "no recipe 'nope'"),
     "no such checkpoint": (["RUN", "--checkpoint", "step-000009"], 1, "it has step-000002, step-000004"),
     "both": (["RUN", "--checkpoint", "step-000004", "--model", "x"], 2, "give --checkpoint or --model, not both"),

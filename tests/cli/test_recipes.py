@@ -67,7 +67,7 @@ def test_a_recipe_file_can_be_shown(place: Place) -> None:
     ("words", "message"),
     [
         (["nope"], "no recipe 'nope'; shipped: "),
-        (["demo", "seed=x"], "demo: seed: got 'x', expected a valid integer"),
+        (["demo", "seed=x"], "seed=x: got 'x', expected a valid integer"),
         (["demo", "training.pakcing=step"], "did you mean 'training.packing'?"),
     ],
 )

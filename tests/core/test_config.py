@@ -3,6 +3,7 @@
 import ast
 import importlib
 import math
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,9 @@ class Recipe(Config):
 MINIMAL: dict[str, Any] = {"training": {"steps": 3}}
 
 
-def problems(data: dict[str, Any], source: str = "") -> list[str]:
+def problems(data: dict[str, Any], source: str = "", overrides: Sequence[str] = ()) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        build(Recipe, data, source)
+        build(Recipe, data, source, overrides)
     return str(caught.value).splitlines()
 
 
@@ -159,6 +160,40 @@ def test_all_problems_come_at_once_each_with_its_source() -> None:
     lines = problems({"seed": "x", "nmae": "y", "training": {}}, "runs/a.yaml")
     assert len(lines) == 3
     assert all(line.startswith("runs/a.yaml: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (["seed=-1"], ["seed=-1: got -1, expected greater than or equal to 0"]),
+        (["name=x", "seed=1", "seed=x"], ["seed=1 seed=x: got 'x', expected a valid integer"]),
+        (["training.stepps=3"], ["training.stepps=3: unknown key 'training.stepps'; did you mean 'training.steps'?"]),
+        (["evaluation.learning_rate=0"], ["evaluation.learning_rate=0: got 0, expected greater than 0"]),
+        (
+            ["training={steps: x}", "name=y"],
+            ["training={steps: x}: training.steps: got 'x', expected a valid integer"],
+        ),
+        (["resume=true"], ["resume=true: resume = true needs output; set output=runs/NAME"]),
+    ],
+)
+def test_an_override_is_to_blame_for_what_it_breaks(overrides: list[str], lines: list[str]) -> None:
+    assert problems(MINIMAL, "a.yaml", overrides) == lines
+
+
+def test_a_problem_of_the_file_is_not_blamed_on_overrides() -> None:
+    broken = {**MINIMAL, "resume": True, "training": {"steps": "x"}}
+    assert problems(broken, "a.yaml", ["name=y"]) == ["a.yaml: training.steps: got 'x', expected a valid integer"]
+    lines = problems(broken, "a.yaml", ["seed=z", "training.packing=tree"])
+    assert lines == [
+        "seed=z: got 'z', expected a valid integer",
+        "a.yaml: training.steps: got 'x', expected a valid integer",
+    ]
+
+
+@given(st.sets(st.sampled_from(["seed=x", "name=7", "stop=a", "resume=3", "training.steps=x", "sed=1"]), min_size=1))
+def test_every_problem_is_blamed_on_the_override_that_made_it(overrides: set[str]) -> None:
+    lines = problems(MINIMAL, "a.yaml", sorted(overrides))
+    assert sorted(line.partition(": ")[0] for line in lines) == sorted(overrides)
 
 
 def test_a_long_value_is_shortened() -> None:

@@ -156,7 +156,6 @@ def test_a_task_is_played_by_one_of_the_two() -> None:
         (["agent=tests.orchestration.test_agents:nowhere"], "has no 'nowhere'"),
         (["agent=nowhere"], "agents: 'nowhere' is not registered"),
         (["data.train.source=lookup"], "would play nothing: each task names its own .* 'lookup'"),
-        (["rollout.reply_parser=nowhere"], "reply_parsers: 'nowhere' is not registered"),
     ],
 )
 def test_what_cannot_work_is_refused_when_inputs_are_loaded(overrides: list[str], message: str) -> None:

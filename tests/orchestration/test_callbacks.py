@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,8 +18,9 @@ from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError, DataError, RunError, TrainingStopped
 from treadle.core.registry import names
 from treadle.core.types import Group, Trajectory
-from treadle.orchestration.callbacks import EVENTS, Callback, RunStart
-from treadle.orchestration.inputs import load_inputs
+from treadle.orchestration.callbacks import EVENTS, Callback, RunStart, load_callbacks
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.inputs import Inputs, load_inputs
 from treadle.orchestration.metrics import EvaluationResult
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.train import resume_run, start_run
@@ -81,12 +83,17 @@ class Recording(Callback):
 
 def go(path: Path, *callbacks: Callback, overrides: Sequence[str] = (), progress: Quiet | None = None) -> Summary:
     config = tiny(*overrides)
-    return start_run(config, load_inputs(config), path, progress or Quiet(), callbacks)
+    return start_run(config, given(config, callbacks), path, progress or Quiet())
 
 
 def go_on(path: Path, *callbacks: Callback) -> Summary:
     config = RunDirectory.open(path).config()
-    return resume_run(config, load_inputs(config), path, Quiet(), callbacks)
+    return resume_run(config, given(config, callbacks), path, Quiet())
+
+
+def given(config: RunConfig, callbacks: Sequence[Callback]) -> Inputs:
+    """As configured, and followed by these callbacks too."""
+    return replace(load_inputs(config), callbacks=load_callbacks(config.callbacks, callbacks))
 
 
 BEFORE: list[tuple[str, Any]] = [("start", 0), ("publish", 0), ("evaluate", 0), ("checkpoint", 0)]

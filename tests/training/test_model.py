@@ -13,7 +13,8 @@ from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.training.checkpoint import export_model
 from treadle.training.config import ModelConfig
-from treadle.training.model import load_tokenizer, make_model, tokenizer_directory
+from treadle.training.model import load_tokenizer, make_model
+from treadle.training.model_files import tokenizer_directory
 
 TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
 SMALL: dict[str, Any] = {
@@ -75,7 +76,7 @@ def loading(path: Path) -> ModelConfig:
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config\.json in .*nowhere"):
+    with pytest.raises(ConfigError, match=r"model\.path: no directory .*nowhere"):
         make_model(loading(tmp_path / "nowhere"), VOCABULARY, 0)
 
 
@@ -124,7 +125,7 @@ def test_a_model_has_one_source(fields: dict[str, Any], message: str) -> None:
 
 def test_tokenizers(tmp_path: Path) -> None:
     assert tokenizer_directory(built()) == TOKENIZER
-    with pytest.raises(ConfigError, match=r"model.tokenizer: no tokenizer.json in .*nothing"):
+    with pytest.raises(ConfigError, match=r"model\.path: no tokenizer\.json in .*nothing"):
         tokenizer_directory(ModelConfig(path=str(tmp_path / "nothing")))
     tokenizer = load_tokenizer(TOKENIZER)
     assert tokenizer.chat_template and tokenizer.eos_token_id is not None

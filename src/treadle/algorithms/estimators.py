@@ -26,6 +26,7 @@ from treadle.algorithms.advantages import (
     rloo,
     step_return,
 )
+from treadle.core.errors import ConfigError
 from treadle.core.registry import resolve
 from treadle.packing.branches import callers
 from treadle.packing.flat import Doubles, FlatBatch, Indices
@@ -94,7 +95,9 @@ class Advantage:
 @cache
 def by_name(name: str) -> Advantage:
     """A registered name or module:attribute. Raises ConfigError."""
-    found: Advantage = resolve("advantages", name)
+    found = resolve("advantages", name, "algorithm.advantage")
+    if not isinstance(found, Advantage):
+        raise ConfigError(f"algorithm.advantage: {name!r} is of type {type(found).__name__}; make it an `Advantage`")
     return found
 
 

@@ -3,7 +3,8 @@
     r = exp(logp_new - logp_old), A the advantage, sg the identity without gradient
 
 Each function takes tensors [N] and returns the loss of each token [N]; `PolicyLoss` entries at the end bind them to a
-configuration, and are what is registered.
+configuration, and are what is registered. Tensors' own methods do the work, so that a configuration can be checked
+before torch is loaded.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from treadle.algorithms.segments import unit_mean, unit_of
+from treadle.core.errors import ConfigError
 from treadle.core.registry import resolve
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from treadle.algorithms.config import AlgorithmConfig
 
 
@@ -46,7 +49,7 @@ class Tokens:
         return Tokens(*(None if value is None else value[index] for value in values))  # type: ignore[arg-type]
 
 
-TokenFunction = Callable[[Tensor, Tokens, "AlgorithmConfig"], Tensor]
+TokenFunction: TypeAlias = "Callable[[Tensor, Tokens, AlgorithmConfig], Tensor]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,9 @@ class PolicyLoss:
 @cache
 def by_name(name: str) -> PolicyLoss:
     """A registered name or module:attribute. Raises ConfigError."""
-    found: PolicyLoss = resolve("policy_losses", name)
+    found = resolve("policy_losses", name, "algorithm.policy_loss")
+    if not isinstance(found, PolicyLoss):
+        raise ConfigError(f"algorithm.policy_loss: {name!r} is of type {type(found).__name__}; make it a `PolicyLoss`")
     return found
 
 
@@ -92,10 +97,10 @@ def ppo_clip(
     "Mastering complex control in MOBA games", eq. 5.
     """
     ratio = (logp_new - logp_old).exp()
-    loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - eps_low, 1 + eps_high) * advantage)
+    loss = -(ratio * advantage).minimum(ratio.clamp(1 - eps_low, 1 + eps_high) * advantage)
     if dual_clip is None:
         return loss
-    return torch.where(advantage < 0, torch.minimum(loss, -dual_clip * advantage), loss)
+    return loss.minimum(-dual_clip * advantage).where(advantage < 0, loss)
 
 
 def clipped(
@@ -108,7 +113,7 @@ def clipped(
 ) -> Tensor:
     """bool[N]: tokens whose gradient `ppo_clip` cuts off."""
     ratio = (logp_new - logp_old).exp()
-    cut = torch.where(advantage >= 0, ratio > 1 + eps_high, ratio < 1 - eps_low)
+    cut = (ratio > 1 + eps_high).where(advantage >= 0, ratio < 1 - eps_low)
     if dual_clip is not None:
         cut = cut | (advantage < 0) & (ratio > dual_clip)
     return cut & (advantage != 0)
@@ -133,7 +138,7 @@ def gspo(
     Source: Zheng et al. 2025, "Group sequence policy optimization", eq. 5 and 13.
     """
     ratio = sequence_log_ratio(logp_new, logp_old, mask, unit)
-    return ppo_clip(ratio, torch.zeros_like(ratio), advantage, eps_low, eps_high)
+    return ppo_clip(ratio, ratio.new_zeros(len(ratio)), advantage, eps_low, eps_high)
 
 
 def cispo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, eps_low: float, eps_high: float) -> Tensor:
@@ -151,8 +156,8 @@ def sapo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, tau_positive: fl
     Source: Gao et al. 2025, "Soft adaptive policy optimization", eq. 5-6.
     """
     ratio = (logp_new - logp_old).exp()
-    tau = torch.where(advantage > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
-    return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
+    tau = ratio.new_tensor(tau_positive).where(advantage > 0, ratio.new_tensor(tau_negative))
+    return -(4 / tau) * (tau * (ratio - 1)).sigmoid() * advantage
 
 
 def outside_trust_region(
@@ -167,11 +172,11 @@ def outside_trust_region(
     if divergence == "tv":
         distance = (old - new).abs()
     else:
-        tiny = torch.finfo(new.dtype).tiny
-        rest_new, rest_old = -torch.expm1(logp_new.detach()), -torch.expm1(logp_rollout)
+        tiny = float(np.finfo(str(new.dtype).removeprefix("torch.")).tiny)
+        rest_new, rest_old = -logp_new.detach().expm1(), -logp_rollout.expm1()
         rest = rest_old.clamp(min=0) * (rest_old.clamp(min=tiny).log() - rest_new.clamp(min=tiny).log())
         distance = old * (logp_rollout - logp_new.detach()) + rest
-    away = torch.where(advantage > 0, new > old, new < old) & (advantage != 0)
+    away = (new > old).where(advantage > 0, new < old) & (advantage != 0)
     return away & (distance > delta)
 
 
@@ -183,7 +188,7 @@ def dppo(
     Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (binary TV and KL).
     """
     outside = outside_trust_region(logp_new, logp_rollout, advantage, divergence, delta)
-    return torch.where(outside, 0.0, -(logp_new - logp_rollout).exp() * advantage)
+    return (-(logp_new - logp_rollout).exp() * advantage).where(~outside, 0.0)
 
 
 def reinforce(logp_new: Tensor, advantage: Tensor) -> Tensor:
@@ -217,7 +222,7 @@ def _gspo(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
 def _gspo_clipped(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
     section = config.gspo
     ratio = sequence_log_ratio(logp, tokens.logp_old, tokens.mask, unit_of(tokens, section.scope))
-    return clipped(ratio, torch.zeros_like(ratio), tokens.advantage, section.eps_low, section.eps_high)
+    return clipped(ratio, ratio.new_zeros(len(ratio)), tokens.advantage, section.eps_low, section.eps_high)
 
 
 GSPO = PolicyLoss(_gspo, couples=True, options=("gspo",), clipped=_gspo_clipped)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from treadle.algorithms.config import Scope
     from treadle.algorithms.losses import Tokens
 
@@ -20,9 +19,9 @@ def unit_of(tokens: Tokens, scope: Scope) -> Tensor:
 def unit_sum(values: Tensor, mask: Tensor, unit: Tensor) -> Tensor:
     """The sum over the trainable tokens of each token's unit. values, mask, unit [N] -> [N]."""
     units = int(unit.max()) + 1 if len(unit) else 0
-    return values.new_zeros(units).index_add(0, unit, torch.where(mask, values, 0.0))[unit]
+    return values.new_zeros(units).index_add(0, unit, values.where(mask, 0.0))[unit]
 
 
 def unit_mean(values: Tensor, mask: Tensor, unit: Tensor) -> Tensor:
     """`unit_sum` divided by the unit's number of trainable tokens; 0 for a unit without any."""
-    return unit_sum(values, mask, unit) / unit_sum(torch.ones_like(values), mask, unit).clamp(min=1)
+    return unit_sum(values, mask, unit) / unit_sum(values.new_ones(len(values)), mask, unit).clamp(min=1)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from treadle.cli.options import Commands, add_command
+from treadle.cli.options import Commands, add_command, require_record
 from treadle.core.errors import ConfigError
 
 _EXAMPLES = """benchmarks:
@@ -43,15 +44,16 @@ _MODULES = {
     "import": "imports",
 }
 _SIZES = {
-    "steps": (int, "steps of a trajectory (default: 8)"),
-    "training": (float, "seconds of an update (default: 45)"),
-    "publication": (float, "seconds until the engine has new weights (default: 2)"),
-    "engine_capacity": (int, "steps that the engine samples at a time, each of another trajectory (default: 64)"),
-    "tasks_per_update": (int, "groups of an update (default: 8)"),
-    "group_size": (int, "trajectories of a group (default: 8)"),
-    "updates": (int, "updates (default: 60)"),
-    "seed": (int, "of all draws (default: 0)"),
+    "steps": (int, 1, "steps of a trajectory (default: 8)"),
+    "training": (float, 0, "seconds of an update (default: 45)"),
+    "publication": (float, 0, "seconds until the engine has new weights (default: 2)"),
+    "engine_capacity": (int, 1, "steps that the engine samples at a time, each of another trajectory (default: 64)"),
+    "tasks_per_update": (int, 1, "groups of an update (default: 8)"),
+    "group_size": (int, 2, "trajectories of a group (default: 8)"),
+    "updates": (int, 5, "updates (default: 60)"),
+    "seed": (int, 0, "of all draws (default: 0)"),
 }
+"""Name -> type, least value, help."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -69,7 +71,7 @@ def add_parser(commands: Commands) -> None:
     )
     simulated.add_argument("--run", type=Path, dest="like", metavar="RUN", help="... as in this run instead")
     simulated.add_argument("--plot", type=Path, metavar="FILE", help="draw it too, to a .png")
-    for name, (kind, text) in _SIZES.items():
+    for name, (kind, _, text) in _SIZES.items():
         simulated.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object there too")
 
@@ -82,8 +84,10 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--replay {options.replay}: only 'treadle bench update' replays a run")
     simulated = _simulated(options)
     if simulated and options.name != "async":
-        flag = next(iter(simulated)).replace("_", "-")
-        raise ConfigError(f"--{flag}: only 'treadle bench async' simulates")
+        raise ConfigError(f"{_flag(next(iter(simulated)))}: only 'treadle bench async' simulates")
+    for recorded in (options.replay, options.like):
+        if recorded is not None:
+            require_record(recorded)
     for name, file in (("output", options.output), ("plot", options.plot)):
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"--{name} {file}: there is no directory {str(file.parent)!r}")
@@ -97,7 +101,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _simulated(options: argparse.Namespace) -> dict[str, Any]:
-    """What was said of `async`, by the names of its parameters."""
+    """What was said of `async`, by the names of its parameters. Raises ConfigError for sizes that mean nothing."""
     given = {"generation": options.generation, "run": options.like, "plot": options.plot}
-    given |= {name: getattr(options, name) for name in _SIZES}
+    if options.generation is not None and options.like is not None:
+        both = f"--generation {options.generation} and --run {options.like}"
+        raise ConfigError(f"{both} both say how long trajectories take; give one")
+    for name, (_, least, _) in _SIZES.items():
+        value = given[name] = getattr(options, name)
+        if value is not None and not least <= value < math.inf:
+            raise ConfigError(f"{_flag(name)} {value}: must be {least} or more")
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

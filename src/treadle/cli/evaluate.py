@@ -39,7 +39,7 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Evaluate and print; 0 also where attempts failed."""
     subject = find_subject(options.subject, options.overrides, options.checkpoint, options.model)
-    inputs = held_out_inputs(subject.config)
+    inputs = held_out_inputs(subject)
     if options.dump is not None and not options.dump.parent.is_dir():
         raise ConfigError(f"--dump: {str(options.dump.parent)!r} is no directory; make it first")
     if options.dump is not None and options.dump.is_dir():

@@ -6,6 +6,7 @@ import argparse
 import os
 import sqlite3
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.run(options)
         sys.stdout.flush()
     except TreadleError as error:
-        _complain(f"error: {error}")
+        _complain(textwrap.indent(f"error: {error}", "       ").lstrip())
         return 2 if isinstance(error, ConfigError | DataError) else 1
     except BrokenPipeError:  # `treadle report RUN | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -90,7 +91,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     unknown = [argument for argument in rest if argument.startswith("-") or "overrides" not in options]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(rest)} (see treadle {options.command} --help)")
+        settings = "settings are written key.path=value; " if "overrides" in options else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)} ({settings}see treadle {options.command} --help)")
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options

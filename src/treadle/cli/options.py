@@ -38,7 +38,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 def add_overrides(parser: argparse.ArgumentParser, what: str = "configuration values to change") -> None:
     """[key.path=value ...]."""
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=what)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=what)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import gc
+import math
 import secrets
 import signal
+import socket
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from treadle.cli.console import Console
 from treadle.cli.options import Commands, add_command, add_overrides
-from treadle.core.config import apply_overrides, build
+from treadle.core.config import Config, build
+from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
+from treadle.core.types import Group, SamplingParams, Status, Task, Trajectory
 from treadle.engines.config import EngineConfig
+from treadle.orchestration.validation import check_engine_config
+from treadle.rollout.gateway.gateway import Gateway
+from treadle.rollout.replies import reply_parser
+from treadle.rollout.session import Address, Session
+from treadle.training.config import ModelConfig
+from treadle.training.model_files import require_model, require_template
 
 if TYPE_CHECKING:
     from treadle.core.engine import Engine
     from treadle.orchestration.policy import Policy
-    from treadle.rollout.gateway.gateway import Gateway
-    from treadle.rollout.session import Session
 
 _EXAMPLES = """examples:
   treadle serve runs/demo/checkpoints/step-000040
   treadle serve models/warm --port 9000 --temperature 0.7 --parser hermes
   treadle serve models/warm --record recorded
-  treadle serve models/warm kind=vllm vllm.servers=2
+  treadle serve models/warm engine.kind=vllm engine.vllm.servers=2
 
 Then, with the base URL and the key that it prints:
   curl $URL/chat/completions -H "Authorization: Bearer $KEY" \\
@@ -35,6 +47,12 @@ Then, with the base URL and the key that it prints:
 It speaks OpenAI's chat completions, completions and responses and Anthropic's messages (docs/gateway.md) and keeps
 every call in memory: it is meant for trying models and agents out, not for serving the public. Ctrl-C ends it.
 """
+
+
+class ServeConfig(Config):
+    """What can be set of the server, by the same keys as in a recipe."""
+
+    engine: EngineConfig = Field(description="what samples")
 
 
 def add_parser(commands: Commands) -> None:
@@ -50,36 +68,68 @@ def add_parser(commands: Commands) -> None:
         "--chat-template", metavar="FILE", help="another template, or the name of one of the tokenizer's"
     )
     parser.add_argument("--record", type=Path, metavar="DIR", help="write the recorded steps there at the end")
-    add_overrides(parser, "settings of the engine, such as kind=vllm (`treadle recipes show demo` lists them)")
+    add_overrides(parser, "settings of the engine, such as engine.kind=vllm (`treadle recipes show demo` lists them)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until interrupted; 0 then."""
-    if not (options.model / "config.json").is_file():
-        raise ConfigError(f"no config.json in {str(options.model)!r}; give the directory of a Hugging Face causal LM")
-    if options.record is not None and options.record.exists() and not options.record.is_dir():
-        raise ConfigError(f"--record {options.record}: is no directory")
-    if not 0 <= options.port < 2**16:
-        raise ConfigError(f"--port {options.port}: ports lie in [0, 65535]")
+    engine = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides).engine
+    model = ModelConfig(path=str(options.model), chat_template=options.chat_template)
+    _check(options, engine)
+    from treadle.rollout.gateway.serving import serving  # FastAPI and uvicorn
 
-    engine = build(EngineConfig, apply_overrides({"lock_step": False}, options.overrides), "engine")
+    with _listen(options.host, options.port) as listening:
+        from treadle.orchestration.policy import load_policy
 
-    from treadle.orchestration.engines import check_engine_config
-    from treadle.orchestration.policy import load_policy
-    from treadle.rollout.gateway.gateway import Gateway
-    from treadle.training.config import ModelConfig
-
-    check_engine_config(engine)
-    policy = load_policy(ModelConfig(path=str(options.model), chat_template=options.chat_template), seed=0)
-    gc.freeze()  # the libraries stay: searching them for garbage would halt every request for some 200 ms
-    asyncio.run(_serve(options, engine, policy, Gateway(model=options.model.name)))
+        policy = load_policy(model, seed=0)
+        gc.freeze()  # the libraries stay: searching them for garbage would halt every request for some 200 ms
+        gateway = Gateway(model=options.model.name)
+        asyncio.run(_serve(options, engine, policy, gateway, serving(gateway, listening)))
     return 0
 
 
-async def _serve(options: argparse.Namespace, config: EngineConfig, policy: Policy, gateway: Gateway) -> None:
+def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
+    """Raise ConfigError for what can be told before torch is loaded."""
+    if not (require_model(str(options.model), "MODEL_DIR") / "tokenizer.json").is_file():
+        raise ConfigError(f"MODEL_DIR: no tokenizer.json in {str(options.model)!r}; add the model's tokenizer")
+    require_template(options.chat_template, "--chat-template")
+    if options.record is not None and options.record.exists() and not options.record.is_dir():
+        raise ConfigError(f"--record {options.record}: is no directory")
+    if not 0 <= options.temperature < math.inf:
+        raise ConfigError(f"--temperature {options.temperature}: must be a number of at least 0")
+    if options.max_tokens < 1:
+        raise ConfigError(f"--max-tokens {options.max_tokens}: must be at least 1")
+    reply_parser(options.parser, setting="--parser")
+    check_engine_config(engine)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The socket that is served on; taken now, so that a busy one is told before a model is loaded."""
+    from treadle.rollout.gateway.serving import listen
+
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port {port}: ports lie in [0, 65535]")
+    try:
+        return listen(host, port)
+    except OSError as error:
+        match error.errno:
+            case errno.EADDRINUSE:
+                raise ConfigError(f"--port {port} is in use; choose another, or --port 0 for any free one") from error
+            case errno.EACCES:
+                raise ConfigError(f"--port {port} needs special rights; choose one from 1024 on") from error
+            case _:
+                raise ConfigError(f"--host {host}: cannot listen there: {error.strerror or error}") from error
+
+
+async def _serve(
+    options: argparse.Namespace,
+    config: EngineConfig,
+    policy: Policy,
+    gateway: Gateway,
+    server: AbstractAsyncContextManager[str],
+) -> None:
     from treadle.engines.weights import unique_weights
     from treadle.orchestration.engines import open_engine
-    from treadle.rollout.gateway.serving import serving
 
     console, stop = Console(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -88,7 +138,7 @@ async def _serve(options: argparse.Namespace, config: EngineConfig, policy: Poli
     try:
         await engine.publish(unique_weights(policy.model), 0)  # servers that run already may have any weights
         session = _session(options, policy, engine)
-        async with serving(gateway, options.host, options.port) as url:
+        async with server as url:
             address = gateway.attach(session)
             console.line(f"serving {options.model}; Ctrl-C ends it")
             console.line(f"base URL  {url}/v1 (for Anthropic's clients: {url})")
@@ -103,11 +153,6 @@ async def _serve(options: argparse.Namespace, config: EngineConfig, policy: Poli
 
 def _session(options: argparse.Namespace, policy: Policy, engine: Engine) -> Session:
     """The one session that everybody who has the key shares."""
-    from treadle.core.draws import Stream
-    from treadle.core.types import SamplingParams
-    from treadle.rollout.replies import reply_parser
-    from treadle.rollout.session import Address, Session
-
     return Session(
         "serve",
         engine,
@@ -123,7 +168,6 @@ def _session(options: argparse.Namespace, policy: Policy, engine: Engine) -> Ses
 
 def _write(directory: Path, session: Session) -> Path:
     """All steps as one trajectory, in a shard of its own."""
-    from treadle.core.types import Group, Status, Task, Trajectory
     from treadle.orchestration.rollout_store import write_shard
 
     directory.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import ConfigError
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.training.demonstrations import load_demonstrations
+from treadle.training.model_files import check_model_files
 
 _EXAMPLES = """examples:
   treadle sft demo --out models/warm
@@ -66,6 +67,7 @@ def _check(config: RunConfig, recipe: str, out: Path) -> None:
         raise ConfigError(f"recipe {recipe!r} has no warm_start section, so there is nothing to learn; add one")
     if out.exists():
         raise ConfigError(f"--out {str(out)!r} exists already; choose another directory")
+    check_model_files(config.model)
     load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
 
 

@@ -8,16 +8,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from treadle.cli.console import Console
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import RunError
+from treadle.orchestration.changes import changes, check_changes
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.inputs import IN_MEMORY, load_inputs
-
-if TYPE_CHECKING:
-    from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.retention import find_checkpoint
+from treadle.orchestration.run_directory import RunDirectory, default_name, find_run
+from treadle.orchestration.validation import check_config
 
 _EXAMPLES = """examples:
   treadle train demo
@@ -48,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
     """Train; 0 if the run is finished, 130 if it was asked to stop (and can be resumed)."""
     resume = options.resume or options.resume_from is not None
     config, path = _to_resume(options) if resume else _to_start(options)
+    check_config(config)
     inputs = load_inputs(config)
 
     from treadle.cli.finish import print_result
@@ -76,8 +77,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _to_start(options: argparse.Namespace) -> tuple[RunConfig, Path]:
     config = load_recipe(options.recipe, options.overrides)
-    from treadle.orchestration.run_directory import default_name
-
     path: Path = options.runs / (options.name or default_name(config))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):  # as start_run says, but before torch is loaded
         raise RunError(
@@ -88,8 +87,6 @@ def _to_start(options: argparse.Namespace) -> tuple[RunConfig, Path]:
 
 def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
     recipe = None if options.name else load_recipe(options.recipe).recipe
-    from treadle.orchestration.run_directory import RunDirectory, find_run
-
     path: Path = options.runs / options.name if recipe is None else find_run(options.runs, recipe)
     run = RunDirectory.open(path)
     if run.summary_file.is_file() and not options.overrides and options.resume_from is None:
@@ -98,6 +95,8 @@ def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
             "give it more orchestration.updates, or --resume-from an earlier checkpoint"
         )
     config = run.config(options.overrides)
+    check_changes(changes(run.config(), config))
+    find_checkpoint(path, options.resume_from or "latest")  # or an error, before torch is loaded
     if config.data.train.source == IN_MEMORY:
         raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")
     return config, path
@@ -115,8 +114,6 @@ def _leaving_no_stub(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        from treadle.orchestration.run_directory import RunDirectory
-
         if new and _is_stub(RunDirectory(path)):
             shutil.rmtree(path)
 

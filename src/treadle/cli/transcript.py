@@ -16,6 +16,7 @@ from treadle.orchestration.rollout_store import read_steps
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.packing.breaks import Decode, Relation, relations
 from treadle.packing.flat import Call
+from treadle.training.model_files import tokenizer_directory
 
 
 def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
@@ -39,8 +40,6 @@ def load_run_tokenizer(run: Path) -> Tokenizer:
     """The tokenizer kept in the run's checkpoints, before the first one the configured one. Raises TreadleError."""
     files = sorted(run.glob("checkpoints/step-*/tokenizer.json"))
     if not files:
-        from treadle.training.model import tokenizer_directory  # torch
-
         files = [tokenizer_directory(RunDirectory.open(run).config().model) / "tokenizer.json"]
     return Tokenizer.from_file(str(files[-1]))
 

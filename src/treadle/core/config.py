@@ -1,6 +1,7 @@
 """Configuration: typed, frozen, strict, and rejected as a whole with one readable error.
 
-    YAML file --load_yaml--> dict --apply_overrides--> dict --build--> Config --dump_yaml--> YAML text
+    YAML file --load_yaml--> dict --build--> Config --dump_yaml--> YAML text
+                    overrides --apply_overrides--^
 
 A `Config` lives next to what it configures, and each field says what it means:
 
@@ -184,37 +185,83 @@ def _with(node: Mapping[str, Any], keys: Sequence[str], value: Any, override: st
 # Validation
 
 
-def build(cls: type[C], data: Mapping[str, Any], source: str = "") -> C:
-    """A validated `cls`. `source` (a file name, say) starts each line of an error.
+def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Sequence[str] = ()) -> C:
+    """A validated `cls` from `data` with `overrides` applied (`apply_overrides`).
 
-    Raises ConfigError with one line per problem: the key's full path, its value, what was expected.
+    Raises ConfigError with one line per problem: what is to blame, the key's full path, its value, what was expected.
+    To blame are the overrides that touch the key, or `source` (a file name, say), which has the problem without them.
     """
-    prefix = f"{source}: " if source else ""
+    changed = apply_overrides(data, overrides) if overrides else data
     try:
-        plain = pydantic_core.to_json(data)  # strict JSON rules are what YAML needs: lists are tuples, strings enums
+        plain = _plain_json(changed)
     except ValueError as error:
-        raise ConfigError(f"{prefix}not plain data: {error}") from error
+        raise ConfigError(f"{source}: not plain data: {error}" if source else f"not plain data: {error}") from error
     try:
         return cls.model_validate_json(plain)
     except pydantic.ValidationError as error:
-        lines = _problem_lines(cls, pydantic_core.from_json(plain), error.errors(include_url=False))
-        raise ConfigError("\n".join(prefix + line for line in dict.fromkeys(lines))) from error
+        found = dict.fromkeys(_problems(cls, plain, error))
+        own = _own_problems(cls, data) if overrides else found
+        lines = [p.line(source if p in own else _blamed(p.path, overrides) or source) for p in found]
+        raise ConfigError("\n".join(lines)) from error
 
 
-def _problem_lines(cls: type[Config], data: Any, problems: Sequence[Any]) -> Iterator[str]:
-    """One line per key: the members of a union that all refused a value are joined by "or"."""
+class _Problem(NamedTuple):
+    """What is wrong at a path, `_Problem("seed", "got 'x', expected a valid integer", True)`; "" is the whole.
+
+    named: whether the text has to follow the path; otherwise it names it itself.
+    """
+
+    path: str
+    text: str
+    named: bool
+
+    def line(self, origin: str) -> str:
+        """`recipe.yaml: seed: got 'x', ...`, or `seed=x: got 'x', ...`, where the origin names the path already."""
+        path = self.path if self.named and origin.partition("=")[0].strip() != self.path else ""
+        return ": ".join(part for part in (origin, path, self.text) if part)
+
+
+def _plain_json(data: Mapping[str, Any]) -> bytes:
+    """As strict JSON rules are what YAML needs: lists are tuples, strings enums. Raises ValueError."""
+    return pydantic_core.to_json(data)
+
+
+def _own_problems(cls: type[Config], data: Mapping[str, Any]) -> dict[_Problem, None]:
+    """What is wrong with the data as they are."""
+    plain = _plain_json(data)
+    try:
+        cls.model_validate_json(plain)
+    except pydantic.ValidationError as error:
+        return dict.fromkeys(_problems(cls, plain, error))
+    return {}
+
+
+def _blamed(path: str, overrides: Sequence[str]) -> str:
+    """The overrides that set the path, a part of it, or what it is a part of."""
+    touched = [o for o in overrides if _overlap(path, o.partition("=")[0].strip())]
+    return " ".join(_short(o, quote=False) for o in touched)
+
+
+def _overlap(path: str, other: str) -> bool:
+    """Whether one is the other or lies within it; everything lies within the whole, which is ""."""
+    return not path or f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
+
+
+def _problems(cls: type[Config], plain: bytes, error: pydantic.ValidationError) -> Iterator[_Problem]:
+    """One per key: the members of a union that all refused a value are joined by "or"."""
+    data = pydantic_core.from_json(plain)
     refused: dict[str, tuple[str, list[str]]] = {}
-    for problem in problems:
+    for problem in error.errors(include_url=False):
         keys = _keys(cls, data, problem["loc"])
         path = ".".join(map(str, keys))
         if problem["type"] == "extra_forbidden":
-            yield _unknown_key(cls, keys)
+            yield _Problem(path, _unknown_key(cls, keys), named=False)
         elif problem["type"] == "missing":
-            yield f"missing key {path!r}{_purpose(cls, keys)}"
+            yield _Problem(path, f"missing key {path!r}{_purpose(cls, keys)}", named=False)
         else:
             refused.setdefault(path, (_found(problem), []))[1].append(_expected(problem))
     for path, (found, expected) in refused.items():
-        yield f"{path + ': ' if path else ''}{found}{' or '.join(dict.fromkeys(expected))}"
+        yield _Problem(path, f"{found}{' or '.join(dict.fromkeys(expected))}", named=True)
 
 
 def _keys(cls: type[Config], data: Any, location: Location) -> Location:
@@ -243,8 +290,8 @@ def _expected(problem: Mapping[str, Any]) -> str:
     return expected + (" (quote it)" if problem["type"] == "string_type" else "")
 
 
-def _short(value: Any, limit: int = 80) -> str:
-    text = repr(value)
+def _short(value: Any, limit: int = 80, quote: bool = True) -> str:
+    text = repr(value) if quote else str(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -257,7 +304,7 @@ def _unknown_key(cls: type[Config], keys: Location) -> str:
     """The complaint about one unknown key, with the nearest key beside it and the same key elsewhere."""
     *parents, leaf = map(str, keys)
     known = list(_fields_at(cls, keys[:-1]))
-    near = difflib.get_close_matches(leaf, known, n=1)
+    near = difflib.get_close_matches(leaf, known, n=1) or [name for name in known if leaf in name.split("_")]
     hints = [f"did you mean {'.'.join([*parents, near[0]])!r}?"] if near else []
     elsewhere = [path for path in _paths(cls) if path.rpartition(".")[2] == leaf]
     hints += [f"{leaf!r} exists as {' and '.join(map(repr, elsewhere))}"] if elsewhere else []

@@ -62,16 +62,23 @@ class TrajectoryFailure(TreadleError, RuntimeError):
 
 
 class ContextExceeded(TreadleError, RuntimeError):
-    """The prompt that would really be sent is longer than `max_input_tokens`."""
+    """The prompt that would really be sent is longer than a limit: `rollout.max_input_tokens`, or the model's context.
 
-    def __init__(self, prompt_tokens: int, max_input_tokens: int) -> None:
-        super().__init__(prompt_tokens, max_input_tokens)
+    context: of the model, where that alone is the limit, which nobody could raise.
+    """
+
+    def __init__(self, prompt_tokens: int, max_input_tokens: int, context: int | None = None) -> None:
+        super().__init__(prompt_tokens, max_input_tokens, context)
         self.prompt_tokens = prompt_tokens
         self.max_input_tokens = max_input_tokens
+        self.context = context
 
     def __str__(self) -> str:
+        tokens = f"the prompt has {self.prompt_tokens} tokens"
+        if self.context is not None:
+            return f"{tokens}, the model's context is {self.context}; shorten the prompt"
         return (
-            f"the prompt has {self.prompt_tokens} tokens, max_input_tokens is {self.max_input_tokens}; "
+            f"{tokens}, max_input_tokens is {self.max_input_tokens}; "
             "raise rollout.max_input_tokens or shorten the prompt"
         )
 

@@ -18,14 +18,16 @@ from typing import Any
 from treadle.core.errors import ConfigError
 
 
-def resolve(group: str, name: str) -> Any:
+def resolve(group: str, name: str, setting: str = "") -> Any:
     """The object that `name` stands for in `group` (`environments`, `tasks`, `demonstrations`).
+
+    setting: the configuration's key or the command's option that chose it, for errors (default: the group).
 
     `resolve("environments", "lookup")` loads the entry point `lookup` of `treadle.environments`;
     `resolve("environments", "my_module:Outer.Inner")` imports `my_module`, also from the current directory.
     Raises ConfigError: an unknown name, a module that cannot be imported, a missing attribute.
     """
-    where = f"{group}: {name!r}"
+    where = f"{setting or group}: {name!r}"
     if ":" in name:
         return _load(name, where)
     registered = _registered(group)
@@ -54,8 +56,10 @@ def _hint(name: str, registered: list[str]) -> str:
     near = difflib.get_close_matches(name, registered, n=1)
     module, _, attribute = name.rpartition(".")
     meant = f"did you mean {near[0]!r}? " if near else f"did you mean '{module}:{attribute}'? " if module else ""
-    known = ", ".join(registered) or "nothing (is treadle installed, for example by `pip install -e .`?)"
-    return f"; {meant}registered: {known}; or write 'module:attribute'"
+    if registered:
+        return f"; {meant}registered: {', '.join(registered)}; or write 'module:attribute'"
+    missing = "" if _registered("environments") else " (is treadle installed, for example by `pip install -e .`?)"
+    return f"; {meant}nothing is{missing}; write 'module:attribute'"
 
 
 def _load(target: str, where: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -40,9 +40,12 @@ def load_tasks(
     generator returned, breaks the contract; the message names file and line.
     """
     if source.endswith(".jsonl"):
+        tasks = _read_jsonl(Path(source), f"data.{split}.source", default_environment, default_agent)
         if options:
-            raise ConfigError(f"tasks: the file {source} takes no options, got {', '.join(options)}; remove them")
-        tasks = _read_jsonl(Path(source), default_environment, default_agent)
+            raise ConfigError(
+                f"data.{split}.options: the file {source} takes no options, got {', '.join(options)}; "
+                f"remove them (data.{split}.options={{}})"
+            )
     else:
         tasks = [with_player(task, default_environment, default_agent) for task in _generate(source, split, options)]
     if not tasks:
@@ -103,23 +106,33 @@ def check_share(name: str, value: float) -> None:
         raise ConfigError(f"{name} is a share and must lie between 0 and 1, got {value!r}")
 
 
-def _generate(source: str, split: str, options: Mapping[str, Any]) -> Sequence[Task]:
-    generator = registry.resolve("tasks", source)
+def load_generator(source: str, split: str) -> Callable[..., Sequence[Task]]:
+    """The function `source` (registered, or `module:attribute`). Raises ConfigError."""
+    setting = f"data.{split}.source"
+    if source.endswith(_OTHER_FILES) or Path(source).is_file():
+        raise ConfigError(f"{setting}: {source!r} is no .jsonl, a file of one JSON object a line; make it one")
+    generator: Callable[..., Sequence[Task]] = registry.resolve("tasks", source, setting)
     if not callable(generator):
-        raise ConfigError(f"tasks: {source!r} is of type {type(generator).__name__}, it must be a function")
+        raise ConfigError(f"{setting}: {source!r} is of type {type(generator).__name__}, it must be a function")
+    return generator
+
+
+def _generate(source: str, split: str, options: Mapping[str, Any]) -> Sequence[Task]:
+    where, generator = f"data.{split}.source: {source!r}", load_generator(source, split)
     if "split" in options:
-        raise ConfigError(f"tasks: {source!r}: 'split' is no option, it is always {split!r} here; remove it")
+        raise ConfigError(f"{where}: 'split' is no option, it is always {split!r} here; remove it")
     signature = inspect.signature(generator)
     try:  # only the call's shape is checked here: a TypeError from inside the generator is a bug of its own
         signature.bind(split=split, **options)
     except TypeError as error:
         takes = ", ".join(name for name in signature.parameters if name != "split") or "none"
         given = ", ".join(options) or "none"
-        raise ConfigError(f"tasks: {source!r}: {error}; its options are {takes}, given: {given}") from error
+        setting = f"data.{split}.options of {source!r}"
+        raise ConfigError(f"{setting}: {error}; its options are {takes}, given: {given}") from error
     tasks = list(generator(split=split, **options))
     wrong = next((task for task in tasks if not isinstance(task, Task)), None)
     if wrong is not None:
-        raise DataError(f"tasks: {source!r} must return Task objects, got {wrong!r}")
+        raise DataError(f"{where} must return Task objects, got {wrong!r}")
     return tasks
 
 
@@ -134,72 +147,75 @@ def _check_distinct(source: str, tasks: Sequence[Task]) -> None:
             )
 
 
-def _read_jsonl(path: Path, default_environment: str, default_agent: str) -> list[Task]:
+def _read_jsonl(path: Path, setting: str, default_environment: str, default_agent: str) -> list[Task]:
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"tasks: cannot read {path}: {error.strerror}; check the path (it is relative to {Path.cwd()})"
+            f"{setting}: cannot read {path}: {error.strerror}; check the path (it is relative to {Path.cwd()})"
         ) from error
-    tasks: dict[int, Task] = {}  # by line number
+    tasks: dict[str, Task] = {}  # by file and line
     # Bytes are split, not text: JSON strings may hold characters that str.splitlines takes for line ends.
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
-            row = _parse_row(line, f"{path}:{number}")
-            tasks[number] = with_player(_task(row, path, number), default_environment, default_agent)
-    _check_prompts(path, tasks)
+            where = f"{path}:{number}"
+            task = task_from_row(_parse_row(line, where), where, f"{path.stem}-{number:06d}")
+            tasks[where] = with_player(task, default_environment, default_agent)
+    _check_prompts(tasks)
     return list(tasks.values())
 
 
-def _parse_row(line: bytes, where: str) -> dict[str, Any]:
+def _parse_row(line: bytes, where: str) -> Any:
     try:
-        row = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        return json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except ValueError as error:  # bad UTF-8 or bad JSON
         raise DataError(f"{where}: not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
-    for key in row:
-        if key not in _KEYS:
-            raise DataError(f"{where}: unknown key {key!r}; keys are {', '.join(_KEYS)} (put your own into extras)")
-    return row
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _task(row: Mapping[str, Any], path: Path, line: int) -> Task:
-    where = f"{path}:{line}"
-    task_id = _typed(row, "task_id", f"{path.stem}-{line:06d}", str, where)
+def task_from_row(row: Any, where: str, task_id: str) -> Task:
+    """The task in a row of a file, or in a dict with the same keys.
+
+    where: names the row in errors. task_id: of a row that has none. Raises DataError for what is no such row.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
+    if unknown := [key for key in row if key not in _KEYS]:
+        raise DataError(f"{where}: unknown key {unknown[0]!r}; keys are {', '.join(_KEYS)} (put your own into extras)")
+    task_id = _typed(row, "task_id", task_id, str, where)
     environment, agent = _typed(row, "environment", "", str, where), _typed(row, "agent", "", str, where)
     prompt = as_messages(_typed(row, "prompt", [], list, where), f"{where}: prompt")
     extras = _typed(row, "extras", {}, dict, where)
     if not task_id:
-        raise DataError(f"{where}: task_id must not be empty; leave it out to get one from the line number")
+        raise DataError(f"{where}: task_id must not be empty; leave it out to get one from the row's number")
     if environment and agent:
         raise DataError(f"{where}: names both environment {environment!r} and agent {agent!r}; leave one out")
     return Task(task_id, prompt, environment, row.get("ground_truth"), extras, agent)
 
 
-def _check_prompts(path: Path, tasks: Mapping[int, Task]) -> None:
+def _check_prompts(tasks: Mapping[str, Task]) -> None:
     """Raise DataError for a task without a prompt, unless an agent or its environment's `reset` makes one."""
-    lines: dict[str, int] = {}  # environment -> the first line that relies on it for the prompt
-    for line, task in tasks.items():
+    needing: dict[str, str] = {}  # environment -> the first row that relies on it for the prompt
+    for where, task in tasks.items():
         if not task.prompt and not task.agent:
-            lines.setdefault(task.environment, line)
-    for environment, line in lines.items():
+            needing.setdefault(task.environment, where)
+    for environment, where in needing.items():
         if not environment or load_environment(environment).reset is Environment.reset:
             owner = f"environment {environment!r} does not make its own" if environment else "no environment"
-            raise DataError(
-                f'{path}:{line}: no prompt, and {owner}; write "prompt": [{{"role": "user", "content": "..."}}]'
-            )
+            raise DataError(f'{where}: no prompt, and {owner}; write "prompt": {_PROMPT}')
 
 
 def _typed(row: Mapping[str, Any], key: str, default: Any, kind: type, where: str) -> Any:
     value = row.get(key, default)
     if not isinstance(value, kind):
-        raise DataError(f"{where}: {key} must be a JSON {_JSON[kind]}, got {value!r}")
+        remedy = f"; write {_PROMPT}" if key == "prompt" else ""
+        raise DataError(f"{where}: {key} must be a JSON {_JSON[kind]}, got {value!r:.100}{remedy}")
     return value
 
 
+_PROMPT = '[{"role": "user", "content": "..."}]'
+_OTHER_FILES = (".json", ".csv", ".tsv", ".parquet", ".txt", ".yaml", ".yml")
 _JSON: Mapping[type, str] = {str: "string", dict: "object", list: "array"}

@@ -11,11 +11,12 @@ from typing import Any
 
 from treadle.core.config import apply_overrides, build
 from treadle.core.types import Task
-from treadle.orchestration.callbacks import Callback
+from treadle.orchestration.callbacks import Callback, load_callbacks
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.inputs import IN_MEMORY, make_inputs
 from treadle.orchestration.progress import PlainProgress, Progress
 from treadle.orchestration.threads import wait_passively
+from treadle.orchestration.validation import check_config
 from treadle.rollout.agents import Agent, check_agent, is_agent
 from treadle.rollout.attempt import EnvironmentFactory
 
@@ -59,7 +60,10 @@ def train(
     for path, value in (settings or {}).items():
         data = _with_setting(data, path, value)
     config = build(RunConfig, data, "treadle.train")
-    inputs = make_inputs(tasks, held_out, **_player(environment, name))
+    check_config(config)
+    inputs = make_inputs(
+        tasks, held_out, **_player(environment, name), callbacks=load_callbacks(config.callbacks, callbacks)
+    )
 
     progress = progress or PlainProgress()
     if not wait_passively():
@@ -70,7 +74,7 @@ def train(
     from treadle.orchestration.train import resume_run, start_run  # torch
 
     begin = resume_run if resume else start_run
-    start = partial(begin, config, inputs, Path(run), progress, callbacks)
+    start = partial(begin, config, inputs, Path(run), progress)
     try:
         asyncio.get_running_loop()
     except RuntimeError:

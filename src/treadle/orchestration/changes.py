@@ -64,8 +64,11 @@ def changes(before: RunConfig, after: RunConfig) -> list[Change]:
     return [Change(path, old.get(path), new.get(path)) for path in {**new, **old} if old.get(path) != new.get(path)]
 
 
-def check_changes(found: Sequence[Change], updates_done: int) -> None:
-    """Raise ConfigError, naming the first one, for changes that would make it another run."""
+def check_changes(found: Sequence[Change], updates_done: int = 0) -> None:
+    """Raise ConfigError, naming the first one, for changes that would make it another run.
+
+    updates_done: at the checkpoint, as far as that is known.
+    """
     for path, old, new in found:
         if not _may_change(path):
             reason = _REASONS.get(path.partition(".")[0], "what is sampled depends on it")

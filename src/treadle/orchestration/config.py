@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from treadle.algorithms.config import AlgorithmConfig
-from treadle.core.config import Config, apply_overrides, build, load_yaml
+from treadle.core.config import Config, build, load_yaml
 from treadle.core.errors import ConfigError
 from treadle.core.types import SamplingParams
 from treadle.engines.config import EngineConfig
@@ -223,15 +224,19 @@ def recipe_names() -> list[str]:
 def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """A shipped recipe by name or any by path, with `key.path=value` overrides. Raises ConfigError."""
     data = load_yaml(_recipe_path(recipe))
-    return build(RunConfig, apply_overrides({"recipe": Path(recipe).stem, **data}, overrides), recipe)
+    return build(RunConfig, {"recipe": Path(recipe).stem, **data}, recipe, overrides)
 
 
 def _recipe_path(recipe: str) -> Path:
     if recipe in recipe_names():
         return Path(str(files("treadle.recipes") / f"{recipe}.yaml"))
     path = Path(recipe)
-    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+    if path.suffix not in (".yaml", ".yml"):
+        near = difflib.get_close_matches(recipe, recipe_names(), n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"no recipe {recipe!r}; shipped: {', '.join(recipe_names())}; or give the path of a .yaml file"
+            f"no recipe {recipe!r}; {meant}shipped: {', '.join(recipe_names())}; or give the path of a .yaml file"
         )
+    if not path.is_file():
+        raise ConfigError(f"no file {recipe!r} (it is relative to {Path.cwd()}); shipped: {', '.join(recipe_names())}")
     return path

@@ -12,22 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from treadle.core.engine import Engine
-from treadle.core.errors import ConfigError
 from treadle.engines.config import EngineConfig
 from treadle.engines.engine_process import start_engine
 from treadle.engines.staging import new_name
-from treadle.engines.vllm.launch import find_python
 from treadle.engines.weights import unique_weights
 from treadle.orchestration.policy import Policy, exact_logprobs
 from treadle.training.checkpoint import write_model
 
 _PROOF = 64  # tokens that new weights are proven with
-
-
-def check_engine_config(config: EngineConfig) -> None:
-    """Raise ConfigError now for what an engine could not be started with later."""
-    if config.kind == "vllm" and not config.vllm.urls:
-        find_python(config.vllm.python)
 
 
 async def open_engine(
@@ -74,11 +66,8 @@ async def _own_process(
 
 
 async def _vllm(config: EngineConfig, policy: Policy, logs: Path) -> Engine:
-    try:
-        from treadle.engines.vllm.publication import Proof
-        from treadle.engines.vllm.start import open_engine as start
-    except ImportError as error:  # httpx, which only this needs
-        raise ConfigError(f"engine.kind=vllm: {error}; install treadle[vllm]") from error
+    from treadle.engines.vllm.publication import Proof  # httpx, which only this needs
+    from treadle.engines.vllm.start import open_engine as start
 
     vocabulary = policy.model.config.get_text_config().vocab_size
     ids = np.random.default_rng(0).integers(0, vocabulary, min(_PROOF, policy.context - 1)).astype(np.int32)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.core.config import apply_overrides, build, load_yaml
+from treadle.core.config import build, load_yaml
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
@@ -20,8 +20,11 @@ from treadle.orchestration.inputs import IN_MEMORY, Inputs, check_first_prompts,
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result
 from treadle.orchestration.progress import Progress
 from treadle.orchestration.retention import checkpoint_update, find_checkpoint
+from treadle.orchestration.validation import check_playing
 from treadle.rollout.attempt import open_rollouts
 from treadle.rollout.rewards import RewardsConfig
+from treadle.training.config import ModelConfig
+from treadle.training.model_files import check_model_files, require_model
 
 if TYPE_CHECKING:
     from treadle.orchestration.policy import Policy
@@ -37,6 +40,14 @@ class Subject:
     config: RunConfig
     model: Path
     update: int
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """How the model is loaded: with its own tokenizer, or else the configured one."""
+        configured = self.config.model
+        own = (self.model / "tokenizer.json").is_file()
+        tokenizer = None if own else configured.tokenizer or configured.path
+        return configured.model_copy(update={"path": str(self.model), "build": None, "tokenizer": tokenizer})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +78,7 @@ def find_subject(
     is_run = (run / "config.yaml").is_file()
     if is_run:
         file = run / "config.yaml"
-        config = build(RunConfig, apply_overrides(load_yaml(file), overrides), str(file))
+        config = build(RunConfig, load_yaml(file), str(file), overrides)
     elif model is not None:
         config = load_recipe(run_or_recipe, overrides)
     elif run_or_recipe in recipe_names() or run.suffix in (".yaml", ".yml"):
@@ -77,13 +88,17 @@ def find_subject(
     if model is None:
         found = find_checkpoint(run, checkpoint or "latest")
         return Subject(config, found, checkpoint_update(found))
-    if not (model / "config.json").is_file():
-        raise ConfigError(f"--model: no config.json in {str(model)!r}; give the directory of a Hugging Face causal LM")
-    return Subject(config, model, 0)
+    return Subject(config, require_model(str(model), "--model"), 0)
 
 
-def held_out_inputs(config: RunConfig) -> Inputs:
-    """Tasks and environments, as a run would load them. Needs no torch. Raises ConfigError or DataError."""
+def held_out_inputs(subject: Subject) -> Inputs:
+    """Tasks and environments, as a run would load them. Needs no torch.
+
+    Raises ConfigError or DataError for them, and ConfigError for what else cannot work.
+    """
+    config = subject.config
+    check_playing(config)
+    check_model_files(subject.model_config)
     if config.data.held_out is not None and config.data.held_out.source == IN_MEMORY:
         raise ConfigError(
             "the run's tasks were made in Python and are on no file; "
@@ -100,10 +115,7 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     from treadle.orchestration.policy import load_policy, use_threads
 
     config = subject.config
-    own = (subject.model / "tokenizer.json").is_file()
-    tokenizer = None if own else config.model.tokenizer or config.model.path
-    given = {"path": str(subject.model), "build": None, "tokenizer": tokenizer}
-    policy = load_policy(config.model.model_copy(update=given), config.seed)
+    policy = load_policy(subject.model_config, config.seed)
     use_threads(config.training.threads, policy.model)
     played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
     check_first_prompts(played, policy.renderer, config, policy.context)

@@ -9,7 +9,8 @@ from treadle.orchestration.retention import find_checkpoint
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.checkpoint import export_files, read_model_files
-from treadle.training.model import load_tokenizer, tokenizer_directory
+from treadle.training.model import load_tokenizer
+from treadle.training.model_files import tokenizer_directory
 
 
 def export_checkpoint(run: Path, directory: Path, which: str = "latest") -> Path:

@@ -1,4 +1,4 @@
-"""What a run plays with: tasks, environments, agents, first prompts; checked before anything expensive starts."""
+"""What a run is given: tasks, environments, agents, callbacks; checked before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
-from treadle.core.registry import resolve
 from treadle.core.types import Message, Task
-from treadle.envs.tasks import load_environment, load_tasks, with_player
+from treadle.envs.tasks import load_environment, load_generator, load_tasks, with_player
+from treadle.orchestration.callbacks import Callback, load_callbacks
 from treadle.orchestration.config import RunConfig, TaskSetConfig
+from treadle.orchestration.validation import check_context
 from treadle.rollout.agents import Agent, load_agent
 from treadle.rollout.attempt import EnvironmentFactory, checked_messages, make_environment
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation, check_turns
 from treadle.rollout.foreign import guarded
 from treadle.rollout.meter import check_metrics
-from treadle.rollout.replies import reply_parser
 from treadle.training.demonstrations import load_demonstrations
 
 IN_MEMORY = "in memory"
@@ -29,16 +29,17 @@ IN_MEMORY = "in memory"
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tasks, and the environments and agents they name."""
+    """Tasks, the environments and agents they name, and what follows the run (name -> callback)."""
 
     train: list[Task]
     held_out: list[Task]
     environments: dict[str, EnvironmentFactory]
     agents: dict[str, Agent] = field(default_factory=dict)
+    callbacks: dict[str, Callback] = field(default_factory=dict)
 
 
 def load_inputs(config: RunConfig) -> Inputs:
-    """Load tasks, environments and agents as configured, and look at a first demonstration. Needs no torch.
+    """Load tasks, environments, agents and callbacks as configured, and look at a demonstration. Needs no torch.
 
     Raises ConfigError or DataError.
     """
@@ -46,9 +47,7 @@ def load_inputs(config: RunConfig) -> Inputs:
         load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
     train = _tasks(config.data.train, "train", config)
     held_out = _tasks(config.data.held_out, "held_out", config) if config.data.held_out else []
-    inputs = make_inputs(train, held_out)
-    if inputs.agents:
-        reply_parser(config.rollout.reply_parser)
+    inputs = make_inputs(train, held_out, callbacks=load_callbacks(config.callbacks))
     if config.agent and config.agent not in {task.agent for task in train}:
         first = train[0]
         raise ConfigError(
@@ -70,6 +69,7 @@ def make_inputs(
     held_out: Sequence[Task],
     environments: Mapping[str, EnvironmentFactory] = MappingProxyType({}),
     agents: Mapping[str, Agent] = MappingProxyType({}),
+    callbacks: Mapping[str, Callback] = MappingProxyType({}),
 ) -> Inputs:
     """From tasks in memory; environments and agents not given are looked up in the registry.
 
@@ -84,7 +84,7 @@ def make_inputs(
         )
     default = next(iter(environments), ""), next(iter(agents), "")
     train, held_out = ([with_player(task, *default) for task in tasks] for tasks in (train, held_out))
-    return _with_players(train, held_out, environments, agents)
+    return replace(_with_players(train, held_out, environments, agents), callbacks=dict(callbacks))
 
 
 def _with_players(
@@ -113,7 +113,7 @@ def _tasks(section: TaskSetConfig, split: str, config: RunConfig) -> list[Task]:
     """The run's seed is the generator's too, if it takes one and the recipe sets none."""
     options = dict(section.options)
     if not section.source.endswith(".jsonl"):
-        parameters = inspect.signature(resolve("tasks", section.source)).parameters
+        parameters = inspect.signature(load_generator(section.source, split)).parameters
         options = {"seed": config.seed, **options} if "seed" in parameters else options
     return load_tasks(section.source, split, options, config.environment, config.agent)
 
@@ -124,13 +124,7 @@ def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfi
     context: the model's. Checks that prompt and completion fit it, that an environment can be reset (three tasks may
     try), and that the first prompt is within `rollout.max_input_tokens`. What an agent will ask first is unknown.
     """
-    completion = max(config.rollout.max_completion_tokens, config.evaluation.max_completion_tokens or 0)
-    longest = config.rollout.max_input_tokens + completion
-    if longest > context:
-        raise ConfigError(
-            f"rollout.max_input_tokens {config.rollout.max_input_tokens} + max_completion_tokens "
-            f"{completion} = {longest} exceeds the model's context of {context}"
-        )
+    check_context(config, context)
     problems = []
     for task in [task for task in inputs.train if task.environment][:3]:
         try:

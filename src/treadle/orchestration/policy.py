@@ -24,7 +24,8 @@ from treadle.rollout.conversation import Conversation
 from treadle.training.config import ModelConfig
 from treadle.training.forward import Forward
 from treadle.training.learner import Learner
-from treadle.training.model import load_tokenizer, make_model, tokenizer_directory
+from treadle.training.model import load_tokenizer, make_model
+from treadle.training.model_files import tokenizer_directory
 
 
 @dataclass(frozen=True, slots=True)

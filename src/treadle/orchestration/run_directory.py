@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from treadle.core.config import apply_overrides, build, dump_yaml, load_yaml
+from treadle.core.config import build, dump_yaml, load_yaml
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
 from treadle.orchestration.config import RunConfig
@@ -81,7 +81,7 @@ class RunDirectory:
 
     def config(self, overrides: Sequence[str] = ()) -> RunConfig:
         """The resolved configuration it was started with, or goes on with since. Raises ConfigError."""
-        return build(RunConfig, apply_overrides(load_yaml(self.config_file), overrides), str(self.config_file))
+        return build(RunConfig, load_yaml(self.config_file), str(self.config_file), overrides)
 
     def change_config(self, config: RunConfig) -> None:
         """Go on with another configuration; the old one stays as config-1.yaml, config-2.yaml, ..."""

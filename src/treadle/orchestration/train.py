@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +21,11 @@ from treadle.core.outcomes import interrupted_reason
 from treadle.core.types import DropReason, Group
 from treadle.engines.routing import Routers
 from treadle.engines.weights import weights_sha256
-from treadle.orchestration.callbacks import Callback, Callbacks, JsonLines, RunStart, load_callbacks
+from treadle.orchestration.callbacks import Callbacks, JsonLines, RunStart
 from treadle.orchestration.changes import Change, changes, check_changes
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.curve import draw_curve
-from treadle.orchestration.engines import check_engine_config, open_engine
+from treadle.orchestration.engines import open_engine
 from treadle.orchestration.inputs import Inputs, check_first_prompts
 from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.loop import Clock, Loop
@@ -38,34 +37,25 @@ from treadle.orchestration.rollout_store import remove_other_shards
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.threads import available_cores
+from treadle.orchestration.validation import check_config
 from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
 from treadle.rollout.attempt import open_rollouts
-from treadle.rollout.rewards import load_shaping
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others, save_checkpoint
-from treadle.training.learner import Learner, check_algorithm, check_reference
+from treadle.training.learner import Learner, check_reference
 from treadle.training.model import load_reference
 from treadle.training.optimizer import learning_rate
 
 
-def start_run(
-    config: RunConfig, inputs: Inputs, path: Path, progress: Progress, callbacks: Sequence[Callback] = ()
-) -> dict[str, Any]:
-    """Train from the beginning in a new run directory; returns the summary. Raises TreadleError.
-
-    callbacks: beside those in the configuration.
-    """
+def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress) -> dict[str, Any]:
+    """Train from the beginning in a new run directory; returns the summary. Raises TreadleError."""
     clock = Clock()
-    followers = load_callbacks(config.callbacks, callbacks)
-    check_algorithm(config.algorithm, config.training, config.rollout.filters)
-    if config.rewards.shaping is not None:
-        load_shaping(config.rewards.shaping)
+    check_config(config)
     policy = load_policy(config.model, config.seed)
     config = _with_threads(config, use_threads(config.training.threads, policy.model))
     if config.training.routing_replay:
         Routers.of(policy.model)  # or an error, before anything is computed
     check_first_prompts(inputs, policy.renderer, config, policy.context)
     check_demonstrations(config, policy.renderer)
-    check_engine_config(config.engine)
     reference = _given_reference(config, policy)
     run = RunDirectory.create(path, config)
     try:
@@ -73,7 +63,7 @@ def start_run(
         models = [policy.model] * 3 + ([] if config.algorithm.kl is None else [reference or policy.model])
         size = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
         run.require_space(size, _kept_at_least(config))
-        told = Callbacks({run.metrics_file.name: JsonLines(run), **followers}, StopRequest())
+        told = Callbacks({run.metrics_file.name: JsonLines(run), **inputs.callbacks}, StopRequest())
 
         def work() -> dict[str, Any]:
             report = run_warm_start(policy.model, policy.renderer, policy.tokenizer_path, config, progress)
@@ -92,7 +82,6 @@ def resume_run(
     inputs: Inputs,
     path: Path,
     progress: Progress,
-    callbacks: Sequence[Callback] = (),
     checkpoint: str | None = None,
 ) -> dict[str, Any]:
     """Go on from the latest checkpoint, or an earlier one by name; returns the summary.
@@ -103,7 +92,7 @@ def resume_run(
     go on with.
     """
     clock = Clock()
-    followers = load_callbacks(config.callbacks, callbacks)
+    check_config(config)
     run = RunDirectory.open(path)
     run.lock()
     try:
@@ -121,7 +110,7 @@ def resume_run(
         _tell_changes(changed, config, state.update, progress)
         clock = replace(clock, wall_before=state.wall_seconds, cpu_before=state.cpu_seconds)
         reference = _given_reference(config, policy)
-        told = Callbacks({run.metrics_file.name: JsonLines(run), **followers}, StopRequest())
+        told = Callbacks({run.metrics_file.name: JsonLines(run), **inputs.callbacks}, StopRequest())
 
         def work() -> dict[str, Any]:
             return _train(config, inputs, run, policy, reference, state, clock, progress, told, name)

@@ -150,7 +150,7 @@ async def hosting(
 
     _allow_files()
     gateway = Gateway()
-    async with serving(gateway, host="127.0.0.1", port=0):
+    async with serving(gateway):
         yield AgentHost(agents, gateway, parse, max_steps, timeout)
 
 

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from treadle.core.errors import ConfigError
 from treadle.core.registry import resolve
 from treadle.core.types import FunctionCall, Message, ToolCall
 from treadle.rollout.foreign_json import read_json
@@ -56,13 +57,15 @@ def qwen_xml(text: str, tools: Sequence[Tool] = ()) -> Message:
     return _with_calls(text, tools, _xml_call)
 
 
-def reply_parser(name: str, template: str = "") -> ReplyParser:
+def reply_parser(name: str, template: str = "", setting: str = "rollout.reply_parser") -> ReplyParser:
     """The parser of that name. `auto` looks at how the chat template `template` writes tool calls and thoughts.
 
-    Raises ConfigError for a name that is not registered.
+    setting: what chose the name, for errors. Raises ConfigError for a name that is not registered, or no function.
     """
     if name != AUTO:
-        parser: ReplyParser = resolve("reply_parsers", name)
+        parser: ReplyParser = resolve("reply_parsers", name, setting)
+        if not callable(parser):
+            raise ConfigError(f"{setting}: {name!r} is of type {type(parser).__name__}, it must be a function")
         return parser
     if "<tool_call>" in template:
         return qwen_xml if "<function=" in template else hermes

@@ -120,7 +120,7 @@ class Rewarding:
 
 def load_shaping(name: str) -> Hook:
     """The hook `name` (registered under `treadle.shaping`, or `module:function`). Raises ConfigError."""
-    found = registry.resolve("shaping", name)
+    found = registry.resolve("shaping", name, "rewards.shaping")
     if not callable(found) or inspect.isclass(found):
         raise ConfigError(f"rewards.shaping: {name!r} is of type {type(found).__name__}, it must be a function")
     try:

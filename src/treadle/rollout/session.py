@@ -174,7 +174,7 @@ class Session:
     async def _sample(self, prompt: Prompt, options: CallOptions) -> tuple[int, Step, str, str | None]:
         """Number, step, text and stop string of one call. Numbered before anything is awaited: by arrival."""
         if len(prompt.ids) > self._max_input_tokens:
-            raise ContextExceeded(len(prompt.ids), self._max_input_tokens)
+            raise ContextExceeded(len(prompt.ids), self._max_input_tokens, self._context)
         number, self._calls = self._calls, self._calls + 1
         sampling = self._sampling_of(number, options.wishes, len(prompt.ids))
         started = time.perf_counter()

@@ -29,7 +29,7 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
         if (self.path is None) == (self.build is None):
-            raise ValueError("give exactly one of model.path and model.build")
+            raise ValueError("give exactly one of model.path and model.build, and null for the other")
         if self.build is not None and "model_type" not in self.build:
             raise ValueError(f"model.build needs model_type (for example qwen3); it has {sorted(self.build)}")
         if self.build is not None and self.tokenizer is None:

@@ -27,7 +27,7 @@ def load_demonstrations(source: str, options: dict[str, Any], seed: int) -> Demo
     """
     if source.endswith(".jsonl"):
         return _from_file(Path(source), seed)
-    generate = resolve("demonstrations", source)
+    generate = resolve("demonstrations", source, "warm_start.demonstrations")
     try:
         inspect.signature(generate).bind(0, seed, **options)
     except TypeError as error:

@@ -24,7 +24,6 @@ from treadle.algorithms.corrections import corrected
 from treadle.algorithms.estimators import Advantage, Signals
 from treadle.algorithms.kl import ESTIMATORS, KlController
 from treadle.algorithms.losses import PolicyLoss, Tokens
-from treadle.algorithms.validation import check
 from treadle.algorithms.values import ValueTargets
 from treadle.core.errors import ConfigError
 from treadle.core.metrics import Measures, measured
@@ -48,6 +47,7 @@ from treadle.training.metrics import (
 )
 from treadle.training.objective import Gradient, Objective, Scores, joined, looked_up
 from treadle.training.optimizer import learning_rate, make_optimizer, step
+from treadle.training.validation import check_algorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +61,6 @@ class UpdateResult:
     metrics: Measures
     advantage: dict[str, float]
     refused: dict[str, str] = field(default_factory=dict)
-
-
-def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, filtered_sampling: bool = False) -> None:
-    """Raise ConfigError for an algorithm that means nothing, or nothing in this training. Needs no model."""
-    check(algorithm, filtered_sampling)
-    name, advantage = algorithm.advantage, estimators.by_name(algorithm.advantage)
-    if training.group_size == 1 and advantage.by_group:
-        raise ConfigError(
-            f"training.group_size is 1, but algorithm.advantage {name!r} compares the trajectories of a group; "
-            "raise it to 2 or more, or choose reinforce++"
-        )
 
 
 def check_reference(algorithm: AlgorithmConfig, reference: PreTrainedModel, policy: PreTrainedModel) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,10 @@ from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import ConfigError
 from treadle.training.config import ModelConfig
+from treadle.training.model_files import require_model
 from treadle.training.support import refuse_randomness
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-
-def tokenizer_directory(config: ModelConfig) -> Path:
-    """Where the configured tokenizer lies. Raises ConfigError if it is not there."""
-    name = config.tokenizer or config.path or ""
-    directory = Path(str(files("treadle.recipes") / "tokenizer")) if name == "demo" else Path(name)
-    if not (directory / "tokenizer.json").is_file():
-        raise ConfigError(f"model.tokenizer: no tokenizer.json in {str(directory)!r} (give a directory, or 'demo')")
-    return directory
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -99,9 +90,7 @@ def load_reference(path: str, policy: PreTrainedModel) -> PreTrainedModel:
 
 
 def _load(directory: str, field: str) -> PreTrainedModel:
-    path = Path(directory)
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{field}: no config.json in {directory!r}; give the directory of a Hugging Face causal LM")
+    path = require_model(directory, field)
     hf_logging.disable_progress_bar()  # callers show their own progress
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -15,7 +15,8 @@ from treadle.engines.torch_engine import TorchEngine
 from treadle.orchestration.config import load_recipe
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.replies import hermes, plain
-from treadle.training.model import load_tokenizer, make_model, tokenizer_directory
+from treadle.training.model import load_tokenizer, make_model
+from treadle.training.model_files import tokenizer_directory
 
 
 @asynccontextmanager

@@ -34,8 +34,6 @@ def measure(
     generation: `lognormal:MEAN:SIGMA`; run: draw from the seconds of its trajectories instead. plot: a PNG to write.
     sizes: of the `World`. Raises ConfigError and RunError.
     """
-    if run is not None and generation is not None:
-        raise ConfigError(f"--generation {generation} and --run {run} both say how long trajectories take; give one")
     seconds, mean, text = _of_run(run) if run is not None else _of_text(generation or _GENERATION)
     world = World(seconds, mean, **sizes)
     ways = [Way(s, late) for s in staleness for late in (_LATE if s else _LATE[:1])]

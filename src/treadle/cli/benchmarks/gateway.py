@@ -31,7 +31,8 @@ from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.gateway.serving import serving
 from treadle.rollout.session import Address, Session
 from treadle.training.config import ModelConfig
-from treadle.training.model import load_tokenizer, tokenizer_directory
+from treadle.training.model import load_tokenizer
+from treadle.training.model_files import tokenizer_directory
 
 _MESSAGES, _TOKENS, _REPLY = 20, 4000, 32
 

@@ -22,8 +22,9 @@ from treadle.core.errors import ConfigError
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig
 from treadle.orchestration.config import load_recipe
-from treadle.orchestration.engines import check_engine_config, open_engine
+from treadle.orchestration.engines import open_engine
 from treadle.orchestration.policy import load_policy
+from treadle.orchestration.validation import check_engine_config
 from treadle.training.config import ModelConfig
 
 _VOCABULARY = 704

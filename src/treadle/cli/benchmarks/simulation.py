@@ -19,7 +19,6 @@ import numpy as np
 from treadle.algorithms import estimators
 from treadle.algorithms.estimators import Advantage
 from treadle.core.draws import Stream, call_seed, token_uniforms
-from treadle.core.errors import ConfigError
 from treadle.core.metrics import Measures
 from treadle.core.outcomes import as_trained
 from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
@@ -57,7 +56,7 @@ def replayed(seconds: Sequence[float]) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What is simulated. Raises ConfigError for sizes that mean nothing.
+    """What is simulated.
 
     Seconds: generation of a trajectory, `mean` on average; training of an update; publication of weights to the engine,
     which samples on meanwhile. engine_capacity: steps that it samples at a time.
@@ -73,12 +72,6 @@ class World:
     group_size: int = 8
     updates: int = 60
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        counts = {"steps": 1, "engine_capacity": 1, "tasks_per_update": 1, "group_size": 2, "updates": 5}
-        for name, least in {**counts, "training": 0.0, "publication": 0.0}.items():
-            if not least <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} must be {least:g} or more, got {getattr(self, name)}")
 
     @property
     def batch(self) -> int:

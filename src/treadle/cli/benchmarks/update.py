@@ -21,7 +21,8 @@ from treadle.orchestration.rollout_store import read_shard
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.packing.layout import Packing
 from treadle.training.learner import Learner, UpdateResult
-from treadle.training.model import load_tokenizer, make_model, tokenizer_directory
+from treadle.training.model import load_tokenizer, make_model
+from treadle.training.model_files import tokenizer_directory
 
 _VOCABULARY = 704
 

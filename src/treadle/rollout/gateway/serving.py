@@ -23,17 +23,23 @@ class _Server(uvicorn.Server):
         yield
 
 
-@asynccontextmanager
-async def serving(gateway: Gateway, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Serve the gateway while the context lasts; gives its URL, `http://127.0.0.1:54321`. Port 0: any free one.
-
-    On leaving every session is detached. Raises OSError for an address that cannot be had.
-    """
+def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A socket that listens there. Port 0: any free one. Raises OSError for an address that cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=1024) as listening:
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: saves 40 ms an answer
-        shown = f"[{host}]" if ":" in host else host
-        gateway.url = f"http://{shown}:{listening.getsockname()[1]}"
+    listening = socket.create_server((host, port), family=family, backlog=1024)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: saves 40 ms an answer
+    return listening
+
+
+@asynccontextmanager
+async def serving(gateway: Gateway, listening: socket.socket | None = None) -> AsyncIterator[str]:
+    """Serve the gateway while the context lasts; gives its URL, `http://127.0.0.1:54321`.
+
+    listening: by default on a free port of the loopback interface. On leaving it is closed and every session detached.
+    """
+    with listening or listen() as listening:
+        host, port = listening.getsockname()[:2]
+        gateway.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         server = _Server(
             uvicorn.Config(
                 make_app(gateway),

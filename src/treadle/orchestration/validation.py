@@ -1,0 +1,55 @@
+"""What a run's configuration tells by itself: names, files, and settings that do not go together. Needs no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from treadle.core.errors import ConfigError
+from treadle.engines.config import EngineConfig
+from treadle.engines.vllm.launch import find_python
+from treadle.orchestration.config import RunConfig
+from treadle.rollout.replies import reply_parser
+from treadle.rollout.rewards import load_shaping
+from treadle.training.model_files import check_model_files, require_model
+from treadle.training.validation import check_algorithm
+
+
+def check_config(config: RunConfig) -> None:
+    """Raise ConfigError for what no run of this configuration could do."""
+    check_algorithm(config.algorithm, config.training, config.rollout.filters)
+    if config.rewards.shaping is not None:
+        load_shaping(config.rewards.shaping)
+    check_playing(config)
+    check_model_files(config.model)
+    if config.algorithm.kl is not None and config.algorithm.kl.model is not None:
+        require_model(config.algorithm.kl.model, "algorithm.kl.model")
+    context = (config.model.build or {}).get("max_position_embeddings")
+    if isinstance(context, int):
+        check_context(config, context)
+
+
+def check_playing(config: RunConfig) -> None:
+    """Raise ConfigError for a reply parser or an engine that is not there."""
+    reply_parser(config.rollout.reply_parser)
+    check_engine_config(config.engine)
+
+
+def check_context(config: RunConfig, context: int) -> None:
+    """Raise ConfigError if the longest prompt and completion together exceed the model's context, in tokens."""
+    completion = max(config.rollout.max_completion_tokens, config.evaluation.max_completion_tokens or 0)
+    longest = config.rollout.max_input_tokens + completion
+    if longest > context:
+        raise ConfigError(
+            f"rollout.max_input_tokens {config.rollout.max_input_tokens} + max_completion_tokens "
+            f"{completion} = {longest} exceeds the model's context of {context}; lower one of them"
+        )
+
+
+def check_engine_config(config: EngineConfig) -> None:
+    """Raise ConfigError for what an engine could not be started with."""
+    if config.kind != "vllm":
+        return
+    if importlib.util.find_spec("httpx") is None:
+        raise ConfigError("engine.kind=vllm needs httpx; pip install 'treadle[vllm]'")
+    if not config.vllm.urls:
+        find_python(config.vllm.python)
