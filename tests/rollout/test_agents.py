@@ -472,6 +472,7 @@ def test_a_program_plays_an_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         """,
         environment={"MINE": "1"},
         directory=tmp_path,
+        inherit=["NO_PROXY", "*_proxy", "ANTHROPIC_*"],
     )
     task = Task("t", (user("hello"),), "", "a", {"n": [1, None]}, agent="a")
     trajectory = play(agent, task=task)
@@ -506,7 +507,8 @@ def test_a_program_that_fails(rest: str, message: str) -> None:
 def test_a_program_that_does_not_exist() -> None:
     trajectory = play(Command(["/nowhere/agent"]))
     assert trajectory.failure is not None and trajectory.failure.cause is Cause.AGENT
-    assert "the agent raised FileNotFoundError" in trajectory.failure.message
+    assert "'/nowhere/agent' cannot be run: " in trajectory.failure.message
+    assert "No such file or directory" in trajectory.failure.message
 
 
 def alive(pid: int) -> bool:

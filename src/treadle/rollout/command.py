@@ -3,9 +3,9 @@ variables.
 
     solve = Command([sys.executable, "my_agent.py"])          # in my_agents.py; in the recipe: agent: my_agents:solve
 
-Standard input: the task as one line of JSON (task_id, prompt, ground_truth, extras). Environment: that of the run, with
-OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY leading to the attempt's own session. Standard
-output: whatever it likes, and as its last line the reward, as JSON: {"reward": 0.5}.
+Standard input: the task as one line of JSON (task_id, prompt, ground_truth, extras). Environment: `INHERITED` of the
+run's, with OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY leading to the attempt's own
+session. Standard output: whatever it likes, and as its last line the reward, as JSON: {"reward": 0.5}.
 
 The program is no prisoner: it runs with the rights of the run, on its files and network. Put a container or another
 sandbox into the command where the model's words are executed.
@@ -16,74 +16,115 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
-from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.types import Task
+from treadle.rollout import supervisor
 from treadle.rollout.clients import anthropic_base_url
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-_TAIL = 4096  # bytes of an output that are looked at: its last line, and what a failure's message quotes
+INHERITED = (
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH"),
+    *("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR"),
+)
+"""The run's environment variables that a program gets: what it needs to start and to read its files, and no secrets."""
+
+_SUPERVISOR = (sys.executable, "-I", "-S", str(Path(supervisor.__file__)))
 
 
 @dataclass(frozen=True)
 class Command:
     """Plays an attempt by running a program once.
 
-    words: the program and its arguments, run without a shell. environment: variables of its own. directory: where it
-    runs (default: where the run does).
+    words: the program and its arguments, run without a shell.
+    environment: variables of its own.
+    directory: where it runs (default: where the run does).
+    inherit: names of more variables that it gets from the run, beside `INHERITED`; patterns such as "AWS_*".
+    user_namespace: run it in a Linux user namespace of its own, where other programs of the run cannot read its key
+        and memory in /proc, nor it theirs or the run's. There is no other user in it: no sudo, no rootless containers.
 
-    It starts a process group of its own, and the whole group is killed when the program ends, when its time is over
-    and when the run stops, so that nothing it started outlives the attempt. (A `kill -9` of the run itself leaves it
-    behind, without a model.) A program that does not exist, exits with a status other than 0 or prints no reward fails
-    its attempt.
+    When the program ends, when its time is over, when the run stops and when the run is killed, all processes that it
+    started are killed; on systems other than Linux, those of its process group (`treadle.rollout.supervisor`). Of what
+    it prints, the end is kept. A program that does not exist, exits with a status other than 0 or prints no reward
+    fails its attempt. Raises ConfigError where user namespaces are wanted and not allowed.
     """
 
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: Path | None = None
+    inherit: Sequence[str] = ()
+    user_namespace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.user_namespace and (problem := _no_user_namespace()):
+            raise ConfigError(
+                f"Command: user_namespace is not possible here ({problem}); leave it out (docs/agents.md)"
+            )
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float:
         """Run it; returns its reward. Raises TrajectoryFailure (agent)."""
-        # Files, not pipes: a background process that keeps a pipe open cannot keep anybody waiting.
-        file = tempfile.TemporaryFile
-        with file() as given, file() as said, file() as complaints:
+        with tempfile.TemporaryFile() as given:  # a file: a program that does not read it keeps nobody waiting
             given.write(_task_line(task))
             given.seek(0)
-            status = await self._run(self._variables(client), given, said, complaints)
-            if status != 0:
-                last = (_tail(complaints).strip() or _tail(said).strip()).rpartition("\n")[2]
-                raise TrajectoryFailure(Cause.AGENT, f"{self.words[0]} exited with status {status}: {last[-500:]}")
-            return _reward(_tail(said))
+            result = await self._run(self._variables(client), given)
+        if "error" in result:
+            raise TrajectoryFailure(Cause.AGENT, f"{self.words[0]!r} cannot be run: {result['error']}")
+        if result["status"] != 0:
+            last = (result["stderr"].strip() or result["stdout"].strip()).rpartition("\n")[2]
+            raise TrajectoryFailure(
+                Cause.AGENT, f"{self.words[0]} exited with status {result['status']}: {last[-500:]}"
+            )
+        return _reward(result["stdout"])
 
-    async def _run(self, variables: Mapping[str, str], given: IO[bytes], said: IO[bytes], complaints: IO[bytes]) -> int:
+    async def _run(self, variables: Mapping[str, str], given: IO[bytes]) -> dict[str, Any]:
+        """Have a supervisor run it; returns its result, when nothing of the program is left."""
         process = await asyncio.create_subprocess_exec(
-            *self.words,
-            stdin=given,
-            stdout=said,
-            stderr=complaints,
-            env=variables,
-            cwd=self.directory,
-            start_new_session=True,
+            *_SUPERVISOR,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(given.fileno(),),
+            env=self._inherited(),
+            start_new_session=True,  # Ctrl-C is the run's
         )
+        assert process.stdin is not None and process.stdout is not None
         try:
-            return await process.wait()
+            process.stdin.write(self._order(variables, given))
+            result = await process.stdout.read()
         finally:
-            with suppress(ProcessLookupError):  # all of the group has ended
-                os.killpg(process.pid, signal.SIGKILL)
+            process.stdin.close()
             await process.wait()
+        if not result:
+            raise TrajectoryFailure(Cause.AGENT, f"the supervisor of {self.words[0]} was killed")
+        return json.loads(result)  # type: ignore[no-any-return]
+
+    def _order(self, variables: Mapping[str, str], given: IO[bytes]) -> bytes:
+        order = {
+            "words": list(self.words),
+            "environment": dict(variables),
+            "directory": None if self.directory is None else str(self.directory),
+            "stdin": given.fileno(),
+            "user_namespace": self.user_namespace,
+        }
+        return json.dumps(order).encode() + b"\n"
+
+    def _inherited(self) -> dict[str, str]:
+        patterns = (*INHERITED, *self.inherit)
+        return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
 
     def _variables(self, client: AsyncOpenAI) -> dict[str, str]:
         variables = {
-            **os.environ,
+            **self._inherited(),
             "OPENAI_BASE_URL": str(client.base_url).rstrip("/"),
             "OPENAI_API_KEY": client.api_key,
             "ANTHROPIC_BASE_URL": anthropic_base_url(client),
@@ -96,6 +137,19 @@ class Command:
         return variables
 
 
+def _no_user_namespace() -> str:
+    """Why a program cannot have a user namespace of its own; nothing if it can."""
+    order: dict[str, Any] = {
+        "words": ["true"],
+        "environment": {},
+        "directory": None,
+        "stdin": 0,
+        "user_namespace": True,
+    }
+    done = subprocess.run(_SUPERVISOR, input=json.dumps(order).encode() + b"\n", capture_output=True, check=False)
+    return str(json.loads(done.stdout).get("error", ""))
+
+
 def _task_line(task: Task) -> bytes:
     row = {
         "task_id": task.task_id,
@@ -104,12 +158,6 @@ def _task_line(task: Task) -> bytes:
         "extras": dict(task.extras),
     }
     return json.dumps(row).encode() + b"\n"
-
-
-def _tail(file: IO[bytes]) -> str:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _TAIL))
-    return file.read().decode(errors="replace")
 
 
 def _reward(said: str) -> float:

@@ -1,0 +1,179 @@
+"""`python supervisor.py`: runs a program for `treadle.rollout.command`, and sees to it that nothing of it stays behind.
+
+Standard input: the order, one line of JSON (words, environment, directory, stdin: a file descriptor, user_namespace).
+Whoever gave it keeps the other end open; when that closes, because the attempt is over or the run was killed, the
+program is asked to end, and killed. Standard output, once nothing of the program runs any more: the result as JSON.
+
+On Linux it is a subreaper: what the program started, in whatever process group or session, becomes a child of this
+process when its own parent ends, and can be found and killed. Elsewhere only the program's own group is.
+
+Standard library only: it starts in little more than the time that Python itself takes.
+"""
+
+import ctypes
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+TAIL = 2**16  # bytes of each output that are kept
+GRACE = 2.0  # seconds that a program has between SIGTERM and SIGKILL
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_CLONE_NEWUSER = 0x10000000  # linux/sched.h
+_CHILDREN = Path("/proc/thread-self/children")
+
+
+def main() -> None:
+    """Carry out one order."""
+    line = sys.stdin.buffer.readline()
+    if line.endswith(b"\n"):  # else whoever gives orders is gone
+        result = json.dumps(run(json.loads(line))).encode()
+        with suppress(BrokenPipeError):
+            os.write(1, result)
+
+
+def run(order: dict[str, Any]) -> dict[str, Any]:
+    """Return status, stdout and stderr when nothing of the program is left; or error, if it cannot be started.
+
+    status: as of `subprocess`, below 0 for a signal. stdout, stderr: their last TAIL bytes.
+    """
+    ended, wakeup = os.pipe()  # readable when a child has ended
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        if order["user_namespace"]:
+            _enter_user_namespace()
+        program = subprocess.Popen(
+            order["words"],
+            env=order["environment"],
+            cwd=order["directory"],
+            stdin=order["stdin"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+    except (OSError, ValueError) as error:
+        return {"error": str(error)}
+    assert program.stdout is not None and program.stderr is not None
+    tails = {program.stdout.fileno(): b"", program.stderr.fileno(): b""}
+    for output in tails:
+        os.set_blocking(output, False)
+    _watch(program, ended, tails)
+    _kill(program)
+    for output in tails:
+        while _read(output, tails):
+            pass
+    stdout, stderr = (tail.decode(errors="replace") for tail in tails.values())
+    return {"status": program.returncode, "stdout": stdout, "stderr": stderr}
+
+
+def _watch(program: "subprocess.Popen[bytes]", ended: int, tails: dict[int, bytes]) -> None:
+    """Read its outputs until the program has ended, or has not GRACE after it was asked to."""
+    deadline: float | None = None
+    with selectors.DefaultSelector() as selector:
+        for source in (0, ended, *tails):
+            selector.register(source, selectors.EVENT_READ)
+        while program.returncode is None:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            for key, _ in selector.select(left):
+                if key.fd == ended:
+                    os.read(ended, 4096)
+                    _reap(program)
+                elif key.fd in tails:
+                    if _read(key.fd, tails) == b"":
+                        selector.unregister(key.fd)
+                elif not os.read(0, 4096):  # the other end is closed
+                    selector.unregister(0)
+                    deadline = time.monotonic() + GRACE
+                    os.killpg(program.pid, signal.SIGTERM)
+
+
+def _read(output: int, tails: dict[int, bytes]) -> bytes | None:
+    """Take what is there, so that the program can go on, and keep the end of it.
+
+    Returns it: None if there is nothing yet, b"" if there will not be any more.
+    """
+    try:
+        data = os.read(output, TAIL)
+    except BlockingIOError:
+        return None
+    tails[output] = (tails[output] + data)[-TAIL:]
+    return data
+
+
+def _kill(program: "subprocess.Popen[bytes]") -> None:
+    """Kill the program's group, then all children until there are none: what a killed one leaves becomes one itself.
+
+    New ones may be born between a look and the next, so that nothing but "no children" is the end.
+    """
+    with suppress(ProcessLookupError, PermissionError):  # it is gone; on macOS, all of it are zombies
+        os.killpg(program.pid, signal.SIGKILL)
+    while _reap(program):
+        for child in _children():
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def _reap(program: "subprocess.Popen[bytes]") -> bool:
+    """Fetch the children that have ended, adopted ones among them. Returns whether others are left."""
+    try:
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if found[0] == program.pid:
+                program.returncode = os.waitstatus_to_exitcode(found[1])
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> list[int]:
+    """The process ids of all children; none where there is no such file, and with it no subreaper."""
+    try:
+        return [int(pid) for pid in _CHILDREN.read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def _end_with_parent() -> None:
+    """In the program: die if somebody kills the supervisor, which then cannot."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _enter_user_namespace() -> None:
+    """Leave the namespace of the run: from then on, no process of a sibling namespace may look into this one.
+
+    In it there is one user, with the number of the present one. Raises OSError where the system does not allow it.
+    """
+    user, group = os.geteuid(), os.getegid()
+    _system_call("unshare", _CLONE_NEWUSER)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        Path("/proc/self", name).write_text(text)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Where there is no such thing, the program's group is all that can be found."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            _system_call("prctl", option, value)
+
+
+def _system_call(name: str, *arguments: int) -> None:
+    """Call a function of the C library. Raises OSError."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Programs as agents: what they leave behind, how much they print, and what they learn of the run and of each other."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout.test_agents import TASK, alive, play, played, program
+from tests.worlds import saying
+from treadle.core.errors import Cause, ConfigError
+from treadle.core.types import Status, Task
+from treadle.rollout import command
+from treadle.rollout.command import INHERITED, Command
+
+ROOT = Path(__file__).parents[2]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only process groups are killed")
+
+# Each starts processes that write their ids into the folder $PIDS, one file each.
+WRITES = "import os, sys, time; open(os.path.join(os.environ['PIDS'], str(os.getpid())), 'w'); "
+SLEEPS = WRITES + "time.sleep(60)"
+ESCAPES = {
+    "a child": f"subprocess.Popen([sys.executable, '-c', {SLEEPS!r}])",
+    "setsid": f"subprocess.Popen([sys.executable, '-c', {SLEEPS!r}], start_new_session=True)",
+    "deaf to SIGTERM": f"""
+        deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + {SLEEPS!r}
+        subprocess.Popen([sys.executable, '-c', deaf], start_new_session=True)""",
+    "daemon": f"""
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.closerange(0, 3)
+                os.execv(sys.executable, [sys.executable, '-c', {SLEEPS!r}])
+            os._exit(0)""",
+    "subreaper of its own": f"""
+        import ctypes
+        nested = ("import ctypes, subprocess, sys; ctypes.CDLL(None).prctl(36, 1);"
+            "subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True);" + {SLEEPS!r})
+        subprocess.Popen([sys.executable, '-c', nested, {SLEEPS!r}], start_new_session=True)""",
+    "runner": """
+        if os.fork() == 0:
+            os.setsid()
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                open(os.path.join(os.environ["PIDS"], "runner"), "w").write(str(os.getpid()))
+                if os.fork():
+                    os._exit(0)""",
+}
+WAIT = """
+deadline = time.monotonic() + 10
+while len(os.listdir(os.environ["PIDS"])) < {count} and time.monotonic() < deadline:
+    time.sleep(0.01)
+"""
+
+
+def escaping(kind: str, folder: Path, then: str) -> Command:
+    folder.mkdir()
+    count = 2 if kind.startswith("subreaper") else 1
+    starts = "import subprocess, time\n" + textwrap.dedent(ESCAPES[kind]) + WAIT.format(count=count)
+    return program(starts + then, environment={"PIDS": str(folder)})
+
+
+def started(folder: Path) -> list[int]:
+    return [int(p.read_text() or 0) if p.name == "runner" else int(p.name) for p in folder.iterdir()]
+
+
+def still_alive(folder: Path) -> list[int]:
+    """After a moment in which nothing new may appear."""
+    runner = folder / "runner"
+    before = runner.read_text() if runner.exists() else ""
+    time.sleep(0.2)
+    assert not runner.exists() or runner.read_text() == before
+    return [pid for pid in started(folder) if alive(pid)]
+
+
+DONE = "print(json.dumps({'reward': 1}))"
+
+
+@linux
+@pytest.mark.parametrize("kind", list(ESCAPES))
+@pytest.mark.parametrize(("then", "cause"), [(DONE, None), ("time.sleep(60)", Cause.TIMEOUT)], ids=["ends", "hangs"])
+def test_nothing_outlives_the_attempt(kind: str, then: str, cause: Cause | None, tmp_path: Path) -> None:
+    trajectory = play(escaping(kind, tmp_path / "pids", then), agent_timeout=20.0 if cause is None else 5.0)
+    assert (trajectory.failure and trajectory.failure.cause) == cause, trajectory.failure
+    assert started(tmp_path / "pids")
+    assert still_alive(tmp_path / "pids") == []
+
+
+def until(condition: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+RUN = """
+import asyncio, sys
+from tests.rollout.test_agents import TASK, played
+from tests.rollout.test_command import escaping
+from tests.worlds import saying
+from pathlib import Path
+agent = escaping(sys.argv[1], Path(sys.argv[2]), "time.sleep(60)")
+asyncio.run(played({"a": agent}, saying("a"), [TASK], agent_timeout=60.0))
+"""
+
+
+@linux
+@pytest.mark.parametrize("kind", ["setsid", "daemon"])
+def test_nothing_outlives_a_run_that_was_killed(kind: str, tmp_path: Path) -> None:
+    run = subprocess.Popen([sys.executable, "-c", RUN, kind, str(tmp_path / "pids")], cwd=ROOT)
+    until(lambda: (tmp_path / "pids").exists() and started(tmp_path / "pids"))
+    run.kill()
+    run.wait()
+    until(lambda: not any(alive(pid) for pid in started(tmp_path / "pids")))
+
+
+def test_a_program_may_clean_up(tmp_path: Path) -> None:
+    """As `docker run` must, which passes SIGTERM on to its container."""
+    agent = program(
+        """
+        import signal, time
+        def leave(number, frame):
+            open("left", "w").close()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, leave)
+        time.sleep(60)
+        """,
+        directory=tmp_path,
+    )
+    trajectory = play(agent, agent_timeout=3.0)
+    assert trajectory.failure is not None and trajectory.failure.cause is Cause.TIMEOUT
+    assert (tmp_path / "left").exists()
+
+
+def test_a_program_that_kills_its_supervisor_fails_and_ends(tmp_path: Path) -> None:
+    agent = program(
+        "open('pid', 'w').write(str(os.getpid()))\nos.kill(os.getppid(), 9)\nimport time; time.sleep(60)",
+        directory=tmp_path,
+    )
+    trajectory = play(agent)
+    assert trajectory.failure is not None and "was killed" in trajectory.failure.message
+    if sys.platform == "linux":
+        until(lambda: not alive(int((tmp_path / "pid").read_text())))
+
+
+# Outputs
+
+
+def test_of_what_it_prints_the_end_is_kept_and_no_file_is_written(tmp_path: Path) -> None:
+    """128 MiB on each output, by a program that may write no file longer than 1 MiB."""
+    agent = program(
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+        for _ in range(128):
+            os.write(1, b"x" * 2**20)
+            os.write(2, b"y" * 2**20)
+        if sys.platform == "linux":
+            supervisor = open(f"/proc/{os.getppid()}/status").read()
+            open("peak", "w").write(supervisor.partition("VmHWM:")[2].split()[0])
+        print()
+        print(json.dumps({"reward": 1, "note": "z" * 50_000}))
+        """,
+        directory=tmp_path,
+    )
+    trajectory = play(agent)
+    assert (trajectory.status, trajectory.reward) == (Status.DONE, 1.0), trajectory.failure
+    if sys.platform == "linux":
+        assert int((tmp_path / "peak").read_text()) < 64 * 1024  # KiB
+
+
+def test_a_last_line_that_is_too_long_is_no_reward() -> None:
+    trajectory = play(program("print(json.dumps({'note': 'z' * 70_000, 'reward': 1}))"))
+    assert trajectory.failure is not None and "the last line of its output must be its reward" in str(
+        trajectory.failure
+    )
+
+
+def test_a_program_that_closes_its_outputs_goes_on(tmp_path: Path) -> None:
+    agent = program(
+        "os.close(2)\nimport time\ntime.sleep(0.3)\nprint('{\"reward\": 1}', flush=True)\nos.close(1)\ntime.sleep(0.3)"
+    )
+    assert play(agent).reward == 1.0
+
+
+def test_programs_beside_each_other_do_not_mix() -> None:
+    async def go() -> list[float | None]:
+        agents = {name: program(f"print(json.dumps({{'reward': {name}}}))") for name in ("1", "2", "3")}
+        tasks = [Task(str(n), TASK.prompt, agent=str(n % 3 + 1)) for n in range(9)]
+        return [t.reward for t in await played(agents, saying("a"), tasks)]
+
+    assert asyncio.run(go()) == [float(n % 3 + 1) for n in range(9)]
+
+
+# What it learns
+
+
+def variables_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, str]:
+    agent = program("json.dump(dict(os.environ), open('seen', 'w'))\n" + DONE, directory=folder, **options)
+    assert play(agent).reward == 1.0
+    seen: dict[str, str] = json.loads((folder / "seen").read_text())
+    return seen
+
+
+def test_the_environment_is_an_allow_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "MY_PASSWORD", "LC_TIME", "PYTHONSTARTUP"):
+        monkeypatch.setenv(name, f"the run's {name}")
+    seen = variables_of(tmp_path, monkeypatch)
+    given = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "NO_PROXY", "no_proxy"}
+    assert seen["LC_TIME"] == "the run's LC_TIME" and seen["PATH"] == os.environ["PATH"]
+    assert given <= seen.keys()
+    others = seen.keys() - given - {"LC_CTYPE"}  # which Python sets by itself
+    assert all(any(fnmatchcase(name, pattern) for pattern in INHERITED) for name in others), others
+
+
+def test_more_is_inherited_by_name_or_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "AWS_REGION", "AWS_PROFILE", "OTHER"):
+        monkeypatch.setenv(name, "1")
+    seen = variables_of(tmp_path, monkeypatch, inherit=("HF_TOKEN", "AWS_*"), environment={"AWS_PROFILE": "2"})
+    assert (seen["HF_TOKEN"], seen["AWS_REGION"], seen["AWS_PROFILE"]) == ("1", "1", "2")
+    assert "OTHER" not in seen
+
+
+LOOKS = """
+import glob, time
+open(os.path.join("ready", str(os.getpid())), "w").close()
+while len(os.listdir("ready")) < 2:
+    time.sleep(0.01)
+found = []
+for file in glob.glob("/proc/[0-9]*/environ"):
+    try:
+        if int(file.split("/")[2]) != os.getpid():
+            found.append(open(file, "rb").read().decode(errors="replace"))
+    except OSError:
+        pass
+mine = os.environ["OPENAI_API_KEY"]
+keys = [v.partition("=")[2] for text in found for v in text.split(chr(0)) if v.startswith("OPENAI_API_KEY=")]
+runs = any("SECRET_OF_THE_RUN" in text for text in found)
+open(os.path.join("seen", str(os.getpid())), "w").write(json.dumps([[key for key in keys if key != mine], runs]))
+while len(os.listdir("seen")) < 2:
+    time.sleep(0.01)
+"""
+
+
+def user_namespaces() -> bool:
+    try:
+        Command(["true"], user_namespace=True)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not user_namespaces(), reason="no user namespaces")
+def test_in_user_namespaces_programs_see_neither_each_other_nor_the_run(tmp_path: Path) -> None:
+    """The run is a process of its own: what it was started with is what /proc shows."""
+    code = f"""
+import asyncio
+from pathlib import Path
+from tests.rollout.test_command import DONE, LOOKS, TASK, played, program, saying
+agent = program(LOOKS + DONE, directory=Path({str(tmp_path)!r}), user_namespace=True)
+for trajectory in asyncio.run(played({{"a": agent}}, saying("a"), [TASK, TASK])):
+    assert trajectory.reward == 1.0, trajectory.failure
+"""
+    for name in ("ready", "seen"):
+        (tmp_path / name).mkdir()
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "SECRET_OF_THE_RUN": "1"}, check=True, timeout=120
+    )
+    assert [json.loads(file.read_text()) for file in (tmp_path / "seen").iterdir()] == 2 * [[[], False]]
+
+
+def test_a_namespace_that_is_not_allowed_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refusing = tmp_path / "supervisor.py"
+    refusing.write_text("""print('{"error": "unshare: Operation not permitted"}')""")
+    monkeypatch.setattr(command, "_SUPERVISOR", (sys.executable, str(refusing)))
+    with pytest.raises(ConfigError, match="user_namespace is not possible here"):
+        Command(["true"], user_namespace=True)
