@@ -252,6 +252,9 @@ async def test_a_completion_cut_by_length_says_so() -> None:
         assert answer.choices[0].finish_reason == "length"
         response = await chat.responses.create(model="m", input="hi")
         assert response.status == "incomplete" and response.incomplete_details is not None
+        async with chat.responses.stream(model="m", input="hi") as stream:
+            final = await stream.get_final_response()
+        assert (final.status, final.output_text) == ("incomplete", response.output_text)
         client = server.anthropic(address)
         said = await client.messages.create(model="m", max_tokens=99, messages=HELLO)
         assert said.stop_reason == "max_tokens"

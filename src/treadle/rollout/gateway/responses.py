@@ -202,8 +202,8 @@ def _events(answer: Answer) -> Iterator[tuple[str, Json]]:
         yield "response.output_item.added", {**at, "item": {**item, **opened, **status}}
         yield from _deltas(item, {**at, "item_id": item["id"]})
         yield "response.output_item.done", {**at, "item": item}
-    body = write(answer)
-    yield f"response.{body['status']}", {"response": body}
+    # Not `response.incomplete`, for which OpenAI's SDK raises when asked for the final response: its status says it.
+    yield "response.completed", {"response": write(answer)}
 
 
 def _deltas(item: Json, at: Json) -> Iterator[tuple[str, Json]]:
