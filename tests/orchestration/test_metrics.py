@@ -17,7 +17,7 @@ from treadle.core.outcomes import as_played, leave_out, without_stale
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Failure, Status, StopReason, Task, Trajectory
 from treadle.orchestration.metrics import DECLARED, evaluation_result, pass_at, run_metrics, trajectory_metrics
-from treadle.orchestration.progress import PlainProgress, evaluation_line, update_line
+from treadle.orchestration.progress import PlainProgress, evaluation_lines, update_line
 from treadle.packing.flat import flatten
 
 
@@ -250,9 +250,10 @@ def test_an_evaluation_counts_failures_beside_its_means_and_splits_by_a_key() ->
     result = evaluation_result(groups, 7, 1.0, 1.0, "hops")
     assert (result.update, result.tasks, result.failed, result.success, result.reward_mean) == (7, 3, 1, 0.5, 0.5)
     assert (result.by, result.by_tasks) == ({"1": 1.0, "2": 0.0}, {"1": 1, "2": 1})
-    assert evaluation_line(result) == (
-        "held-out success 0.500 (3 tasks, 1 failed, temperature 1, after 7 updates)  1: 1.000  2: 0.000"
-    )
+    told = "held-out success 0.500 (3 tasks, 1 failed, temperature 1, after 7 updates)"
+    assert evaluation_lines(result, "hops") == [f"{told}  hops 1: 1.000  2: 0.000"]
+    assert evaluation_lines(result, "hops", 80) == [told, "  hops 1: 1.000  2: 0.000"]
+    assert evaluation_lines(result, "hops", 20) == [told, "  hops 1: 1.000", "  2: 0.000"]
 
 
 def test_an_evaluation_of_several_attempts_counts_tasks_and_estimates_pass_at_k() -> None:
@@ -263,28 +264,73 @@ def test_an_evaluation_of_several_attempts_counts_tasks_and_estimates_pass_at_k(
     result = evaluation_result(groups, 7, 1.0, 1.0, None)
     assert (result.tasks, result.attempts, result.failed, result.success) == (2, 4, 1, 4 / 7)
     assert result.pass_at == {"1": (0.25 + 1) / 2, "2": (0.5 + 1) / 2, "4": 1.0}  # of the first task alone
-    assert evaluation_line(result) == (
+    assert evaluation_lines(result) == [
         "held-out success 0.571 (2 tasks x 4, 1 failed, temperature 1, after 7 updates)  pass@2 0.750  pass@4 1.000"
-    )
+    ]
 
 
 def test_an_evaluation_without_a_graded_attempt_has_no_success() -> None:
     result = evaluation_result([make_group(0, attempt(None))], 7, 0.0, 1.0, None)
     assert (result.success, result.reward_mean, result.failed) == (None, None, 1)
-    assert evaluation_line(result) == "held-out success - (1 tasks, 1 failed, greedy, after 7 updates)"
+    assert evaluation_lines(result) == ["held-out success - (1 tasks, 1 failed, greedy, after 7 updates)"]
 
 
-def test_plain_progress_prints_the_last_update_always(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {
-        **trajectory_metrics([make_group(0, attempt(1.0), attempt(None))], 1.0, 0),
-        **{"entropy": 0.5, "logprob_gap_max": 2e-6, "seconds_rollout": 1.0, "seconds_update": 0.25},
-    }
-    progress = PlainProgress(interval=1000)
-    progress.phase("rollout", 4)
-    progress.advance(1, "note")
-    for update in range(1, 13):
-        progress.updated({**row, "update": update}, 12)
+ROW = {
+    **trajectory_metrics([make_group(0, attempt(1.0))], 1.0, 0),
+    **{"entropy": 0.5, "logprob_gap_max": 2e-6, "seconds_rollout": 1.0, "seconds_update": 0.25},
+}
+FAILED = {**ROW, "failed": 1, "trajectories": 2}
+
+
+def test_without_a_terminal_every_update_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever else is told in between: 40 updates of one second each, 256 attempts an update."""
+    progress = PlainProgress()
+    progress.say("run directory: runs/x")
+    for update in range(1, 41):
+        progress.phase("rollout", 256)
+        for done in range(1, 257):
+            progress.advance(done)
+        progress.updated({**ROW, "update": update}, 40)
     lines = capsys.readouterr().out.splitlines()
-    assert lines == ["rollout 1/4 note", update_line({**row, "update": 12}, 12)]
-    assert lines[1].startswith("update 12/12  reward 1.000  success 1.000  steps 1.00")
-    assert lines[1].endswith("gap 2e-06  rollout 1.00s  update 0.25s  FAILED 1/2")
+    assert lines[1:] == [update_line({**ROW, "update": update}, 40) for update in range(1, 41)]
+
+
+def test_progress_in_between_is_told_when_nothing_else_was_for_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    progress = PlainProgress()
+    progress.phase("rollout", 256)
+    for done in range(1, 101):
+        now += 1.0
+        progress.advance(done, "slow")
+        if done == 50:
+            progress.updated({**ROW, "update": 1}, 2)
+    update = update_line({**ROW, "update": 1}, 2)
+    told = ["rollout 1/256 slow", "rollout 31/256 slow", update, "rollout 80/256 slow"]
+    assert capsys.readouterr().out.splitlines() == told
+
+
+def test_a_log_may_have_every_nth_update(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = PlainProgress(every=10)
+    for update in range(1, 26):
+        progress.updated({**(FAILED if update == 7 else ROW), "update": update}, 25)
+    told = [int(line.split("/")[0].removeprefix("update")) for line in capsys.readouterr().out.splitlines()]
+    assert told == [1, 7, 10, 20, 25]
+
+
+def test_an_update_line_has_all_figures_where_they_fit() -> None:
+    line = update_line({**FAILED, "update": 12}, 12)
+    assert line.startswith("update 12/12  reward 1.000  success 1.000  steps 1.00")
+    assert line.endswith("gap 2e-06  rollout 1.00s  update 0.25s  FAILED 1/2")
+
+
+@given(st.integers(40, 160), st.booleans())
+def test_an_update_line_fits_the_width_with_whole_figures_and_its_failures(width: int, failed: bool) -> None:
+    row = {**(FAILED if failed else ROW), "update": 37}
+    line, whole = update_line(row, 200, width), update_line(row, 200)
+    assert len(line) <= width
+    assert line.endswith("  FAILED 1/2") == failed
+    figures = line.removesuffix("  FAILED 1/2").split("  ")
+    assert figures == whole.split("  ")[: len(figures)] and len(figures) >= 2

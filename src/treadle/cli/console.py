@@ -52,14 +52,10 @@ class Console:
         """Columns."""
         return self.rich.width
 
-    def line(self, *parts: Part, style: str = "", wrap: bool = False, cut: bool = False) -> None:
+    def line(self, *parts: Part, style: str = "", wrap: bool = False) -> None:
         """Print one line, of parts in their own styles. One that is too long for a terminal is left to it, so that
-        paths and commands can be copied; or it is wrapped at words, or cut."""
-        text = _styled(escape_line, parts)
-        if cut:
-            self.rich.print(text, style=style, no_wrap=True, overflow="ellipsis")
-        else:
-            self.rich.print(text, style=style, soft_wrap=not wrap)
+        paths and commands can be copied; or it is wrapped at words."""
+        self.rich.print(_styled(escape_line, parts), style=style, soft_wrap=not wrap)
 
     def text(self, *parts: Part, style: str = "") -> None:
         """Print text of several lines."""

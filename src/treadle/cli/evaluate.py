@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from treadle.cli.console import Console, Table, make_table
+from treadle.cli.live import make_progress
 from treadle.cli.options import Commands, add_command, add_json, add_overrides
 from treadle.core.errors import ConfigError
-from treadle.orchestration.evaluate_model import Evaluation, Subject, find_subject, held_out_inputs
+from treadle.orchestration.evaluate_model import Evaluation, Subject, evaluate_model, find_subject, held_out_inputs
 from treadle.orchestration.metrics import shown
 
 _EXAMPLES = """examples:
@@ -45,10 +46,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dump is not None and options.dump.is_dir():
         raise ConfigError(f"--dump: {str(options.dump)!r} is a directory; name a file in it")
 
-    from treadle.cli.live import make_progress
-    from treadle.orchestration.evaluate_model import evaluate_model
-
-    with make_progress(stderr=True) as progress:
+    with make_progress(subject.config, stderr=True) as progress:
         evaluation = evaluate_model(subject, inputs, progress, options.dump)
     if options.json:
         Console().json({"model": str(subject.model), **asdict(evaluation)})

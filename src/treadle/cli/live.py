@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 from rich.progress import (
@@ -20,24 +20,24 @@ from rich.progress import Progress as Bars
 
 from treadle.cli.console import Console
 from treadle.core.text import escape_line
+from treadle.orchestration.config import RunConfig
 from treadle.orchestration.metrics import EvaluationResult, shown
-from treadle.orchestration.progress import PlainProgress, Progress, evaluation_line, update_line
+from treadle.orchestration.progress import PlainProgress, Progress, evaluation_lines, has_line, update_line
 
+_EVERY = 10  # updates between lines that stay; the bar shows each
 _WIDE = 110  # columns from which both times and a longer bar fit beside the figures
 
 
 @contextmanager
-def make_progress(updates: int = 0, stderr: bool = False) -> Iterator[Progress]:
+def make_progress(config: RunConfig, stderr: bool = False) -> Iterator[Progress]:
     """The progress that fits where it goes: standard output, or standard error for commands that print a result."""
-    console = Console(stderr)
+    console, table_by = Console(stderr), config.data.table_by
     if console.is_terminal:
         with make_bars(console) as bars:
-            yield LiveProgress(console, bars, updates)
-    elif stderr:
-        with redirect_stdout(sys.stderr):  # PlainProgress prints
-            yield PlainProgress()
+            yield LiveProgress(console, bars, config.orchestration.updates, table_by)
     else:
-        yield PlainProgress()
+        with redirect_stdout(sys.stderr) if stderr else nullcontext():  # PlainProgress prints
+            yield PlainProgress(config.orchestration.log_every, table_by)
 
 
 def make_bars(console: Console) -> Bars:
@@ -58,10 +58,10 @@ def make_bars(console: Console) -> Bars:
 class LiveProgress:
     """Two bars, the run's updates and the current phase; every tenth update's figures stay as a line."""
 
-    def __init__(self, console: Console, bars: Bars, updates: int) -> None:
-        self._console, self._bars = console, bars
+    def __init__(self, console: Console, bars: Bars, updates: int, table_by: str | None = None) -> None:
+        self._console, self._bars, self._table_by = console, bars, table_by
         self._run = bars.add_task("updates", total=updates, note="", visible=False)
-        self._phase = bars.add_task("", total=1, note="", visible=False)
+        self._phase = bars.add_task("loading", total=None, note="")  # libraries and model, until a phase begins
 
     def say(self, line: str) -> None:
         """Print above the bars."""
@@ -79,10 +79,10 @@ class LiveProgress:
         """Move the run's bar."""
         note = f"reward {shown(row['reward_mean'])}  success {shown(row['success'])}"
         self._bars.update(self._run, completed=row["update"], total=updates, note=note, visible=True)
-        if row["update"] % 10 == 0 or row["update"] in (1, updates) or row["failed"]:
-            # the figures that matter come first: what does not fit is cut, not wrapped
-            self._console.line(update_line(row, updates), cut=True)
+        if has_line(row, updates, _EVERY):
+            self._console.line(update_line(row, updates, self._console.width))
 
     def evaluated(self, result: EvaluationResult) -> None:
         """Print the result."""
-        self._console.line(evaluation_line(result), style="bold", wrap=True)
+        for line in evaluation_lines(result, self._table_by, self._console.width):
+            self._console.line(line, style="bold")

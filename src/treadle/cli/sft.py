@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from treadle.cli.console import Console
+from treadle.cli.live import make_progress
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import ConfigError
 from treadle.orchestration.config import RunConfig, load_recipe
@@ -35,14 +36,13 @@ def run(options: argparse.Namespace) -> int:
     config = load_recipe(options.recipe, options.overrides)
     _check(config, options.recipe, options.out)
 
-    from treadle.cli.live import make_progress
-    from treadle.orchestration.policy import load_policy, use_threads
-    from treadle.orchestration.warm_start import run_warm_start
-    from treadle.training.checkpoint import export_model
+    with make_progress(config) as progress:
+        from treadle.orchestration.policy import load_policy, use_threads
+        from treadle.orchestration.warm_start import run_warm_start
+        from treadle.training.checkpoint import export_model
 
-    policy = load_policy(config.model, config.seed)
-    use_threads(config.training.threads, policy.model)
-    with make_progress() as progress:
+        policy = load_policy(config.model, config.seed)
+        use_threads(config.training.threads, policy.model)
         report = run_warm_start(policy.model, policy.renderer, policy.tokenizer_path, config, progress)
     assert report is not None  # the recipe has a warm start, _check said so
     export_model(options.out, policy.model, policy.tokenizer_path)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from treadle.cli.console import Console
+from treadle.cli.live import make_progress
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import RunError
 from treadle.orchestration.changes import changes, check_changes
@@ -51,13 +52,11 @@ def run(options: argparse.Namespace) -> int:
     check_config(config)
     inputs = load_inputs(config)
 
-    from treadle.cli.finish import print_result
-    from treadle.cli.live import make_progress
-    from treadle.orchestration.train import resume_run, start_run
-
     go_on = _go_on_command(options, path)
     try:
-        with make_progress(config.orchestration.updates) as progress:
+        with make_progress(config) as progress:
+            from treadle.orchestration.train import resume_run, start_run
+
             if resume:
                 summary = resume_run(config, inputs, path, progress, checkpoint=options.resume_from)
             else:
@@ -71,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
     if summary["stopped_early"]:
         Console(stderr=True).line(f"stopped after {summary['updates']} updates; go on with: {go_on}")
         return 130
+    from treadle.cli.finish import print_result
+
     print_result(summary, path, config)
     return 0
 

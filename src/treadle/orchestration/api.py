@@ -65,7 +65,7 @@ def train(
         tasks, held_out, **_player(environment, name), callbacks=load_callbacks(config.callbacks, callbacks)
     )
 
-    progress = progress or PlainProgress()
+    progress = progress or PlainProgress(config.orchestration.log_every, config.data.table_by)
     if not wait_passively():
         progress.say(
             "torch was imported before treadle.train was called, so that its threads spin while they wait: beside any "

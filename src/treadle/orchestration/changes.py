@@ -11,6 +11,7 @@ from treadle.orchestration.config import RunConfig
 
 CHANGEABLE = (
     "orchestration.updates",
+    "orchestration.log_every",
     "orchestration.checkpoint_every",
     "orchestration.keep_last",
     "orchestration.keep_every",

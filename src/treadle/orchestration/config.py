@@ -93,6 +93,9 @@ class OrchestrationConfig(Config):
         description="most groups sampled for one batch, as a multiple of those trained, before the run stops because "
         "too many are discarded (filtered, overlong, stale)",
     )
+    log_every: int = Field(
+        1, ge=1, description="updates between lines of output where there is no terminal; failures always have one"
+    )
     checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
     keep_last: int = Field(2, ge=1, description="newest checkpoints kept on disk")
     keep_every: int | None = Field(
