@@ -57,7 +57,7 @@ def check_finished(path: Path) -> None:
     rows = updates(path)
     assert [row["update"] for row in rows] == list(range(1, config.orchestration.updates + 1))
     if not config.orchestration.max_staleness:
-        assert max(row["logprob_gap_max"] for row in rows) < 1e-4
+        assert max(row.get("logprob_gap_max", 0) for row in rows) < 1e-4
     states = query(
         path,
         "SELECT g.idx, g.split, t.reward IS NULL AS failed, s.state, s.reason, count(DISTINCT t.trajectory_id) AS n "

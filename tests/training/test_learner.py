@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from tests.models import (
     weights_of,
 )
 from treadle.algorithms.config import AlgorithmConfig, advantages
-from treadle.core.types import Group
+from treadle.core.registry import names
+from treadle.core.types import Group, SamplingParams, Step
 from treadle.packing.flat import flatten
 from treadle.training.config import OptimizerConfig, TrainingConfig
 from treadle.training.learner import Learner
@@ -205,6 +207,59 @@ def test_the_gap_to_the_engine_is_measured_on_trainable_tokens() -> None:
     assert result.metrics["logprob_gap_mean"] == pytest.approx(0.5, abs=1e-6)
     assert result.metrics["logprob_gap_max"] == pytest.approx(0.75, abs=1e-6)
     assert result.metrics["trainable_tokens"] == 2
+
+
+def recorded_by(model: PreTrainedModel, groups: list[Group]) -> list[Group]:
+    """The groups as an engine with the learner's weights would have recorded them."""
+
+    def exactly(step: Step) -> Step:
+        with torch.no_grad():
+            return replace(step, logprobs=full(step_logprobs(model, step)[0]).astype(np.float32))
+
+    def all_of(group: Group) -> Group:
+        trajectories = (replace(t, steps=tuple(map(exactly, t.steps))) for t in group.trajectories)
+        return replace(group, trajectories=tuple(trajectories))
+
+    return [all_of(group) for group in groups]
+
+
+COMPARED = ("ratio_mean", "ratio_max", "ratio_min", "logprob_gap_mean", "logprob_gap_max", "logprob_gap_kl")
+
+
+@pytest.mark.parametrize("loss", names("policy_losses"))
+@pytest.mark.parametrize("more", [{"updates_per_batch": 2}, {"epochs_per_batch": 2}], ids=str)
+def test_what_the_start_of_a_batch_would_be_needed_for_is_absent_where_it_is_not_known(
+    loss: str, more: dict[str, int]
+) -> None:
+    """Engine and learner agree; the second update is far from the batch's start, and says so or nothing."""
+    model = exact()
+    groups = recorded_by(model, random_groups(0, groups=2, rewards=(0.0, 1.0)))
+    learner = make_learner(
+        model, AlgorithmConfig(policy_loss=loss), **more, optimizer=OptimizerConfig(learning_rate=0.1)
+    )
+    known = learner.policy_loss.anchor == "old"
+    first, second = (result.metrics for result in learner.train_batch(groups))
+    assert (first["ratio_max"], first["ratio_min"]) == (1, 1) and first["logprob_gap_max"] < 1e-5
+    assert {name for name in COMPARED if name in second} == (set(COMPARED) if known else set())
+    if known:
+        assert second["ratio_max"] > 1.1 and second["logprob_gap_max"] < 1e-5
+    third = learner.train_batch(groups)[0].metrics  # a new batch, one version later
+    assert third["ratio_max"] == 1 and third["logprob_gap_lag_1"] > 0.1
+
+
+def test_there_is_no_gap_between_different_distributions() -> None:
+    """The engine's log-probability under top-p is of what that leaves, the learner's of everything."""
+    model = exact()
+    plain = make_step([1, 2], [3, 4])
+    [group] = recorded_by(model, [make_group([([plain], 1.0)])])
+    [plain] = group.trajectories[0].steps
+    for fields in ({"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}):
+        truncated = replace(plain, sampling=SamplingParams(**fields), logprobs=plain.logprobs / np.float32(3))
+        (result,) = make_learner(model).train_batch([make_group([([plain, truncated], 1.0)])])
+        assert result.metrics["logprob_gap_max"] < 1e-5 and result.metrics["trainable_tokens"] == 4
+        (result,) = make_learner(model).train_batch([make_group([([truncated], 1.0)])])
+        assert [name for name in result.metrics if name.startswith("logprob_gap")] == []
+        assert result.metrics["ratio_mean"] == 1
 
 
 def test_the_entropy_bonus_goes_linearly_from_start_to_end_and_raises_entropy() -> None:

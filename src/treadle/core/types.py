@@ -190,6 +190,11 @@ class SamplingParams:
         if not 0.0 <= self.min_p <= 1.0:
             raise DataError(f"min_p must lie in [0, 1], got {self.min_p}")
 
+    @property
+    def truncates(self) -> bool:
+        """Whether logprobs are of a truncated distribution, which no forward pass gives: of top-k, top-p or min-p."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Task:

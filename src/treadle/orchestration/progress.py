@@ -40,7 +40,7 @@ def update_line(row: Mapping[str, Any], updates: int, width: float = math.inf) -
 
     width: in columns; figures that do not fit are left out, failures never.
     """
-    gap = row.get("logprob_gap_max")
+    gap = row.get("logprob_gap_max")  # not of every update
     figures = [
         f"update {row['update']:>{len(str(updates))}}/{updates}",
         f"reward {shown(row['reward_mean'])}",

@@ -71,6 +71,11 @@ class FlatBatch:
         """int64[N]: which group each token belongs to."""
         return self.group_of_trajectory[self.trajectory_id]
 
+    @property
+    def truncated(self) -> NDArray[np.bool_]:
+        """bool[N]: `logp_rollout` is of a truncated distribution, so that no other log-probability compares with it."""
+        return np.repeat(np.array([step.sampling.truncates for step in self.steps], np.bool_), np.diff(self.step_start))
+
 
 def flatten(groups: Sequence[Group]) -> FlatBatch:
     """Lay out what is trained of the groups, as `core.outcomes.as_trained` has it.

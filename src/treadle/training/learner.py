@@ -276,6 +276,8 @@ class Learner:
             corrected=corrected(tokens, weight, correction, reduction) if known else None,
             kl_coef=self.kl.coef if self.kl is not None and kl is not None and kl.where == "loss" else 0.0,
             lag=torch.from_numpy(lag).to(device) if lag.any() else None,
+            first=self.updates_done % self.training.updates_between_publications == 0,
+            truncated=torch.from_numpy(batch.truncated).to(device) if batch.truncated.any() else None,
             values=None if values is None else ValueTargets(self._tensor(values), self._tensor(values + advantage)),
         )
 

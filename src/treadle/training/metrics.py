@@ -17,7 +17,9 @@ _trained = partial(Metric, view="trained")
 LOSS = _trained("loss", "token", "sum", "", "the update's loss: each token's, times its weight")
 ENTROPY = _trained("entropy", "token", "mean", "nats", "of the distribution that the token is drawn from")
 KL = _trained("kl", "token", "mean", "nats", "from the reference model, by `algorithm.kl.estimator`")
-RATIO_MEAN = _trained("ratio_mean", "token", "mean", "", "probability before the update / at the start of its batch")
+RATIO_MEAN = _trained(
+    "ratio_mean", "token", "mean", "", "probability before the update / at the start of its batch, if known"
+)
 RATIO_MAX = _trained("ratio_max", "token", "max", "", "largest such ratio")
 RATIO_MIN = _trained("ratio_min", "token", "min", "", "smallest such ratio")
 CLIP_FRACTION = _trained("clip_fraction", "token", "mean", "share", "ratio bounded by the policy loss, if it clips")
@@ -28,7 +30,11 @@ CORRECTION_WEIGHT = _trained(
     "correction_weight_mean", "token", "mean", "", "truncated importance ratio of `algorithm.correction`"
 )
 GAP_MEAN = _trained(
-    "logprob_gap_mean", "token", "mean", "nats", "log-probability, engine's and learner's: absolute difference"
+    "logprob_gap_mean",
+    "token",
+    "mean",
+    "nats",
+    "log-probability, engine's and learner's at the batch's start: absolute difference, if known",
 )
 GAP_MAX = _trained("logprob_gap_max", "token", "max", "nats", "largest such difference; near 1e-6 in float32")
 GAP_KL = _trained("logprob_gap_kl", "token", "mean", "nats", "KL from the engine's policy to the learner's, by `k3`")

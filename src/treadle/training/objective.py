@@ -18,7 +18,7 @@ from treadle.algorithms.corrections import Corrected, corrected
 from treadle.algorithms.kl import ESTIMATORS, k3
 from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.algorithms.values import ValueTargets, explained_variance, value_clipped, value_loss
-from treadle.core.metrics import Measures, Tally, measured
+from treadle.core.metrics import Measures, Metric, Tally, measured
 from treadle.packing.flat import Indices
 from treadle.training.metrics import (
     CLIP_FRACTION,
@@ -81,9 +81,11 @@ class Objective:
     """sum_i weight_i (factor_i * policy loss_i + kl_coef * kl_i + coef * value loss_i - entropy_coef * entropy_i).
 
     tokens, weight [N]. anchored: the update starts from the policy as it is now, and `logp_old` is `logp` itself.
+    first: nothing was trained since the batch's start, so that this is its policy, which metrics may compare with.
     reduction: weights of the tokens in a mask [N]. corrected: what corrections make of the weights, where `logp_old` is
     known before the forward pass; factor is 1 without any. kl_coef: of KL in the loss; it needs `tokens.logp_ref`.
     values: what a value head learns, [N]. lag int32[N]: versions between sampling and this update, if there are any.
+    truncated bool[N]: tokens whose `logp_rollout` compares with nothing, if there are any.
     """
 
     config: AlgorithmConfig
@@ -97,6 +99,8 @@ class Objective:
     kl_coef: float = 0.0
     lag: Tensor | None = None
     values: ValueTargets | None = None
+    first: bool = True
+    truncated: Tensor | None = None
 
     @property
     def couples(self) -> bool:
@@ -127,25 +131,13 @@ class Objective:
         return slopes if self.entropy_coef else slopes._replace(entropy=None)
 
     def metrics(self, scores: Scores) -> Measures:
-        """Over the trainable tokens; scores of all N, in order."""
+        """Over the trainable tokens; scores of all N, in order. What could not be computed is not there."""
         index, tokens = self._tokens(scores)
         mask = tokens.mask
-        ratio = (scores.logp - tokens.logp_old)[mask].double().exp()  # in float64, which no ratio leaves
-        gap = (tokens.logp_old - tokens.logp_rollout)[mask]
-        found = {
-            RATIO_MEAN: ratio,
-            RATIO_MAX: ratio,
-            RATIO_MIN: ratio,
-            ENTROPY: scores.entropy[mask],
-            GAP_MEAN: gap.abs(),
-            GAP_MAX: gap.abs(),
-            GAP_KL: k3(torch.zeros_like(gap.double()), gap.double()),
-            TRAINABLE_TOKENS: mask[mask],
-            TRAINABLE_FRACTION: mask,
-        }
-        if self.lag is not None:
-            lag = self.lag[index][mask]
-            found |= {GAP_BY_LAG.of(int(own)): gap.abs()[lag == own] for own in lag.unique()}
+        found = {ENTROPY: scores.entropy[mask], TRAINABLE_TOKENS: mask[mask], TRAINABLE_FRACTION: mask}
+        if self.first or not self.anchored:
+            ratio = (scores.logp - tokens.logp_old)[mask].double().exp()  # in float64, which no ratio leaves
+            found |= {RATIO_MEAN: ratio, RATIO_MAX: ratio, RATIO_MIN: ratio} | self._gaps(index, tokens)
         if self.policy_loss.clipped is not None:
             found[CLIP_FRACTION] = self.policy_loss.clipped(scores.logp, tokens, self.config)[mask]
         if self.config.correction.active:
@@ -163,6 +155,18 @@ class Objective:
                 found[VALUE_CLIPPED] = value_clipped(value, targets, clip)
         loss = Tally(LOSS, float(self.loss(scores)), len(mask))
         return Measures([loss, *(tally(metric, values) for metric, values in found.items())]) + of_values
+
+    def _gaps(self, index: Tensor, tokens: Tokens) -> dict[Metric, Tensor]:
+        """Between the engine's log-probabilities and the learner's at the batch's start."""
+        mask = tokens.mask if self.truncated is None else tokens.mask & ~self.truncated[index]
+        if self.truncated is not None and not mask.any():
+            return {}
+        gap = (tokens.logp_old - tokens.logp_rollout)[mask]
+        found = {GAP_MEAN: gap.abs(), GAP_MAX: gap.abs(), GAP_KL: k3(torch.zeros_like(gap.double()), gap.double())}
+        if self.lag is None:
+            return found
+        lag = self.lag[index][mask]
+        return found | {GAP_BY_LAG.of(int(own)): gap.abs()[lag == own] for own in lag.unique()}
 
     def _corrected(self, index: Tensor, tokens: Tokens) -> Corrected:
         """Of the tokens at hand: all of them if a correction couples tokens and is not known yet."""
