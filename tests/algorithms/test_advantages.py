@@ -32,7 +32,7 @@ from treadle.algorithms.config import AlgorithmConfig, advantages
 from treadle.algorithms.estimators import Rewards, Signals, by_name, equal_states
 from treadle.core.errors import DataError
 from treadle.core.registry import names
-from treadle.core.types import Step
+from treadle.core.types import DropReason, Group, Step, Trajectory
 from treadle.packing.flat import FlatBatch, flatten
 
 ids = np.array
@@ -134,7 +134,7 @@ def test_rewards_add_up_from_level_to_level(drawn: Drawn, penalised: bool) -> No
 @given(rewarded_batches())
 def test_what_single_tokens_were_given_stays_with_them_if_they_are_trained(drawn: Drawn) -> None:
     batch = drawn.batch
-    bare = replace(batch, token_rewards=np.zeros(len(batch)), step_rewards=batch.step_rewards - _by_step(batch))
+    bare = replace(batch, token_rewards=np.zeros(len(batch)), played_rewards=batch.played_rewards - _by_step(batch))
     extra = Rewards.of(batch, None).token - Rewards.of(bare, None).token
     everyone = replace(batch, mask=np.ones(len(batch), np.bool_))
     np.testing.assert_allclose(_own(everyone), batch.token_rewards, atol=1e-12)
@@ -147,6 +147,59 @@ def _own(batch: FlatBatch) -> Any:
 
 def _by_step(batch: FlatBatch) -> Any:
     return np.bincount(batch.step_id, batch.token_rewards, len(batch.steps))
+
+
+# Steps that are left out
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "step_return", "gigpo"])
+@given(drawn=rewarded_batches(), data=st.data())
+def test_an_advantage_is_the_same_whichever_steps_became_stale(name: str, drawn: Drawn, data: st.DataObject) -> None:
+    """What they were given stays part of the returns, and turns keep their numbers."""
+    options = {option: data.draw(st.sampled_from(OPTIONS[option])) for option in by_name(name).options}
+    config = AlgorithmConfig(advantage=name, **options)
+    groups, kept = without_some(drawn.groups, data)
+    np.testing.assert_array_equal(advantages(flatten(groups), config), advantages(drawn.batch, config)[kept])
+
+
+@given(drawn=rewarded_batches(), data=st.data())
+def test_returns_of_tokens_are_the_same_whichever_steps_became_stale(drawn: Drawn, data: st.DataObject) -> None:
+    """Nobody earned what was given before the first token that is left."""
+    groups, kept = without_some(drawn.groups, data)
+    whole, left = (
+        returns(Rewards.of(batch, None).token, batch.trajectory_id, 1.0)[batch.mask]
+        for batch in (drawn.batch, flatten(groups))
+    )
+    np.testing.assert_allclose(left, whole[kept[drawn.batch.mask]], atol=1e-12)
+
+
+def without_some(groups: list[Group], data: st.DataObject) -> tuple[list[Group], NDArray[np.bool_]]:
+    """The groups with some steps stale, and which tokens of their batch are left: bool[N]."""
+    kept: list[bool] = []
+
+    def marked(step: Step, graded: bool) -> Step:
+        stale = data.draw(st.booleans())
+        kept.extend([not stale] * len(step.mask) * graded)
+        return replace(step, dropped=DropReason.STALE) if stale else step
+
+    def each(t: Trajectory) -> Trajectory:
+        return replace(t, steps=tuple(marked(step, t.reward is not None) for step in t.steps))
+
+    made = [replace(group, trajectories=tuple(map(each, group.trajectories))) for group in groups]
+    return made, np.array(kept, np.bool_)
+
+
+def test_step_return_goes_on_counting_where_early_steps_are_stale() -> None:
+    """Both were paid 4 for the first of three turns; one was so slow that it is not trained any more."""
+    steps = [replace(make_step([1] * (n + 1), [2]), reward=r) for n, r in enumerate((4.0, 0.0, 1.0))]
+    slow = [replace(steps[0], dropped=DropReason.STALE), *steps[1:]]
+    others = [replace(steps[0], reward=4.0), replace(steps[1], reward=2.0), replace(steps[2], reward=0.5)]
+    batch = flatten([make_group([(slow, 5.0), (others, 6.5)])])
+    assert batch.rewards.tolist() == [5.0, 6.5]
+    assert np.bincount(batch.trajectory_of_played, batch.played_rewards).tolist() == [5.0, 6.5]
+    found = advantages(batch, AlgorithmConfig(advantage="step_return"))
+    # G = 5, 1, 1 and 6.5, 2.5, 0.5
+    assert found.tolist() == [-1.5, 0.5, 1.5, 1.5, -0.5]
 
 
 # By hand

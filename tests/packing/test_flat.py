@@ -43,7 +43,7 @@ def test_dropped_steps_are_left_out() -> None:
     batch = flatten([make_group([([make_step([1], [2]), lost, make_step([1], [3, 4])], 1.0), ([lost], 0.0)])])
     assert [step.completion_ids.tolist() for step in batch.steps] == [[2], [3, 4]]
     assert (batch.trajectory_of_step.tolist(), batch.rewards.tolist()) == ([0, 0], [1.0, 0.0])
-    assert batch.step_rewards.tolist() == [0.0, 1.0]
+    assert batch.played_rewards.tolist() == [0.0, 1.0]
 
 
 def test_training_sees_shaped_rewards_and_nothing_of_what_shaping_dropped() -> None:
@@ -52,7 +52,7 @@ def test_training_sees_shaped_rewards_and_nothing_of_what_shaping_dropped() -> N
     group = make_group([([shaped, make_step([1], [4])], 0.75), ([make_step([1], [5])], 1.0)])
     dropped = replace(group.trajectories[1], dropped=DropReason.OVERLONG)
     batch = flatten([replace(group, trajectories=(group.trajectories[0], dropped))])
-    assert (batch.rewards.tolist(), batch.step_rewards.tolist()) == ([0.25], [0.25, 0.0])
+    assert (batch.rewards.tolist(), batch.played_rewards.tolist()) == ([0.25], [0.25, 0.0])
     assert batch.token_rewards.tolist() == [0.25, 0, 0] and batch.token_rewards.dtype == "float64"
 
 

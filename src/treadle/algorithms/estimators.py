@@ -1,8 +1,8 @@
 """What is registered as an advantage: the estimators of `advantages`, bound to a batch and a configuration.
 
-    FlatBatch, Signals -Rewards-> trajectory [J], step [S], token [N] -estimator-> advantage [N]
+    FlatBatch, Signals -Rewards-> trajectory [J], step [K], token [N] -estimator-> advantage [N]
 
-Shapes: J graded trajectories, S steps, N completion tokens.
+Shapes: J graded trajectories, K steps as they were played, N completion tokens that are trained.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Signals:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rewards:
-    """The same rewards at three levels; each sums up to the next: trajectory float64[J], step float64[S], token
+    """The same rewards at three levels; each sums up to the next: trajectory float64[J], step float64[K], token
     float64[N] (those of single tokens where they were given, the rest of each step's on its last trainable token). What
     an untrainable token or step was given is paid to the trajectory's last trainable token before it, if there is one.
     """
@@ -60,15 +60,15 @@ class Rewards:
     @classmethod
     def of(cls, batch: FlatBatch, penalty: Doubles | None) -> Rewards:
         """Of the environment, less the penalty of trainable tokens."""
-        rest = batch.step_rewards - np.bincount(batch.step_id, batch.token_rewards, len(batch.steps))
-        paid = paid_to_tokens(rest, batch.trajectory_of_step, batch.step_id, batch.mask)
+        rest = batch.played_rewards - np.bincount(batch.played_id, batch.token_rewards, len(batch.played))
+        paid = paid_to_tokens(rest, batch.trajectory_of_played, batch.played_id, batch.mask)
         paid += moved_to_trainable(batch.token_rewards, batch.trajectory_id, batch.mask)
         if penalty is None:
-            return cls(batch.rewards, batch.step_rewards, paid)
+            return cls(batch.rewards, batch.played_rewards, paid)
         taken = np.where(batch.mask, penalty, 0.0)
         return cls(
             batch.rewards - np.bincount(batch.trajectory_id, taken, len(batch.trajectories)),
-            batch.step_rewards - np.bincount(batch.step_id, taken, len(batch.steps)),
+            batch.played_rewards - np.bincount(batch.played_id, taken, len(batch.played)),
             paid - taken,
         )
 
@@ -102,12 +102,12 @@ def by_name(name: str) -> Advantage:
 
 
 def equal_states(batch: FlatBatch) -> Indices:
-    """int64[S]: the state that each step met, within its group: by the key that the environment gave it, or by its
-    prompt, token for token, where it gave none (before its first answer, or never).
+    """int64[K]: the state that each played step met, within its group: by the key that the environment gave it, or by
+    its prompt, token for token, where it gave none (before its first answer, or never).
     """
-    groups = batch.group_of_trajectory[batch.trajectory_of_step]
+    groups = batch.group_of_trajectory[batch.trajectory_of_played]
     known: dict[tuple[int, str | bytes], int] = {}
-    keys = ((int(g), step.state_key or step.prompt_ids.tobytes()) for g, step in zip(groups, batch.steps, strict=True))
+    keys = ((int(g), step.state_key or step.prompt_ids.tobytes()) for g, step in zip(groups, batch.played, strict=True))
     return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
 
 
@@ -128,7 +128,8 @@ def _by_main_step(
 ) -> Callable[[FlatBatch, Signals, AlgorithmConfig], Doubles]:
     """From an estimator of the main branch's steps (rewards of those, batch, which they are int64[M], configuration).
 
-    What a sub-agent's steps were given is paid to the step that called it, whose advantage they take.
+    It sees all steps that were played, so that a step's return, and what it is compared with, are the same whichever of
+    them are trained. What a sub-agent's steps were given is paid to the step that called it, whose advantage they take.
     """
 
     def per_token(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
@@ -136,13 +137,13 @@ def _by_main_step(
         main = np.flatnonzero(caller == np.arange(len(caller)))
         paid = np.asarray(np.bincount(caller, rewards.step, len(caller))[main], np.float64)
         found = estimate(replace(rewards, step=paid), batch, main, config)
-        return found[np.searchsorted(main, caller)][batch.step_id]
+        return found[np.searchsorted(main, caller)][batch.played_id]
 
     return per_token
 
 
 def _step_return(rewards: Rewards, batch: FlatBatch, main: Indices, config: AlgorithmConfig) -> Doubles:
-    owner = batch.trajectory_of_step[main]
+    owner = batch.trajectory_of_played[main]
     return step_return(rewards.trajectory, rewards.step, owner, batch.group_of_trajectory, config.gamma)
 
 
@@ -150,7 +151,7 @@ def _gigpo(rewards: Rewards, batch: FlatBatch, main: Indices, config: AlgorithmC
     return gigpo(
         rewards.trajectory,
         rewards.step,
-        batch.trajectory_of_step[main],
+        batch.trajectory_of_played[main],
         batch.group_of_trajectory,
         equal_states(batch)[main],
         config.gamma,
@@ -163,12 +164,11 @@ def calling_tokens(batch: FlatBatch) -> Indices:
     """int64[N]: of each trainable token itself, or of a sub-agent's the last trainable token of the main branch up to
     the step that called it; itself for all others, and where the main branch has none.
     """
-    own, caller = np.arange(len(batch)), callers(batch)
-    step = caller[batch.step_id]
-    trained = np.flatnonzero(batch.mask & (step == batch.step_id))
-    last = np.searchsorted(batch.step_id[trained], step, side="right") - 1
+    own, played, caller = np.arange(len(batch)), batch.played_id, callers(batch)[batch.played_id]
+    trained = np.flatnonzero(batch.mask & (caller == played))
+    last = np.searchsorted(played[trained], caller, side="right") - 1
     found = np.where(last >= 0, trained[last], own) if len(trained) else own
-    called = batch.mask & (step != batch.step_id) & (batch.trajectory_id[found] == batch.trajectory_id)
+    called = batch.mask & (caller != played) & (batch.trajectory_id[found] == batch.trajectory_id)
     return np.where(called, found, own)
 
 

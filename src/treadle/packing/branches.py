@@ -26,11 +26,11 @@ from treadle.packing.flat import Call, FlatBatch, Indices
 
 
 def callers(batch: FlatBatch) -> Indices:
-    """int64[S]: of each step itself, if it is of its trajectory's main branch, or the main step that called it."""
-    found = np.arange(len(batch.steps))
-    start = np.searchsorted(batch.trajectory_of_step, np.arange(len(batch.trajectories) + 1))
+    """int64[K]: of each played step itself, if it is of its trajectory's main branch, or the main step calling it."""
+    found = np.arange(len(batch.played))
+    start = np.searchsorted(batch.trajectory_of_played, np.arange(len(batch.trajectories) + 1))
     for first, end in pairwise(start.tolist()):
-        found[first:end] = first + calling_steps(batch.steps[first:end])
+        found[first:end] = first + calling_steps(batch.played[first:end])
     return found
 
 

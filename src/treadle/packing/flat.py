@@ -1,8 +1,10 @@
 """A batch as flat arrays in canonical (group, trajectory, step, token) order.
 
-Shapes: N completion tokens, S steps, J trajectories that have a reward, G groups.
+Shapes: N completion tokens and S steps that are trained, K steps that were played, J trajectories that have a reward, G
+groups.
 
 Everything the loss needs is an array over N; packing only decides how the learner's log-probabilities [N] are computed.
+Returns are of the K steps that were played: what was rewarded does not depend on which steps are trained.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.core.outcomes import as_trained, step_drop_reason
+from treadle.core.outcomes import as_played, as_trained, step_drop_reason
 from treadle.core.types import Group, Ids, Routing, Step, Trajectory
 from treadle.packing.routing import distinct, replayed
 
@@ -29,10 +31,12 @@ class FlatBatch:
     groups, trajectories, steps: in canonical order; trajectories without a reward to train are left out.
     step_start   int64[S + 1]  step s owns tokens [step_start[s], step_start[s + 1])
     trajectory_of_step, group_of_trajectory: int64[S], int64[J], indices into `trajectories` and `groups`
+    played, trajectory_of_played: the trajectories' steps as they were played, and int64[K]
+    played_of_step int64[S]    which of the played steps each trained one is
     rewards      float64[J]    as trained, after shaping; so are those of steps and tokens
-    step_rewards float64[S]    sum to `rewards` over the steps of a trajectory (if it has any): what no step was given
+    played_rewards float64[K]  sum to `rewards` over the steps of a trajectory (if it has any): what no step was given
                                belongs to the last one
-    token_rewards float64[N]   the part of `step_rewards` that single tokens were given
+    token_rewards float64[N]   the part of `played_rewards` that single tokens were given
     mask         bool[N]       trainable tokens
     logp_rollout float32[N]    as the engine reported them
     temperature  float32[N]    at which each token was sampled
@@ -45,8 +49,11 @@ class FlatBatch:
     step_start: Indices
     trajectory_of_step: Indices
     group_of_trajectory: Indices
+    played: tuple[Step, ...]
+    trajectory_of_played: Indices
+    played_of_step: Indices
     rewards: Doubles
-    step_rewards: Doubles
+    played_rewards: Doubles
     token_rewards: Doubles
     mask: NDArray[np.bool_]
     logp_rollout: NDArray[np.float32]
@@ -60,6 +67,11 @@ class FlatBatch:
     def step_id(self) -> Indices:
         """int64[N]: which step each token belongs to."""
         return np.repeat(np.arange(len(self.steps)), np.diff(self.step_start))
+
+    @property
+    def played_id(self) -> Indices:
+        """int64[N]: which of the played steps each token belongs to."""
+        return self.played_of_step[self.step_id]
 
     @property
     def trajectory_id(self) -> Indices:
@@ -84,7 +96,9 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
     """
     everyone = ((g, t, as_trained(t)) for g, group in enumerate(groups) for t in group.trajectories)
     found = [(g, t, view) for g, t, view in everyone if view.reward is not None]
-    steps = [(j, step) for j, (_, _, view) in enumerate(found) for step in view.steps]
+    played = [(j, t, step) for j, (_, t, _) in enumerate(found) for step in as_played(t).steps]
+    numbered = [(k, j, step) for k, (j, t, step) in enumerate(played) if step_drop_reason(t, step) is None]
+    steps = [(j, step) for _, j, step in numbered]
     lengths = [len(step.completion_ids) for _, step in steps]
 
     def joined(parts: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:
@@ -97,8 +111,11 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         step_start=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
         trajectory_of_step=np.array([j for j, _ in steps], np.int64),
         group_of_trajectory=np.array([g for g, _, _ in found], np.int64),
+        played=tuple(step for _, _, step in played),
+        trajectory_of_played=np.array([j for j, _, _ in played], np.int64),
+        played_of_step=np.array([k for k, _, _ in numbered], np.int64),
         rewards=np.array([view.reward for _, _, view in found], np.float64),
-        step_rewards=np.array([r for _, trajectory, _ in found for r in _step_rewards(trajectory)], np.float64),
+        played_rewards=np.array([r for _, trajectory, _ in found for r in _played_rewards(trajectory)], np.float64),
         token_rewards=joined([_token_rewards(step) for _, step in steps], np.float64),  # type: ignore[arg-type]
         mask=joined([step.mask for _, step in steps], np.bool_),  # type: ignore[arg-type]
         logp_rollout=joined([step.logprobs for _, step in steps], np.float32),  # type: ignore[arg-type]
@@ -107,17 +124,11 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
     )
 
 
-def _step_rewards(trajectory: Trajectory) -> list[float]:
-    """Of the live steps; what a dropped one was given is credited to the step before it, as what followed from it."""
-    rewards: list[float] = []
-    for step in trajectory.steps:
-        if step_drop_reason(trajectory, step) is None:
-            rewards.append(step.reward + step.shaping)
-        elif rewards:
-            rewards[-1] += step.reward + step.shaping
-    reward = as_trained(trajectory).reward
-    if rewards and reward is not None:
-        rewards[-1] += reward - math.fsum(step.reward + step.shaping for step in trajectory.steps)
+def _played_rewards(trajectory: Trajectory) -> list[float]:
+    rewards = [step.reward + step.shaping for step in as_played(trajectory).steps]
+    whole = as_trained(trajectory).reward
+    if rewards and whole is not None:
+        rewards[-1] += whole - math.fsum(rewards)
     return rewards
 
 
