@@ -18,9 +18,10 @@ def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path) -
     command = [sys.executable, "-m", "treadle.cli.main", "serve", str(model), "--port", "0", "--record", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None and server.stderr is not None
-        told = "".join(server.stdout.readline() for _ in range(3))
+        told = "".join(server.stdout.readline() for _ in range(4))
         url, key = re.findall(r"base URL +(\S+)|API key +(\S+)", told)[0][0], told.split()[-1]
         assert url.startswith("http://127.0.0.1:")
+        assert "replies   read by plain\n" in told
         with openai.OpenAI(base_url=url, api_key=key) as client:
             assert [m.id for m in client.models.list()] == [model.name]
             answer = client.chat.completions.create(

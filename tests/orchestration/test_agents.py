@@ -10,7 +10,7 @@ import pytest
 
 import treadle
 from tests.orchestration.runs import Summary, check_finished, query
-from tests.worlds import Quiet, tiny, user
+from tests.worlds import CHATML, Quiet, tiny, user
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
 from treadle.orchestration.config import RunConfig, load_recipe
@@ -129,10 +129,14 @@ SETTINGS: dict[str, Any] = {
 
 def test_an_agent_can_be_trained_from_python(tmp_path: Path) -> None:
     tasks = [Task(f"t{i}", (user(f"be brief {i}"),)) for i in range(3)]
-    run = tmp_path / "run"
-    summary = treadle.train(solve, tasks, model=MODEL, run=run, settings=SETTINGS, progress=Quiet())
+    run, template, said = tmp_path / "run", tmp_path / "own.jinja", Quiet()
+    template.write_text(CHATML.replace("{% if tools %}", "{% if false %}"))
+    model = {**MODEL, "chat_template": str(template)}
+    summary = treadle.train(solve, tasks, model=model, run=run, settings=SETTINGS, progress=said)
     check_finished(run)
     assert summary["updates"] == 1
+    [line] = [line for line in said.lines if "tools" in line]
+    assert line.startswith(f"agents' calls with tools will be refused: the chat template '{template}' does not write")
     assert RunDirectory.open(run).config().agent == "solve"
     with pytest.raises(ConfigError, match="too many positional arguments"):
         treadle.train(too_few, tasks, model=MODEL, run=tmp_path / "other", settings=SETTINGS)  # type: ignore[arg-type]

@@ -75,6 +75,7 @@ class Family:
     bos: str = ""
     system: bool = True
     most_calls: int = 2
+    tools: bool = True  # whether it writes them
     options: dict[str, Any] = field(default_factory=dict)
     keeps: str = "all"  # what of the history the template keeps, "" if that is hard to say: `KEEPS` of the tests
 
@@ -89,19 +90,19 @@ FAMILIES = {
     "qwen3_5_think": Family("qwen3_5_think", calls="xml", thoughts="prompt", keeps="thoughts"),
     "qwen3_6": Family("qwen3_6", calls="xml", thoughts="prompt", keeps="thoughts"),
     "qwen3_6_preserve": Family("qwen3_6", calls="xml", thoughts="prompt", options={"preserve_thinking": True}),
-    "llama3": Family("llama3", ("<|eot_id|>",), _LLAMA, bos=_LLAMA[0]),
+    "llama3": Family("llama3", ("<|eot_id|>",), _LLAMA, bos=_LLAMA[0], tools=False),
     "llama3_1": Family("llama3_1", ("<|eot_id|>", "<|eom_id|>"), _LLAMA, "llama", bos=_LLAMA[0], most_calls=1),
     "gptoss": Family("gptoss", ("<|return|>", "<|call|>"), _HARMONY, "harmony", "harmony", most_calls=1, keeps=""),
     "glm4moe": Family(
         "glm4moe", ("<|user|>", "<|observation|>", "<|endoftext|>"), _GLM, "glm", "opt", keeps="thoughts"
     ),
     "deepseekv3": Family(
-        "deepseekv3", (_DEEPSEEK[1],), _DEEPSEEK, "deepseek", "prompt", bos=_DEEPSEEK[0], keeps="deepseek"
+        "deepseekv3", (_DEEPSEEK[1],), _DEEPSEEK, "deepseek", "prompt", bos=_DEEPSEEK[0], tools=False, keeps="deepseek"
     ),
-    "gemma": Family("gemma", ("<end_of_turn>",), _GEMMA, bos="<bos>", system=False),
-    "gemma3": Family("gemma3", ("<end_of_turn>",), _GEMMA, bos="<bos>"),
-    "phi3_5": Family("phi3_5", ("<|end|>",), _PHI),
-    "cohere2": Family("cohere2", ("<|END_OF_TURN_TOKEN|>",), _COHERE),
+    "gemma": Family("gemma", ("<end_of_turn>",), _GEMMA, bos="<bos>", system=False, tools=False),
+    "gemma3": Family("gemma3", ("<end_of_turn>",), _GEMMA, bos="<bos>", tools=False),
+    "phi3_5": Family("phi3_5", ("<|end|>",), _PHI, tools=False),
+    "cohere2": Family("cohere2", ("<|END_OF_TURN_TOKEN|>",), _COHERE, tools=False),
 }
 
 _FROM_ROLES = """
@@ -124,9 +125,9 @@ WRITING_TOOLS = {
     "nemotron_3_super": Family("nemotron_3_super", calls="xml", thoughts="prompt"),
     "gemma4": Family("gemma4", ("<turn|>",), _GEMMA4, bos="<bos>"),
     "lfm2": Family("lfm2", special=_LFM, bos=_LFM[0]),
-    "cohere": Family("cohere", ("<|END_OF_TURN_TOKEN|>",), _COHERE),
-    "from roles": Family(_FROM_ROLES, ("<|end|>",), _PHI4),
-    "around roles": Family(_AROUND_ROLES, ("<|end|>",), _PHI4),
+    "cohere": Family("cohere", ("<|END_OF_TURN_TOKEN|>",), _COHERE, tools=False),
+    "from roles": Family(_FROM_ROLES, ("<|end|>",), _PHI4, tools=False),
+    "around roles": Family(_AROUND_ROLES, ("<|end|>",), _PHI4, tools=False),
 }
 """Further templates whose own text stands close to names, keys and roles."""
 

@@ -57,7 +57,7 @@ class Texts:
     """Texts of a seeded conversation, made of pieces of structural strings."""
 
     def __init__(self, world: World, seed: int) -> None:
-        self.rng, self.strings = random.Random(seed), [*world.special.values()]
+        self.world, self.rng, self.strings = world, random.Random(seed), [*world.special.values()]
 
     def text(self, most: int = 3) -> str:
         return "".join(self._piece() for _ in range(self.rng.randint(1, most))) or "x"
@@ -95,7 +95,7 @@ def conversation(texts: Texts, system: bool, tools: bool, move: Any) -> tuple[li
             messages.append({"role": "tool", "content": move(texts.text()), "tool_call_id": f"c{turn:08}"})
             messages.append({"role": "assistant", "content": move(texts.text()), "reasoning_content": ""})
     messages.append({"role": "user", "content": move(texts.text())})
-    return messages, [texts.tool(move)] if tools else []
+    return messages, [texts.tool(move)] if tools and texts.world.family.tools else []
 
 
 def rendered(world: World, messages: list[Any], tools: list[Any]) -> str | None:

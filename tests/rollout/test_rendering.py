@@ -114,7 +114,8 @@ class Talk:
 
     def __init__(self, world: World, rng: random.Random) -> None:
         self.world, self.rng = world, rng
-        self.tools: list[Any] = TOOLS if world.family.calls and rng.random() < 0.7 else []
+        self.calling = bool(world.family.calls) and rng.random() < 0.7
+        self.tools: list[Any] = TOOLS if self.calling and world.family.tools else []
         self.conversation = Conversation(world.renderer)
         self.sent: list[Message] = []  # as the agent sends it
         self.known: list[Message] = []  # the same with replies as they were handed out
@@ -141,8 +142,8 @@ class Talk:
         if self.calls:
             self._check_history(prompt)
             self.counts["naive breaks"] += anew[: len(self._naive)] != self._naive
-        completion = self.world.sample(self.rng, bool(self.tools))
-        message = self.world.message(self.rng, completion, bool(self.tools))
+        completion = self.world.sample(self.rng, self.calling)
+        message = self.world.message(self.rng, completion, self.calling)
         self.conversation.record(prompt, np.array(completion, np.int32), message)
         self.calls.append(Call(np.concatenate([prompt.ids, np.array(completion, np.int32)]), len(prompt.ids), 0))
         self.causes.append(prompt.break_cause)

@@ -25,7 +25,7 @@ from treadle.core.types import Group, SamplingParams, Status, Task, Trajectory
 from treadle.engines.config import EngineConfig
 from treadle.orchestration.validation import check_engine_config
 from treadle.rollout.gateway.gateway import Gateway
-from treadle.rollout.replies import reply_parser
+from treadle.rollout.replies import parser_name, reply_parser
 from treadle.rollout.session import Address, Session
 from treadle.training.config import ModelConfig
 from treadle.training.model_files import require_model, require_template
@@ -142,6 +142,7 @@ async def _serve(
             address = gateway.attach(session)
             console.line(f"serving {options.model}; Ctrl-C ends it")
             console.line(f"base URL  {url}/v1 (for Anthropic's clients: {url})")
+            console.line(f"replies   {_reading(session)}")
             console.line(f"API key   {address.secret}")
             await stop.wait()
         session.close()
@@ -149,6 +150,12 @@ async def _serve(
             console.line(f"steps: {len(session.steps)}, in {_write(options.record, session)}")
     finally:
         await engine.close()
+
+
+def _reading(session: Session) -> str:
+    """How replies are read, and whether requests with tools are refused."""
+    problem = session.renderer.tools_problem(parse=session.parse)
+    return f"read by {parser_name(session.parse)}" + (f"; tools are refused: {problem}" if problem else "")
 
 
 def _session(options: argparse.Namespace, policy: Policy, engine: Engine) -> Session:

@@ -40,6 +40,7 @@ from treadle.orchestration.threads import available_cores
 from treadle.orchestration.validation import check_config
 from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
 from treadle.rollout.attempt import open_rollouts
+from treadle.rollout.replies import reply_parser
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others, save_checkpoint
 from treadle.training.learner import Learner, check_reference
 from treadle.training.model import load_reference
@@ -60,6 +61,8 @@ def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress)
     run = RunDirectory.create(path, config)
     try:
         progress.say(f"run directory: {path} ({_computing(config)})")
+        if problem := _tools_problem(inputs, policy, config):
+            progress.say(f"agents' calls with tools will be refused: {problem}")
         models = [policy.model] * 3 + ([] if config.algorithm.kl is None else [reference or policy.model])
         size = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
         run.require_space(size, _kept_at_least(config))
@@ -138,6 +141,13 @@ def _where_to_resume(run: RunDirectory, checkpoint: str | None) -> tuple[str, Lo
 def _with_threads(config: RunConfig, threads: int | None) -> RunConfig:
     """The configuration as it is stored: bits depend on the number of threads, so that a resumed run takes the same."""
     return config.model_copy(update={"training": config.training.model_copy(update={"threads": threads})})
+
+
+def _tools_problem(inputs: Inputs, policy: Policy, config: RunConfig) -> str:
+    """Why agents cannot use tools; "" if they can, or there are none."""
+    if not inputs.agents:
+        return ""
+    return policy.renderer.tools_problem(parse=reply_parser(config.rollout.reply_parser, policy.renderer.source))
 
 
 def _computing(config: RunConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -11,9 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from treadle.core.errors import ConfigError
-from treadle.core.types import Ids, Message
+from treadle.core.types import Ids, Message, ToolCall
+from treadle.rollout.rendering.identity import parsed
 from treadle.rollout.rendering.structure import Backend, Structure
 from treadle.rollout.rendering.template import ChatTemplate
+from treadle.rollout.rendering.tools import PROBE, ignores_tools, probe_call, written_call
+from treadle.rollout.replies import ReplyParser, Tool, parser_name
 
 
 class Tokenizer(Protocol):
@@ -57,8 +61,13 @@ class ChatRenderer:
         self._stop_ids = {int(i) for i in stop_token_ids}
         self._variables = dict(tokenizer.special_tokens_map)
         self._sources = _sources(tokenizer.chat_template, chat_template)
+        self._label = (
+            "the tokenizer's chat template" if chat_template is None else f"the chat template {chat_template!r}"
+        )
         self._compiled = lru_cache(maxsize=8)(self._compile)
         self.ends = lru_cache(maxsize=8)(self._ends)
+        self._ignores_tools = lru_cache(maxsize=8)(self._ignored)
+        self._unreadable = lru_cache(maxsize=64)(self._unread)
 
     def template(self, tools: Sequence[Any]) -> ChatTemplate:
         """The template for calls with these tools: a tokenizer may bring one of its own for them (`tool_use`)."""
@@ -96,6 +105,47 @@ class ChatRenderer:
         """
         return np.concatenate([*self.structure.encode(message["content"]), self._end_of_turn])
 
+    def tools_problem(self, tools: Sequence[Tool] = (), parse: ReplyParser | None = None) -> str:
+        """Why calls with tools cannot work, in a sentence; "" if they can, as far as that can be told.
+
+        The template has to tell the model of tools, and the reply parser, where one is given, to read a call as the
+        template writes it. tools: where the template refuses one that it does not know.
+        """
+        if self._ignores_tools():
+            return (
+                f"{self._label} does not write tools, so that the model would never hear of them: leave them out, "
+                "describe them in a message, or give a template that writes them (model.chat_template; "
+                "--chat-template of treadle serve)"
+            )
+        if parse is None:
+            return ""
+        tried = (self._unreadable(parse, json.dumps(tool)) for tool in (PROBE, *tools[:1]))
+        written = next((found for found in tried if found is not None), "")
+        if not written:
+            return ""
+        return (
+            f"the reply parser {parser_name(parse)} does not read a tool call of this model: "
+            f"{self._label} {written}; give a parser that reads it (rollout.reply_parser; --parser of treadle serve), "
+            "or leave tools out"
+        )
+
+    def _ignored(self) -> bool:
+        return ignores_tools(self.template([PROBE]), self.options)
+
+    def _unread(self, parse: ReplyParser, probe: str) -> str | None:
+        """What the template makes of a call that the parser does not read; "" if it does, None if that is unknown."""
+        tool = json.loads(probe)
+        template = self.template([tool])
+        written = written_call(template, tool, self.options)
+        if written is None:
+            return None
+        end = self.ends(template).search(written)
+        call = self.structure.plain(written[: end.start()] if end else written)
+        read = [(c["function"]["name"], parsed(c["function"]["arguments"])) for c in _calls(parse(call, [tool]))]
+        if read == [probe_call(tool)]:
+            return ""
+        return f"writes it as {call.strip()!r:.300}" if call else "leaves it out of the conversation"
+
     @cached_property
     def _end_of_turn(self) -> Ids:
         """The template's own end token, int32[1]."""
@@ -117,6 +167,10 @@ class ChatRenderer:
 
     def _compile(self, name: str) -> ChatTemplate:
         return ChatTemplate(self._sources[name], self._variables, self.structure)
+
+
+def _calls(message: Message) -> Sequence[ToolCall]:
+    return message.get("tool_calls") or ()
 
 
 def _sources(own: str | Mapping[str, str] | None, chosen: str | None) -> dict[str, str]:

@@ -184,7 +184,7 @@ class Conversation:
         template_kwargs: options of the template, above the renderer's own. continue_final_message: the last message is
         the assistant's, and what is sampled goes on with it, in the same turn.
 
-        Raises DataError for a conversation that the template refuses.
+        Raises DataError for a conversation that the template refuses, or tools that it does not write.
         """
         setting = self._setting(tools, template_kwargs or {})
         form = self._continued if continue_final_message else self._answered
@@ -259,6 +259,8 @@ class Conversation:
         options = {**self._renderer.options, **options}
         key = json.dumps([list(tools), options], default=str) if tools or options else ""
         if key not in self._settings:
+            if tools and (problem := self._renderer.tools_problem()):
+                raise DataError(problem)
             template = self._renderer.template(tools)
             shown = [_data(tool) for tool in tools] or None
             self._settings[key] = _Setting(template, shown, options, key, template.opening(options))

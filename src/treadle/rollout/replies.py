@@ -72,6 +72,11 @@ def reply_parser(name: str, template: str = "", setting: str = "rollout.reply_pa
     return thinking if _THOUGHT_END in template else plain
 
 
+def parser_name(parser: ReplyParser) -> str:
+    """What a parser is called in messages."""
+    return str(getattr(parser, "__qualname__", parser))
+
+
 def _split_thought(text: str) -> tuple[str, str]:
     """(thought, rest). A generation prompt may have opened the thought already."""
     before, end, after = text.partition(_THOUGHT_END)

@@ -93,7 +93,8 @@ class Session:
         self.name = name
         self.renderer = renderer
         self.overridden = 0
-        self._engine, self._sampling, self._parse = engine, sampling, parse
+        self.parse = parse
+        self._engine, self._sampling = engine, sampling
         self._max_input_tokens, self._address = max_input_tokens, address
         self._callers_sampling, self._context = callers_sampling, context
         self._conversation = Conversation(renderer)
@@ -115,8 +116,11 @@ class Session:
         A call that is cancelled is recorded too, without tokens, as dropped.
 
         Raises ContextExceeded if the prompt that would be sent is longer than `max_input_tokens`, DataError if the
-        chat template refuses the conversation, EngineError from the engine or for an answer that cannot be recorded.
+        chat template refuses the conversation, or if template and parser cannot do with tools, EngineError from the
+        engine or for an answer that cannot be recorded.
         """
+        if tools and options.tool_calls and (problem := self.renderer.tools_problem(tools, self.parse)):
+            raise DataError(problem)
         prompt = self._render(messages, tools, options)
         number, step, text, stop = await self._sample(prompt, options)
         message = self._message(text, tools if options.tool_calls else (), options, number)
@@ -208,7 +212,7 @@ class Session:
 
     def _message(self, text: str, tools: Sequence[Tool], options: CallOptions, number: int) -> Message:
         """The parsed reply. Tool calls without an id get one that is the same in every repetition of the run."""
-        message = self._parse(text, tools)
+        message = self.parse(text, tools)
         calls = message.get("tool_calls", [])[: None if options.parallel_tool_calls else 1]
         if calls:
             message["tool_calls"] = [

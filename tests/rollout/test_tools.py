@@ -1,0 +1,136 @@
+"""Tools that a template does not write, or whose calls no parser reads, are refused before anything is sampled."""
+
+import asyncio
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from tests.rollout.families import FAMILIES, WRITING_TOOLS, World, small_vocabulary
+from tests.rollout.gateway.servers import Slow, looks_then_answers, scripted, served
+from tests.worlds import CHATML, END, PlainTokenizer, saying, user
+from treadle.core.draws import Stream
+from treadle.core.errors import DataError
+from treadle.core.types import SamplingParams
+from treadle.recipes.agents.questions import TOOL, parse_reply
+from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.conversation import Conversation
+from treadle.rollout.replies import ReplyParser, hermes, plain, qwen_xml, reply_parser, thinking
+from treadle.rollout.session import Address, CallOptions, Session
+
+EVERY = {**FAMILIES, **WRITING_TOOLS}
+READ = {"hermes": "qwen2_5 qwen3 qwen3_nothink qwen3_instruct_2507"}
+READ["qwen_xml"] = "qwen3_5_think qwen3_6 qwen3_6_preserve qwen3_8 nemotron_3_nano nemotron_3_super"
+WRITTEN = {
+    "llama3_1": r'writes it as \'{"name": "find_zqz", "parameters"',
+    "gptoss": r"writes it as 'to=functions.find_zqz<\|channel\|>",
+    "glm4moe": r"writes it as '<think></think>\\n<tool_call>find_zqz",
+    "gemma4": r"writes it as '<\|tool_call>call:find_zqz",
+    "lfm2": "leaves it out of the conversation",
+}
+LOOK: Any = {
+    "type": "function",
+    "function": {"name": "look", "description": "-", "parameters": {"type": "object", "properties": {}}},
+}
+HELLO: Any = [user("q")]
+SILENT = CHATML.replace("{% if tools %}", "{% if false %}")
+REFUSED = [(SILENT, hermes, "does not write"), (CHATML, plain, "does not read")]
+
+
+@cache
+def renderer(name: str) -> ChatRenderer:
+    return World(EVERY[name], small_vocabulary()).renderer
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_who_writes_tools_is_found_out(name: str) -> None:
+    talk = Conversation(renderer(name))
+    if EVERY[name].tools:
+        assert "look" in renderer(name).decode(talk.render([user("q")], [LOOK]).ids)
+    else:
+        with pytest.raises(
+            DataError, match=r"^the tokenizer's chat template does not write tools.*model\.chat_template"
+        ):
+            talk.render([user("q")], [LOOK])
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if EVERY[name].tools])
+def test_who_reads_its_calls_is_found_out(name: str) -> None:
+    for parse in (plain, thinking, hermes, qwen_xml):
+        problem = renderer(name).tools_problem([LOOK], parse)
+        if name in READ.get(parse.__name__, "").split():
+            assert problem == "" and reply_parser("auto", renderer(name).source) is parse
+        else:
+            assert f"the reply parser {parse.__name__} does not read a tool call of this model" in problem
+            assert re.search(WRITTEN.get(name, "writes it as '"), problem)
+
+
+def open_session(template: str, parse: ReplyParser) -> Session:
+    address = Address(0, Stream.TRAIN, 0, 0, 0)
+    engine, shown = saying("ab"), ChatRenderer(PlainTokenizer(template), [END])
+    return Session("s", engine, shown, SamplingParams(), 10_000, address, parse)
+
+
+@pytest.mark.parametrize(("template", "parse", "why"), REFUSED)
+def test_a_session_refuses_them_before_it_samples(template: str, parse: ReplyParser, why: str) -> None:
+    session = open_session(template, parse)
+    for _ in range(2):
+        with pytest.raises(DataError, match=why):
+            asyncio.run(session.chat([user("q")], [LOOK]))
+    assert session.steps == []
+    assert asyncio.run(session.chat([user("q")])).message["content"] == "ab"
+    assert asyncio.run(open_session(CHATML, hermes).chat([user("q")], [LOOK])).message["content"] == "ab"
+
+
+def test_calls_that_nobody_looks_for_need_not_be_read() -> None:
+    session = open_session(CHATML, plain)
+    assert asyncio.run(session.chat([user("q")], [LOOK], CallOptions(tool_calls=False))).message["content"] == "ab"
+    with pytest.raises(DataError, match="does not write tools"):
+        asyncio.run(open_session(SILENT, plain).chat([user("q")], [LOOK], CallOptions(tool_calls=False)))
+
+
+def test_a_template_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text(SILENT)
+    shown = ChatRenderer(PlainTokenizer(), [END], chat_template=str(path))
+    assert shown.tools_problem().startswith(f"the chat template '{path}' does not write tools")
+
+
+@pytest.mark.parametrize(("template", "parse", "why"), REFUSED)
+async def test_a_client_is_told_in_the_providers_form(template: str, parse: ReplyParser, why: str) -> None:
+    async with served(Slow(scripted(looks_then_answers)), ChatRenderer(PlainTokenizer(template), [END])) as server:
+        address = server.open(parse=parse)
+        with pytest.raises(openai.BadRequestError, match=why):
+            tools: Any = [LOOK]
+            await server.openai(address).chat.completions.create(model="m", messages=HELLO, tools=tools)
+        with pytest.raises(anthropic.BadRequestError, match=why):
+            tools = [{"name": "look", "input_schema": {"type": "object"}}]
+            client = server.anthropic(address)
+            await client.messages.create(model="m", max_tokens=9, messages=HELLO, tools=tools)
+        assert server.steps() == []
+
+
+# The demo's model knows one tool without being told
+
+
+@cache
+def demo() -> ChatRenderer:
+    tokenizer = AutoTokenizer.from_pretrained("src/treadle/recipes/tokenizer", local_files_only=True)
+    return ChatRenderer(tokenizer, [int(tokenizer.eos_token_id)])
+
+
+def test_the_demos_model_knows_its_tool_by_heart() -> None:
+    talk = Conversation(demo())
+    assert (talk.render([user("q")], [TOOL]).ids == talk.render([user("q")]).ids).all()
+    assert demo().tools_problem([TOOL], parse_reply) == ""
+    with pytest.raises(DataError, match="this model knows one tool by heart, search, and cannot be told of another"):
+        talk.render([user("q")], [TOOL, LOOK])
+
+
+def test_a_parser_that_does_not_read_the_demos_calls_is_refused() -> None:
+    assert "writes it as '<search> zqz</search>'" in demo().tools_problem([TOOL], hermes)
