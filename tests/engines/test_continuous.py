@@ -360,6 +360,14 @@ def wanted_logprobs(models: Sequence[PreTrainedModel], prompt: Ids, answer: Comp
     return full(torch.tensor(found))
 
 
+def plain_logprobs(model: PreTrainedModel, prompt: Ids, answer: Completion) -> NDArray[Any]:
+    """Each token's logprob as a learner with these weights has it, from one pass over the same ids."""
+    whole = torch.from_numpy(np.concatenate([prompt, answer.token_ids]).astype(np.int64))
+    with torch.no_grad():
+        logits = model(whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return full(logits.gather(1, whole[len(prompt) :, None])[:, 0])
+
+
 async def swapped(engine: TorchEngine, models: Sequence[PreTrainedModel], prompts: Sequence[Ids]) -> list[Completion]:
     """Calls during which all weights are published one after another."""
     for number in range(len(prompts)):
@@ -385,6 +393,10 @@ async def test_calls_in_flight_go_on_with_new_weights_over_their_cache() -> None
         for prompt, answer in zip(prompts, await swapped(engine, models, prompts), strict=True):
             assert [span.version for span in answer.policy_versions] == [0, 1, 2]
             np.testing.assert_allclose(answer.logprobs, wanted_logprobs(models, prompt, answer), atol=1e-4, rtol=0)
+            for version, model in enumerate(models):  # after the first publication no learner has them so
+                here = answer.versions_per_token() == version
+                gap = np.abs(answer.logprobs - plain_logprobs(model, prompt, answer))[here].max()
+                assert gap > 0.05 if version else gap < 1e-4
         # nothing of that is reused: a call that starts now is the new weights' alone
         history = np.concatenate([PROMPT, ids(8)])
         later = await engine.generate(history, SamplingParams(max_tokens=5), session="s0")
@@ -396,14 +408,11 @@ async def test_recomputed_caches_are_those_of_the_new_weights() -> None:
     models = [tiny(), moved(tiny(), 1)]
     async with serving(models[0], stop_token_ids=[], in_flight="recompute") as engine:
         for prompt, answer in zip([PROMPT, ids(9, 9)], await swapped(engine, models, [PROMPT, ids(9, 9)]), strict=True):
-            whole = torch.from_numpy(np.concatenate([prompt, answer.token_ids]).astype(np.int64))
             versions = answer.versions_per_token()
             for version, model in enumerate(models):
-                with torch.no_grad():
-                    logits = model(whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-                plain = full(logits.gather(1, whole[len(prompt) :, None])[:, 0])
                 here = versions == version
                 assert here.any()
+                plain = plain_logprobs(model, prompt, answer)
                 np.testing.assert_allclose(answer.logprobs[here], plain[here], atol=1e-4, rtol=0)
         history = np.concatenate([PROMPT, ids(8)])
         await engine.generate(history, SamplingParams(max_tokens=2), session="s0")
