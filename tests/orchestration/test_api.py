@@ -11,7 +11,7 @@ import pytest
 import treadle
 from tests.orchestration.runs import check_finished, query
 from tests.worlds import Quiet, Vowels, tiny, user, vowel_tasks
-from treadle import ConfigError, Environment, EnvStep, Task, TreadleError
+from treadle import ConfigError, Environment, EnvStep, Message, Reward, Task, TreadleError
 from treadle.cli.main import main
 from treadle.core.errors import DataError, RunError
 
@@ -66,6 +66,71 @@ def test_a_trained_model_can_be_trained_on(tmp_path: Path) -> None:
     check_finished(tmp_path / "second")
 
 
+ROWS: list[dict[str, Any]] = [{"prompt": [user(f"be brief {i}")], "task_id": f"t{i}"} for i in range(3)]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def shortness(task: Task, text: str) -> float:
+    assert task.prompt
+    return 1 / (1 + len(text))
+
+
+async def shortness_later(task: Task, text: str) -> Reward:
+    return Reward({"short": 1 / (1 + len(text))})
+
+
+class Graded:
+    """A reward function that is an object."""
+
+    def __call__(self, task: Task, text: str) -> float:
+        return shortness(task, text)
+
+
+def test_the_forms_in_which_tasks_and_rewards_may_be_given_train_the_same(tmp_path: Path) -> None:
+    reference = train(tmp_path / "reference")["weights_sha256"]
+    file = write_rows(tmp_path / "train.jsonl", ROWS)
+    forms: list[tuple[Any, Any]] = [
+        (Short, ROWS),
+        (Short, (dict(row) for row in ROWS)),
+        (Short, str(file)),
+        (f"{__name__}:Short", file),
+        (shortness, ROWS),
+        (shortness_later, ROWS),
+        (Graded(), ROWS),
+    ]
+    found = [train(tmp_path / str(n), *form)["weights_sha256"] for n, form in enumerate(forms)]
+    assert found == [reference] * len(forms)
+    assert query(tmp_path / "5", "SELECT components FROM trajectories LIMIT 1")[0]["components"].startswith('{"short"')
+
+
+def test_what_a_recipe_could_name_is_named_and_can_be_resumed_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_rows(tmp_path / "train.jsonl", ROWS)
+    train(tmp_path / "run", f"{__name__}:Short", file)
+    more = ["--resume", "--runs", str(tmp_path), "--name", "run", "orchestration.updates=3"]
+    assert main(["train", "x", *more]) == 0, capsys.readouterr().err
+
+
+def test_rows_without_a_prompt_are_for_environments_that_make_their_own(tmp_path: Path) -> None:
+    class Opens(Short):
+        async def reset(self, task: Task) -> list[Message]:
+            return [user(task.task_id)]
+
+    file = write_rows(tmp_path / "train.jsonl", [{"ground_truth": "x"}])
+    assert train(tmp_path / "run", Opens, file, settings={"training.tasks_per_update": 1})["updates"] == 2
+    with pytest.raises(DataError, match=r"train\.jsonl:1: no prompt, and environment 'Short' does not make its own"):
+        train(tmp_path / "other", Short, file)
+
+
+class Follows(treadle.Callback):
+    pass
+
+
 class Impatient(Quiet):
     """Ctrl-C in the first batch."""
 
@@ -102,6 +167,23 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
         ({"tasks": [Task("t")]}, ConfigError, "reset gave no messages"),
         ({"tasks": [Task("t", (user("?"),), environment="nowhere")]}, ConfigError, "'nowhere' is not registered"),
         ({"held_out": [Task("t0", (user("?"),))]}, DataError, "held-out tasks are training tasks too"),
+        ({"held_out": ["why?"]}, DataError, r"held_out\[0\]: a row must be a JSON object, got str"),
+        ({"tasks": "no.jsonl"}, ConfigError, r"data\.train\.source: cannot read no\.jsonl"),
+        ({"tasks": "lokup"}, ConfigError, r"data\.train\.source: 'lokup' is not registered; did you mean 'lookup'"),
+        ({"tasks": [{"prompt": "be brief"}]}, DataError, r'tasks\[0\]: prompt must be a JSON array.*write \[{"role"'),
+        ({"tasks": [{"question": "?"}]}, DataError, r"tasks\[0\]: unknown key 'question'; keys are task_id, prompt"),
+        ({"tasks": {"prompt": []}}, ConfigError, "tasks is one dict; give a list"),
+        ({"tasks": Task("t")}, ConfigError, "tasks is one Task; give a list"),
+        ({"tasks": 3}, ConfigError, "tasks is one int; give a list"),
+        ({"model": object()}, ConfigError, "model is of type object; give its directory"),
+        ({"model": Path("/nowhere")}, ConfigError, "model.path: no directory '/nowhere'"),
+        ({"environment": "lokup"}, ConfigError, "environments: 'lokup' is not registered; did you mean 'lookup'"),
+        ({"environment": Short()}, ConfigError, r"environment is one Short, .* lambda: Short\(\.\.\.\)"),
+        ({"environment": None}, ConfigError, "environment is one NoneType"),
+        ({"environment": lambda a, b, c: 0.0}, ConfigError, r"missing a required argument.*def reward\(task, text\)"),
+        ({"environment": Task}, ConfigError, "environments: 'Task': reset is missing"),
+        ({"callbacks": Follows()}, ConfigError, "callbacks is one Follows; give a list"),
+        ({"callbacks": [Follows]}, ConfigError, "which is no treadle.Callback"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_made(

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from treadle.core import registry
@@ -27,7 +28,12 @@ _METHODS = {"reset": "task", "step": "text", "close": ""}  # name -> what it tak
 
 
 def load_tasks(
-    source: str, split: str, options: Mapping[str, Any], default_environment: str = "", default_agent: str = ""
+    source: str,
+    split: str,
+    options: Mapping[str, Any],
+    default_environment: str = "",
+    default_agent: str = "",
+    environments: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Task]:
     """All tasks of `source`, in order: never none, and no `task_id` twice.
 
@@ -35,12 +41,16 @@ def load_tasks(
     options), or a generator's registered name or `module:attribute`, called as
     `generator(split=split, **options)`.
     default_environment, default_agent: for tasks that name neither an environment nor an agent.
+    environments: by name, classes or other makers that the registry need not know.
 
     Raises ConfigError: no such file or generator, or options it does not take. DataError: a row, or what a
     generator returned, breaks the contract; the message names file and line.
     """
     if source.endswith(".jsonl"):
-        tasks = _read_jsonl(Path(source), f"data.{split}.source", default_environment, default_agent)
+        rows = _read_jsonl(Path(source), f"data.{split}.source")
+        rows = {where: with_player(task, default_environment, default_agent) for where, task in rows.items()}
+        _check_prompts(rows, environments)
+        tasks = list(rows.values())
         if options:
             raise ConfigError(
                 f"data.{split}.options: the file {source} takes no options, got {', '.join(options)}; "
@@ -65,7 +75,11 @@ def load_environment(name: str) -> type[Environment]:
     Raises ConfigError: unknown name, not a class, a constructor that needs arguments, or one of `reset`,
     `step` and `close` missing or not `async def`.
     """
-    found = registry.resolve("environments", name)
+    return check_environment(registry.resolve("environments", name), name)
+
+
+def check_environment(found: object, name: str) -> type[Environment]:
+    """The class, if it is an environment's. Raises ConfigError as `load_environment` does."""
     if not inspect.isclass(found):
         raise ConfigError(f"environments: {name!r} is of type {type(found).__name__}, it must be a class")
     for method, argument in _METHODS.items():
@@ -147,22 +161,21 @@ def _check_distinct(source: str, tasks: Sequence[Task]) -> None:
             )
 
 
-def _read_jsonl(path: Path, setting: str, default_environment: str, default_agent: str) -> list[Task]:
+def _read_jsonl(path: Path, setting: str) -> dict[str, Task]:
+    """Tasks by file and line."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(
             f"{setting}: cannot read {path}: {error.strerror}; check the path (it is relative to {Path.cwd()})"
         ) from error
-    tasks: dict[str, Task] = {}  # by file and line
+    tasks: dict[str, Task] = {}
     # Bytes are split, not text: JSON strings may hold characters that str.splitlines takes for line ends.
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             where = f"{path}:{number}"
-            task = task_from_row(_parse_row(line, where), where, f"{path.stem}-{number:06d}")
-            tasks[where] = with_player(task, default_environment, default_agent)
-    _check_prompts(tasks)
-    return list(tasks.values())
+            tasks[where] = task_from_row(_parse_row(line, where), where, f"{path.stem}-{number:06d}")
+    return tasks
 
 
 def _parse_row(line: bytes, where: str) -> Any:
@@ -196,14 +209,15 @@ def task_from_row(row: Any, where: str, task_id: str) -> Task:
     return Task(task_id, prompt, environment, row.get("ground_truth"), extras, agent)
 
 
-def _check_prompts(tasks: Mapping[str, Task]) -> None:
+def _check_prompts(tasks: Mapping[str, Task], environments: Mapping[str, Any]) -> None:
     """Raise DataError for a task without a prompt, unless an agent or its environment's `reset` makes one."""
     needing: dict[str, str] = {}  # environment -> the first row that relies on it for the prompt
     for where, task in tasks.items():
         if not task.prompt and not task.agent:
             needing.setdefault(task.environment, where)
     for environment, where in needing.items():
-        if not environment or load_environment(environment).reset is Environment.reset:
+        maker = environments.get(environment) or (load_environment(environment) if environment else Environment)
+        if getattr(maker, "reset", None) is Environment.reset:
             owner = f"environment {environment!r} does not make its own" if environment else "no environment"
             raise DataError(f'{where}: no prompt, and {owner}; write "prompt": {_PROMPT}')
 

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import inspect
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from treadle.core.config import apply_overrides, build
+from treadle.core.errors import ConfigError
 from treadle.core.types import Task
+from treadle.envs.single_turn import RewardFunction, SingleTurn, is_reward_function
+from treadle.envs.tasks import check_environment, load_environment, task_from_row
 from treadle.orchestration.callbacks import Callback, load_callbacks
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.inputs import IN_MEMORY, make_inputs
+from treadle.orchestration.inputs import IN_MEMORY, Split, load_split, make_inputs
 from treadle.orchestration.progress import PlainProgress, Progress
 from treadle.orchestration.threads import wait_passively
 from treadle.orchestration.validation import check_config
 from treadle.rollout.agents import Agent, check_agent, is_agent
 from treadle.rollout.attempt import EnvironmentFactory
 
+Tasks = Iterable[Task | Mapping[str, Any]] | str | os.PathLike[str]
+
 
 def train(
-    environment: EnvironmentFactory | Agent,
-    tasks: Sequence[Task],
+    environment: EnvironmentFactory | Agent | RewardFunction | str,
+    tasks: Tasks,
     *,
-    model: str | dict[str, Any],
+    model: str | Path | dict[str, Any],
     run: str | Path,
-    held_out: Sequence[Task] = (),
+    held_out: Tasks = (),
     settings: dict[str, Any] | None = None,
     resume: bool = False,
     progress: Progress | None = None,
@@ -35,8 +42,10 @@ def train(
 ) -> dict[str, Any]:
     """Train `model` to do `tasks` in `environment`; returns the run's summary (what summary.json holds).
 
-    environment: called once per attempt, for a fresh `Environment` (the class itself will do); or an agent program,
-    `async def agent(task, client)`, which is called once per attempt to play it (`treadle.rollout.agents.Agent`).
+    environment: called once per attempt, for a fresh `Environment` (the class itself will do), or the name of one, as
+    in a recipe; or a function `def reward(task, text)`, async or not, which grades one reply to a task's prompt; or an
+    agent program, `async def agent(task, client)`, which plays an attempt (`treadle.rollout.agents.Agent`).
+    tasks: `Task`s, or dicts with their fields; or, as in a recipe, a .jsonl file or the name of a generator.
     model: directory of a Hugging Face causal LM, or a `model` section (`{"build": {...}, "tokenizer": "demo"}`).
     run: directory of the new run. held_out: tasks to evaluate on before and after.
     settings: any configuration by its path, as on the command line: `{"training.group_size": 16}`.
@@ -48,21 +57,28 @@ def train(
 
     Raises ConfigError, DataError or RunError before anything is sampled, TrainingStopped later.
     """
-    section = {"path": model} if isinstance(model, str) else model
-    name = getattr(environment, "__name__", type(environment).__name__)
-    source = {"source": IN_MEMORY}  # tasks made in Python are no file that a config could name
+    kind, name, player = _player(environment)
+    given = {"train": _given(tasks, "tasks"), "held_out": _given(held_out, "held_out")}
     data: dict[str, Any] = {
         "recipe": Path(run).name,
-        "agent" if is_agent(environment) else "environment": name,
-        "data": {"train": source, "held_out": source if held_out else None},
-        "model": section,
+        kind: name,
+        "data": {
+            "train": {"source": _source(given["train"])},
+            "held_out": {"source": _source(given["held_out"])} if given["held_out"] else None,
+        },
+        "model": _model(model),
     }
     for path, value in (settings or {}).items():
         data = _with_setting(data, path, value)
     config = build(RunConfig, data, "treadle.train")
     check_config(config)
+    environments = {name: player} if kind == "environment" else {}
     inputs = make_inputs(
-        tasks, held_out, **_player(environment, name), callbacks=load_callbacks(config.callbacks, callbacks)
+        _tasks(given["train"], "train", config, environments),
+        _tasks(given["held_out"], "held_out", config, environments),
+        environments,
+        {name: player} if kind == "agent" else {},
+        load_callbacks(config.callbacks, _several(callbacks)),
     )
 
     progress = progress or PlainProgress(config.orchestration.log_every, config.data.table_by)
@@ -83,11 +99,78 @@ def train(
         return thread.submit(start).result()
 
 
-def _player(environment: EnvironmentFactory | Agent, name: str) -> dict[str, Any]:
-    """Environment or agent, as `make_inputs` takes it."""
-    if is_agent(environment):
-        return {"agents": {name: check_agent(environment, name)}}
-    return {"environments": {name: environment}}
+def _player(given: Any) -> tuple[str, str, Any]:
+    """The key of the configuration that names what plays, its name, and itself: `("environment", "Larger", Larger)`.
+
+    Raises ConfigError for what plays nothing.
+    """
+    if isinstance(given, str):
+        return "environment", given, load_environment(given)
+    kind = type(given).__name__
+    name = str(getattr(given, "__name__", kind))
+    if is_reward_function(given):
+        return "environment", name, partial(SingleTurn, given)
+    if is_agent(given):
+        return "agent", name, check_agent(given, name)
+    if inspect.isclass(given):
+        return "environment", name, check_environment(given, name)
+    if not callable(given):
+        raise ConfigError(
+            f"environment is one {kind}, and each attempt needs its own; give the class, or a function that makes one: "
+            f"lambda: {kind}(...)"
+        )
+    try:
+        inspect.signature(given).bind()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"environment {name!r} is called without arguments, to make one, but: {error}; write a reward function as "
+            "def reward(task, text), an agent as async def agent(task, client)"
+        ) from error
+    return "environment", name, given
+
+
+def _given(tasks: Any, name: str) -> str | list[Any]:
+    """What a recipe could name, or the tasks and rows themselves. Raises ConfigError for neither."""
+    if isinstance(tasks, str | os.PathLike):
+        return os.fspath(tasks)
+    if isinstance(tasks, Mapping | Task) or not isinstance(tasks, Iterable | None):
+        raise ConfigError(f"{name} is one {type(tasks).__name__}; give a list of Task or of dicts, or a .jsonl file")
+    return list(tasks or ())
+
+
+def _source(given: str | list[Any]) -> str:
+    """Tasks made in Python are no file that a config could name."""
+    return given if isinstance(given, str) else IN_MEMORY
+
+
+def _tasks(
+    given: str | list[Any], split: Split, config: RunConfig, environments: dict[str, EnvironmentFactory]
+) -> list[Task]:
+    """Raises ConfigError or DataError."""
+    if isinstance(given, str):
+        return load_split(config, split, environments)
+    name = "tasks" if split == "train" else split
+    return [
+        row if isinstance(row, Task) else task_from_row(row, f"{name}[{number}]", f"{split}-{number:06d}")
+        for number, row in enumerate(given)
+    ]
+
+
+def _model(given: Any) -> dict[str, Any]:
+    """The `model` section. Raises ConfigError."""
+    if isinstance(given, str | os.PathLike):
+        return {"path": os.fspath(given)}
+    if not isinstance(given, Mapping):
+        kind = type(given).__name__
+        raise ConfigError(f"model is of type {kind}; give its directory, or a `model` section as a dict")
+    return dict(given)
+
+
+def _several(callbacks: Sequence[Callback]) -> Sequence[Callback]:
+    """Raises ConfigError for a single one."""
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks is one {type(callbacks).__name__}; give a list of them")
+    return callbacks
 
 
 def _with_setting(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:

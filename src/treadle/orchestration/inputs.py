@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Literal
 
 from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Message, Task
 from treadle.envs.tasks import load_environment, load_generator, load_tasks, with_player
 from treadle.orchestration.callbacks import Callback, load_callbacks
-from treadle.orchestration.config import RunConfig, TaskSetConfig
+from treadle.orchestration.config import RunConfig
 from treadle.orchestration.validation import check_context
 from treadle.rollout.agents import Agent, load_agent
 from treadle.rollout.attempt import EnvironmentFactory, checked_messages, make_environment
@@ -22,6 +23,8 @@ from treadle.rollout.conversation import Conversation, check_turns
 from treadle.rollout.foreign import guarded
 from treadle.rollout.meter import check_metrics
 from treadle.training.demonstrations import load_demonstrations
+
+Split = Literal["train", "held_out"]
 
 IN_MEMORY = "in memory"
 """`data.train.source` of a run whose tasks were made in Python: no recipe can name them."""
@@ -45,8 +48,7 @@ def load_inputs(config: RunConfig) -> Inputs:
     """
     if config.warm_start is not None:
         load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
-    train = _tasks(config.data.train, "train", config)
-    held_out = _tasks(config.data.held_out, "held_out", config) if config.data.held_out else []
+    train, held_out = load_split(config, "train"), load_split(config, "held_out")
     inputs = make_inputs(train, held_out, callbacks=load_callbacks(config.callbacks))
     if config.agent and config.agent not in {task.agent for task in train}:
         first = train[0]
@@ -61,7 +63,7 @@ def load_held_out(config: RunConfig) -> Inputs:
     """Only what an evaluation needs. Needs no torch. Raises ConfigError or DataError."""
     if config.data.held_out is None:
         raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
-    return _with_players([], _tasks(config.data.held_out, "held_out", config), {}, {})
+    return _with_players([], load_split(config, "held_out"), {}, {})
 
 
 def make_inputs(
@@ -109,13 +111,22 @@ def _with_players(
     )
 
 
-def _tasks(section: TaskSetConfig, split: str, config: RunConfig) -> list[Task]:
-    """The run's seed is the generator's too, if it takes one and the recipe sets none."""
+def load_split(
+    config: RunConfig, split: Split, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
+) -> list[Task]:
+    """The tasks of `data.train` or `data.held_out`, none if it is not set.
+
+    The run's seed is the generator's too, if it takes one and the recipe sets none. environments: by name, ones that
+    the registry need not know. Raises ConfigError or DataError.
+    """
+    section = config.data.train if split == "train" else config.data.held_out
+    if section is None:
+        return []
     options = dict(section.options)
     if not section.source.endswith(".jsonl"):
         parameters = inspect.signature(load_generator(section.source, split)).parameters
         options = {"seed": config.seed, **options} if "seed" in parameters else options
-    return load_tasks(section.source, split, options, config.environment, config.agent)
+    return load_tasks(section.source, split, options, config.environment, config.agent, environments)
 
 
 def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, context: int) -> None:

@@ -1,0 +1,39 @@
+"""An environment of one reply, from a function that says what the reply is worth."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+
+from treadle.core.rewards import Reward
+from treadle.core.types import Task
+from treadle.envs.base import Environment, EnvStep
+
+Grade = float | Reward
+RewardFunction = Callable[[Task, str], Grade | Awaitable[Grade]]
+"""`def reward(task, text)`, async or not: what a reply to the task's prompt is worth."""
+
+
+class SingleTurn(Environment):
+    """The agent reads the task's prompt and replies once; `reward` grades it. A plain function runs in a thread."""
+
+    def __init__(self, reward: RewardFunction) -> None:
+        self._reward = reward
+
+    async def step(self, text: str) -> EnvStep:
+        """Grade the reply."""
+        grade = await asyncio.to_thread(self._reward, self.task, text)
+        return EnvStep(reward=await grade if inspect.isawaitable(grade) else grade, done=True)
+
+
+def is_reward_function(found: object) -> bool:
+    """Whether it is a function of (task, text); an agent is one of (task, client), and what makes environments, of
+    nothing."""
+    if inspect.isclass(found) or not callable(found):
+        return False
+    try:
+        parameters = list(inspect.signature(found).parameters)
+    except ValueError:  # a builtin that does not say
+        return False
+    return parameters[1:2] == ["text"]
