@@ -62,6 +62,14 @@ def test_overrides_may_stand_behind_an_option(place: Place) -> None:
     assert (done.status, done.error) == (2, "error: seed=-1: got -1, expected greater than or equal to 0")
 
 
+def test_two_starts_in_the_same_second_are_two_runs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda form, *_: "20260102-030405")
+    words = ("train", place.recipe, "--runs", place.runs, "orchestration.updates=1")
+    assert [treadle(*words).status for _ in range(2)] == [0, 0]
+    name = "tiny-seed0-20260102-030405"
+    assert sorted(path.name for path in place.runs.iterdir()) == [name, f"{name}-2"]
+
+
 # --- wrong input: one line, status 2, no run directory ----------------------------------------------------------------
 
 WRONG = {
@@ -94,6 +102,12 @@ def test_wrong_input_is_one_line_and_leaves_nothing(overrides: list[str], messag
     assert done.status == 2
     assert done.error.startswith("error: ") and message in done.error
     assert not (place.runs / "new").exists()
+
+
+@pytest.mark.parametrize("wrong", ["seed=x", "rollout.max_input_tokens=4"])
+def test_a_run_without_a_name_that_cannot_start_leaves_nothing_either(wrong: str, place: Place) -> None:
+    assert treadle("train", place.recipe, "--runs", place.runs, wrong).status == 2
+    assert not place.runs.exists() or not any(place.runs.iterdir())
 
 
 def test_a_missing_recipe(place: Place) -> None:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.worlds import ROOT, tiny
 from treadle.core.errors import RunError
-from treadle.orchestration.run_directory import RunDirectory, default_name, find_run
+from treadle.orchestration.run_directory import RunDirectory, find_run, make_directory
 
 LOCKER = """
 import sys, time
@@ -159,4 +160,25 @@ def test_the_newest_unfinished_run_of_a_recipe_is_found(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "killed before its first checkpoint", tiny("recipe=tiny")).unlock()
     assert find_run(tmp_path, "tiny").name == "b"
     assert find_run(tmp_path, "other").name == "z"
-    assert default_name(tiny("seed=7")).startswith("tiny-seed7-")
+
+
+def test_runs_that_start_in_the_same_second_get_names_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.strftime", lambda form: "20260102-030405")
+    with ThreadPoolExecutor(16) as threads:
+        made = list(threads.map(lambda _: make_directory(tmp_path / "runs", tiny("seed=7")), range(40)))
+    name = "tiny-seed7-20260102-030405"
+    assert sorted(path.name for path in made) == sorted([name, *(f"{name}-{n}" for n in range(2, 41))])
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for place in ("file", "nowhere"):
+        with pytest.raises(RunError, match=f"could not create run directory '.*/{place}/.*; choose other --runs"):
+            make_directory(tmp_path / place, tiny())
+
+
+def test_a_name_that_is_taken_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(()))  # looked at before the other process made it
+    (tmp_path / "rollouts").mkdir()
+    with pytest.raises(RunError, match="is already in use; choose another name"):
+        RunDirectory.create(tmp_path, tiny())

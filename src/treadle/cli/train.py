@@ -6,7 +6,7 @@ import argparse
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from treadle.cli.console import Console
@@ -15,9 +15,9 @@ from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import RunError
 from treadle.orchestration.changes import changes, check_changes
 from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.inputs import IN_MEMORY, load_inputs
+from treadle.orchestration.inputs import IN_MEMORY, Inputs, load_inputs
 from treadle.orchestration.retention import find_checkpoint
-from treadle.orchestration.run_directory import RunDirectory, default_name, find_run
+from treadle.orchestration.run_directory import RunDirectory, find_run, make_directory
 from treadle.orchestration.validation import check_config
 
 _EXAMPLES = """examples:
@@ -48,10 +48,18 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train; 0 if the run is finished, 130 if it was asked to stop (and can be resumed)."""
     resume = options.resume or options.resume_from is not None
-    config, path = _to_resume(options) if resume else _to_start(options)
+    if resume:
+        config, path = _to_resume(options)
+    else:
+        config = load_recipe(options.recipe, options.overrides)
+        _check_unused(options)
     check_config(config)
     inputs = load_inputs(config)
+    with nullcontext(path) if resume else _new_directory(options, config) as path:
+        return _train(options, config, inputs, path, resume)
 
+
+def _train(options: argparse.Namespace, config: RunConfig, inputs: Inputs, path: Path, resume: bool) -> int:
     go_on = _go_on_command(options, path)
     try:
         with make_progress(config) as progress:
@@ -60,8 +68,7 @@ def run(options: argparse.Namespace) -> int:
             if resume:
                 summary = resume_run(config, inputs, path, progress, checkpoint=options.resume_from)
             else:
-                with _leaving_no_stub(path):
-                    summary = start_run(config, inputs, path, progress)
+                summary = start_run(config, inputs, path, progress)
     except KeyboardInterrupt:
         resumable = any(path.glob("checkpoints/step-*"))
         advice = f"go on from the latest checkpoint with: {go_on}" if resumable else "nothing was trained yet"
@@ -76,14 +83,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _to_start(options: argparse.Namespace) -> tuple[RunConfig, Path]:
-    config = load_recipe(options.recipe, options.overrides)
-    path: Path = options.runs / (options.name or default_name(config))
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):  # as start_run says, but before torch is loaded
+def _check_unused(options: argparse.Namespace) -> None:
+    """Raise RunError, as start_run would, but before torch is loaded."""
+    path = options.runs / (options.name or "")
+    if options.name and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RunError(
             f"run directory {str(path)!r} is already in use; continue it with --resume or choose another --name"
         )
-    return config, path
 
 
 def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
@@ -109,14 +115,21 @@ def _go_on_command(options: argparse.Namespace, path: Path) -> str:
 
 
 @contextmanager
-def _leaving_no_stub(path: Path) -> Iterator[None]:
-    """Remove the new run directory again where a run ends before it recorded anything: nothing could resume it."""
+def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[Path]:
+    """A path for the run: as named, or a new directory of the default name.
+
+    It is removed again where the run ends before it recorded anything: nothing could resume it.
+    """
+    path: Path = options.runs / options.name if options.name else make_directory(options.runs, config)
     new = not path.exists() or not any(path.iterdir())
     try:
-        yield
+        yield path
     finally:
         if new and _is_stub(RunDirectory(path)):
             shutil.rmtree(path)
+        elif not options.name:
+            with suppress(OSError):  # unless something is in it
+                path.rmdir()
 
 
 def _is_stub(run: RunDirectory) -> bool:

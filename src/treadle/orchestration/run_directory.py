@@ -6,6 +6,7 @@ runs/<name>/config.yaml  ledger.sqlite  rollouts/*.parquet  checkpoints/step-000
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import platform
@@ -67,6 +68,8 @@ class RunDirectory:
             run.checkpoints.mkdir()
             run.lock()
             write_atomically(run.config_file, (_versions_header() + dump_yaml(config)).encode())
+        except FileExistsError as error:  # by another process, just now
+            raise RunError(f"run directory {str(path)!r} is already in use; choose another name") from error
         except OSError as error:
             raise RunError(f"could not create run directory {str(path)!r}: {error}") from error
         return run
@@ -179,9 +182,22 @@ def find_run(runs: Path, recipe: str) -> Path:
     return max(own, key=lambda run: run.config_file.stat().st_mtime).path
 
 
-def default_name(config: RunConfig) -> str:
-    """`demo-seed0-20260102-030405`: recipe, seed and the time it was started."""
-    return f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+def make_directory(runs: Path, config: RunConfig) -> Path:
+    """Make and return an empty directory for a run: `runs/demo-seed0-20260102-030405`, of recipe, seed and time.
+
+    Whoever starts in the same second, in whatever process, gets `...-2`, `...-3`. Raises RunError.
+    """
+    name = f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    while True:
+        path = runs / next(names)
+        try:
+            path.mkdir(parents=True)
+            return path
+        except OSError as error:
+            if not path.is_dir():
+                what = error.strerror or error
+                raise RunError(f"could not create run directory {str(path)!r}: {what}; choose other --runs") from error
 
 
 def _versions_header() -> str:
