@@ -9,19 +9,21 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install --constraint constraints.txt
 TRAIN := $(VENV)/.installed-train
 DEV := $(VENV)/.installed-train-dev
+PYTHON_CHECK := $(if $(wildcard $(BIN)/python),,python-check)
+LOCKED = $(or $(wildcard $(BIN)/python),$(PYTHON)) scripts/locked.py .set-up.lock
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds vllm-env test test-all lint format clean
+.PHONY: help demo demo-seeds vllm-env test test-all lint format clean train-env dev-env python-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "  variables: SEED=$(SEED) ARGS='key.path=value ...' PYTHON=$(PYTHON)"
 
-demo: $(TRAIN) ## train a small agent on the lookup task, on this machine's CPU
+demo: train-env ## train a small agent on the lookup task, on this machine's CPU
 	@$(BIN)/treadle train demo seed=$(SEED) $(ARGS)
 
-demo-seeds: $(TRAIN) ## the demo over several seeds, with a table of the results
+demo-seeds: train-env ## the demo over several seeds, with a table of the results
 	@$(BIN)/python benchmarks/demo_seeds.py $(ARGS)
 
 vllm-env: $(VLLM_VENV)/.installed ## vLLM's CPU build in an environment of its own (2 GB); its tests run where it is
@@ -32,24 +34,33 @@ test: lint ## lint, types and the quick tests
 test-all: lint ## lint, types and every test
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
-lint: $(DEV) ## ruff and mypy
+lint: dev-env ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . >/dev/null || { echo "some files are not formatted; run 'make format'" >&2; exit 1; }
 	@$(BIN)/mypy
 
-format: $(DEV) ## rewrite the sources as ruff wants them
+format: dev-env ## rewrite the sources as ruff wants them
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
 clean: ## remove .venv, .venv-vllm and caches; run directories stay
-	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist .set-up.lock
 
-# Setting up. A stamp is written only when its phase has ended well.
+# Setting up. A stamp is written only when its phase has ended well. One `make` at a time sets up; another one that was
+# started meanwhile waits, and then looks again what is still to be done.
 
-$(BIN)/python:
+train-env: $(PYTHON_CHECK)
+	@$(LOCKED) $(MAKE) --no-print-directory $(TRAIN)
+
+dev-env: $(PYTHON_CHECK)
+	@$(LOCKED) $(MAKE) --no-print-directory $(DEV)
+
+python-check:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "treadle needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -n 1); try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
 	  exit 1; }
+
+$(BIN)/python:
 	@echo "set-up: creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
