@@ -10,13 +10,14 @@ from transformers import AutoTokenizer
 
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
+from treadle.orchestration.run_directory import RunDirectory
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("checkpoint", [None, "step-000002"])
 def test_it_gives_exactly_what_the_run_recorded(temperature: float, checkpoint: str | None, finished: Trained) -> None:
     update = int(checkpoint[5:]) if checkpoint else 4
-    rows = [json.loads(line) for line in (finished.path / "metrics.jsonl").read_text().splitlines()]
+    rows = RunDirectory.open(finished.path).metrics()
     recorded = [
         row
         for row in rows
@@ -91,7 +92,7 @@ def test_a_run_without_a_checkpoint(finished: Trained, place: Place) -> None:
     run.mkdir(parents=True)
     shutil.copy(finished.path / "config.yaml", run)
     done = treadle("eval", run)
-    assert done.status == 1 and "has no checkpoint yet" in done.error
+    assert done.status == 1 and "has recorded nothing yet" in done.error
 
 
 def test_a_damaged_checkpoint(finished: Trained, place: Place) -> None:
@@ -99,7 +100,7 @@ def test_a_damaged_checkpoint(finished: Trained, place: Place) -> None:
     weights = place.runs / "run" / "checkpoints" / "step-000004" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     done = treadle("eval", place.runs / "run")
-    assert done.status == 2 and "step-000004' cannot be loaded: " in done.error
+    assert done.status == 1 and "step-000004 is damaged: model.safetensors " in done.error
 
 
 def test_several_attempts_give_pass_at_k_and_keep_the_first(finished: Trained, place: Place) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
-from tests.orchestration.runs import start
+from tests.orchestration.runs import put_config, start
 from tests.worlds import Quiet
 from treadle.engines.weights import unique_weights, weights_sha256
 from treadle.orchestration.export import export_checkpoint
+from treadle.orchestration.ledger import Ledger
 from treadle.orchestration.retention import checkpoint_updates
 from treadle.training.checkpoint import remove_others
 
-PLAIN = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+PLAIN = [
+    "SHA256SUMS",
+    "chat_template.jinja",
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
 
 
 def test_an_export_is_the_checkpoints_model_to_transformers_and_to_treadle(finished: Trained, tmp_path: Path) -> None:
@@ -58,7 +67,7 @@ def test_a_template_of_the_run_goes_with_it(finished: Trained, tmp_path: Path) -
     shutil.copytree(finished.path, run)
     (tmp_path / "own.jinja").write_text("{% for m in messages %}OWN {{ m.content }}{% endfor %}")
     config = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(config.replace("chat_template: null", f"chat_template: {tmp_path / 'own.jinja'}"))
+    put_config(run, config.replace("chat_template: null", f"chat_template: {tmp_path / 'own.jinja'}"))
     assert treadle("export", run, tmp_path / "out").status == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "OWN x"
@@ -83,7 +92,7 @@ def test_while_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def removed_while_read(checkpoint: Path, file: str) -> threading.Thread:
-    """Whoever reads this file of it finds it removed when done."""
+    """Whoever reads this file of it finds it removed when done, by a run that went back to an earlier one."""
     content = (checkpoint / file).read_bytes()
     (checkpoint / file).unlink()
     os.mkfifo(checkpoint / file)
@@ -91,6 +100,8 @@ def removed_while_read(checkpoint: Path, file: str) -> threading.Thread:
     def remove() -> None:
         with (checkpoint / file).open("wb") as pipe:  # waits for the reader
             others = {path.name for path in checkpoint.parent.iterdir()} - {checkpoint.name}
+            with closing(Ledger(checkpoint.parents[1] / "ledger.sqlite")) as ledger:
+                ledger.return_to(min(others))
             remove_others(checkpoint.parent, others)
             pipe.write(content)
 
@@ -99,7 +110,7 @@ def removed_while_read(checkpoint: Path, file: str) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("file", ["config.json", "checkpoint.json"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
 @pytest.mark.parametrize("which", ["latest", "step-000004"])
 def test_a_checkpoint_that_vanishes_while_it_is_read(which: str, file: str, finished: Trained, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
@@ -124,9 +135,11 @@ def test_a_damaged_checkpoint_leaves_nothing(finished: Trained, tmp_path: Path) 
     weights.write_bytes(good[:-4] + bytes(4 * [7]))
     assert "is damaged" in treadle("export", run, out).error
     weights.write_bytes(good[:100])
-    assert "cannot be read" in treadle("export", run, out).error
+    assert "is damaged" in treadle("export", run, out).error
     weights.unlink()
-    assert "cannot be read" in treadle("export", run, out).error
+    assert "is damaged: model.safetensors is gone; restore it, or take another checkpoint (step-000002)" in (
+        treadle("export", run, out).error
+    )
     assert not out.exists()
 
 

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import shutil
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from tests.cli.broken import TRAJECTORIES, Calls, text_of, whole
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
-from tests.orchestration.runs import shard_of
+from tests.orchestration.runs import change_ledger, put_config, put_file, shard_of
 from treadle.cli.facts import PackingCount, RelationCount, _played
 from treadle.core.types import BreakCause
 from treadle.packing.breaks import Kind, Relation
@@ -162,7 +161,7 @@ def test_the_text_of_breaks(broken: Path) -> None:
 def test_without_a_tokenizer_all_else_is_counted(broken: Path, tmp_path: Path) -> None:
     shutil.copytree(broken, tmp_path / "run")
     config = (tmp_path / "run" / "config.yaml").read_text()
-    (tmp_path / "run" / "config.yaml").write_text(config.replace("tokenizer: demo", "tokenizer: nowhere"))
+    put_config(tmp_path / "run", config.replace("tokenizer: demo", "tokenizer: nowhere"))
     found = facts(tmp_path / "run")
     assert found["packing"] == facts(broken)["packing"]
     assert (found["relations"]["splits"], found["relations"]["breaks"]) == ([], [])
@@ -225,10 +224,7 @@ def test_a_run_in_progress(finished: Trained, place: Place) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "upd')
     shutil.copy(next((run / "rollouts").glob("train-*")), run / "rollouts" / ".train-g000099.parquet.tmp")
-    database = sqlite3.connect(run / "ledger.sqlite")
-    with database:
-        database.execute("UPDATE steps SET state = 'recorded' WHERE trajectory_id LIKE 'g000012.%'")
-    database.close()
+    change_ledger(run, "UPDATE steps SET state = 'recorded' WHERE trajectory_id LIKE 'g000012.%'")
     with (run / "lock").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = json.loads(treadle("report", run, "--json").out)
@@ -245,14 +241,14 @@ def test_what_was_dropped_before_training_is_not_computed_in_training(finished: 
     shard = run / "rollouts" / shard_of(finished.path, "g000005.2")
     rows = pq.read_table(shard).to_pylist()
     [own] = [row for row in rows if row["trajectory_id"] == "g000005.2"]
-    pq.write_table(pa.Table.from_pylist([*rows, {**own, "step": 1}], pq.read_schema(shard)), shard)
-    database = sqlite3.connect(run / "ledger.sqlite")
-    with database:
-        database.execute(
-            "INSERT INTO steps SELECT trajectory_id, 1, 'dropped', 'stale', prompt_tokens, completion_tokens, "
-            "stop_reason, reward FROM steps WHERE trajectory_id = 'g000005.2'"
-        )
-    database.close()
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist([*rows, {**own, "step": 1}], pq.read_schema(shard)), sink)
+    put_file(run, f"rollouts/{shard.name}", bytes(sink.getvalue()))
+    change_ledger(
+        run,
+        "INSERT INTO steps SELECT trajectory_id, 1, 'dropped', 'stale', prompt_tokens, completion_tokens, stop_reason, "
+        "reward, NULL FROM steps WHERE trajectory_id = 'g000005.2'",
+    )
     found = facts(run)
     assert found["packing"] == facts(finished)["packing"]
     assert found["relations"]["splits"][0]["steps"] == 65
@@ -283,7 +279,10 @@ def test_a_damaged_ledger(finished: Trained, place: Place) -> None:
     (place.runs / "run" / "ledger.sqlite").write_bytes(b"no database" * 100)
     for command in ("report", "show"):
         done = treadle(command, place.runs / "run")
-        assert done.status == 1 and "ledger.sqlite cannot be read: file is not a database" in done.error
+        assert (
+            done.status == 1
+            and "ledger.sqlite is damaged: file is not a database; restore it from a copy, or start" in done.error
+        )
 
 
 def test_looking_changes_nothing(finished: Trained) -> None:

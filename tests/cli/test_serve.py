@@ -10,7 +10,9 @@ import openai
 import pytest
 
 from tests.cli.conftest import Trained
+from treadle.core.files import WrittenFile
 from treadle.orchestration.rollout_store import read_shard
+from treadle.training.model import file_sha256
 
 
 def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path) -> None:
@@ -39,6 +41,7 @@ def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path) -
         rest, errors = server.communicate(timeout=60)
     assert (server.returncode, errors) == (0, "")
     assert re.search(r"^steps: 1, in .*serve-000000.parquet$", rest.strip())
-    [steps] = read_shard(tmp_path, "serve-000000.parquet").values()
+    name = "serve-000000.parquet"
+    [steps] = read_shard(tmp_path, WrittenFile(name, file_sha256(tmp_path / name))).values()
     assert [step.completion_ids.tolist() for step in steps] == [answer.choices[0].token_ids]  # type: ignore[attr-defined]
     assert (steps[0].sampling.temperature, steps[0].sampling.max_tokens) == (0.5, 3)

@@ -10,7 +10,14 @@ import pytest
 from tests.cli.conftest import Place
 from tests.cli.worlds import finish, start_treadle, treadle
 
-FILES = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+FILES = [
+    "SHA256SUMS",
+    "chat_template.jinja",
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
 
 
 def test_it_writes_a_model_that_transformers_loads_and_says_how_to_go_on(place: Place) -> None:

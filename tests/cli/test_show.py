@@ -99,7 +99,7 @@ def test_a_shard_that_is_gone(finished: Trained, place: Place) -> None:
     shard = shard_of(finished.path, "g000005.2")
     (place.runs / "run" / "rollouts" / shard).unlink()
     done = treadle("show", place.runs / "run", "g000005.2")
-    assert done.status == 1 and f"{shard}, which is gone" in done.error
+    assert done.status == 1 and f"{shard} is gone" in done.error
 
 
 def test_before_the_first_checkpoint_the_configured_tokenizer_is_used(finished: Trained, place: Place) -> None:

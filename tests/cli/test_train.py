@@ -3,13 +3,13 @@
 import json
 import re
 import shutil
-import sqlite3
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import TakesTheRunDirectory, files, finish, playing, start_treadle, treadle
+from tests.orchestration.runs import change_ledger, put_config
 from treadle.cli.finish import print_result
 from treadle.orchestration.run_directory import RunDirectory
 
@@ -38,14 +38,14 @@ def test_the_two_trajectories_are_a_task_that_was_learned(
     """Not the first task of all, nor one without a reward, which SQL would sort first."""
     run = place.runs / "run"
     shutil.copytree(finished.path, run)
-    database = sqlite3.connect(run / "ledger.sqlite")
-    with database:
-        database.execute("UPDATE trajectories SET reward = NULL WHERE trajectory_id LIKE 'e%'")
-        database.execute("UPDATE trajectories SET reward = 0 WHERE trajectory_id GLOB 'e000000-000[123].0'")
-        database.execute("UPDATE trajectories SET reward = 0 WHERE trajectory_id = 'e000004-0001.0'")
-        database.execute("UPDATE trajectories SET reward = 1 WHERE trajectory_id = 'e000004-0003.0'")
-        database.execute("UPDATE trajectories SET reward = 1 WHERE trajectory_id GLOB 'e00000[04]-0002.0'")
-    database.close()
+    change_ledger(
+        run,
+        "UPDATE trajectories SET reward = NULL WHERE trajectory_id LIKE 'e%'",
+        "UPDATE trajectories SET reward = 0 WHERE trajectory_id GLOB 'e000000-000[123].0'",
+        "UPDATE trajectories SET reward = 0 WHERE trajectory_id = 'e000004-0001.0'",
+        "UPDATE trajectories SET reward = 1 WHERE trajectory_id = 'e000004-0003.0'",
+        "UPDATE trajectories SET reward = 1 WHERE trajectory_id GLOB 'e00000[04]-0002.0'",
+    )
     print_result(json.loads((run / "summary.json").read_text()), run, RunDirectory.open(run).config())
     assert re.findall(r"treadle show \S+ (e\S+)", capsys.readouterr().out) == ["e000000-0003.0", "e000004-0003.0"]
 
@@ -233,13 +233,17 @@ def test_resume_from_a_checkpoint_that_does_not_fit(damage: str, stopped: Traine
     weights = run / "checkpoints" / "step-000003" / "model.safetensors"
     if damage == "another model":
         config = (run / "config.yaml").read_text().replace("hidden_size: 32", "hidden_size: 48")
-        (run / "config.yaml").write_text(config)
+        put_config(run, config)
     else:
         weights.write_bytes(weights.read_bytes()[:-10])
     before = files(run)
     done = place.train("--resume")
     assert done.status == 1
-    assert ("holds another model: " if damage == "another model" else "cannot be read: ") in done.error
+    said = {
+        "another model": "holds another model: hidden_size is 32 there",
+        "cut short": "is damaged: model.safetensors",
+    }
+    assert said[damage] in done.error
     assert "step-000003" in done.error
     assert files(run) == before
 

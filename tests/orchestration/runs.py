@@ -1,10 +1,13 @@
 """Running the tiny recipe, and what every run must satisfy afterwards."""
 
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from tests.worlds import Quiet, tiny
+from treadle.core.files import WrittenFile, write_atomically
+from treadle.core.types import Step
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.inputs import Inputs, load_inputs
 from treadle.orchestration.ledger import Ledger
@@ -38,17 +41,51 @@ def query(path: Path, sql: str, *values: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def change_ledger(path: Path, *statements: str) -> None:
+    """Change a run's ledger as only a run itself does."""
+    with closing(Ledger(path / "ledger.sqlite")) as ledger, ledger._db.transaction() as db:
+        for statement in statements:
+            db.execute(statement)
+
+
+def put_config(path: Path, content: str) -> None:
+    """Give a run another configuration, as if it had been started with it."""
+    put_file(path, "config.yaml", content.encode())
+
+
+def put_file(path: Path, name: str, content: bytes) -> None:
+    """Write a file of a run as only the run itself does: the ledger knows of it."""
+    with closing(Ledger(path / "ledger.sqlite")) as ledger:
+        ledger.note_files([WrittenFile(name, write_atomically(path / name, content))])
+
+
 def shard_of(path: Path, trajectory_id: str) -> str:
     """The file that holds a trajectory's tokens."""
     [row] = query(path, "SELECT shard FROM trajectories WHERE trajectory_id = ?", trajectory_id)
     return str(row["shard"])
 
 
+def recorded(path: Path) -> list[tuple[str, list[Step]]]:
+    """Ids and steps of all trajectories in the shards of a run; there is no other file beside them."""
+    with closing(RunDirectory.open(path).ledger()) as ledger:
+        shards = ledger.shards()
+    assert shards.keys() == {file.name for file in (path / "rollouts").iterdir()}
+    return [own for shard in shards.values() for own in read_shard(path / "rollouts", shard).items()]
+
+
 def updates(path: Path) -> list[dict[str, Any]]:
     return [row for row in RunDirectory.open(path).metrics() if row["kind"] == "update"]
 
 
-_UNTRAINED = ("resampled", "rolled back", "failed", "filtered", "stale", "unused")  # of trajectories with a reward
+_UNTRAINED = (
+    "resampled",
+    "rolled back",
+    "failed",
+    "filtered",
+    "stale",
+    "damaged",
+    "unused",
+)  # of trajectories with a reward
 
 
 def check_finished(path: Path) -> None:
@@ -121,11 +158,10 @@ def _check_trained(path: Path, config: RunConfig) -> None:
     assert not query(path, "SELECT idx FROM groups WHERE trained_version IS NOT NULL GROUP BY idx HAVING count(*) > 1")
     stored = Counter[tuple[str, int]]()
     sampled: dict[tuple[str, int], Any] = {}
-    for shard in (path / "rollouts").iterdir():
-        for trajectory, steps in read_shard(path / "rollouts", shard.name).items():
-            for number, step in enumerate(steps):
-                stored[trajectory, number] += 1
-                sampled[trajectory, number] = step.policy_versions
+    for trajectory, steps in recorded(path):
+        for number, step in enumerate(steps):
+            stored[trajectory, number] += 1
+            sampled[trajectory, number] = step.policy_versions
     on_record = query(
         path,
         "SELECT s.*, g.trained_version AS version, g.split FROM steps s "

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.orchestration.runs import check_finished, resume, start, updates
+from tests.orchestration.runs import check_finished, put_config, resume, start, updates
 from tests.worlds import ROOT, tiny
 from treadle.core.config import dump_yaml
 
@@ -222,7 +222,7 @@ def test_an_asynchronous_run_leaves_at_once_when_asked(number: signal.Signals, s
         process.send_signal(number)
         assert "--resume --name run" in expect(process, 130)
         assert time.monotonic() - asked < 20
-    (run / "config.yaml").write_text(dump_yaml(tiny(*ASYNCHRONOUS)))  # an environment that has become quick
+    put_config(run, dump_yaml(tiny(*ASYNCHRONOUS)))  # an environment that has become quick
     resume(run)
     check_finished(run)
 

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause, RunError
+from treadle.core.files import WrittenFile
 from treadle.core.outcomes import DroppedStep, dropped_steps, leave_out
 from treadle.core.types import DropReason, Failure, Group, Status, Step, Trajectory
-from treadle.orchestration.ledger import Ledger, LoopState, TrainedBatch, journal_mode
+from treadle.orchestration.checked_database import journal_mode
+from treadle.orchestration.ledger import Ledger, LoopState, TrainedBatch
 
 
 @pytest.fixture
@@ -40,6 +42,10 @@ def group(index: int, name: str = "") -> Group:
     return make_group(index, good(name, 0), failed(name, 1), name=name)
 
 
+def shard(name: str) -> WrittenFile:
+    return WrittenFile(name, "0" * 64)
+
+
 def states(ledger: Ledger) -> dict[str, tuple[str, str | None]]:
     """Trajectory -> the state and reason that all of its steps share."""
     rows = ledger.query("SELECT DISTINCT trajectory_id, state, reason FROM steps ORDER BY trajectory_id")
@@ -50,9 +56,12 @@ def states(ledger: Ledger) -> dict[str, tuple[str, str | None]]:
 
 def test_recording_notes_everything(ledger: Ledger) -> None:
     steps = (make_step([1, 2, 3], [4], 0.5), make_step([1, 2, 3, 4, 5], [], 0.25))
-    ledger.record([make_group(3, good("g000003", reward=0.75, steps=steps), failed("g000003", 1))], "train", 7, "s")
+    ledger.record(
+        [make_group(3, good("g000003", reward=0.75, steps=steps), failed("g000003", 1))], "train", 7, shard("s")
+    )
     [row] = ledger.query("SELECT * FROM groups")
     task = json.loads(row.pop("task"))
+    row.pop("checksum")
     assert row == {
         "group_id": "g000003",
         "idx": 3,
@@ -78,8 +87,8 @@ def test_recording_notes_everything(ledger: Ledger) -> None:
 
 def test_steps_that_were_dropped_when_recorded_stay_so(ledger: Ledger) -> None:
     steps = (make_step(), replace(make_step(), dropped=DropReason.CANCELLED))
-    ledger.record([make_group(0, good("g000000", steps=steps))], "train", 0, "s")
-    ledger.record([make_group(1, good("g000001", steps=steps), name="e")], "eval", 0, "s")
+    ledger.record([make_group(0, good("g000000", steps=steps))], "train", 0, shard("s"))
+    ledger.record([make_group(1, good("g000001", steps=steps), name="e")], "eval", 0, shard("s"))
     ledger.commit_checkpoint("c", LoopState(update=1, cursor=2))
     rows = ledger.query("SELECT state, reason FROM steps ORDER BY trajectory_id, step")
     kept = [(row["state"], row["reason"]) for row in rows]
@@ -87,8 +96,8 @@ def test_steps_that_were_dropped_when_recorded_stay_so(ledger: Ledger) -> None:
 
 
 def test_states_of_a_batch_from_recording_to_checkpoint(ledger: Ledger) -> None:
-    ledger.record([group(0), group(1)], "train", 0, "s")
-    ledger.record([group(0, "e000000-0000")], "held_out", 0, "e")
+    ledger.record([group(0), group(1)], "train", 0, shard("s"))
+    ledger.record([group(0, "e000000-0000")], "held_out", 0, shard("e"))
     dropped, evaluated = ("dropped", "failed"), ("evaluated", None)
     assert states(ledger) == {
         "e000000-0000.0": evaluated,
@@ -103,7 +112,7 @@ def test_states_of_a_batch_from_recording_to_checkpoint(ledger: Ledger) -> None:
     assert states(ledger)["g000001.0"] == ("recorded", None)
     assert ledger.roll_back(LoopState(cursor=1), DropReason.RESAMPLED) == 1
     assert states(ledger)["g000001.0"] == ("dropped", "resampled")
-    ledger.record([group(1, "g000001r1")], "train", 0, "s2")
+    ledger.record([group(1, "g000001r1")], "train", 0, shard("s2"))
     ledger.commit_checkpoint("step-000002", LoopState(update=2, cursor=2))
     assert states(ledger)["g000001r1.0"] == ("trained", None)
     assert states(ledger)["g000001.0"] == ("dropped", "resampled")  # not trained with its namesake
@@ -126,12 +135,12 @@ def test_conservation_through_any_history(
             names = {
                 i: f"g{i:06d}" + (f"r{again[i]}" if i in again else "") for i in range(now.cursor, now.cursor + size)
             }
-            ledger.record([group(i, name) for i, name in names.items()], "train", now.version, f"shard{number}")
+            ledger.record([group(i, name) for i, name in names.items()], "train", now.version, shard(f"shard{number}"))
             pending += [f"{name}.0" for name in names.values()]
             expected |= {f"{name}.1": ("dropped", "failed") for name in names.values()}
             now = LoopState(now.update + 1, now.version + 1, now.cursor + size)
         elif event == "evaluate":
-            ledger.record([group(0, f"e{number}")], "held_out", now.update, f"shard{number}")
+            ledger.record([group(0, f"e{number}")], "held_out", now.update, shard(f"shard{number}"))
             expected |= {f"e{number}.{attempt}": ("evaluated", None) for attempt in range(2)}
         elif event == "checkpoint":
             ledger.commit_checkpoint(f"step-{now.update}", now)
@@ -142,6 +151,7 @@ def test_conservation_through_any_history(
             expected |= dict.fromkeys(pending, ("dropped", "resampled"))
             now, pending = saved, []
         assert states(ledger) == expected | dict.fromkeys(pending, ("recorded", None))
+    ledger.prove()
     ledger.close()
 
 
@@ -150,7 +160,7 @@ def test_what_a_batch_was_is_on_record_with_its_checkpoint_and_what_is_left_at_t
 ) -> None:
     """Until then nothing is: after a kill, steps that had become too old may be trained by an earlier version."""
     ledger.record(
-        [make_group(0, good("g000000", steps=(make_step(), make_step()))), group(1), group(2)], "train", 0, "s"
+        [make_group(0, good("g000000", steps=(make_step(), make_step()))), group(1), group(2)], "train", 0, shard("s")
     )
     batch = TrainedBatch(3, ("g000000",), (DroppedStep("g000000.0", 1, DropReason.STALE),))
     ledger.commit_checkpoint("a", LoopState(1, 1, 2, outstanding=(1,)), [batch])
@@ -158,7 +168,7 @@ def test_what_a_batch_was_is_on_record_with_its_checkpoint_and_what_is_left_at_t
     assert [tuple(row.values()) for row in rows] == [("trained", None), ("dropped", "stale")]
     versions = ledger.query("SELECT trained_version FROM groups ORDER BY idx")
     assert [row["trained_version"] for row in versions] == [3, None, None]
-    ledger.record([group(0, "e0")], "held_out", 0, "e")
+    ledger.record([group(0, "e0")], "held_out", 0, shard("e"))
     ledger.commit_checkpoint("b", LoopState(1, 1, 2, outstanding=(1,)), finished=True)
     left = ledger.query("SELECT DISTINCT trajectory_id, state, reason FROM steps WHERE trajectory_id GLOB '[ge]*.0'")
     assert {tuple(row.values()) for row in left} == {
@@ -194,7 +204,7 @@ def test_the_latest_checkpoint_is_the_last_one_committed(ledger: Ledger) -> None
 
 
 def test_advantages_go_to_their_trajectories(ledger: Ledger) -> None:
-    ledger.record([group(0)], "train", 0, "s")
+    ledger.record([group(0)], "train", 0, shard("s"))
     ledger.note_advantages({"g000000.0": -0.5})
     rows = ledger.query("SELECT trajectory_id, advantage FROM trajectories ORDER BY trajectory_id")
     assert [tuple(row.values()) for row in rows] == [("g000000.0", -0.5), ("g000000.1", None)]
@@ -204,7 +214,7 @@ def test_refused_trajectories_say_why_and_are_dropped_with_the_checkpoint(ledger
     """What was dropped before keeps its own reason."""
     steps = (make_step(), replace(make_step(), dropped=DropReason.CANCELLED))
     groups = [group(0), make_group(1, good("g000001", steps=steps))]
-    ledger.record(groups, "train", 0, "shard")
+    ledger.record(groups, "train", 0, shard("shard"))
     ledger.note_refused({"g000001.0": "task t, trajectory g000001.0, step 0: too long"})
     [row] = ledger.query("SELECT warning FROM trajectories WHERE trajectory_id = 'g000001.0'")
     assert row["warning"].endswith("step 0: too long")
@@ -218,7 +228,7 @@ def test_refused_trajectories_say_why_and_are_dropped_with_the_checkpoint(ledger
 
 
 def test_a_group_that_is_discarded_is_dropped_at_once(ledger: Ledger) -> None:
-    ledger.record([group(0), group(1)], "train", 0, "shard")
+    ledger.record([group(0), group(1)], "train", 0, shard("shard"))
     ledger.note_dropped(leave_out(group(1), DropReason.FILTERED))
     assert states(ledger) == {
         "g000000.0": ("recorded", None),
@@ -229,16 +239,16 @@ def test_a_group_that_is_discarded_is_dropped_at_once(ledger: Ledger) -> None:
 
 
 def test_times_sampled_counts_training_groups_only(ledger: Ledger) -> None:
-    ledger.record([group(0), group(1)], "train", 0, "s")
-    ledger.record([group(1, "g000001r1")], "train", 0, "s")
-    ledger.record([group(0, "e0")], "held_out", 0, "e")
+    ledger.record([group(0), group(1)], "train", 0, shard("s"))
+    ledger.record([group(1, "g000001r1")], "train", 0, shard("s"))
+    ledger.record([group(0, "e0")], "held_out", 0, shard("e"))
     assert ledger.times_sampled() == {0: 1, 1: 2}
 
 
 def test_recording_is_all_or_nothing(ledger: Ledger) -> None:
-    ledger.record([group(1)], "train", 0, "s")
+    ledger.record([group(1)], "train", 0, shard("s"))
     with pytest.raises(sqlite3.IntegrityError):
-        ledger.record([group(0), group(1)], "train", 0, "s")  # a group twice is a bug, and leaves nothing behind
+        ledger.record([group(0), group(1)], "train", 0, shard("s"))  # a group twice is a bug, and leaves nothing behind
     assert ledger.times_sampled() == {1: 1}
 
 
@@ -247,12 +257,12 @@ def test_a_reader_sees_a_run_in_progress_and_cannot_change_it(tmp_path: Path, fo
     path = tmp_path / folder / "ledger.sqlite"
     path.parent.mkdir()
     writer = Ledger(path)
-    writer.record([group(0)], "train", 0, "s")
+    writer.record([group(0)], "train", 0, shard("s"))
     reader = Ledger(path, read_only=True)
     writer.commit_checkpoint("step-000001", LoopState(update=1, cursor=1))
     assert states(reader)["g000000.0"] == ("trained", None)
     with pytest.raises(RunError, match="readonly"):
-        reader.record([group(1)], "train", 0, "s")
+        reader.record([group(1)], "train", 0, shard("s"))
     reader.close()
     writer.close()
 
@@ -268,25 +278,25 @@ def test_what_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="ledger"):
         Ledger(tmp_path / "ledger.sqlite")
     (tmp_path / "no").write_text("this is no database, and long enough for SQLite to notice that it is none")
-    with pytest.raises(RunError, match="no: file is not a database"):
+    with pytest.raises(RunError, match="no is damaged: file is not a database"):
         Ledger(tmp_path / "no")
 
 
 def test_a_locked_ledger_is_a_run_error(tmp_path: Path, ledger: Ledger) -> None:
-    ledger._db.execute("PRAGMA busy_timeout = 10")
+    ledger._db._connection.execute("PRAGMA busy_timeout = 10")
     other = sqlite3.connect(tmp_path / "ledger.sqlite")
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(RunError, match="database is locked"):
-        ledger.record([group(0)], "train", 0, "s")
+        ledger.record([group(0)], "train", 0, shard("s"))
     other.rollback()
     other.close()
-    ledger.record([group(0)], "train", 0, "s")
+    ledger.record([group(0)], "train", 0, shard("s"))
     assert ledger.times_sampled() == {0: 1}
 
 
 def test_any_unicode_survives(ledger: Ledger) -> None:
     message = "naïve ☃ \x00 \u2028"
     bad = Trajectory("g0.0", "t", 0, (), None, Status.FAILED, Failure(Cause.AGENT, message))
-    ledger.record([make_group(0, bad, name="g0")], "train", 0, "s")
+    ledger.record([make_group(0, bad, name="g0")], "train", 0, shard("s"))
     found: list[dict[str, Any]] = ledger.query("SELECT failure_message FROM trajectories")
     assert found == [{"failure_message": message}]

@@ -17,6 +17,7 @@ from treadle.algorithms import estimators
 from treadle.algorithms.estimators import Advantage
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause
+from treadle.core.files import WrittenFile
 from treadle.core.metrics import Measures
 from treadle.core.outcomes import as_trained
 from treadle.core.types import Failure, Group, SamplingParams, Status, Task, Trajectory, trajectory_id
@@ -114,7 +115,7 @@ def train(world: World, *overrides: str, held_out: Sequence[Task] = ()) -> tuple
 
         async def record(part: Group) -> None:
             await asyncio.sleep(0)
-            ledger.record([part], "train", engine.version, "shard")
+            ledger.record([part], "train", engine.version, WrittenFile("shard", ""))
 
         with tempfile.TemporaryDirectory() as directory:
             run = RunDirectory(Path(directory))
@@ -129,7 +130,7 @@ def train(world: World, *overrides: str, held_out: Sequence[Task] = ()) -> tuple
                 rollouts=Playing(world, engine),
                 train=vowel_tasks("train", 7),
                 held_out=held_out,
-                save=lambda _: None,
+                save=lambda _: "",
                 state=LoopState(),
                 clock=Clock(),
                 progress=Quiet(),

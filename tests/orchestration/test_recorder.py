@@ -32,8 +32,8 @@ def test_those_that_finish_together_share_a_shard(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     (tmp_path / "rollouts").mkdir()
     assert record(tmp_path / "rollouts", ledger, 3) == [None] * 4
-    assert ledger.shards() == {"train-g000000.0.parquet", "train-g000003.0.parquet"}
-    assert ledger.shards() == {file.name for file in (tmp_path / "rollouts").iterdir()}
+    assert ledger.shards().keys() == {"train-g000000.0.parquet", "train-g000003.0.parquet"}
+    assert ledger.shards().keys() == {file.name for file in (tmp_path / "rollouts").iterdir()}
     ledger.close()
 
 

@@ -29,7 +29,7 @@ def kept(folder: Path, group: Group, version: int) -> list[str]:
     """Ids of what is reused by a checkpoint of this version, up to two versions old."""
     ledger = Ledger(folder / "ledger.sqlite")
     ledger.record([group], "train", 0, write_shard(folder, "shard", [group]))
-    found = reusable(ledger, folder, LoopState(version=version), 2)
+    found = reusable(ledger, folder, LoopState(version=version), 2).groups
     ledger.close()
     return [t.trajectory_id for kept in found.values() for t in kept.trajectories]
 
@@ -53,7 +53,7 @@ def test_what_an_environment_measured_is_kept(tmp_path: Path) -> None:
     group = make_group(0, replace(attempt(0, 5), metrics=measures))
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.record([group], "train", 0, write_shard(tmp_path, "shard", [group]))
-    [found] = reusable(ledger, tmp_path, LoopState(version=5), 2)[0].trajectories
+    [found] = reusable(ledger, tmp_path, LoopState(version=5), 2).groups[0].trajectories
     [stored] = ledger.query("SELECT json_extract(metrics, '$.pages.value') AS pages FROM trajectories")
     ledger.close()
     assert stored == {"pages": 3.5}

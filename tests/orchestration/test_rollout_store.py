@@ -78,7 +78,7 @@ def test_a_shard_gives_back_every_bit(tmp_path_factory: pytest.TempPathFactory, 
     directory = tmp_path_factory.mktemp("rollouts")
     trajectories = [Trajectory(f"g.{n}", "t", n, tuple(own), 0.0, Status.DONE) for n, own in enumerate(recorded)]
     shard = write_shard(directory, "train-g", [make_group(0, *trajectories, name="g")])
-    assert [p.name for p in directory.iterdir()] == [shard] == ["train-g.parquet"]
+    assert [p.name for p in directory.iterdir()] == [shard.name] == ["train-g.parquet"]
     for trajectory in trajectories:
         found = read_steps(directory, shard, trajectory.trajectory_id)
         assert len(found) == len(trajectory.steps)
@@ -90,7 +90,8 @@ def test_pandas_reads_a_shard(tmp_path: Path) -> None:
     done = [
         Trajectory(f"g0.{n}", "t", n, (make_step(), make_step([1, 2, 3], [4], 0.5)), 1.0, Status.DONE) for n in range(2)
     ]
-    table = pandas.read_parquet(tmp_path / write_shard(tmp_path, "x", [make_group(0, *done, name="g0")]))
+    shard = write_shard(tmp_path, "x", [make_group(0, *done, name="g0")])
+    table = pandas.read_parquet(tmp_path / shard.name)
     assert table.trajectory_id.tolist() == ["g0.0", "g0.0", "g0.1", "g0.1"]
     assert table.step.tolist() == [0, 1, 0, 1]
     assert table.completion_ids[1].tolist() == [4]

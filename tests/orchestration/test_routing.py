@@ -7,11 +7,10 @@ import numpy as np
 import pandas
 import pytest
 
-from tests.orchestration.runs import check_finished, query, resume, start, updates
+from tests.orchestration.runs import check_finished, query, recorded, resume, start, updates
 from tests.orchestration.test_loop import Interrupting
 from tests.worlds import tiny
 from treadle.core.errors import ConfigError
-from treadle.orchestration.rollout_store import read_shard
 
 MOE = (
     "model.build={model_type: qwen3_moe, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 24, "
@@ -30,13 +29,12 @@ def test_a_run_replays_what_it_recorded_and_repeats(tmp_path: Path) -> None:
     rows = updates(tmp_path / "run")
     assert len(rows) == 2 and all(row["trainable_tokens"] > 0 for row in rows)
     assert max(row["logprob_gap_max"] for row in rows) < 1e-5
-    shards = sorted((tmp_path / "run" / "rollouts").iterdir())
-    steps = [s for f in shards for own in read_shard(f.parent, f.name).values() for s in own]
+    steps = [step for _, own in recorded(tmp_path / "run") for step in own]
     assert len(steps) == len(query(tmp_path / "run", "SELECT 1 FROM steps")) > 12
     for step in steps:
         assert step.routing is not None and step.routing.shape == (len(step.completion_ids), 2, 2)
     assert len(np.unique(np.concatenate([s.routing for s in steps if s.routing is not None]))) > 2
-    table = pandas.read_parquet(shards[0].parent)
+    table = pandas.read_parquet(tmp_path / "run" / "rollouts")
     row = table.iloc[0]
     assert np.frombuffer(row.routing, "<i2").reshape(row.routing_shape).shape == (len(row.completion_ids), 2, 2)
 
@@ -60,5 +58,4 @@ def test_an_engine_that_does_not_tell_is_refused() -> None:
 
 def test_routing_is_not_recorded_unless_it_is_replayed(tmp_path: Path) -> None:
     start(tmp_path / "run", *MOE, "training.routing_replay=false", "orchestration.updates=1")
-    for shard in (tmp_path / "run" / "rollouts").iterdir():
-        assert all(s.routing is None for own in read_shard(shard.parent, shard.name).values() for s in own)
+    assert all(step.routing is None for _, own in recorded(tmp_path / "run") for step in own)

@@ -13,6 +13,8 @@ import pytest
 
 from tests.worlds import ROOT, tiny
 from treadle.core.errors import RunError
+from treadle.core.manifest import new_directory
+from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.run_directory import RunDirectory, find_run, make_directory
 
 LOCKER = """
@@ -147,6 +149,16 @@ def test_a_full_disk_is_told_when_logging(tmp_path: Path) -> None:
         run.log({"update": 1})
 
 
+def commit(run: RunDirectory) -> None:
+    """A checkpoint, empty, on record."""
+    with new_directory(run.checkpoints / "step-000000") as new:
+        pass
+    ledger = Ledger(run.ledger_file)
+    ledger.note_files(run.written)
+    ledger.commit_checkpoint("step-000000", LoopState(), manifest_sha256=new.manifest_sha256)
+    ledger.close()
+
+
 def test_the_newest_unfinished_run_of_a_recipe_is_found(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="run of 'tiny' under"):
         find_run(tmp_path, "tiny")
@@ -154,7 +166,7 @@ def test_the_newest_unfinished_run_of_a_recipe_is_found(tmp_path: Path) -> None:
     for age, (name, recipe) in enumerate({"done": "tiny", "z": "other", "b": "tiny", "a": "tiny"}.items()):
         run = RunDirectory.create(tmp_path / name, tiny(f"recipe={recipe}"))
         run.unlock()
-        (run.checkpoints / "step-000000").mkdir()
+        commit(run)
         os.utime(run.config_file, (1000 - age, 1000 - age))
     (tmp_path / "done" / "summary.json").touch()
     RunDirectory.create(tmp_path / "killed before its first checkpoint", tiny("recipe=tiny")).unlock()

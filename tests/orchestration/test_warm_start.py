@@ -1,13 +1,18 @@
 """The warm start of a run: learned once, then read from the cache, to the same bits."""
 
 import json
+import random
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.orchestration.runs import check_finished, resume, start
-from tests.worlds import Quiet
+from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError, DataError, RunError, TrainingStopped
+from treadle.engines.weights import unique_weights, weights_sha256
+from treadle.orchestration.policy import load_policy, use_threads
+from treadle.orchestration.warm_start import run_warm_start
 
 WARM = (
     "warm_start.demonstrations='tests.worlds:vowel_demonstration'",
@@ -59,7 +64,7 @@ def test_a_warm_start_that_did_not_learn_stops_the_run_and_caches_nothing(tmp_pa
         with pytest.raises(TrainingStopped, match="did not learn its demonstrations"):
             start(tmp_path / name, *WARM, "warm_start.max_loss=0.01")
     assert not cache.exists()
-    with pytest.raises(RunError, match="no checkpoint yet"):
+    with pytest.raises(RunError, match="has recorded nothing yet"):
         resume(tmp_path / "first")
 
 
@@ -127,3 +132,32 @@ def test_demonstrations_that_cannot_work_are_refused_before_the_run_exists(
     with pytest.raises(error, match=message):
         start(tmp_path / "run", *WARM, override.replace("{}", str(tmp_path)))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_entry_is_not_used_wherever_it_is_damaged(tmp_path: Path, cache: Path) -> None:
+    """Forty places of each file that is read; others are nobody's concern."""
+    config = tiny(*WARM, "warm_start.steps=1")
+    progress = Quiet()
+
+    def warmed() -> tuple[bool, str]:
+        policy = load_policy(config.model, config.seed)
+        report = run_warm_start(policy.model, policy.renderer, policy.tokenizer_path, config, progress)
+        assert report is not None
+        return report.cached, weights_sha256(unique_weights(policy.model))
+
+    use_threads(1, load_policy(config.model, config.seed).model)
+    cached, expected = warmed()
+    assert not cached and warmed() == (True, expected)
+    [entry] = cache.iterdir()
+    draws = random.Random(0)
+    for name in ("model.safetensors", "report.json") * 40 + ("config.json",):
+        content = bytearray((entry / name).read_bytes())
+        content[draws.randrange(len(content))] ^= 1 << draws.randrange(8)
+        (entry / name).write_bytes(content)
+        assert warmed() == (name == "config.json", expected)
+        if name != "config.json":
+            assert re.fullmatch(
+                rf"the warm start in the cache is not used: \S+ is damaged: {name} .*; it is learned again",
+                progress.lines.pop(),
+            )
+    assert progress.lines == []

@@ -16,6 +16,7 @@ from treadle.algorithms.estimators import Signals
 from treadle.algorithms.kl import k1
 from treadle.algorithms.losses import by_name
 from treadle.core.errors import ConfigError
+from treadle.core.manifest import Manifest
 from treadle.core.registry import names
 from treadle.packing.flat import FlatBatch, flatten
 from treadle.training.checkpoint import load_checkpoint, save_checkpoint
@@ -194,7 +195,7 @@ def test_an_adaptive_coefficient_moves_and_is_in_the_checkpoint(tmp_path: Path) 
     assert coefs == pytest.approx([0.1, 0.1 * 1.2, 0.1 * 1.2**2])  # 6 trajectories an update
     save_checkpoint(tmp_path / "step", learner, TOKENIZER)
     other = fresh()
-    load_checkpoint(tmp_path / "step", other, TOKENIZER)
+    load_checkpoint(Manifest.load(tmp_path / "step"), other, TOKENIZER)
     assert other.kl == learner.kl
     for one in (learner, other):
         one.train_batch(groups)

@@ -11,6 +11,7 @@ import torch
 from tests.models import VOCABULARY, same_bits, tiny, weights_of
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
+from treadle.core.manifest import MANIFEST
 from treadle.training.checkpoint import export_model
 from treadle.training.config import ModelConfig
 from treadle.training.model import load_tokenizer, make_model
@@ -67,7 +68,9 @@ def test_rope_parameters_reach_the_model(rope: dict[str, Any]) -> None:
 
 
 def exported(tmp_path: Path) -> Path:
+    """A model directory like anybody's: it has no manifest."""
     export_model(tmp_path / "model", tiny(), TOKENIZER)
+    (tmp_path / "model" / MANIFEST).unlink()
     return tmp_path / "model"
 
 

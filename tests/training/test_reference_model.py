@@ -10,7 +10,8 @@ import torch
 from tests.models import exact, full, random_groups, same_bits, tiny, weights_of
 from tests.training.reference import LAYOUTS, forked_groups, make_learner
 from treadle.algorithms.config import AlgorithmConfig, KlConfig
-from treadle.core.errors import CheckpointError, ConfigError
+from treadle.core.errors import ConfigError, DamageError
+from treadle.core.manifest import Manifest
 from treadle.packing.flat import flatten
 from treadle.training.checkpoint import checkpoint_bytes, export_model, load_checkpoint, save_checkpoint
 from treadle.training.config import OptimizerConfig, TrainingConfig
@@ -90,7 +91,7 @@ def test_a_restored_learner_continues_bit_for_bit(fields: dict[str, Any], tmp_pa
     save_checkpoint(tmp_path / "step", learner, TOKENIZER)
     size = sum(p.stat().st_size for p in (tmp_path / "step").glob("*.safetensors"))
     assert 0.8 < checkpoint_bytes(learner) / size < 1.2
-    load_checkpoint(tmp_path / "step", other, TOKENIZER)
+    load_checkpoint(Manifest.load(tmp_path / "step"), other, TOKENIZER)
     assert same_bits(reference_weights(learner), reference_weights(other))
     assert kls(learner, 4) == kls(other, 4)
     assert same_bits(weights_of(learner.model), weights_of(other.model))
@@ -103,8 +104,8 @@ def test_a_damaged_reference_is_found(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"damaged: reference\.safetensors"):
-        load_checkpoint(tmp_path / "step", learner, TOKENIZER)
+    with pytest.raises(DamageError, match=r"damaged: reference\.safetensors"):
+        load_checkpoint(Manifest.load(tmp_path / "step"), learner, TOKENIZER)
 
 
 def test_a_reference_is_loaded_from_a_directory_and_must_cover_the_policy(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The value head: trained along with the policy, kept in checkpoints, published to nobody."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ from tests.training.reference import (
     step_values,
 )
 from treadle.algorithms.config import AlgorithmConfig, ValueConfig
-from treadle.core.errors import CheckpointError
+from treadle.core.errors import DamageError
+from treadle.core.manifest import Manifest
 from treadle.core.types import Group
 from treadle.packing.flat import flatten
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, save_checkpoint
@@ -162,7 +162,7 @@ def test_a_restored_learner_continues_bit_for_bit(tmp_path: Path) -> None:
     size = sum(p.stat().st_size for p in checkpoint.glob("*.safetensors"))
     assert 0.8 < checkpoint_bytes(learner) / size < 1.2
     other.train_batch(random_groups(5))
-    load_checkpoint(checkpoint, other, TOKENIZER)
+    load_checkpoint(Manifest.load(checkpoint), other, TOKENIZER)
     assert same_bits(weights_of(learner.trained), weights_of(other.trained))
     for one in (learner, other):
         one.train_batch(random_groups(1))
@@ -171,13 +171,12 @@ def test_a_restored_learner_continues_bit_for_bit(tmp_path: Path) -> None:
 
 def test_the_head_is_a_file_of_its_own_that_must_be_whole(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, learner_of())
-    assert json.loads((checkpoint / "checkpoint.json").read_text())["value_head_sha256"]
     file = checkpoint / "value_head.safetensors"
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"damaged: value_head\.safetensors"):
-        load_checkpoint(checkpoint, learner_of(), TOKENIZER)
+    with pytest.raises(DamageError, match=r"damaged: value_head\.safetensors"):
+        load_checkpoint(Manifest.load(checkpoint), learner_of(), TOKENIZER)
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"cannot be read: .*value_head\.safetensors"):
-        load_checkpoint(checkpoint, learner_of(), TOKENIZER)
+    with pytest.raises(DamageError, match=r"damaged: value_head\.safetensors is gone"):
+        load_checkpoint(Manifest.load(checkpoint), learner_of(), TOKENIZER)

@@ -6,7 +6,7 @@ import fcntl
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treadle.cli.transcript import decoder, load_run_tokenizer
-from treadle.core.errors import TreadleError
+from treadle.core.errors import DamageError, TreadleError
+from treadle.core.files import WrittenFile
 from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.types import BreakCause
 from treadle.orchestration.ledger import Ledger
+from treadle.orchestration.rollout_store import open_shard
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.packing.breaks import Kind, Relation, relations
 from treadle.packing.flat import Call
@@ -33,7 +35,7 @@ def run_facts(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[s
     """Everything the report shows. on_shard(done, total) is called after each shard. Raises TreadleError."""
     config, log = run.config(), run.metrics_log()
     updates = [row for row in log.rows if row["kind"] == "update"]
-    ledger = Ledger(run.ledger_file, read_only=True)
+    ledger = run.ledger()
     try:
         latest = ledger.latest_checkpoint()
         return {
@@ -65,7 +67,7 @@ def run_facts(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[s
             **_tokens(run, ledger, on_shard),
             "metrics_problem": log.problem(latest[1].update if latest else 0),
             "evaluations": [row for row in log.rows if row["kind"] == "evaluation"],
-            "checkpoints": sorted(path.name for path in run.checkpoints.glob("step-*")),
+            "checkpoints": sorted(n for n in ledger.checkpoint_names() if (run.checkpoints / n).is_dir()),
             "latest_checkpoint": latest[0] if latest else None,
         }
     finally:
@@ -194,7 +196,8 @@ def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], No
         "s.trajectory_id = t.trajectory_id AND state IN ('trained', 'recorded')) AS trained FROM groups JOIN "
         "trajectories t USING (group_id) ORDER BY split DESC, idx, groups.rowid, attempt"
     )
-    packing, related, shards = PackingCount(), RelationCount(), _Shards(run.rollouts, rows, on_shard)
+    packing, related = PackingCount(), RelationCount()
+    shards = _Shards(run.rollouts, ledger.shards(), rows, on_shard)
     for _group, members in itertools.groupby(rows, lambda row: row["group_id"]):
         ends: list[Call] = []
         for row in members:
@@ -210,6 +213,7 @@ def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], No
         "packing": packing.facts(),
         "relations": {**related.facts(), "no_tokenizer": no_tokenizer},
         "missing_shards": shards.missing,
+        "damaged_shards": shards.damaged,
     }
 
 
@@ -225,23 +229,32 @@ class _Shards:
     """Trajectories' steps as they were played, asked for in the order of `rows`.
 
     A shard holds what finished together, a group may lie in several: each is read once, and forgotten when all of it
-    was taken. missing: shards that are gone.
+    was taken. missing, damaged: shards that are gone, or not as they were written.
     """
 
-    def __init__(self, folder: Path, rows: Sequence[dict[str, Any]], on_shard: Callable[[int, int], None]) -> None:
-        self._folder, self._on_shard = folder, on_shard
+    def __init__(
+        self,
+        folder: Path,
+        files: Mapping[str, WrittenFile],
+        rows: Sequence[dict[str, Any]],
+        on_shard: Callable[[int, int], None],
+    ) -> None:
+        self._folder, self._files, self._on_shard = folder, files, on_shard
         self._left = Counter(row["shard"] for row in rows)
         self._total, self._done = len(self._left), 0
         self._read: dict[str, dict[str, list[_Played]]] = {}
         self.missing: list[str] = []
+        self.damaged: list[str] = []
 
     def take(self, shard: str, trajectory: str) -> list[_Played]:
-        """Return them in call order; none of a shard that is gone."""
+        """Return them in call order; none of a shard that cannot be read."""
         if shard not in self._read:
-            exists = (self._folder / shard).is_file()
-            self._read[shard] = _played(self._folder / shard) if exists else {}
-            if not exists:
-                self.missing.append(shard)
+            try:
+                self._read[shard] = _played(open_shard(self._folder, self._files[shard]))
+            except DamageError:
+                self._read[shard] = {}
+                exists = (self._folder / shard).is_file()
+                (self.damaged if exists else self.missing).append(shard)
         found = self._read[shard].pop(trajectory, [])
         self._left[shard] -= 1
         if not self._left[shard]:
@@ -251,7 +264,7 @@ class _Shards:
         return found
 
 
-def _played(shard: Path) -> dict[str, list[_Played]]:
+def _played(shard: pa.BufferReader) -> dict[str, list[_Played]]:
     """trajectory_id -> its steps, in call order."""
     columns = ["trajectory_id", "prompt_ids", "completion_ids", "step", "break_cause", "dropped"]
     found: dict[str, list[_Played]] = {}

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.core.errors import RunError
-
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
@@ -48,7 +46,6 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def require_record(run: Path) -> None:
     """Raise RunError, saying why, where there is no ledger to read."""
-    if not (run / "config.yaml").is_file():
-        raise RunError(f"{str(run)!r} is no run directory: it has no config.yaml")
-    if not (run / "ledger.sqlite").is_file():
-        raise RunError(f"run {str(run)!r} has recorded nothing yet: it is, or was stopped, in its warm start")
+    from treadle.orchestration.run_directory import RunDirectory
+
+    RunDirectory.open(run).ledger().close()

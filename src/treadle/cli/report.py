@@ -13,6 +13,7 @@ from typing import Any
 from treadle.cli.console import Console, make_table
 from treadle.cli.options import Commands, add_command, add_json, require_record
 from treadle.cli.show import shown_tokens
+from treadle.orchestration.ledger import no_checkpoint
 from treadle.orchestration.metrics import shown
 
 _EXAMPLES = """examples:
@@ -88,21 +89,20 @@ def _print(console: Console, facts: Facts) -> None:
     _print_trouble(console, facts)
     _print_packing(console, facts["packing"])
     _print_relations(console, facts["relations"])
-    if facts["missing_shards"]:
-        line = f"missing, not counted: {', '.join(facts['missing_shards'])}"
-        console.line(line, style="red")
-        console.line()
+    for what in ("missing", "damaged"):
+        if shards := facts[f"{what}_shards"]:
+            console.line(f"{what}, not counted: {', '.join(shards)}", style="red")
+            console.line()
     if facts["metrics_problem"]:
         console.line(facts["metrics_problem"], style="red")
         console.line()
     _print_evaluations(console, facts["evaluations"])
     checkpoints = ", ".join(n + (" (latest)" if n == facts["latest_checkpoint"] else "") for n in facts["checkpoints"])
-    console.line(f"checkpoints: {checkpoints or 'none yet'}")
+    console.line(f"checkpoints: {checkpoints}" if checkpoints else f"the run {no_checkpoint(Path(facts['run']))}")
 
 
 def _print_way_on(console: Console, facts: Facts) -> None:
     if facts["latest_checkpoint"] is None:
-        console.line("it has no checkpoint: nothing to resume")
         return
     path = Path(facts["run"])
     command = shlex.join(["treadle", "train", facts["recipe"], "--resume", "--name", path.name])

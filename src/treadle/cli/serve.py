@@ -182,4 +182,4 @@ def _write(directory: Path, session: Session) -> Path:
     number = max(taken, default=-1) + 1  # the first ones may have been deleted
     name = f"serve-{number:06d}"
     trajectory = Trajectory(f"{name}.0", "serve", 0, tuple(session.steps), 0.0, Status.DONE)
-    return directory / write_shard(directory, name, [Group(name, number, 0, 0, Task("serve"), (trajectory,))])
+    return directory / write_shard(directory, name, [Group(name, number, 0, 0, Task("serve"), (trajectory,))]).name

@@ -54,9 +54,9 @@ def run(options: argparse.Namespace) -> int:
 
 def newest(run: Path) -> list[dict[str, Any]]:
     """The last trajectories on record, newest first."""
-    from treadle.orchestration.ledger import Ledger
+    from treadle.orchestration.run_directory import RunDirectory
 
-    ledger = Ledger(run / "ledger.sqlite", read_only=True)
+    ledger = RunDirectory(run).ledger()
     rows = ledger.query(
         "SELECT t.trajectory_id, g.split, json_extract(g.task, '$.task_id') AS task_id, t.status, t.reward, "
         "t.advantage, t.steps, t.completion_tokens, t.failure_cause, t.failure_message "

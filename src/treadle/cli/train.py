@@ -70,8 +70,7 @@ def _train(options: argparse.Namespace, config: RunConfig, inputs: Inputs, path:
             else:
                 summary = start_run(config, inputs, path, progress)
     except KeyboardInterrupt:
-        resumable = any(path.glob("checkpoints/step-*"))
-        advice = f"go on from the latest checkpoint with: {go_on}" if resumable else "nothing was trained yet"
+        advice = f"go on from the latest checkpoint with: {go_on}" if _can_go_on(path) else "nothing was trained yet"
         Console(stderr=True).line(f"interrupted; {advice}")
         return 130
     if summary["stopped_early"]:
@@ -107,6 +106,14 @@ def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
     if config.data.train.source == IN_MEMORY:
         raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")
     return config, path
+
+
+def _can_go_on(path: Path) -> bool:
+    try:
+        find_checkpoint(path, "latest")
+    except RunError:
+        return False
+    return True
 
 
 def _go_on_command(options: argparse.Namespace, path: Path) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from treadle.cli.console import Console, Part
-from treadle.core.errors import RunError
+from treadle.core.errors import DataError, RunError
 from treadle.core.types import Step
-from treadle.orchestration.ledger import Ledger
+from treadle.orchestration.retention import read_checkpoint
 from treadle.orchestration.rollout_store import read_steps
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.packing.breaks import Decode, Relation, relations
@@ -21,27 +21,33 @@ from treadle.training.model_files import tokenizer_directory
 
 def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
     """Its ledger row (with the task and split) and its steps. Raises RunError if it is not on record."""
-    ledger = Ledger(run / "ledger.sqlite", read_only=True)
+    ledger = RunDirectory(run).ledger()
     rows = ledger.query(
         "SELECT t.*, g.task, g.split FROM trajectories t JOIN groups g USING (group_id) WHERE trajectory_id = ?",
         trajectory_id,
     )
     some = ledger.query("SELECT trajectory_id FROM trajectories ORDER BY rowid DESC LIMIT 3")
+    shards = ledger.shards() if rows else {}
     ledger.close()
     if not rows:
         known = ", ".join(row["trajectory_id"] for row in some) or "none yet"
         raise RunError(f"no trajectory {trajectory_id!r} in {run}; it has for example {known} (treadle show {run})")
-    if not (run / "rollouts" / rows[0]["shard"]).is_file():
-        raise RunError(f"the tokens of {trajectory_id} were in {run / 'rollouts' / rows[0]['shard']}, which is gone")
-    return rows[0], read_steps(run / "rollouts", rows[0]["shard"], trajectory_id)
+    return rows[0], read_steps(run / "rollouts", shards[rows[0]["shard"]], trajectory_id)
 
 
 def load_run_tokenizer(run: Path) -> Tokenizer:
-    """The tokenizer kept in the run's checkpoints, before the first one the configured one. Raises TreadleError."""
-    files = sorted(run.glob("checkpoints/step-*/tokenizer.json"))
-    if not files:
-        files = [tokenizer_directory(RunDirectory.open(run).config().model) / "tokenizer.json"]
-    return Tokenizer.from_file(str(files[-1]))
+    """The tokenizer in the run's latest checkpoint; without checkpoints, the configured one. Raises TreadleError."""
+    directory, latest = RunDirectory.open(run), RunDirectory(run).latest_checkpoint()
+    if latest is not None and (directory.checkpoints / latest).is_dir():
+        checkpoint, content = read_checkpoint(run, "latest", lambda checkpoint: checkpoint.read("tokenizer.json"))
+        source = checkpoint.directory
+    else:
+        source = tokenizer_directory(directory.config().model)
+        content = (source / "tokenizer.json").read_bytes()
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"the tokenizer in {str(source)!r} cannot be read: {error}") from error
 
 
 def decoder(tokenizer: Tokenizer) -> Decode:

@@ -128,15 +128,21 @@ def _parse(text: str, source: str, advice: str = "") -> Any:
 def load_yaml(path: Path | str) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ConfigError naming file and line."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        content = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
+    return parse_yaml(content, str(path))
+
+
+def parse_yaml(content: bytes, source: str) -> dict[str, Any]:
+    """Return the mapping in YAML text; errors name `source`, the file that it is of. Raises ConfigError."""
+    try:
+        data = _parse(content.decode(), source)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text ({error})") from error
-    data = _parse(text, str(path))
+        raise ConfigError(f"{source}: not UTF-8 text ({error})") from error
     if not isinstance(data, dict):
         found = "nothing" if data is None else f"a {type(data).__name__}"
-        raise ConfigError(f"{path}: expected a mapping of keys to values, found {found}")
+        raise ConfigError(f"{source}: expected a mapping of keys to values, found {found}")
     return data
 
 

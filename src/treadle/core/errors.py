@@ -29,6 +29,14 @@ class RunError(TreadleError, RuntimeError):
     """A run directory cannot be used as asked: taken, missing, damaged, of another model."""
 
 
+class DamageError(RunError):
+    """Something on disk is not as it was written; it is not used."""
+
+
+class RemovedError(RunError):
+    """A directory was removed while it was read: a run that goes on removes its older checkpoints."""
+
+
 class CheckpointError(RunError):
     """A checkpoint could not be written or does not fit what it is loaded into."""
 

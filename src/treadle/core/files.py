@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
+from typing import NamedTuple
+
+
+class WrittenFile(NamedTuple):
+    """A file that is durable, and the SHA-256 (hex) of what was written into it."""
+
+    name: str
+    sha256: str
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -23,8 +32,8 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside, fsync, rename, fsync. Raises OSError; then nothing of it is left."""
+def write_atomically(path: Path, content: bytes) -> str:
+    """Write beside, fsync, rename, fsync; returns the content's SHA-256. Raises OSError; then nothing of it is left."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write_durably(temporary, content)
@@ -32,3 +41,4 @@ def write_atomically(path: Path, content: bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
+    return hashlib.sha256(content).hexdigest()

@@ -6,7 +6,7 @@
     Trajectory.reward is None   whoever played the attempt            failed
     Trajectory.dropped          shaping                               overlong
                                 `leave_out`, of what was rejected     failed, filtered, refused, stale, overlong
-    rows of the ledger          a run that is resumed or finished     resampled, rolled back, unused
+    rows of the ledger          a run that is resumed or finished     resampled, rolled back, damaged, unused
 
 Of every trajectory there are two views:
 

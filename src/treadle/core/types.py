@@ -101,6 +101,7 @@ class DropReason(StrEnum):
     FILTERED = "filtered"  # nothing can be learned from its group: all advantages are 0
     ROLLED_BACK = "rolled back"  # sampled by weights that were lost when the run went back to a checkpoint
     OVERLONG = "overlong"  # its trajectory was cut off, and `rewards.overlong` is `drop`
+    DAMAGED = "damaged"  # still waiting to be trained when its tokens were found damaged on disk
     UNUSED = "unused"  # still waiting to be trained when the run was finished
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.core.config import build, load_yaml
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
@@ -20,6 +19,7 @@ from treadle.orchestration.inputs import IN_MEMORY, Inputs, check_first_prompts,
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result
 from treadle.orchestration.progress import Progress
 from treadle.orchestration.retention import checkpoint_update, find_checkpoint
+from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.validation import check_playing
 from treadle.rollout.attempt import open_rollouts
 from treadle.rollout.rewards import RewardsConfig
@@ -77,8 +77,7 @@ def find_subject(
     run = Path(run_or_recipe)
     is_run = (run / "config.yaml").is_file()
     if is_run:
-        file = run / "config.yaml"
-        config = build(RunConfig, load_yaml(file), str(file), overrides)
+        config = RunDirectory.open(run).config(overrides)
     elif model is not None:
         config = load_recipe(run_or_recipe, overrides)
     elif run_or_recipe in recipe_names() or run.suffix in (".yaml", ".yml"):
@@ -86,7 +85,7 @@ def find_subject(
     else:
         raise RunError(f"{run_or_recipe!r} is no run directory: it has no config.yaml")
     if model is None:
-        found = find_checkpoint(run, checkpoint or "latest")
+        found = find_checkpoint(run, checkpoint or "latest").directory
         return Subject(config, found, checkpoint_update(found))
     return Subject(config, require_model(str(model), "--model"), 0)
 

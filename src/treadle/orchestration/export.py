@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from treadle.core.errors import CheckpointError
-from treadle.orchestration.retention import find_checkpoint
+from treadle.orchestration.retention import read_checkpoint
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.checkpoint import export_files, read_model_files
@@ -17,17 +17,16 @@ def export_checkpoint(run: Path, directory: Path, which: str = "latest") -> Path
     """Write weights, config, tokenizer and chat template of a run's checkpoint; returns the checkpoint.
 
     which: a name, `latest` or `best`. If the run removes the checkpoint meanwhile, the one that is now the latest or
-    best is taken. Raises RunError if there is none of that name (any more), CheckpointError if it is damaged, the
-    directory exists, or the disk refuses, ConfigError if a configured chat template is gone.
+    best is taken. Raises RunError if there is none of that name (any more), DamageError if it is damaged,
+    CheckpointError if the directory exists or the disk refuses, ConfigError if a configured chat template is gone.
     """
     if directory.exists():
         raise CheckpointError(f"{str(directory)!r} exists already; choose another directory")
     config = RunDirectory.open(run).config()
-    while (files := read_model_files(checkpoint := find_checkpoint(run, which))) is None:
-        pass
+    checkpoint, files = read_checkpoint(run, which, read_model_files)
     if config.model.chat_template is not None:
         tokenizer = load_tokenizer(tokenizer_directory(config.model))
         renderer = ChatRenderer(tokenizer, (), chat_template=config.model.chat_template)
         files["chat_template.jinja"] = renderer.source.encode()
-    export_files(directory, files)
-    return checkpoint
+    export_files(directory, files.items())
+    return checkpoint.directory

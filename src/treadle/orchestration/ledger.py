@@ -2,43 +2,65 @@
 
 SQLite, one transaction per event. A step is `recorded` once its tokens are durable; a checkpoint's transaction marks
 what it contains as `trained` and makes it the latest. Both happen together or not at all.
+
+Every row carries a checksum (`checked_database`), and the table `files` holds the SHA-256 of the run's other files.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import RunError
+from treadle.core.files import WrittenFile
+from treadle.core.manifest import MANIFEST
 from treadle.core.outcomes import DroppedStep, as_played, as_trained, dropped_steps, outcome_when_recorded
 from treadle.core.types import DropReason, Group, StepState, Trajectory
+from treadle.orchestration.checked_database import CheckedDatabase
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS groups (
+CREATE TABLE groups (
   group_id TEXT PRIMARY KEY, idx INTEGER NOT NULL, split TEXT NOT NULL, epoch INTEGER NOT NULL,
-  position INTEGER NOT NULL, batch INTEGER NOT NULL, task TEXT NOT NULL, trained_version INTEGER);
-CREATE TABLE IF NOT EXISTS trajectories (
+  position INTEGER NOT NULL, batch INTEGER NOT NULL, task TEXT NOT NULL, trained_version INTEGER,
+  checksum INTEGER);
+CREATE TABLE trajectories (
   trajectory_id TEXT PRIMARY KEY, group_id TEXT NOT NULL REFERENCES groups, attempt INTEGER NOT NULL,
   status TEXT NOT NULL, reward REAL, advantage REAL, failure_cause TEXT, failure_message TEXT, warning TEXT NOT NULL,
   steps INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, oldest_version INTEGER, newest_version INTEGER,
   seconds REAL NOT NULL, shard TEXT NOT NULL, metrics TEXT NOT NULL,
-  trained_reward REAL, components TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS steps (
+  trained_reward REAL, components TEXT NOT NULL, checksum INTEGER);
+CREATE TABLE steps (
   trajectory_id TEXT NOT NULL REFERENCES trajectories, step INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT,
   prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, stop_reason TEXT NOT NULL, reward REAL NOT NULL,
-  PRIMARY KEY (trajectory_id, step)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS checkpoints (
-  number INTEGER PRIMARY KEY AUTOINCREMENT, update_number INTEGER NOT NULL, directory TEXT NOT NULL,
-  state TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS groups_idx ON groups (split, idx);
-CREATE INDEX IF NOT EXISTS trajectories_group ON trajectories (group_id);
+  checksum INTEGER, PRIMARY KEY (trajectory_id, step)) WITHOUT ROWID;
+CREATE TABLE checkpoints (
+  number INTEGER PRIMARY KEY, update_number INTEGER NOT NULL, directory TEXT NOT NULL,
+  state TEXT NOT NULL, checksum INTEGER);
+CREATE TABLE files (name TEXT PRIMARY KEY, sha256 TEXT NOT NULL, checksum INTEGER);
+CREATE INDEX groups_idx ON groups (split, idx);
+CREATE INDEX trajectories_group ON trajectories (group_id);
 """
+
+
+def salvage(run: Path) -> str:
+    """What can be done about a run whose ledger is of no use, for an error message."""
+    checkpoints = sorted(path for path in (run / "checkpoints").glob("step-*") if path.is_dir())
+    if not checkpoints:
+        return "restore it from a copy, or start a new run"
+    return (
+        f"restore it from a copy, or start a new run from a checkpoint: model.path={checkpoints[-1]} model.build=null"
+    )
+
+
+def no_checkpoint(run: Path) -> str:
+    """`has no checkpoint yet`; and what can be done, where there are directories that the ledger does not know."""
+    if any((run / "checkpoints").glob("step-*")):
+        return f"has no checkpoint on record, only directories; {salvage(run)}"
+    return "has no checkpoint yet: there is nothing to resume"
 
 
 _UNTAKEN = "g.idx >= ? OR g.idx IN (SELECT value FROM json_each(?))"  # cursor, outstanding
@@ -77,64 +99,40 @@ class TrainedBatch:
 
 
 class Ledger:
-    """The durable record of one run. `read_only` for looking at a run that may be in progress."""
+    """The durable record of one run. `read_only` for looking at a run that may be in progress.
+
+    Raises DamageError wherever it meets a row that is not as it was written.
+    """
 
     def __init__(self, path: Path, read_only: bool = False) -> None:
         if read_only and not path.is_file():
             raise RunError(f"no ledger at {path}; is {path.parent} a run directory?")
-        try:
-            name = f"{path.resolve().as_uri()}?mode=ro" if read_only else path
-            self._db = sqlite3.connect(name, uri=read_only, check_same_thread=False)  # the lock sees to that
-            self._lock = threading.Lock()
-            self._db.row_factory = sqlite3.Row
-            if not read_only:
-                self._db.execute(f"PRAGMA journal_mode={journal_mode(path)}")  # without effect where it cannot be had
-                self._db.execute("PRAGMA synchronous=EXTRA")  # FULL, and as durable without WAL
-                self._db.executescript(_SCHEMA)
-        except sqlite3.DatabaseError as error:
-            raise RunError(f"cannot open the ledger {path}: {error}") from error
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit on leaving, roll back on any error. Raises RunError where the disk fails."""
-        try:
-            with self._lock, self._db:
-                yield self._db
-        except sqlite3.OperationalError as error:
-            raise RunError(f"the ledger could not be written: {error}; free disk space, then --resume") from error
+        self._db = CheckedDatabase(path, _SCHEMA, salvage(path.parent), read_only)
 
     # --- writing -------------------------------------------------------------------------------------------------
 
-    def record(self, groups: Sequence[Group], split: str, batch: int, shard: str) -> None:
+    def record(self, groups: Sequence[Group], split: str, batch: int, shard: WrittenFile) -> None:
         """Note finished trajectories whose tokens are already durable in `shard`; of a group, some or all.
 
         batch: the policy version of the moment. Evaluated steps are in their terminal state at once, and so are dropped
         ones and those of ungraded trajectories.
         """
-        with self._transaction() as db:
+        with self._db.transaction() as db:
+            _insert(db, "OR REPLACE INTO files", [{"name": f"rollouts/{shard.name}", "sha256": shard.sha256}])
             for group in groups:
-                row = (
-                    group.group_id,
-                    group.index,
-                    split,
-                    group.epoch,
-                    group.position,
-                    batch,
-                    json.dumps(asdict(group.task)),
-                )
-                db.execute("INSERT OR IGNORE INTO groups VALUES (?,?,?,?,?,?,?,NULL)", row)
+                _insert(db, "OR IGNORE INTO groups", [_group_row(group, split, batch)])
                 for trajectory in group.trajectories:
-                    fields = _trajectory_row(group.group_id, trajectory, shard, split)
-                    names, values = ", ".join(fields), ", ".join(f":{name}" for name in fields)
-                    db.execute(f"INSERT INTO trajectories ({names}) VALUES ({values})", fields)
-                db.executemany(
-                    "INSERT INTO steps VALUES (?,?,?,?,?,?,?,?)",
-                    [row for t in group.trajectories for row in _step_rows(t, split)],
-                )
+                    _insert(db, "INTO trajectories", [_trajectory_row(group, trajectory, shard.name, split)])
+                    _insert(db, "INTO steps", _step_rows(trajectory, split))
+
+    def note_files(self, written: Iterable[WrittenFile]) -> None:
+        """Note files of the run by their names in its directory: what they must be when they are read."""
+        with self._db.transaction() as db:
+            _insert(db, "OR REPLACE INTO files", (file._asdict() for file in written))
 
     def note_advantages(self, advantages: Mapping[str, float]) -> None:
         """trajectory_id -> advantage it was trained with."""
-        with self._transaction() as db:
+        with self._db.transaction() as db:
             db.executemany(
                 "UPDATE trajectories SET advantage = ? WHERE trajectory_id = ?",
                 [(a, t) for t, a in advantages.items()],
@@ -142,26 +140,39 @@ class Ledger:
 
     def note_dropped(self, group: Group) -> None:
         """Record that the group will not be trained, as `leave_out` has marked it."""
-        with self._transaction() as db:
+        with self._db.transaction() as db:
             self._drop_steps(db, dropped_steps([group]))
+
+    def note_damaged(self, trajectories: Sequence[str]) -> int:
+        """Record that the tokens of these are lost: steps that wait will not be trained. Returns how many that are."""
+        with self._db.transaction() as db:
+            return db.executemany(
+                "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ? AND state = ?",
+                [(StepState.DROPPED, DropReason.DAMAGED, name, StepState.RECORDED) for name in trajectories],
+            ).rowcount
 
     def note_refused(self, refused: Mapping[str, str]) -> None:
         """trajectory_id -> why the learner could not train it. Its steps are dropped with the next checkpoint."""
-        with self._transaction() as db:
+        with self._db.transaction() as db:
             db.executemany(
                 "UPDATE trajectories SET warning = ? WHERE trajectory_id = ?",
                 [(message, trajectory) for trajectory, message in refused.items()],
             )
 
     def commit_checkpoint(
-        self, directory: str, state: LoopState, batches: Sequence[TrainedBatch] = (), finished: bool = False
+        self,
+        directory: str,
+        state: LoopState,
+        batches: Sequence[TrainedBatch] = (),
+        finished: bool = False,
+        manifest_sha256: str | None = None,
     ) -> None:
         """One transaction: recorded steps of groups taken so far are trained, and this checkpoint is the latest.
 
         batches: those since the checkpoint before. finished: nothing will be trained any more, so that whatever is
-        left is unused.
+        left is unused. manifest_sha256: of its directory, if that was written anew.
         """
-        with self._transaction() as db:
+        with self._db.transaction() as db:
             for batch in batches:
                 db.executemany(
                     "UPDATE groups SET trained_version = ? WHERE group_id = ?",
@@ -172,17 +183,18 @@ class Ledger:
             self._move_steps(db, StepState.TRAINED, None, which, state.cursor, json.dumps(state.outstanding))
             if finished:
                 self._move_steps(db, StepState.DROPPED, DropReason.UNUSED, "true")
-            db.execute(
-                "INSERT INTO checkpoints (update_number, directory, state) VALUES (?,?,?)",
-                (state.update, directory, json.dumps(asdict(state))),
-            )
+            row = {"update_number": state.update, "directory": directory, "state": json.dumps(asdict(state))}
+            _insert(db, "INTO checkpoints", [row])
+            if manifest_sha256 is not None:
+                manifest = {"name": _manifest_name(directory), "sha256": manifest_sha256}
+                _insert(db, "OR REPLACE INTO files", [manifest])
 
     def roll_back(self, state: LoopState, reason: DropReason, keep: Sequence[str] = ()) -> int:
         """Drop what was recorded and is not in the checkpoint that is resumed from, but for the groups to `keep`.
 
         Returns how many steps that were. Their groups stay on record under their own names.
         """
-        with self._transaction() as db:
+        with self._db.transaction() as db:
             which = f"({_UNTAKEN}) AND g.group_id NOT IN (SELECT value FROM json_each(?))"
             outstanding = json.dumps(state.outstanding)
             return self._move_steps(
@@ -195,7 +207,7 @@ class Ledger:
         Returns how many steps that were, trained ones among them.
         """
         state = self.checkpoint(directory)
-        with self._transaction() as db:
+        with self._db.transaction() as db:
             last = "SELECT max(number) FROM checkpoints WHERE directory = ?"
             db.execute(f"DELETE FROM checkpoints WHERE number > ({last})", (directory,))
             where = (_UNTAKEN, state.cursor, json.dumps(state.outstanding))
@@ -261,9 +273,19 @@ class Ledger:
             json.dumps(state.outstanding),
         )
 
-    def shards(self) -> set[str]:
-        """Files that hold the tokens of what is on record."""
-        return {row["shard"] for row in self.query("SELECT DISTINCT shard FROM trajectories")}
+    def shards(self) -> dict[str, WrittenFile]:
+        """The files that hold the tokens of what is on record, by their names in `rollouts/`."""
+        rows = self.query("SELECT substr(name, 10) AS name, sha256 FROM files WHERE name GLOB 'rollouts/*'")
+        return {row["name"]: WrittenFile(**row) for row in rows}
+
+    def manifest_sha256(self, directory: str) -> str | None:
+        """Of the checkpoint in this directory, as it was written last."""
+        return self.file_sha256(_manifest_name(directory))
+
+    def file_sha256(self, name: str) -> str | None:
+        """Of a file of the run by its name in the run's directory; None if it is not on record."""
+        rows = self.query("SELECT sha256 FROM files WHERE name = ?", name)
+        return rows[0]["sha256"] if rows else None
 
     def times_sampled(self) -> dict[int, int]:
         """Group index -> how often it is on record; a resumed run names the next sample apart."""
@@ -272,28 +294,19 @@ class Ledger:
 
     def query(self, sql: str, *values: Any) -> list[dict[str, Any]]:
         """Rows of a SELECT, as dicts."""
-        with self._lock, closing(self._db.execute(sql, values)) as cursor:
-            return [dict(row) for row in cursor]
+        return self._db.query(sql, *values)
+
+    def prove(self) -> None:
+        """Raise DamageError unless all of it is as it was written."""
+        self._db.prove()
 
     def close(self) -> None:
         """Close the database."""
         self._db.close()
 
 
-_NETWORK = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs"}
-
-
-def journal_mode(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """WAL, so that who reads a run never holds it up; DELETE on network filesystems and FUSE, where WAL does not work.
-
-    mounts: the system's table of them; where there is none, WAL.
-    """
-    if not mounts.is_file():
-        return "WAL"
-    rows = [line.split() for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines()]
-    kinds = {Path(row[1].replace("\\040", " ")): row[2] for row in rows}  # of two on one point the later is on top
-    kind = next((kinds[folder] for folder in path.resolve().parents if folder in kinds), "")
-    return "DELETE" if kind in _NETWORK or kind.startswith("fuse") else "WAL"
+def _manifest_name(directory: str) -> str:
+    return f"checkpoints/{directory}/{MANIFEST}"
 
 
 def _loop_state(text: str) -> LoopState:
@@ -303,11 +316,30 @@ def _loop_state(text: str) -> LoopState:
     return LoopState(**state)
 
 
-def _trajectory_row(group_id: str, t: Trajectory, shard: str, split: str) -> dict[str, Any]:
+def _insert(db: sqlite3.Connection, into: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Insert rows by the names of their columns: `_insert(db, "INTO files", [{"name": "a", "sha256": "b"}])`."""
+    for row in rows:
+        names, values = ", ".join(row), ", ".join(f":{name}" for name in row)
+        db.execute(f"INSERT {into} ({names}) VALUES ({values})", row)
+
+
+def _group_row(group: Group, split: str, batch: int) -> dict[str, Any]:
+    return {
+        "group_id": group.group_id,
+        "idx": group.index,
+        "split": split,
+        "epoch": group.epoch,
+        "position": group.position,
+        "batch": batch,
+        "task": json.dumps(asdict(group.task)),
+    }
+
+
+def _trajectory_row(group: Group, t: Trajectory, shard: str, split: str) -> dict[str, Any]:
     happened = as_played(t)
     return {
         "trajectory_id": t.trajectory_id,
-        "group_id": group_id,
+        "group_id": group.group_id,
         "attempt": t.attempt,
         "status": t.status,
         "reward": t.reward,
@@ -326,8 +358,16 @@ def _trajectory_row(group_id: str, t: Trajectory, shard: str, split: str) -> dic
     }
 
 
-def _step_rows(t: Trajectory, split: str) -> Iterator[tuple[Any, ...]]:
+def _step_rows(t: Trajectory, split: str) -> Iterator[dict[str, Any]]:
     for number, step in enumerate(t.steps):
-        lengths = (len(step.prompt_ids), len(step.completion_ids))
         outcome = outcome_when_recorded(t, step, split)
-        yield (t.trajectory_id, number, *outcome, *lengths, step.stop_reason, step.reward)
+        yield {
+            "trajectory_id": t.trajectory_id,
+            "step": number,
+            "state": outcome.state,
+            "reason": outcome.reason,
+            "prompt_tokens": len(step.prompt_ids),
+            "completion_tokens": len(step.completion_ids),
+            "stop_reason": step.stop_reason,
+            "reward": step.reward,
+        }

@@ -93,7 +93,8 @@ class Trainer(Protocol):
 class Loop:
     """Trains until `orchestration.updates`, a stop request, or a reason to give up.
 
-    save: writes the learner into a new checkpoint directory; raises CheckpointError. record: makes a group's newly
+    save: writes the learner into a new checkpoint directory and returns the digest of its manifest; raises
+    CheckpointError. record: makes a group's newly
     finished trajectories durable; default: in the run directory and its ledger.
     kept: groups on record of an earlier process that are gone on with, by index.
 
@@ -111,7 +112,7 @@ class Loop:
         rollouts: Player,
         train: Sequence[Task],
         held_out: Sequence[Task],
-        save: Callable[[Path], None],
+        save: Callable[[Path], str],
         state: LoopState,
         clock: Clock,
         progress: Progress,
@@ -399,9 +400,8 @@ class Loop:
         self.state = replace(self.state, wall_seconds=wall, cpu_seconds=cpu)
         name, folder = checkpoint_name(self.state.update), self.run_directory.checkpoints
         new = self._saved != self.state.update
-        if new:
-            await self._beside(partial(self._save, folder / name))
-        self.ledger.commit_checkpoint(name, self.state, self._batches, finished=self.finished)
+        manifest = await self._beside(partial(self._save, folder / name)) if new else None
+        self.ledger.commit_checkpoint(name, self.state, self._batches, self.finished, manifest)
         self._batches.clear()
         self._saved = self.state.update
         remove_others(folder, retained(checkpoint_updates(folder), self.config, self.state.evaluations))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from treadle.core.errors import RunError
+from treadle.core.errors import RemovedError, RunError
+from treadle.core.manifest import Manifest
 from treadle.orchestration.config import KeepBest, RunConfig
+from treadle.orchestration.ledger import Ledger, no_checkpoint
 from treadle.orchestration.run_directory import RunDirectory
 
+T = TypeVar("T")
+_NAME = re.compile(r"step-\d+")
 _FIGURES: Mapping[KeepBest, str] = {"held_out_success": "success", "held_out_reward": "reward_mean"}
 
 
@@ -25,30 +31,63 @@ def checkpoint_update(checkpoint: Path) -> int:
 
 def checkpoint_updates(checkpoints: Path) -> list[int]:
     """Updates of the complete checkpoints in a run's folder of them, ascending."""
-    return sorted(map(checkpoint_update, checkpoints.glob("step-*")))
+    return sorted(checkpoint_update(path) for path in checkpoints.glob("step-*") if _NAME.fullmatch(path.name))
 
 
-def find_checkpoint(path: Path, which: str) -> Path:
-    """Of a run directory, by name, or `latest` or `best`. They are complete or absent, also while the run goes on.
+def find_checkpoint(path: Path, which: str) -> Manifest:
+    """Return the manifest of a run's checkpoint, by name, or `latest` or `best`, also while the run goes on.
 
+    The ledger says which there are: a directory that it does not know was never completed. The manifest is the one
+    that the ledger has on record; its files are not looked at.
     best: by `orchestration.keep_best`, or held-out success, among those that are there. Raises RunError.
     """
-    run = RunDirectory.open(path)
-    there = {checkpoint_name(update): update for update in checkpoint_updates(run.checkpoints)}
-    if not there:
-        raise RunError(f"run {str(path)!r} has no checkpoint yet")
-    if which == "latest":
-        return run.checkpoints / list(there)[-1]
+    run, tried = RunDirectory.open(path), None
+    while True:
+        with closing(run.ledger()) as ledger:
+            name, others = _choose(run, ledger, which)
+            sha256 = ledger.manifest_sha256(name)
+        remedy = f"restore it, or take another checkpoint ({', '.join(others)})" if others else "restore it from a copy"
+        try:
+            return Manifest.load(run.checkpoints / name, sha256, remedy)
+        except RemovedError:
+            if name == tried:
+                raise RunError(f"checkpoint {name} of run {str(path)!r} is gone; {remedy}") from None
+            tried = name  # the run has gone on meanwhile
+
+
+def read_checkpoint(path: Path, which: str, read: Callable[[Manifest], T]) -> tuple[Manifest, T]:
+    """Return a checkpoint, found as by `find_checkpoint`, and what `read` returns of it.
+
+    If the run removes it meanwhile, the one that then is the latest or best is read. Raises RunError.
+    """
+    while True:
+        found = find_checkpoint(path, which)
+        try:
+            return found, read(found)
+        except RemovedError:
+            continue
+
+
+def _choose(run: RunDirectory, ledger: Ledger, which: str) -> tuple[str, list[str]]:
+    """The name of the checkpoint, and those of the others that are there. Raises RunError."""
+    latest = ledger.latest_checkpoint()
+    if latest is None:
+        raise RunError(f"run {str(run.path)!r} {no_checkpoint(run.path)}")
+    name, state = latest
+    there = sorted(own for own in ledger.checkpoint_names() if (run.checkpoints / own).is_dir())
     if which == "best":
-        config, evaluations = run.config(), [row for row in run.metrics() if row["kind"] == "evaluation"]
+        config = run.config()
         metric = config.orchestration.keep_best or "held_out_success"
-        best = best_update(evaluations, metric, config.evaluation.temperature, there.values())
+        among = [checkpoint_update(Path(own)) for own in there]
+        best = best_update(state.evaluations, metric, config.evaluation.temperature, among)
         if best is None:
-            raise RunError(f"no checkpoint of run {str(path)!r} was evaluated; it has {', '.join(there)}")
-        which = checkpoint_name(best)
-    if which not in there:
-        raise RunError(f"run {str(path)!r} has no checkpoint {which!r}; it has {', '.join(there)}")
-    return run.checkpoints / which
+            raise RunError(f"no checkpoint of run {str(run.path)!r} was evaluated; it has {', '.join(there)}")
+        name = checkpoint_name(best)
+    elif which != "latest":
+        name = which
+        if which not in there:
+            raise RunError(f"run {str(run.path)!r} has no checkpoint {which!r}; it has {', '.join(there)}")
+    return name, [own for own in there if own != name]
 
 
 def best_update(

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treadle.core.errors import RunError
-from treadle.core.files import write_atomically
+from treadle.core.files import WrittenFile, write_atomically
+from treadle.core.manifest import read_proven
 from treadle.core.rewards import Reward
 from treadle.core.types import BreakCause, DropReason, Group, Routing, SamplingParams, Step, StopReason
 
@@ -47,8 +48,8 @@ _SCHEMA = pa.schema(
 )
 
 
-def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> str:
-    """Write the groups' steps durably; returns the file's name. Complete or absent (atomic rename).
+def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> WrittenFile:
+    """Write the groups' steps durably; returns the file. Complete or absent (atomic rename).
 
     Raises RunError where the disk refuses.
     """
@@ -60,10 +61,10 @@ def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> str:
     ]
     final = directory / f"{name}.parquet"
     try:
-        write_atomically(final, _parquet(pa.Table.from_pylist(rows, schema=_SCHEMA)))
+        sha256 = write_atomically(final, _parquet(pa.Table.from_pylist(rows, schema=_SCHEMA)))
     except OSError as error:
         raise RunError(f"could not write {final}: {error}; free disk space, then --resume") from error
-    return final.name
+    return WrittenFile(final.name, sha256)
 
 
 def remove_other_shards(directory: Path, keep: Container[str]) -> None:
@@ -79,16 +80,21 @@ def _parquet(table: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def read_steps(directory: Path, shard: str, trajectory_id: str) -> list[Step]:
-    """The steps of one trajectory, in call order."""
-    table = pq.read_table(directory / shard, filters=[("trajectory_id", "=", trajectory_id)])
+def open_shard(directory: Path, shard: WrittenFile) -> pa.BufferReader:
+    """Return a shard's content, for pyarrow. Raises DamageError if it is gone or not as it was written."""
+    return pa.BufferReader(read_proven(directory / shard.name, shard.sha256, "restore it from a copy"))
+
+
+def read_steps(directory: Path, shard: WrittenFile, trajectory_id: str) -> list[Step]:
+    """The steps of one trajectory, in call order. Raises DamageError as `open_shard`."""
+    table = pq.read_table(open_shard(directory, shard), filters=[("trajectory_id", "=", trajectory_id)])
     return [_step(row) for row in sorted(table.to_pylist(), key=lambda row: row["step"])]
 
 
-def read_shard(directory: Path, shard: str) -> dict[str, list[Step]]:
-    """trajectory_id -> its steps, in call order, of a whole shard."""
+def read_shard(directory: Path, shard: WrittenFile) -> dict[str, list[Step]]:
+    """trajectory_id -> its steps, in call order, of a whole shard. Raises DamageError as `open_shard`."""
     found: dict[str, list[Step]] = {}
-    for row in pq.read_table(directory / shard).to_pylist():
+    for row in pq.read_table(open_shard(directory, shard)).to_pylist():
         found.setdefault(row["trajectory_id"], []).append(_step(row))
     return found
 

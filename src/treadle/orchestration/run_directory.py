@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import os
 import platform
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from treadle.core.config import build, dump_yaml, load_yaml
-from treadle.core.errors import RunError
-from treadle.core.files import write_atomically
+from treadle.core.checked_json import checked_json, is_unfinished, parse_checked_json
+from treadle.core.config import build, dump_yaml, parse_yaml
+from treadle.core.errors import DamageError, RunError
+from treadle.core.files import WrittenFile, write_atomically
+from treadle.core.manifest import sha256_of
 from treadle.orchestration.config import RunConfig
+from treadle.orchestration.ledger import Ledger, no_checkpoint, salvage
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class RunDirectory:
         self.metrics_file = path / "metrics.jsonl"
         self.summary_file = path / "summary.json"
         self.curve_file = path / "curve.png"
+        self.written: list[WrittenFile] = []  # by this process, for the ledger
         self._lock: IO[str] | None = None
 
     @classmethod
@@ -67,7 +71,7 @@ class RunDirectory:
             run.rollouts.mkdir(parents=True)
             run.checkpoints.mkdir()
             run.lock()
-            write_atomically(run.config_file, (_versions_header() + dump_yaml(config)).encode())
+            run.write(run.config_file.name, _config_content(config))
         except FileExistsError as error:  # by another process, just now
             raise RunError(f"run directory {str(path)!r} is already in use; choose another name") from error
         except OSError as error:
@@ -82,16 +86,58 @@ class RunDirectory:
             raise RunError(f"{str(path)!r} is no run directory: it has no config.yaml")
         return run
 
-    def config(self, overrides: Sequence[str] = ()) -> RunConfig:
-        """The resolved configuration it was started with, or goes on with since. Raises ConfigError."""
-        return build(RunConfig, load_yaml(self.config_file), str(self.config_file), overrides)
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file that is read later, so that the ledger can vouch for it (`written`). Raises OSError."""
+        self.written.append(WrittenFile(name, write_atomically(self.path / name, content)))
 
-    def change_config(self, config: RunConfig) -> None:
+    def ledger(self) -> Ledger:
+        """Open the ledger to read it. Raises RunError, with what can be done, where there is none."""
+        if not self.ledger_file.is_file():
+            if any(self.checkpoints.glob("step-*")):
+                raise RunError(f"run {str(self.path)!r} has no ledger any more; {salvage(self.path)}")
+            raise RunError(f"run {str(self.path)!r} has recorded nothing yet: it is, or was stopped, in its warm start")
+        return Ledger(self.ledger_file, read_only=True)
+
+    def config(self, overrides: Sequence[str] = ()) -> RunConfig:
+        """The resolved configuration it was started with, or goes on with since.
+
+        Raises ConfigError; DamageError unless it is what the ledger says, if there is one.
+        """
+        return build(RunConfig, self.config_data(), str(self.config_file), overrides)
+
+    def config_data(self) -> dict[str, Any]:
+        """Return what config.yaml holds, before anything is checked but that it is as it was written."""
+        content = self.config_file.read_bytes()
+        known = self._known_configs()
+        if known and sha256_of(content) not in known:
+            raise DamageError(
+                f"{self.config_file} is damaged, or was changed by hand: restore it; what may change is changed on the "
+                "command line (treadle train RECIPE --resume key.path=value)"
+            )
+        return parse_yaml(content, str(self.config_file))
+
+    def _known_configs(self) -> set[str]:
+        """SHA-256 of config.yaml, and of what it was before its changes: one of them may have been cut short."""
+        if not self.ledger_file.is_file():
+            return set()
+        with closing(self.ledger()) as ledger:
+            return {row["sha256"] for row in ledger.query("SELECT sha256 FROM files WHERE name GLOB 'config*.yaml'")}
+
+    def latest_checkpoint(self) -> str | None:
+        """Return the name of the latest checkpoint on record; None before the first. Raises RunError."""
+        with closing(self.ledger()) as ledger:
+            latest = ledger.latest_checkpoint()
+        return None if latest is None else latest[0]
+
+    def change_config(self, config: RunConfig, ledger: Ledger) -> None:
         """Go on with another configuration; the old one stays as config-1.yaml, config-2.yaml, ..."""
-        older = self.path / f"config-{1 + len(list(self.path.glob('config-*.yaml')))}.yaml"
+        older = f"config-{1 + len(list(self.path.glob('config-*.yaml')))}.yaml"
+        before, after = self.config_file.read_bytes(), _config_content(config)
+        named = {older: before, self.config_file.name: after}
+        ledger.note_files(WrittenFile(name, sha256_of(content)) for name, content in named.items())
         try:
-            write_atomically(older, self.config_file.read_bytes())
-            write_atomically(self.config_file, (_versions_header() + dump_yaml(config)).encode())
+            for name, content in named.items():
+                write_atomically(self.path / name, content)
         except OSError as error:
             raise RunError(f"could not write {self.config_file}: {error}; free disk space, then --resume") from error
 
@@ -124,7 +170,7 @@ class RunDirectory:
         """Append one line to metrics.jsonl."""
         try:
             with self.metrics_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(checked_json(row) + "\n")
         except OSError as error:
             raise RunError(f"could not write {self.metrics_file}: {error}; free disk space, then --resume") from error
 
@@ -132,8 +178,9 @@ class RunDirectory:
         """Read metrics.jsonl. A last line that a kill left unfinished is none."""
         if not self.metrics_file.is_file():
             return MetricsLog([], [])
-        lines = self.metrics_file.read_bytes().split(b"\n")[:-1]
-        rows = dict(enumerate(map(_metrics_row, lines), 1))
+        *lines, last = self.metrics_file.read_bytes().split(b"\n")
+        lines += [] if is_unfinished(last) else [last]
+        rows = dict(enumerate(map(parse_checked_json, lines), 1))
         return MetricsLog(
             [row for row in rows.values() if row is not None], [n for n, row in rows.items() if row is None]
         )
@@ -152,18 +199,8 @@ class RunDirectory:
         made = [{"kind": "evaluation", **row} for row in evaluations]
         kept = [row for row in log.rows if row["kind"] == "update" and row["update"] <= update] + made
         kept.sort(key=lambda row: (row["update"], row["kind"] == "evaluation"))
-        write_atomically(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept).encode())
+        write_atomically(self.metrics_file, "".join(checked_json(row) + "\n" for row in kept).encode())
         return log.problem(update)
-
-
-def _metrics_row(line: bytes) -> dict[str, Any] | None:
-    """None for a line that the run did not write."""
-    try:
-        row = json.loads(line.decode())
-    except ValueError:
-        return None
-    known = isinstance(row, dict) and row.get("kind") in ("update", "evaluation") and isinstance(row.get("update"), int)
-    return row if known else None
 
 
 def _listed(numbers: Sequence[int], most: int = 5) -> str:
@@ -173,13 +210,22 @@ def _listed(numbers: Sequence[int], most: int = 5) -> str:
 
 
 def find_run(runs: Path, recipe: str) -> Path:
-    """The newest run of a recipe under `runs` that can go on: not finished, with a checkpoint. Raises RunError."""
+    """Return the newest run of a recipe under `runs` that can go on: not finished, with a checkpoint on record.
+
+    Raises RunError if there is none, and where it cannot be told because a run is damaged.
+    """
     started = [run for run in map(RunDirectory, runs.glob("*")) if any(run.checkpoints.glob("step-*"))]
     unfinished = [run for run in started if run.config_file.is_file() and not run.summary_file.is_file()]
-    own = [run for run in unfinished if load_yaml(run.config_file).get("recipe") == recipe]
-    if not own:
-        raise RunError(f"no unfinished run of {recipe!r} under {str(runs)!r} to resume; start one without --resume")
-    return max(own, key=lambda run: run.config_file.stat().st_mtime).path
+    try:
+        own = [run for run in unfinished if run.config_data().get("recipe") == recipe]
+        ready = [run for run in own if run.latest_checkpoint() is not None]
+    except RunError as error:
+        raise type(error)(f"{error}; another run is chosen with --name") from error
+    if not ready:
+        others = "".join(f"; {str(run.path)!r} {no_checkpoint(run.path)}" for run in own)
+        none = f"no unfinished run of {recipe!r} under {str(runs)!r} to resume"
+        raise RunError(f"{none}{others or '; start one without --resume'}")
+    return max(ready, key=lambda run: run.config_file.stat().st_mtime).path
 
 
 def make_directory(runs: Path, config: RunConfig) -> Path:
@@ -198,6 +244,10 @@ def make_directory(runs: Path, config: RunConfig) -> Path:
             if not path.is_dir():
                 what = error.strerror or error
                 raise RunError(f"could not create run directory {str(path)!r}: {what}; choose other --runs") from error
+
+
+def _config_content(config: RunConfig) -> bytes:
+    return (_versions_header() + dump_yaml(config)).encode()
 
 
 def _versions_header() -> str:

@@ -7,7 +7,6 @@ An update's figures have its number as their step; those of an evaluation are `e
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import time
 from abc import abstractmethod
@@ -15,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
+from treadle.core.checked_json import checked_json, parse_checked_json
 from treadle.core.config import describe, dump_yaml
-from treadle.core.errors import ConfigError
+from treadle.core.errors import ConfigError, DamageError
 from treadle.core.files import write_atomically
 from treadle.orchestration.callbacks import Callback, RunStart
 from treadle.orchestration.metrics import EvaluationResult
@@ -52,11 +52,13 @@ class Tracker(Callback):
         """All is logged."""
 
     def start(self, run: RunStart) -> None:
-        """Open it. Its id is kept in tracking.json of the run directory."""
+        """Open it. Its id is kept in tracking.json of the run directory. Raises DamageError if that is damaged."""
         file = run.directory / "tracking.json"
-        known: dict[str, str] = json.loads(file.read_bytes()) if file.is_file() else {}
+        known = parse_checked_json(file.read_bytes()) if file.is_file() else {}
+        if known is None:
+            raise DamageError(f"{file} is damaged: restore it, or remove it to go on as a new run of the tracker")
         ids = {**known, self.package: self.open(run, known.get(self.package))}
-        write_atomically(file, json.dumps(ids, indent=2).encode())
+        write_atomically(file, checked_json(ids).encode())
         self._run = run
 
     def update(self, row: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
+from treadle.core.manifest import Manifest, read_proven
 from treadle.core.outcomes import interrupted_reason
 from treadle.core.types import DropReason, Group
 from treadle.engines.routing import Routers
@@ -46,6 +48,8 @@ from treadle.training.learner import Learner, check_reference
 from treadle.training.model import load_reference
 from treadle.training.optimizer import learning_rate
 
+_WARM_START = "warm_start.json"
+
 
 def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress) -> dict[str, Any]:
     """Train from the beginning in a new run directory; returns the summary. Raises TreadleError."""
@@ -70,10 +74,11 @@ def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress)
 
         def work() -> dict[str, Any]:
             report = run_warm_start(policy.model, policy.renderer, policy.tokenizer_path, config, progress)
+            warm_start = None if report is None else asdict(report)
             if report is not None:
                 progress.say(_warm_start_line(report))
-                write_atomically(path / "warm_start.json", json.dumps(asdict(report)).encode())
-            return _train(config, inputs, run, policy, reference, LoopState(), clock, progress, told)
+                run.write(_WARM_START, json.dumps(warm_start).encode())
+            return _train(config, inputs, run, policy, reference, LoopState(), clock, progress, told, warm_start)
 
         return told.around(RunStart(path, config, 0, progress.say), work)
     finally:
@@ -91,15 +96,16 @@ def resume_run(
 
     From the latest, weights become bit-identical to those of a run that was never interrupted. From an earlier one,
     everything after it is rolled back. Raises RunError if the run is finished (one that goes back or gets more updates
-    is not), in use, or never reached its first checkpoint; ConfigError for a change of configuration that a run cannot
-    go on with.
+    is not), in use, or never reached its first checkpoint; DamageError if the ledger, the checkpoint or the
+    configuration is not as it was written; ConfigError for a change of configuration that a run cannot go on with.
     """
     clock = Clock()
     check_config(config)
     run = RunDirectory.open(path)
     run.lock()
     try:
-        name, state = _where_to_resume(run, checkpoint)
+        found, state = _where_to_resume(run, checkpoint)
+        warm_start = _recorded_warm_start(run)
         updates = config.orchestration.updates
         if run.summary_file.is_file() and checkpoint is None and state.update >= updates:
             raise RunError(f"run {str(path)!r} is finished ({state.update} updates); nothing to resume")
@@ -116,26 +122,29 @@ def resume_run(
         told = Callbacks({run.metrics_file.name: JsonLines(run), **inputs.callbacks}, StopRequest())
 
         def work() -> dict[str, Any]:
-            return _train(config, inputs, run, policy, reference, state, clock, progress, told, name)
+            return _train(config, inputs, run, policy, reference, state, clock, progress, told, warm_start, found)
 
         return told.around(RunStart(path, config, state.update, progress.say), work)
     finally:
         run.unlock()
 
 
-def _where_to_resume(run: RunDirectory, checkpoint: str | None) -> tuple[str, LoopState]:
-    """(name, state) of the latest checkpoint or of the one that is named. Raises RunError."""
-    ledger = Ledger(run.ledger_file)
-    try:
-        if checkpoint is not None:
-            name = find_checkpoint(run.path, checkpoint).name
-            return name, ledger.checkpoint(name)
-        latest = ledger.latest_checkpoint()
-    finally:
-        ledger.close()
-    if latest is None:
-        raise RunError(f"run {str(run.path)!r} has no checkpoint yet; remove it and start again")
-    return latest
+def _where_to_resume(run: RunDirectory, checkpoint: str | None) -> tuple[Manifest, LoopState]:
+    """The latest checkpoint or the one that is named, and the loop's state. Raises RunError."""
+    with closing(run.ledger()) as ledger:
+        ledger.prove()
+        found = find_checkpoint(run.path, checkpoint or "latest")
+        return found, ledger.checkpoint(found.directory.name)
+
+
+def _recorded_warm_start(run: RunDirectory) -> dict[str, Any] | None:
+    """What the warm start did, if there was one. Raises DamageError."""
+    with closing(run.ledger()) as ledger:
+        sha256 = ledger.file_sha256(_WARM_START)
+    if sha256 is None:
+        return None
+    report: dict[str, Any] = json.loads(read_proven(run.path / _WARM_START, sha256, "restore it from a copy"))
+    return report
 
 
 def _with_threads(config: RunConfig, threads: int | None) -> RunConfig:
@@ -196,25 +205,28 @@ def _train(
     clock: Clock,
     progress: Progress,
     callbacks: Callbacks,
-    resume_from: str | None = None,
+    warm_start: dict[str, Any] | None,
+    resume_from: Manifest | None = None,
 ) -> dict[str, Any]:
     learner = Learner(policy.model, config.training, config.algorithm, config.orchestration.updates, reference)
     run.require_space(checkpoint_bytes(learner), _kept_at_least(config))
     ledger, kept = Ledger(run.ledger_file), dict[int, Group]()
     try:
-        if resume_from is not None:
-            load_checkpoint(run.checkpoints / resume_from, learner, policy.tokenizer_path)
+        if resume_from is None:
+            ledger.note_files(run.written)
+        else:
+            load_checkpoint(resume_from, learner, policy.tokenizer_path)
             run.summary_file.unlink(missing_ok=True)
             if changes(run.config(), config):
-                run.change_config(config)
+                run.change_config(config, ledger)
             remove_other_shards(run.rollouts, ledger.shards())
-            kept = _roll_back(config, run, ledger, resume_from, state, progress)
+            kept = _roll_back(config, run, ledger, resume_from.directory.name, state, progress)
         state, stopped = asyncio.run(
             _run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress, callbacks, kept)
         )
     finally:
         ledger.close()
-    summary = _summary(config, run, learner, state, stopped)
+    summary = _summary(config, run, learner, state, stopped, warm_start)
     if not stopped:
         draw_curve(run.metrics(), run.curve_file, f"{config.recipe}, seed {config.seed}")
         write_atomically(run.summary_file, json.dumps(summary, indent=2).encode())
@@ -233,7 +245,14 @@ def _roll_back(
     there = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]
     remove_others(run.checkpoints, {name, *retained(there, config, state.evaluations)})
     staleness = config.orchestration.max_staleness
-    kept = reusable(ledger, run.rollouts, state, staleness)
+    on_record = reusable(ledger, run.rollouts, state, staleness)
+    for shard, damaged in on_record.damaged.items():
+        steps = ledger.note_damaged(damaged)
+        progress.say(
+            f"{run.rollouts / shard} is damaged or gone: {len(damaged)} trajectories ({steps} steps) that waited in it "
+            f"are dropped as {DropReason.DAMAGED}, and their tasks are sampled again"
+        )
+    kept = on_record.groups
     reason = interrupted_reason(staleness)
     dropped = ledger.roll_back(state, reason, [group.group_id for group in kept.values()])
     if problem := run.roll_back_metrics(state.update, state.evaluations):
@@ -299,11 +318,17 @@ def _warm_start_line(report: WarmStartReport) -> str:
     return f"warm start: loss {report.loss:.3f} after {report.steps} steps ({how})"
 
 
-def _summary(config: RunConfig, run: RunDirectory, learner: Learner, state: LoopState, stopped: bool) -> dict[str, Any]:
+def _summary(
+    config: RunConfig,
+    run: RunDirectory,
+    learner: Learner,
+    state: LoopState,
+    stopped: bool,
+    warm_start: dict[str, Any] | None,
+) -> dict[str, Any]:
     """What summary.json holds. Held-out figures are at `evaluation.temperature`, the greedy ones beside them."""
     sampled = [e for e in state.evaluations if e["temperature"] == config.evaluation.temperature]
     greedy = [e for e in state.evaluations if e["temperature"] == 0]
-    warm_start = run.path / "warm_start.json"
 
     def success(results: list[dict[str, Any]], which: int) -> float | None:
         return results[which]["success"] if len(results) > 1 else None
@@ -320,7 +345,7 @@ def _summary(config: RunConfig, run: RunDirectory, learner: Learner, state: Loop
         "held_out_greedy_after": None if stopped else success(greedy, -1),
         "held_out_tasks": sampled[0]["tasks"] if sampled else 0,
         "evaluations": list(state.evaluations),
-        "warm_start": json.loads(warm_start.read_bytes()) if warm_start.is_file() else None,
+        "warm_start": warm_start,
         "threads": torch.get_num_threads(),
         "wall_seconds": round(state.wall_seconds, 1),
         "cpu_seconds": round(state.cpu_seconds, 1),

@@ -14,11 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from transformers import PreTrainedModel
 
-from treadle.core.errors import CheckpointError
+from treadle.core.errors import CheckpointError, RunError
+from treadle.core.manifest import Manifest
 from treadle.core.registry import resolve
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.progress import Progress
@@ -59,7 +59,7 @@ def run_warm_start(
         return None
     started = time.perf_counter()
     entry = cache_directory() / "warm_start" / _key(config, config.warm_start, tokenizer)
-    if cached := _from_cache(entry, model):
+    if cached := _from_cache(entry, model, progress):
         return replace(cached, cached=True, seconds=time.perf_counter() - started)
     section = config.warm_start
     demonstrations = load_demonstrations(section.demonstrations, section.options, config.seed)
@@ -79,12 +79,16 @@ def run_warm_start(
     return report
 
 
-def _from_cache(entry: Path, model: PreTrainedModel) -> WarmStartReport | None:
-    """Load the cached weights into the model, if they are there and whole."""
+def _from_cache(entry: Path, model: PreTrainedModel, progress: Progress) -> WarmStartReport | None:
+    """Load the cached weights into the model, if they are there; what is damaged is removed, to be learned again."""
+    if not entry.is_dir():
+        return None
     try:
-        report = WarmStartReport(**json.loads((entry / "report.json").read_bytes()))
-        weights = load_safetensors((entry / "model.safetensors").read_bytes())
-    except (OSError, ValueError, TypeError, SafetensorError):  # absent or damaged: learned again
+        cached = Manifest.load(entry, remedy="it is learned again")
+        report = WarmStartReport(**json.loads(cached.read("report.json")))
+        weights = load_safetensors(cached.read("model.safetensors"))
+    except RunError as error:
+        progress.say(f"the warm start in the cache is not used: {error}")
         shutil.rmtree(entry, ignore_errors=True)
         return None
     copy_weights(model, weights, str(entry))

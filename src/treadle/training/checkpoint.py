@@ -3,45 +3,53 @@
 step-000040/  model.safetensors config.json tokenizer.json ...   loadable by transformers
               optimizer.safetensors  checkpoint.json             what resuming needs besides
               value_head.safetensors  reference.safetensors      if there are any
+              SHA256SUMS                                         the manifest (core.manifest)
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import CheckpointError
-from treadle.core.files import sync_directory, write_durably
-from treadle.engines.weights import unique_weights, weights_sha256
+from treadle.core.files import write_durably
+from treadle.core.manifest import Manifest, NewDirectory, new_directory, remove_at_once, sha256_of
+from treadle.engines.weights import unique_weights
 from treadle.training.learner import Learner
-from treadle.training.model import TOKENIZER_FILES, file_sha256
+from treadle.training.model import TOKENIZER_FILES
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def write_model(directory: Path, model: PreTrainedModel, tokenizer: Path) -> None:
-    """Write weights, config and tokenizer into an existing directory, durably. Raises OSError."""
+def model_files(model: PreTrainedModel, tokenizer: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of what makes a model directory: weights, config, tokenizer. Raises OSError."""
     weights = {name: tensor.contiguous() for name, tensor in unique_weights(model).items()}
-    write_durably(directory / "model.safetensors", save_safetensors(weights, {"format": "pt"}))
+    yield "model.safetensors", save_safetensors(weights, {"format": "pt"})
     config = json.loads(model.config.to_json_string())
     # inference engines choose the class by `architectures`, which only models that were loaded have
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
-    write_durably(directory / "config.json", json.dumps(config, indent=2, sort_keys=True).encode())
+    yield "config.json", json.dumps(config, indent=2, sort_keys=True).encode()
     for name in TOKENIZER_FILES:
-        if (tokenizer / name).is_file():
-            write_durably(directory / name, (tokenizer / name).read_bytes())
+        if name == "tokenizer.json" or (tokenizer / name).is_file():
+            yield name, (tokenizer / name).read_bytes()
+
+
+def write_model(directory: Path, model: PreTrainedModel, tokenizer: Path) -> None:
+    """Write weights, config and tokenizer into an existing directory, durably. Raises OSError."""
+    for name, content in model_files(model, tokenizer):
+        write_durably(directory / name, content)
 
 
 def export_model(
@@ -51,45 +59,22 @@ def export_model(
 
     Raises CheckpointError if the directory exists or the disk refuses.
     """
+    export_files(directory, chain(model_files(model, tokenizer), (beside or {}).items()))
+
+
+def export_files(directory: Path, files: Iterable[tuple[str, bytes]]) -> None:
+    """Write a new directory of these files, with its manifest. Complete or absent. Raises as `export_model` does."""
     if directory.exists():
         raise CheckpointError(f"{str(directory)!r} exists already; choose another directory")
-    with _complete_or_absent(directory) as temporary:
-        write_model(temporary, model, tokenizer)
-        for name, content in (beside or {}).items():
-            write_durably(temporary / name, content)
+    with _writing(directory) as new:
+        for name, content in files:
+            new.write(name, content)
 
 
-def read_model_files(checkpoint: Path) -> dict[str, bytes] | None:
-    """What makes a checkpoint a model directory: name -> content; None if the checkpoint is removed meanwhile.
-
-    Raises CheckpointError if it is damaged.
-    """
-    try:
-        tokenizer = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
-        names = ("model.safetensors", "config.json", *tokenizer, "checkpoint.json")
-        files = {name: (checkpoint / name).read_bytes() for name in names}
-        if not checkpoint.is_dir():  # then some tokenizer file may have been missed
-            return None
-        facts = _Facts(**json.loads(files.pop("checkpoint.json")))
-        weights = load_safetensors(files["model.safetensors"])
-    except (OSError, SafetensorError, ValueError, TypeError) as error:
-        if not checkpoint.is_dir():
-            return None
-        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
-    if weights_sha256(weights) != facts.weights_sha256:
-        raise CheckpointError(
-            f"checkpoint {checkpoint} is damaged: model.safetensors does not have the recorded SHA-256"
-        )
-    return files
-
-
-def export_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write a new directory of these files. Complete or absent. Raises CheckpointError as `export_model` does."""
-    if directory.exists():
-        raise CheckpointError(f"{str(directory)!r} exists already; choose another directory")
-    with _complete_or_absent(directory) as temporary:
-        for name, content in files.items():
-            write_durably(temporary / name, content)
+def read_model_files(checkpoint: Manifest) -> dict[str, bytes]:
+    """Return what makes a checkpoint a model directory, proven: name -> content. Raises DamageError or RemovedError."""
+    names = ("model.safetensors", "config.json", *(name for name in TOKENIZER_FILES if name in checkpoint.sha256))
+    return {name: checkpoint.read(name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,62 +83,65 @@ class _Facts:
 
     updates_done: int
     kl_coef: float | None
-    tokenizer_sha256: str
-    weights_sha256: str
-    optimizer_sha256: str
-    value_head_sha256: str | None = None
-    reference_sha256: str | None = None
 
 
-def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
-    """Write the learner's state durably. Raises CheckpointError; then nothing of it is left."""
-    with _complete_or_absent(directory) as temporary:
-        if directory.is_dir():  # of a run that was rolled back: the ledger no longer points to it
-            shutil.rmtree(directory)
-        write_model(temporary, learner.model, tokenizer)
-        moments = _optimizer_tensors(learner)
-        write_durably(temporary / "optimizer.safetensors", save_safetensors(moments))
-        beside = {name: unique_weights(module) for name, module in _beside(learner).items()}
-        for name, tensors in beside.items():
-            write_durably(temporary / f"{name}.safetensors", save_safetensors(tensors))
-        facts = _Facts(
-            updates_done=learner.updates_done,
-            kl_coef=None if learner.kl is None else learner.kl.coef,
-            tokenizer_sha256=file_sha256(tokenizer / "tokenizer.json"),
-            weights_sha256=weights_sha256(learner.weights()),
-            optimizer_sha256=weights_sha256(moments),
-            **{f"{name}_sha256": weights_sha256(tensors) for name, tensors in beside.items()},
-        )
-        write_durably(temporary / "checkpoint.json", json.dumps(asdict(facts), indent=2).encode())
+def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> str:
+    """Write the learner's state durably, in place of a checkpoint of that name that the ledger no longer points to.
+
+    Returns the digest of its manifest. Raises CheckpointError; then nothing of it is left.
+    """
+    with _writing(directory) as new:
+        for name, content in model_files(learner.model, tokenizer):
+            new.write(name, content)
+        new.write("optimizer.safetensors", save_safetensors(_optimizer_tensors(learner)))
+        for name, module in _beside(learner).items():
+            new.write(f"{name}.safetensors", save_safetensors(unique_weights(module)))
+        facts = _Facts(learner.updates_done, None if learner.kl is None else learner.kl.coef)
+        new.write("checkpoint.json", json.dumps(asdict(facts), indent=2).encode())
+    return new.manifest_sha256
 
 
-def load_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> None:
-    """Restore a learner. Raises CheckpointError for a checkpoint that is damaged or of another model or tokenizer."""
-    try:
-        facts = _Facts(**json.loads((directory / "checkpoint.json").read_bytes()))
-        weights = load_safetensors((directory / "model.safetensors").read_bytes())
-        moments = load_safetensors((directory / "optimizer.safetensors").read_bytes())
-        beside = {name: load_safetensors((directory / f"{name}.safetensors").read_bytes()) for name in _beside(learner)}
-    except (OSError, SafetensorError, ValueError, TypeError) as error:  # ValueError: not UTF-8 or not JSON
-        raise CheckpointError(f"checkpoint {directory} cannot be read: {error}") from error
-    if facts.tokenizer_sha256 != file_sha256(tokenizer / "tokenizer.json"):
-        raise CheckpointError(
-            f"checkpoint {directory} was made with another tokenizer than {tokenizer / 'tokenizer.json'}"
-        )
-    for name, tensors, recorded in (
-        ("model.safetensors", weights, facts.weights_sha256),
-        ("optimizer.safetensors", moments, facts.optimizer_sha256),
-        *((f"{name}.safetensors", tensors, getattr(facts, f"{name}_sha256")) for name, tensors in beside.items()),
-    ):
-        if weights_sha256(tensors) != recorded:
-            raise CheckpointError(f"checkpoint {directory} is damaged: {name} does not have the recorded SHA-256")
-    copy_weights(learner.model, weights, str(directory))
+def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> None:
+    """Restore a learner.
+
+    Raises DamageError for a checkpoint that is damaged, CheckpointError for one of another model or tokenizer.
+    """
+    where = checkpoint.directory
+    facts = _Facts(**json.loads(checkpoint.read("checkpoint.json")))
+    _check_tokenizer(checkpoint, tokenizer)
+    _check_config(learner.model, json.loads(checkpoint.read("config.json")), where)
+    weights = load_safetensors(checkpoint.read("model.safetensors"))
+    moments = load_safetensors(checkpoint.read("optimizer.safetensors"))
+    beside = {name: load_safetensors(checkpoint.read(f"{name}.safetensors")) for name in _beside(learner)}
+    copy_weights(learner.model, weights, str(where))
     for name, module in _beside(learner).items():
-        copy_weights(module, beside[name], str(directory))
+        copy_weights(module, beside[name], str(where))
     _restore_moments(learner, moments)
     learner.updates_done = facts.updates_done
     if learner.kl is not None and facts.kl_coef is not None:
         learner.kl = replace(learner.kl, coef=facts.kl_coef)
+
+
+def _check_tokenizer(checkpoint: Manifest, tokenizer: Path) -> None:
+    """Raise CheckpointError unless the configured tokenizer's files are those that went into the checkpoint."""
+    for name in TOKENIZER_FILES:
+        path = tokenizer / name
+        if checkpoint.sha256.get(name) != (sha256_of(path.read_bytes()) if path.is_file() else None):
+            raise CheckpointError(f"checkpoint {checkpoint.directory} was made with another tokenizer than {path}")
+
+
+_NOT_COMPARED = {"architectures", "dtype", "transformers_version"}  # written for others, or by another transformers
+
+
+def _check_config(model: PreTrainedModel, recorded: dict[str, Any], where: Path) -> None:
+    """Raise CheckpointError, naming the first difference, if the configured model would compute otherwise."""
+    ours, theirs = (json.loads(c.to_json_string()) for c in (model.config, type(model.config).from_dict(recorded)))
+    for name in sorted((ours.keys() | theirs.keys()) - _NOT_COMPARED):
+        if ours.get(name) != theirs.get(name):
+            raise CheckpointError(
+                f"checkpoint {where} holds another model: {name} is {theirs.get(name)!r} there, {ours.get(name)!r} in "
+                "the configured model"
+            )
 
 
 def copy_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:
@@ -207,22 +195,15 @@ def _restore_moments(learner: Learner, moments: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def _complete_or_absent(final: Path) -> Iterator[Path]:
-    """A temporary directory beside `final` that becomes it on success and vanishes on failure."""
-    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+def _writing(final: Path) -> Iterator[NewDirectory]:
+    """`new_directory`, where what the disk refuses is a CheckpointError."""
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        sync_directory(temporary)
-        temporary.replace(final)
-        sync_directory(final.parent)
+        with new_directory(final) as new:
+            yield new
     except OSError as error:
         raise CheckpointError(
             f"could not write {final}: {error}; if the disk is full, free some space (a run then goes on with --resume)"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove_others(checkpoints: Path, keep: Iterable[str]) -> None:
@@ -233,5 +214,4 @@ def remove_others(checkpoints: Path, keep: Iterable[str]) -> None:
     kept = set(keep)
     for directory in sorted(checkpoints.iterdir()):  # hidden ones first: an earlier process may have left a `.removed`
         if directory.is_dir() and directory.name not in kept:
-            hidden = directory.name.startswith(".")
-            shutil.rmtree(directory if hidden else directory.rename(directory.with_name(f".{directory.name}.removed")))
+            shutil.rmtree(directory) if directory.name.startswith(".") else remove_at_once(directory)

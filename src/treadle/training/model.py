@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -23,20 +22,26 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import ConfigError
+from treadle.core.manifest import prove_files, sha256_of
 from treadle.training.config import ModelConfig
 from treadle.training.model_files import require_model
 from treadle.training.support import refuse_randomness
 
+MODEL_FILES = ("config.json", "model.safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory; it must have a chat template and an end token. Raises ConfigError."""
+    """The tokenizer of a directory; it must have a chat template and an end token.
+
+    Raises ConfigError; DamageError where the directory has a manifest that says otherwise (`core.manifest`).
+    """
+    prove_files(directory, (*TOKENIZER_FILES, "config.json"))  # which says of what class it is
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a foreign library, which for a damaged file raises whatever it met
         if _names_code(directory / "tokenizer_config.json"):
             raise ConfigError(
                 f"the tokenizer in {str(directory)!r} brings code of its own (auto_map in tokenizer_config.json), "
@@ -60,14 +65,14 @@ def _names_code(file: Path) -> bool:
 
 def file_sha256(path: Path) -> str:
     """Hex digest of a file's bytes."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return sha256_of(path.read_bytes())
 
 
 def make_model(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
     """The configured model in float32, without dropout; a built one is initialised from the seed.
 
     Raises ConfigError for a directory that holds no model, unknown config fields, a vocabulary that is too small for
-    the tokenizer's `vocabulary` ids, dropout, or layers that cannot be packed.
+    the tokenizer's `vocabulary` ids, dropout, or layers that cannot be packed; DamageError as `load_tokenizer`.
     """
     model = _load(config.path, "model.path") if config.path is not None else _build(config, vocabulary, seed)
     text = model.config.get_text_config()
@@ -91,6 +96,7 @@ def load_reference(path: str, policy: PreTrainedModel) -> PreTrainedModel:
 
 def _load(directory: str, field: str) -> PreTrainedModel:
     path = require_model(directory, field)
+    prove_files(path, MODEL_FILES)
     hf_logging.disable_progress_bar()  # callers show their own progress
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

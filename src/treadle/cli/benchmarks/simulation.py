@@ -146,7 +146,7 @@ async def _simulate(world: World, way: Way) -> Seen:
             rollouts=_Rollouts(world, engine, seen),
             train=[Task(f"task-{number}") for number in range(_TASKS)],
             held_out=(),
-            save=lambda _: None,
+            save=lambda _: "",
             state=LoopState(),
             clock=Clock(),
             progress=_Silent(),

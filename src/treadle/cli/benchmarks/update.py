@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -71,8 +72,10 @@ def replayed_batches(run: Path, count: int) -> list[list[Group]]:
 
 def _replayed(directory: RunDirectory, rows: Sequence[Mapping[str, Any]]) -> list[Group]:
     steps: dict[str, list[Step]] = {}
+    with closing(directory.ledger()) as ledger:
+        shards = ledger.shards()
     for shard in {row["shard"] for row in rows}:
-        steps |= read_shard(directory.rollouts, shard)
+        steps |= read_shard(directory.rollouts, shards[shard])
     groups: dict[str, list[Trajectory]] = {}
     for row in rows:
         name = row["trajectory_id"]

@@ -1,0 +1,172 @@
+"""Manifests: the SHA-256 of a directory's files as they were written, so that damage is seen before it is used.
+
+A directory that is written as a whole ends with the file SHA256SUMS, which `sha256sum --check` reads too:
+
+    2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae  config.json
+
+Who reads a file of such a directory proves that file, and no other. A manifest vouches for itself: if any of it is
+changed, some file is no longer the one it lists. Where there is a ledger, that has the manifest's own digest besides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle.core.errors import DamageError, RemovedError
+from treadle.core.files import sync_directory, write_durably
+
+MANIFEST = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+
+
+def sha256_of(content: bytes) -> str:
+    """Return the hex digest of these bytes."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_proven(path: Path, sha256: str, remedy: str) -> bytes:
+    """Return the content of a file that has this SHA-256.
+
+    Raises DamageError, which ends with the remedy, for any other content and for a file that is gone or unreadable.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DamageError(f"{path} {_why_unreadable(error)}; {remedy}") from error
+    if sha256_of(content) != sha256:
+        raise DamageError(f"{path} is damaged: its SHA-256 is not the recorded one; {remedy}")
+    return content
+
+
+def _why_unreadable(error: OSError) -> str:
+    return "is gone" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or error}"
+
+
+class NewDirectory:
+    """A directory that is being written: `new_directory` completes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._sha256: dict[str, str] = {}
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file durably; it will be in the manifest. Raises OSError."""
+        write_durably(self.path / name, content)
+        self._sha256[name] = sha256_of(content)
+
+    @property
+    def manifest(self) -> bytes:
+        """The manifest of what was written so far."""
+        return "".join(f"{sha256}  {name}\n" for name, sha256 in sorted(self._sha256.items())).encode()
+
+    @property
+    def manifest_sha256(self) -> str:
+        """The manifest's own digest, for a ledger."""
+        return sha256_of(self.manifest)
+
+
+@contextmanager
+def new_directory(final: Path) -> Iterator[NewDirectory]:
+    """Yield a directory beside `final` that becomes it, with a manifest, on success and vanishes on failure.
+
+    What is at `final` before that is replaced, if it is a directory. Raises OSError.
+    """
+    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        new = NewDirectory(temporary)
+        yield new
+        write_durably(temporary / MANIFEST, new.manifest)
+        sync_directory(temporary)
+        if final.is_dir():
+            remove_at_once(final)
+        temporary.replace(final)
+        sync_directory(final.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_at_once(directory: Path) -> None:
+    """Delete a directory; to a reader all of it vanishes at the same moment. Raises OSError."""
+    hidden = directory.with_name(f".{directory.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)  # of a process that died here
+    shutil.rmtree(directory.rename(hidden))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of a directory that was written by `new_directory`, each with its SHA-256.
+
+    remedy: ends the message about whatever is damaged.
+    """
+
+    directory: Path
+    sha256: Mapping[str, str]
+    remedy: str
+
+    @classmethod
+    def load(cls, directory: Path, sha256: str | None = None, remedy: str = "") -> Manifest:
+        """Return a directory's manifest; with `sha256`, only one that has this digest itself.
+
+        Raises DamageError if it is not there or no such manifest, RemovedError if the directory is not there.
+        """
+        remedy = remedy or f"restore it (in an export that was changed on purpose, remove {MANIFEST})"
+        try:
+            content = (directory / MANIFEST).read_bytes()
+        except OSError as error:
+            raise _damage(directory, MANIFEST, _why_unreadable(error), remedy) from error
+        lines = content.decode(errors="replace").removesuffix("\n").split("\n")
+        matches = [_LINE.fullmatch(line) for line in lines]
+        listed = {match[2]: match[1] for match in matches if match}
+        if (sha256 is not None and sha256_of(content) != sha256) or len(listed) != len(matches):
+            raise _damage(directory, MANIFEST, "is not as it was written", remedy)
+        return cls(directory, listed, remedy)
+
+    def read(self, name: str) -> bytes:
+        """Return a file's content, proven. Raises DamageError, or RemovedError if the directory was removed."""
+        try:
+            content = (self.directory / name).read_bytes()
+        except OSError as error:
+            raise _damage(self.directory, name, _why_unreadable(error), self.remedy) from error
+        self._compare(name, sha256_of(content))
+        return content
+
+    def prove(self, names: Iterable[str]) -> None:
+        """Prove files that somebody else is going to read. Raises as `read`."""
+        for name in names:
+            try:
+                with (self.directory / name).open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise _damage(self.directory, name, _why_unreadable(error), self.remedy) from error
+            self._compare(name, found)
+
+    def _compare(self, name: str, found: str) -> None:
+        if name not in self.sha256:
+            raise _damage(self.directory, name, f"is not listed in {MANIFEST}", self.remedy)
+        if found != self.sha256[name]:
+            raise _damage(self.directory, name, f"does not have the SHA-256 in {MANIFEST}", self.remedy)
+
+
+def prove_files(directory: Path, names: Iterable[str]) -> None:
+    """Prove what is about to be read of these files in a directory that may be of anybody.
+
+    Without a manifest there is nothing to prove. Raises DamageError.
+    """
+    if (directory / MANIFEST).is_file():
+        manifest = Manifest.load(directory)
+        manifest.prove(name for name in names if name in manifest.sha256 or (directory / name).exists())
+
+
+def _damage(directory: Path, name: str, what: str, remedy: str) -> DamageError | RemovedError:
+    if not directory.is_dir():
+        return RemovedError(f"{directory} is gone: it was removed, perhaps by its run, which goes on; start again")
+    return DamageError(f"{directory} is damaged: {name} {what}; {remedy}")
