@@ -135,7 +135,7 @@ SUM: dict[str, Any] = {"reduction": "seq_mean_token_sum_norm", "length_norm": 1}
         ({"advantage": "gae"}, lambda n: 1),
         ({"advantage": "grpo", "norm_by_std": False}, lambda n: 1 - 1 / n),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_these_are_unbiased(fields: dict[str, Any], scale: Callable[[int], float], size: int) -> None:
     found = expected(AlgorithmConfig(**SUM, **fields), size)
