@@ -47,6 +47,20 @@ def load_paths(data: Any, prefix: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("training.packing=chain", "training.packing tree -> chain"),
+        ("orchestration.keep_best=held_out_reward", "orchestration.keep_best null -> held_out_reward"),
+        ("engine.own_process=true", "engine.own_process false -> true"),
+        ("callbacks=[tensorboard]", "callbacks [] -> [{name: tensorboard, options: {}}]"),
+        ("rollout.stop=[a, b]", "rollout.stop [] -> [a, b]"),
+    ],
+)
+def test_a_change_is_told_as_one_would_write_it(override: str, told: str) -> None:
+    assert [str(change) for change in changes(tiny(), tiny(override))] == [told]
+
+
+@pytest.mark.parametrize(
     "override",
     [
         "orchestration.updates=8",
@@ -88,7 +102,7 @@ def test_a_longer_run_is_the_run_that_was_longer_from_the_start(tmp_path: Path) 
     old = (tmp_path / "run" / "config.yaml").read_bytes()
     summary, progress = go_on(tmp_path / "run", "orchestration.updates=6", "training.packing=tree")
     assert summary["weights_sha256"] == long["weights_sha256"]
-    assert "changed: orchestration.updates: 4 -> 6" in progress.lines
+    assert "changed: orchestration.updates 4 -> 6" in progress.lines
     assert not any("follows" in line for line in progress.lines)
     assert (tmp_path / "run" / "config-1.yaml").read_bytes() == old
     config = build(RunConfig, apply_overrides(load_yaml(tmp_path / "run" / "config.yaml"), []))

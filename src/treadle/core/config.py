@@ -177,6 +177,19 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     return result
 
 
+def as_override(value: Any) -> str:
+    """The value for reading, as one would write it in an override: `null`, `true`, `tree`, `[a, b]`, `{key: 1}`."""
+    if isinstance(value, Config):
+        value = value.model_dump(mode="json")
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(as_override, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {as_override(item)}" for key, item in value.items()) + "}"
+    return str(value) or '""'
+
+
 def _with(node: Mapping[str, Any], keys: Sequence[str], value: Any, override: str, depth: int) -> dict[str, Any]:
     key = keys[depth]
     if depth == len(keys) - 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from treadle.core.config import describe
+from treadle.core.config import as_override, describe
 from treadle.core.errors import ConfigError
 from treadle.orchestration.config import RunConfig
 
@@ -56,7 +56,7 @@ class Change(NamedTuple):
     new: Any
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.old!r} -> {self.new!r}"
+        return f"{self.path} {as_override(self.old)} -> {as_override(self.new)}"
 
 
 def changes(before: RunConfig, after: RunConfig) -> list[Change]:
@@ -74,8 +74,8 @@ def check_changes(found: Sequence[Change], updates_done: int = 0) -> None:
         if not _may_change(path):
             reason = _REASONS.get(path.partition(".")[0], "what is sampled depends on it")
             raise ConfigError(
-                f"{path} is {new!r}, the run was started with {old!r}: {reason}; start a new run (model.path may be "
-                f"an export of this one). What may change: {', '.join(CHANGEABLE)}"
+                f"{path} is {as_override(new)}, the run was started with {as_override(old)}: {reason}; start a new run "
+                f"(model.path may be an export of this one). What may change: {', '.join(CHANGEABLE)}"
             )
         if path == "orchestration.updates" and new < updates_done:
             raise ConfigError(f"{path} is {new}, but the checkpoint has {updates_done} updates; give at least as many")
