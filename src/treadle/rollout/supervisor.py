@@ -47,7 +47,8 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if _CHILDREN.exists():  # whom it cannot find, it had better not adopt
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         if order["user_namespace"]:
             _enter_user_namespace()
@@ -96,7 +97,8 @@ def _watch(program: "subprocess.Popen[bytes]", ended: int, tails: dict[int, byte
                 elif not os.read(0, 4096):  # the other end is closed
                     selector.unregister(0)
                     deadline = time.monotonic() + GRACE
-                    os.killpg(program.pid, signal.SIGTERM)
+                    with suppress(ProcessLookupError):  # it has ended just now
+                        os.killpg(program.pid, signal.SIGTERM)
 
 
 def _read(output: int, tails: dict[int, bytes]) -> bytes | None:
@@ -115,15 +117,25 @@ def _read(output: int, tails: dict[int, bytes]) -> bytes | None:
 def _kill(program: "subprocess.Popen[bytes]") -> None:
     """Kill the program's group, then all children until there are none: what a killed one leaves becomes one itself.
 
-    New ones may be born between a look and the next, so that nothing but "no children" is the end.
+    New ones may be born between a look and the next, so that nothing but "no children" is the end; save for those that
+    run as another user (sudo), who cannot be killed.
     """
     with suppress(ProcessLookupError, PermissionError):  # it is gone; on macOS, all of it are zombies
         os.killpg(program.pid, signal.SIGKILL)
     while _reap(program):
-        for child in _children():
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+        children = _children()
+        if children and not any([_kill_child(child) for child in children]):
+            return
         time.sleep(0.001)
+
+
+def _kill_child(child: int) -> bool:
+    """Kill it; returns whether that is allowed. A child that nobody has reaped keeps its number."""
+    try:
+        os.kill(child, signal.SIGKILL)
+    except PermissionError:
+        return False
+    return True
 
 
 def _reap(program: "subprocess.Popen[bytes]") -> bool:
@@ -138,7 +150,7 @@ def _reap(program: "subprocess.Popen[bytes]") -> bool:
 
 
 def _children() -> list[int]:
-    """The process ids of all children; none where there is no such file, and with it no subreaper."""
+    """The process ids of all children; none where there is no such file (and no subreaper)."""
     try:
         return [int(pid) for pid in _CHILDREN.read_text().split()]
     except FileNotFoundError:
