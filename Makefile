@@ -1,6 +1,7 @@
 # Every target works alone on a fresh machine: it makes .venv, installs what it needs, and is quick afterwards.
 PYTHON ?= python3
 SEED ?= 0
+DIST ?= dist
 ARGS ?=
 
 VENV := .venv
@@ -14,11 +15,11 @@ LOCKED = $(or $(wildcard $(BIN)/python),$(PYTHON)) scripts/locked.py .set-up.loc
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds vllm-env test test-all lint format clean train-env dev-env python-check
+.PHONY: help demo demo-seeds vllm-env test test-all lint format dist clean train-env dev-env python-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "  variables: SEED=$(SEED) ARGS='key.path=value ...' PYTHON=$(PYTHON)"
+	@echo "  variables: SEED=$(SEED) ARGS='key.path=value ...' DIST=$(DIST) PYTHON=$(PYTHON)"
 
 demo: train-env ## train a small agent on the lookup task, on this machine's CPU
 	@$(BIN)/treadle train demo seed=$(SEED) $(ARGS)
@@ -42,6 +43,9 @@ lint: dev-env ## ruff and mypy
 format: dev-env ## rewrite the sources as ruff wants them
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
+
+dist: dev-env ## a wheel and an sdist in DIST, for machines without a clone
+	@$(BIN)/python -m hatchling build --directory $(DIST)
 
 clean: ## remove .venv, .venv-vllm and caches; run directories stay
 	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist .set-up.lock

@@ -234,11 +234,11 @@ class Missing(Flaky):
 
 def test_a_missing_package_is_refused_naming_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = "callbacks=['tests.orchestration.test_trackers:Missing']"
-    with pytest.raises(ConfigError, match=r"pip install 'treadle\[nobody_has_this\]'"):
+    with pytest.raises(ConfigError, match="'nobody_has_this' is not installed; install the package that has 'nobody"):
         go(tmp_path / "run", overrides=[here])
     (tmp_path / "nobody_has_this").mkdir()  # what a tracker leaves where it ran is no package
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"pip install 'treadle\[nobody_has_this\]'"):
+    with pytest.raises(ConfigError, match="'nobody_has_this' is not installed; install the package that has 'nobody"):
         go(tmp_path / "run", overrides=[here])
     assert not (tmp_path / "run").exists()
 

@@ -14,14 +14,11 @@ import treadle
 from treadle.cli import bench, evaluate, export, recipes, report, serve, sft, show, train
 from treadle.cli.console import Console
 from treadle.core.errors import ConfigError, DataError, TreadleError
+from treadle.core.extras import extra_of, how_to_install
 from treadle.core.text import escape_text
 from treadle.orchestration.threads import wait_passively
 
 _COMMANDS = (train, sft, evaluate, export, serve, recipes, report, show, bench)
-_EXTRAS = {
-    **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "matplotlib"), "train"),
-    **dict.fromkeys(("fastapi", "starlette", "uvicorn"), "gateway"),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain(f"error: the run's ledger.sqlite cannot be read: {error}")
         return 1
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRAS:
+        if error.name is None or extra_of(error.name) is None:
             raise
-        command = f"pip install 'treadle[{_EXTRAS[error.name]}]'"
-        _complain(f"error: treadle {options.command} needs {error.name}; install it with: {command}")
+        how = how_to_install(error.name)
+        _complain(f"error: treadle {options.command} needs {error.name}; install it with: {how}")
         return 1
     except KeyboardInterrupt:
         _complain("interrupted")

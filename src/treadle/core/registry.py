@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import ConfigError
+from treadle.core.extras import how_to_install
 
 
 def resolve(group: str, name: str, setting: str = "") -> Any:
@@ -73,7 +74,7 @@ def _load(target: str, where: str) -> Any:
         # Anything else that importing a module raises is a bug in it, and its traceback helps most.
         missing = (isinstance(error, ModuleNotFoundError) and error.name) or module_name
         own = f"{module_name}.".startswith(f"{missing}.")
-        hint = "" if own else f"; install the package that has {missing.partition('.')[0]!r}"
+        hint = "" if own else f"; {how_to_install(missing)}"
         raise ConfigError(f"{where}: cannot import {module_name!r}: {error}{hint}") from error
     try:
         return reduce(getattr, attribute.split("."), module)

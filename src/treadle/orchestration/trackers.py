@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 from treadle.core.checked_json import checked_json, parse_checked_json
 from treadle.core.config import describe, dump_yaml
 from treadle.core.errors import ConfigError, DamageError
+from treadle.core.extras import how_to_install
 from treadle.core.files import write_atomically
 from treadle.orchestration.callbacks import Callback, RunStart
 from treadle.orchestration.metrics import EvaluationResult
@@ -253,5 +254,5 @@ def _required(package: str) -> Any:
             raise
         found = False
     if not found:
-        raise ConfigError(f"callbacks: {package!r} is not installed; pip install 'treadle[{package}]'")
+        raise ConfigError(f"callbacks: {package!r} is not installed; {how_to_install(package)}")
     return library

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from treadle.core.errors import ConfigError
+from treadle.core.extras import how_to_install
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.launch import find_python
 from treadle.orchestration.config import RunConfig
@@ -50,6 +51,6 @@ def check_engine_config(config: EngineConfig) -> None:
     if config.kind != "vllm":
         return
     if importlib.util.find_spec("httpx") is None:
-        raise ConfigError("engine.kind=vllm needs httpx; pip install 'treadle[vllm]'")
+        raise ConfigError(f"engine.kind=vllm needs httpx; {how_to_install('httpx')}")
     if not config.vllm.urls:
         find_python(config.vllm.python)

@@ -68,9 +68,7 @@ class Command:
 
     def __post_init__(self) -> None:
         if self.user_namespace and (problem := _no_user_namespace()):
-            raise ConfigError(
-                f"Command: user_namespace is not possible here ({problem}); leave it out (docs/agents.md)"
-            )
+            raise ConfigError(f"Command: user_namespace is not possible here ({problem}); leave it out")
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float:
         """Run it; returns its reward. Raises TrajectoryFailure (agent)."""

@@ -65,7 +65,7 @@ def test_nothing_of_treadles_environment_reaches_a_server(monkeypatch: pytest.Mo
 def test_the_interpreter_is_found_or_missed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TREADLE_VLLM_VENV", raising=False)
-    with pytest.raises(ConfigError, match=r"'\.venv-vllm/bin/python' is no interpreter; run `make vllm-env`"):
+    with pytest.raises(ConfigError, match=r"'\.venv-vllm/bin/python' is no interpreter; set engine\.vllm\.python to"):
         find_python(None)
     with pytest.raises(ConfigError, match="'/nowhere/python' is no interpreter"):
         find_python("/nowhere/python")

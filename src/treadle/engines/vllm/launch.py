@@ -22,6 +22,8 @@ WORKER = Path(__file__).parent / "worker"
 """What a server needs on its PYTHONPATH."""
 
 VENV = "TREADLE_VLLM_VENV"
+VERSION = "0.32.0"
+"""Of vLLM, with which all of this is tested."""
 _TAIL = 15  # lines of a log that an error shows
 
 
@@ -38,8 +40,9 @@ def find_python(configured: str | None) -> str:
     if not configured and importlib.util.find_spec("vllm") is not None:
         return sys.executable
     raise ConfigError(
-        f"no vLLM: {str(candidates[0])!r} is no interpreter; run `make vllm-env` (CPU), or set engine.vllm.python to "
-        "the interpreter of an environment with vllm (docs/vllm.md)"
+        f"no vLLM: {str(candidates[0])!r} is no interpreter; set engine.vllm.python to that of an environment with it, "
+        f"or make one: python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm=={VERSION} "
+        "(in a clone, on a CPU: make vllm-env)"
     )
 
 

@@ -1,0 +1,39 @@
+"""What brings a package that is not installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections import defaultdict
+
+_BRINGS = {"starlette": "fastapi", "huggingface_hub": "transformers"}  # imported packages that are no extra's own
+_REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")
+
+
+def extra_of(module: str) -> str | None:
+    """Return the smallest extra of Treadle that brings a module: "agents" for `openai`; None if there is none."""
+    members = defaultdict(set)
+    for requirement in _requirements():
+        if found := _REQUIREMENT.fullmatch(requirement):
+            members[found[2]].add(found[1])
+    package = module.partition(".")[0]
+    extras = [extra for extra, packages in members.items() if _BRINGS.get(package, package) in packages]
+    return min(
+        (extra for extra in extras if extra != "dev"), key=lambda extra: (len(members[extra]), extra), default=None
+    )
+
+
+def how_to_install(module: str) -> str:
+    """Return what to do about a missing module: "pip install 'treadle[agents]'" for `openai`.
+
+    pip then adds to the Treadle that is installed, from wherever it came.
+    """
+    extra = extra_of(module)
+    return f"pip install 'treadle[{extra}]'" if extra else f"install the package that has {module.partition('.')[0]!r}"
+
+
+def _requirements() -> list[str]:
+    try:
+        return importlib.metadata.requires("treadle") or []
+    except importlib.metadata.PackageNotFoundError:  # running from a source tree
+        return []

@@ -1,0 +1,161 @@
+"""A wheel outside a clone: what is in it, and that everything that docs and errors print works as written."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = "orchestration.updates=2 training.tasks_per_update=2 training.group_size=2"
+QUICK = f"{SMALL} warm_start=null data.held_out=null data.table_by=null rollout.max_completion_tokens=4"
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make dist` makes."""
+    folder = tmp_path_factory.mktemp("dist")
+    made = ["make", "dist", f"DIST={folder}", "--old-file=dev-env"]  # it is there: this runs in it
+    subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
+    assert sorted(path.suffix for path in folder.iterdir()) == [".gz", ".whl"]
+    return folder
+
+
+def only(folder: Path, pattern: str) -> Path:
+    [path] = folder.glob(pattern)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no clone")
+def test_the_wheel_holds_the_package_and_the_sdist_a_clone(dist: Path, tmp_path: Path) -> None:
+    ours = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    tracked = subprocess.run(ours, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    with tarfile.open(only(dist, "*.tar.gz")) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+        assert set(tracked) <= names and "PKG-INFO" in names
+        sdist.extractall(tmp_path, filter="data")
+    with zipfile.ZipFile(only(dist, "*.whl")) as wheel:
+        packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == {name.removeprefix("src/") for name in tracked if name.startswith("src/treadle/")}
+    again = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "again")]
+    subprocess.run(again, cwd=only(tmp_path, "treadle-*"), check=True, capture_output=True)
+    with zipfile.ZipFile(only(tmp_path / "again", "*.whl")) as wheel:
+        assert packed == {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert f"dist/{only(dist, '*.whl').name}[" in (ROOT / "README.md").read_text()
+
+
+@dataclass(frozen=True)
+class Place:
+    """An environment with the wheel, and an empty folder far from the clone."""
+
+    venv: Path
+    folder: Path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of somebody who has that environment, and no clone."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TREADLE", "VIRTUAL_ENV"))}
+        path = f"{self.venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        constraints = str(ROOT / "constraints.txt")
+        return {**kept, "PATH": path, "TREADLE_CACHE": str(self.folder / "cache"), "PIP_CONSTRAINT": constraints}
+
+    def run(self, line: str, status: int = 0) -> str:
+        """Type it there; returns what it printed, on standard error if it is to fail with this status."""
+        done = subprocess.run(
+            ["bash", "-c", line],
+            cwd=self.folder,
+            env=self.variables,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stderr if status else done.stdout
+
+    def run_following_advice(self, line: str) -> list[str]:
+        """Type it, and do what the error says; returns what was installed."""
+        error = self.run(f"{line} 2>&1 || true")
+        installed = self.advice(error)
+        for advice in installed:
+            self.run(advice)
+            self.run(line)
+        return installed
+
+    @staticmethod
+    def advice(error: str) -> list[str]:
+        """The command in the last line."""
+        return re.findall(r"pip install '[^']+'$", error.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def place(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    made = Place(tmp_path_factory.mktemp("venv"), tmp_path_factory.mktemp("far"))
+    subprocess.run([sys.executable, "-m", "venv", str(made.venv)], check=True)
+    made.run(f"pip install --quiet {only(dist, '*.whl')}")
+    yield made
+
+
+@pytest.mark.slow
+def test_a_wheel_outside_a_clone(place: Place) -> None:
+    """From the bare wheel on, each extra is installed when, and as, an error asks for it."""
+    assert place.run("python -c 'import treadle; print(treadle.__file__)'").startswith(str(place.venv))
+    assert "arithmetic" in place.run("treadle recipes")
+    place.run("treadle recipes show demo")
+
+    arithmetic, agent = f"treadle train arithmetic {SMALL}", f"treadle train lookup_agent {QUICK}"
+    assert place.run_following_advice(f"{arithmetic} --name first") == ["pip install 'treadle[train]'"]
+    place.run("treadle report runs/first && treadle show runs/first && treadle show runs/first g000000.0")
+    place.run("treadle eval runs/first data.held_out.source=arithmetic data.held_out.options.count=8")
+    place.run("treadle train arithmetic --resume --name first orchestration.updates=3")
+    place.run("treadle export runs/first models/first && treadle sft arithmetic --out models/warm warm_start.steps=50")
+
+    [advice] = _ask_a_server(place)
+    assert advice == "pip install 'treadle[gateway]'"
+    place.run(advice)
+    assert _ask_a_server(place) == []
+    assert place.run_following_advice(agent) == ["pip install 'treadle[agents]'"]
+    place.run(f"{agent} agent=treadle.recipes.agents.as_program:solve")
+    tracked = f"{arithmetic} callbacks=[tensorboard]"
+    assert place.run_following_advice(tracked) == ["pip install 'treadle[tensorboard]'"]
+    vllm = f"{arithmetic} engine.kind=vllm"
+    [advice] = place.advice(place.run(vllm, status=2))
+    assert advice == "pip install 'treadle[vllm]'"
+    place.run(advice)
+    assert "no vLLM: '.venv-vllm/bin/python' is no interpreter" in place.run(vllm, status=2)
+
+
+def _ask_a_server(place: Place) -> list[str]:
+    """Make the call that `treadle serve` advises; returns what must be installed for that."""
+    serve = ["treadle", "serve", "models/first", "--port", "0", "--max-tokens", "4"]
+    server = subprocess.Popen(
+        serve, cwd=place.folder, env=place.variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    shown: dict[str, str] = {}
+    while "API key" not in shown:
+        if not (line := server.stdout.readline()):
+            return place.advice(server.communicate()[1])
+        shown |= {name: line.split()[2] for name in ("base URL", "API key") if line.startswith(name)}
+    try:
+        request = urllib.request.Request(
+            f"{shown['base URL']}/chat/completions",
+            json.dumps({"messages": [{"role": "user", "content": "Where does Anna live?"}]}).encode(),
+            {"Authorization": f"Bearer {shown['API key']}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["choices"][0]["message"]["role"] == "assistant"
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=60)
+    return []
