@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.cli.broken import TRAJECTORIES, Calls, text_of, whole
-from tests.cli.conftest import Place, Trained
-from tests.cli.worlds import files, treadle
+from tests.cli.conftest import Place, Trained, make_place
+from tests.cli.worlds import files, playing, treadle
 from tests.orchestration.runs import change_ledger, put_config, put_file, shard_of
 from treadle.cli.facts import PackingCount, RelationCount, _played
+from treadle.cli.report import _fitting
 from treadle.core.types import BreakCause
 from treadle.packing.breaks import Kind, Relation
 from treadle.packing.flat import Call
@@ -42,6 +46,54 @@ def test_a_finished_run(finished: Trained) -> None:
     assert found["failures"] == [] and found["latest_checkpoint"] == "step-000004"
     assert found["checkpoints"] == ["step-000002", "step-000004"]
     assert [row["update"] for row in found["evaluations"]] == [0, 0, 2, 4, 4]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """A run with several attempts at each task, in an environment that measures something."""
+    place = make_place(tmp_path_factory.mktemp("measured"), cache)
+    done = place.train(*playing("Measures", held_out=True), "evaluation.attempts=2", "orchestration.updates=2")
+    assert done.status == 0, done.err
+    return place.runs / "new"
+
+
+def test_pass_at_k_and_environment_metrics_are_shown(measured: Path) -> None:
+    out, found = treadle("report", measured).out, facts(measured)
+    row, last = found["evaluations"][0], found["last_update"]
+    [heading] = [line.split() for line in out.splitlines() if line.startswith("update ") and "env/" in line]
+    assert heading[:5] == ["update", "T", "tasks", "success", "pass@2"] and heading[-1] == "env/characters"
+    assert "a 0" in " ".join(heading)  # parts are labelled with what they are by
+    [first] = [line.split() for line in out.splitlines() if line.split()[:2] == ["0", "1"]]
+    assert first[4] == f"{row['pass_at']['2']:.3f}" and first[-1] == f"{row['metrics']['env/characters']:.3f}"
+    passes = "  ".join(f"pass@{k} {last[f'pass_at_{k}']:.3f}" for k in (2, 4))
+    assert f"{passes}  env/characters {last['env/characters']:.3f}\n" in out
+    assert "update 2/2  reward" in out
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_figure_is_cut_on_a_narrow_terminal(width: int, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = re.sub(r"\x1b\[[0-9;]*m", "", treadle("report", measured).out)
+    tables = out.split("held-out tasks\n")[1].split("checkpoints:")[0]
+    assert max(map(len, tables.splitlines())) <= width
+    for row in facts(measured)["evaluations"]:
+        for value in (*row["by"].values(), *row["pass_at"].values(), *row["metrics"].values()):
+            assert f" {value:.3f}" in tables
+
+
+_CELLS = st.lists(st.text("01.", max_size=7), min_size=2, max_size=2)
+
+
+@given(st.dictionaries(st.text("abc", min_size=1, max_size=9), _CELLS), st.integers(1, 60))
+def test_columns_are_grouped_whole_and_once(columns: dict[str, list[str]], width: int) -> None:
+    keys = {"update": ["0", "10"], "T": ["1", "greedy"]}
+    groups = _fitting(keys, columns, width)
+    assert [(n, c) for group in groups for n, c in group.items() if n not in keys] == list(columns.items())
+    for group in groups:
+        assert list(group)[:2] == ["update", "T"]
+        needed = sum(max(len(name), *map(len, cells)) + 2 for name, cells in group.items())
+        assert needed <= width or len(group) == 3
 
 
 def test_tokens_agree_with_the_rollouts(finished: Trained) -> None:

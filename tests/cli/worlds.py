@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, ClassVar
 
 from treadle.cli.main import main
+from treadle.core.metrics import Metric
 from treadle.core.types import Message, Task
 from treadle.envs import arithmetic
 from treadle.envs.arithmetic import Arithmetic
@@ -128,6 +129,15 @@ def interrupted_demonstration(index: int, seed: int) -> Sequence[Message]:
 
 
 # Environments
+
+
+class Measures(Arithmetic):
+    """Counts the characters of replies."""
+
+    metrics = (Metric("characters", "step", "mean", "characters", "of a reply"),)
+
+    async def step(self, text: str) -> EnvStep:
+        return (await super().step(text))._replace(info={"characters": len(text)})
 
 
 class FailsInReset(Arithmetic):

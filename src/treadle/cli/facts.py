@@ -67,6 +67,7 @@ def run_facts(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[s
             **_tokens(run, ledger, on_shard),
             "metrics_problem": log.problem(latest[1].update if latest else 0),
             "evaluations": [row for row in log.rows if row["kind"] == "evaluation"],
+            "table_by": config.data.table_by,
             "checkpoints": sorted(n for n in ledger.checkpoint_names() if (run.checkpoints / n).is_dir()),
             "latest_checkpoint": latest[0] if latest else None,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from treadle.cli.options import Commands, add_command, add_json, require_record
 from treadle.cli.show import shown_tokens
 from treadle.orchestration.ledger import no_checkpoint
 from treadle.orchestration.metrics import shown
+from treadle.orchestration.progress import update_line
 
 _EXAMPLES = """examples:
   treadle report runs/demo
@@ -37,6 +38,7 @@ Each step opens a conversation, extends an earlier step of its trajectory, forks
 "Computed again" is what a break costs: tokens that an appended prompt of that length would have had for nothing.
 """
 Facts = dict[str, Any]
+Columns = dict[str, list[str]]  # name -> cells
 
 
 def add_parser(commands: Commands) -> None:
@@ -84,6 +86,7 @@ def _print(console: Console, facts: Facts) -> None:
     if facts["state"] == "stopped":
         _print_way_on(console, facts)
     console.line()
+    _print_last_update(console, facts["last_update"], facts["updates"])
     _print_counts(console, facts)
     _print_breakdown(console, facts)
     _print_trouble(console, facts)
@@ -96,7 +99,7 @@ def _print(console: Console, facts: Facts) -> None:
     if facts["metrics_problem"]:
         console.line(facts["metrics_problem"], style="red")
         console.line()
-    _print_evaluations(console, facts["evaluations"])
+    _print_evaluations(console, facts["evaluations"], facts["table_by"])
     checkpoints = ", ".join(n + (" (latest)" if n == facts["latest_checkpoint"] else "") for n in facts["checkpoints"])
     console.line(f"checkpoints: {checkpoints}" if checkpoints else f"the run {no_checkpoint(Path(facts['run']))}")
 
@@ -199,16 +202,60 @@ def _print_breaks(console: Console, breaks: list[Facts]) -> None:
     console.line()
 
 
-def _print_evaluations(console: Console, evaluations: list[Facts]) -> None:
-    if not evaluations:
+def _print_last_update(console: Console, row: Facts | None, updates: int) -> None:
+    """The last update's figures, with pass@k and what its environments measured."""
+    if row is None:
         return
-    keys = list(dict.fromkeys(key for row in evaluations for key in row["by"]))
-    columns = ("update", "T", "tasks", "success", *keys, "reward", "steps", "failed")
-    table = make_table(*columns, title="held-out tasks")
-    for row in evaluations:
-        temperature = "greedy" if row["temperature"] == 0 else f"{row['temperature']:g}"
-        by = (f"{row['by'][key]:.3f}" if key in row["by"] else "-" for key in keys)
-        rest = (shown(row["reward_mean"]), shown(row["steps_mean"], 2), str(row["failed"]))
-        table.add_row(str(row["update"]), temperature, str(row["tasks"]), shown(row["success"]), *by, *rest)
-    console.table(table)
+    passes = {name: value for name, value in row.items() if name.startswith("pass_at_") and name != "pass_at_1"}
+    measured = {name: value for name, value in row.items() if name.startswith("env/")}
+    figures = [f"pass@{name.removeprefix('pass_at_')} {shown(value)}" for name, value in passes.items()]
+    figures += [f"{name} {shown(value)}" for name, value in measured.items()]
+    console.line(update_line(row, updates, console.width))
+    if figures:
+        console.line("  ".join(figures), wrap=True)
     console.line()
+
+
+def _print_evaluations(console: Console, rows: list[Facts], table_by: str | None) -> None:
+    """A row an evaluation. Columns that do not fit beside the others go into a table below, with the same rows."""
+    if not rows:
+        return
+    greedy = ["greedy" if row["temperature"] == 0 else f"{row['temperature']:g}" for row in rows]
+    keys = {"update": [str(row["update"]) for row in rows], "T": greedy}
+    figures = {
+        "tasks": [str(row["tasks"]) for row in rows],
+        "success": [shown(row["success"]) for row in rows],
+        **_columns([{f"pass@{k}": value for k, value in row["pass_at"].items() if k != "1"} for row in rows]),
+        "reward": [shown(row["reward_mean"]) for row in rows],
+        "steps": [shown(row["steps_mean"], 2) for row in rows],
+        "failed": [str(row["failed"]) for row in rows],
+        **_columns([{f"{table_by or ''} {key}".strip(): value for key, value in row["by"].items()} for row in rows]),
+        **_columns([row["metrics"] for row in rows]),
+    }
+    console.line("held-out tasks", style="bold")
+    for columns in _fitting(keys, figures, console.width):
+        table = make_table(*columns)
+        for cells in zip(*columns.values(), strict=True):
+            table.add_row(*cells)
+        console.table(table)
+        console.line()
+
+
+def _columns(rows: Sequence[Mapping[str, float | None]]) -> Columns:
+    """Name -> the cells of all rows, of every name that any row has."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [shown(row.get(name)) for row in rows] for name in names}
+
+
+def _fitting(keys: Columns, columns: Columns, width: int) -> list[Columns]:
+    """The columns in as few groups as fit into the width, each behind the keys; a group has one of them at least."""
+
+    def needed(group: Columns) -> int:
+        return sum(max(map(len, (name, *cells))) + 2 for name, cells in group.items())
+
+    groups: list[Columns] = []
+    for name, cells in columns.items():
+        if not groups or needed({**groups[-1], name: cells}) > width:
+            groups.append(dict(keys))
+        groups[-1][name] = cells
+    return groups

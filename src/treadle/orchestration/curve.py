@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+WIDTH = 9  # updates of the moving average
 
-def smoothed(values: Sequence[float], width: int = 9) -> list[float]:
+
+def smoothed(values: Sequence[float], width: int = WIDTH) -> list[float]:
     """Centred moving average; shorter windows at the ends."""
     half = width // 2
     return [float(np.mean(values[max(0, i - half) : i + half + 1])) for i in range(len(values))]
@@ -25,8 +27,12 @@ def draw_curve(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> 
     axes = figure.subplots()
     if updates:
         x, reward = [row["update"] for row in updates], [row["reward_mean"] for row in updates]
-        axes.plot(x, reward, color="#9db8d9", linewidth=0.8, label="reward in training")
-        axes.plot(x, smoothed(reward), color="#2f6db5", linewidth=1.8, label="... moving average over 9 updates")
+        if len(reward) < 2 * WIDTH:  # an average over nearly all there is would say nothing
+            axes.plot(x, reward, ".-", color="#2f6db5", linewidth=1.8, label="reward in training")
+        else:
+            axes.plot(x, reward, color="#9db8d9", linewidth=0.8, label="reward in training")
+            label = f"... moving average over {WIDTH} updates"
+            axes.plot(x, smoothed(reward), color="#2f6db5", linewidth=1.8, label=label)
     for greedy, style in ((False, "o-"), (True, "s")):
         points = [row for row in evaluations if (row["temperature"] == 0) == greedy and row["success"] is not None]
         if points:
