@@ -324,6 +324,9 @@ def test_lines_of_metrics_that_are_broken_are_told(finished: Trained, place: Pla
     assert (done.status, done.err) == (0, "")
     assert "metrics.jsonl cannot be read in line 3 and has no line of update 1\n" in done.out
     assert facts(finished)["metrics_problem"] is None
+    (place.runs / "run" / "metrics.jsonl").unlink()
+    found = facts(place.runs / "run")
+    assert (found["update"], found["metrics_problem"]) == (4, "metrics.jsonl has no line of update 1, 2, 3, 4")
 
 
 def test_a_damaged_ledger(finished: Trained, place: Place) -> None:

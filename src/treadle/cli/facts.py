@@ -38,12 +38,13 @@ def run_facts(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[s
     ledger = run.ledger()
     try:
         latest = ledger.latest_checkpoint()
+        saved = latest[1].update if latest else 0
         return {
             "run": str(run.path),
             "recipe": config.recipe,
             "seed": config.seed,
             "state": _state(run),
-            "update": updates[-1]["update"] if updates else 0,
+            "update": max([saved, *(row["update"] for row in updates)]),
             "updates": config.orchestration.updates,
             "last_update": updates[-1] if updates else None,
             "splits": _splits(ledger),
@@ -65,7 +66,7 @@ def run_facts(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[s
                 "WHERE warning != '' GROUP BY 1 ORDER BY 2 DESC LIMIT 5"
             ),
             **_tokens(run, ledger, on_shard),
-            "metrics_problem": log.problem(latest[1].update if latest else 0),
+            "metrics_problem": log.problem(saved),
             "evaluations": [row for row in log.rows if row["kind"] == "evaluation"],
             "table_by": config.data.table_by,
             "checkpoints": sorted(n for n in ledger.checkpoint_names() if (run.checkpoints / n).is_dir()),

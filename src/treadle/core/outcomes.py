@@ -44,7 +44,7 @@ class TrajectoryView:
 
     @property
     def components(self) -> dict[str, float]:
-        """The sum over steps of each component that any was given, before weights; none without a reward."""
+        """Return the sum over steps of each component that any was given, before weights; none without a reward."""
         steps = [] if self.reward is None else [step.given.by_name for step in self.steps]
         return {name: math.fsum(s.get(name, 0.0) for s in steps) for name in dict.fromkeys(n for s in steps for n in s)}
 
@@ -60,22 +60,22 @@ class TrajectoryView:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of prompts as they were sent: what three steps share counts three times."""
+        """Return how many tokens prompts had as they were sent: what three steps share counts three times."""
         return sum(len(step.prompt_ids) for step in self.steps)
 
     @property
     def completion_tokens(self) -> int:
-        """Sampled tokens."""
+        """Return how many tokens were sampled."""
         return sum(len(step.completion_ids) for step in self.steps)
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version that sampled any of the tokens; None without tokens."""
+        """Return the oldest policy version that sampled any of the tokens; None without tokens."""
         return min((int(versions.min()) for versions in self._versions()), default=None)
 
     @property
     def newest_version(self) -> int | None:
-        """The newest one; None without tokens."""
+        """Return the newest one; None without tokens."""
         return max((int(versions.max()) for versions in self._versions()), default=None)
 
     def _versions(self) -> Iterator[Ids]:

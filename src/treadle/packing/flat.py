@@ -94,33 +94,32 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
 
     Trajectories without a reward there (ungraded, or left out whole) enter no array, no count, no baseline.
     """
-    everyone = ((g, t, as_trained(t)) for g, group in enumerate(groups) for t in group.trajectories)
-    found = [(g, t, view) for g, t, view in everyone if view.reward is not None]
-    played = [(j, t, step) for j, (_, t, _) in enumerate(found) for step in as_played(t).steps]
-    numbered = [(k, j, step) for k, (j, t, step) in enumerate(played) if step_drop_reason(t, step) is None]
-    steps = [(j, step) for _, j, step in numbered]
-    lengths = [len(step.completion_ids) for _, step in steps]
+    graded = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if as_trained(t).reward is not None]
+    played = [(j, t, step) for j, (_, t) in enumerate(graded) for step in as_played(t).steps]
+    kept = [(k, j, step) for k, (j, t, step) in enumerate(played) if step_drop_reason(t, step) is None]
+    steps = [step for _, _, step in kept]
+    lengths = [len(step.completion_ids) for step in steps]
 
     def joined(parts: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:
         return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
 
     return FlatBatch(
         groups=tuple(groups),
-        trajectories=tuple(trajectory for _, trajectory, _ in found),
-        steps=tuple(step for _, step in steps),
+        trajectories=tuple(t for _, t in graded),
+        steps=tuple(steps),
         step_start=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
-        trajectory_of_step=np.array([j for j, _ in steps], np.int64),
-        group_of_trajectory=np.array([g for g, _, _ in found], np.int64),
+        trajectory_of_step=np.array([j for _, j, _ in kept], np.int64),
+        group_of_trajectory=np.array([g for g, _ in graded], np.int64),
         played=tuple(step for _, _, step in played),
         trajectory_of_played=np.array([j for j, _, _ in played], np.int64),
-        played_of_step=np.array([k for k, _, _ in numbered], np.int64),
-        rewards=np.array([view.reward for _, _, view in found], np.float64),
-        played_rewards=np.array([r for _, trajectory, _ in found for r in _played_rewards(trajectory)], np.float64),
-        token_rewards=joined([_token_rewards(step) for _, step in steps], np.float64),  # type: ignore[arg-type]
-        mask=joined([step.mask for _, step in steps], np.bool_),  # type: ignore[arg-type]
-        logp_rollout=joined([step.logprobs for _, step in steps], np.float32),  # type: ignore[arg-type]
-        temperature=np.repeat(np.array([step.sampling.temperature for _, step in steps], np.float32), lengths),
-        version=joined([step.policy_versions for _, step in steps], np.int32),  # type: ignore[arg-type]
+        played_of_step=np.array([k for k, _, _ in kept], np.int64),
+        rewards=np.array([as_trained(t).reward for _, t in graded], np.float64),
+        played_rewards=np.array([r for _, t in graded for r in _played_rewards(t)], np.float64),
+        token_rewards=joined([_token_rewards(step) for step in steps], np.float64),  # type: ignore[arg-type]
+        mask=joined([step.mask for step in steps], np.bool_),  # type: ignore[arg-type]
+        logp_rollout=joined([step.logprobs for step in steps], np.float32),  # type: ignore[arg-type]
+        temperature=np.repeat(np.array([step.sampling.temperature for step in steps], np.float32), lengths),
+        version=joined([step.policy_versions for step in steps], np.int32),  # type: ignore[arg-type]
     )
 
 
