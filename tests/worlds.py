@@ -15,8 +15,11 @@ from treadle.core.types import Group, Message, SamplingParams, Step, StopReason,
 from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.config import RunConfig
-from treadle.rollout.attempt import EnvironmentFactory, RolloutConfig, Rollouts
+from treadle.rollout.attempt import RolloutConfig, Rollouts
 from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.event_loop import run
+from treadle.rollout.isolated_environment import EnvironmentFactory
+from treadle.rollout.loop_monitor import LoopMonitor
 from treadle.rollout.session import Address
 
 ROOT = Path(__file__).parents[1]  # where `tests.worlds` can be imported
@@ -131,6 +134,28 @@ async def _act(answer: Any) -> Any:
     return await answer() if callable(answer) else answer
 
 
+class ToldPlain(Told):
+    """The same with plain methods; a function among the answers plays itself, on the attempt's thread."""
+
+    def reset(self, task: Task) -> Sequence[Message]:  # type: ignore[override]
+        self.calls.append("reset")
+        return _act_plainly(self.opening)  # type: ignore[no-any-return]
+
+    def step(self, text: str) -> EnvStep:  # type: ignore[override]
+        self.calls.append("step")
+        return _act_plainly(self.answers.pop(0))  # type: ignore[no-any-return]
+
+    def close(self) -> None:  # type: ignore[override]
+        self.calls.append("close")
+        _act_plainly(self.closing)
+
+
+def _act_plainly(answer: Any) -> Any:
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer() if callable(answer) else answer
+
+
 async def hang() -> None:
     await asyncio.Event().wait()
 
@@ -189,9 +214,13 @@ def play(
     engine: FakeEngine,
     task: Task | None = None,
     tokenizer: PlainTokenizer | None = None,
+    said: list[str] | None = None,
     **settings: Any,
 ) -> list[Trajectory]:
-    """One attempt for each factory, side by side, with PlainTokenizer; every session must be closed afterwards."""
+    """One attempt for each factory, side by side, with PlainTokenizer; every session must be closed afterwards.
+
+    said: gets what user code does to the event loop.
+    """
     queue = list(factories) if isinstance(factories, Sequence) else [factories]
     count = len(queue)
 
@@ -199,22 +228,29 @@ def play(
         return queue.pop(0)()
 
     async def attempts() -> list[Trajectory]:
-        rollouts = plain_rollouts(engine, make, tokenizer, **settings)
+        monitor = LoopMonitor(say)
+        rollouts = plain_rollouts(engine, make, tokenizer, monitor, **settings)
         addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(count)]
-        running = rollouts.start("g000000", task or Task("t", environment="world"), addresses)
-        return list(await asyncio.gather(*running))
+        with monitor.watching():
+            running = rollouts.start("g000000", task or Task("t", environment="world"), addresses)
+            return list(await asyncio.gather(*running))
 
-    trajectories = asyncio.run(attempts())
+    say = (said if said is not None else list[str]()).append
+    trajectories = run(attempts(), say)
     assert not engine.open
     return trajectories
 
 
 def plain_rollouts(
-    engine: FakeEngine, make: EnvironmentFactory, tokenizer: PlainTokenizer | None = None, **settings: Any
+    engine: FakeEngine,
+    make: EnvironmentFactory,
+    tokenizer: PlainTokenizer | None = None,
+    monitor: LoopMonitor | None = None,
+    **settings: Any,
 ) -> Rollouts:
     settings = {"max_completion_tokens": 16, "environment_timeout": 5.0, **settings}
     renderer = ChatRenderer(tokenizer or PLAIN, [END])
-    return Rollouts(engine, renderer, {"world": make}, RolloutConfig(**settings))
+    return Rollouts(engine, renderer, {"world": make}, RolloutConfig(**settings), monitor=monitor)
 
 
 # Records without playing

@@ -48,7 +48,9 @@ def tasks(split: str, count: int) -> list[Task]:
 
 class Hostile(Arithmetic):
     async def reset(self, task: Task) -> Sequence[Message]:
-        return await super().reset(replace(task, ground_truth=task.ground_truth.removesuffix(ON_ONE_LINE)))
+        own = replace(task, ground_truth=task.ground_truth.removesuffix(ON_ONE_LINE))
+        opening: Sequence[Message] = await super().reset(own)
+        return opening
 
     async def step(self, text: str) -> EnvStep:
         if int(self.task.ground_truth) % 4 == 1:
@@ -112,8 +114,8 @@ def test_training(trained: Trained) -> None:
     assert r"run directory: " in out and r"\x1b[2J\x1b]52;c;cm0gLXJm\x07\r\x08\x9b31m\x7f\u202efdp.\u2066" in out
 
 
-@pytest.mark.parametrize("words", [["report"], ["report", "--json"], ["show"], ["show", "--json"], ["eval"],
-                                   ["eval", "--json"]])  # fmt: skip
+@pytest.mark.parametrize("words", [["report"], ["report", "--json"], ["report", "--failures"], ["show"],
+                                   ["show", "--json"], ["eval"], ["eval", "--json"]])  # fmt: skip
 def test_commands_that_read_a_run(words: list[str], trained: Trained) -> None:
     out = check(treadle(words[0], trained.run, *words[1:]))
     if "--json" in words:

@@ -260,6 +260,24 @@ def test_failures_by_cause_with_an_example(troubled: Trained) -> None:
     )
 
 
+def test_every_failure_with_its_traceback(troubled: Trained, finished: Trained) -> None:
+    listed = json.loads(treadle("report", troubled.path, "--failures", "--json").out)
+    assert len(listed) > 1 and sum(row["count"] for row in listed) == facts(troubled)["failures"][0]["count"]
+    assert [row["count"] for row in listed] == sorted((row["count"] for row in listed), reverse=True)
+    done = treadle("report", troubled.path, "--failures")
+    assert (done.status, done.err) == (0, "")
+    for row in listed:
+        assert (
+            f"failed {row['count']}x environment, as {row['trajectory_id']}: {row['message']}\n  Traceback" in done.out
+        )
+        assert "worlds.py" in row["traceback"] and "in step" in row["traceback"]
+        assert row["traceback"].splitlines()[-1] == row["message"].removeprefix("step raised ")
+    shown = treadle("show", troubled.path, listed[0]["trajectory_id"]).out
+    assert '\n  Traceback (most recent call last):\n    File "' in shown and "ZeroDivisionError(f" in shown
+    assert f"treadle report {troubled.path} --failures" in treadle("report", troubled.path).out
+    assert treadle("report", finished.path, "--failures").out == "no attempt failed\n"
+
+
 def test_a_stopped_run_says_how_to_go_on(stopped: Trained) -> None:
     found = facts(stopped)
     assert (found["state"], found["update"], found["latest_checkpoint"]) == ("stopped", 3, "step-000003")

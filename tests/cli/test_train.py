@@ -92,7 +92,7 @@ WRONG = {
     "prompt too long": (["rollout.max_input_tokens=4"], "tokens, rollout.max_input_tokens is 4; raise it"),
     "context too short": (["model.build.max_position_embeddings=32"], "exceeds the model's context of 32"),
     "reset raises": (playing("FailsInReset"), "environment: reset raised ConnectionError: no backend on port 1"),
-    "step not async": (playing("Blocking"), "step is not async; write 'async def step(self, text)'"),
+    "no step": (playing("WithoutStep"), "step is missing; write 'def step(self, text)', async or not"),
 }
 
 

@@ -157,7 +157,8 @@ class TakesTheRunDirectory(Arithmetic):
             (self.path / name).touch()
         TakesTheRunDirectory.lock = (self.path / "lock").open("a+")
         fcntl.flock(self.lock, fcntl.LOCK_EX)
-        return await super().reset(task)
+        opening: Sequence[Message] = await super().reset(task)
+        return opening
 
 
 class FailsInStep(Arithmetic):
@@ -177,9 +178,8 @@ class FailsNowAndThen(Arithmetic):
         return await super().step(text)
 
 
-class Blocking(Arithmetic):
-    def step(self, text: str) -> EnvStep:  # type: ignore[override]
-        return EnvStep(done=True)
+class WithoutStep(Arithmetic):
+    step = None  # type: ignore[assignment]
 
 
 class PressesCtrlC(Arithmetic):

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,3 +255,33 @@ async def test_a_process_that_hangs_does_not_keep_a_publication_waiting(tmp_path
         engine.open_session("a")
         answer = await asyncio.wait_for(engine.generate(PROMPT, sampling(), session="a"), 60)
         assert len(answer.token_ids)
+
+
+async def test_a_process_that_is_stopped_is_killed_and_started_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    async with started(tmp_path, say=said.append, silence=4.0) as engine:
+        engine.open_session("a")
+        await sampled(engine, "a")
+        await asyncio.sleep(6)  # longer than that, with answers to pings alone
+        assert not said
+        stopped = engine.pid
+        os.kill(stopped, signal.SIGSTOP)
+        call = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
+        told = r"ended with code -9 \(Killed\) after 4 s without an answer; its log .*engine\.log ends:\n"
+        with pytest.raises(EngineError, match=told):
+            await asyncio.wait_for(call, 60)
+        assert not is_running(stopped)
+        assert len((await asyncio.wait_for(sampled(engine, "a"), 60))[0][0])
+        assert "after 4 s without an answer" in said[0] and said[-1] == AGAIN
+
+
+async def test_an_event_loop_that_was_blocked_takes_no_process_for_silent(tmp_path: Path) -> None:
+    """As synchronous training does: it computes where the loop runs."""
+    said: list[str] = []
+    async with started(tmp_path, say=said.append, silence=2.0) as engine:
+        engine.open_session("a")
+        for _ in range(3):
+            time.sleep(3)
+            await sampled(engine, "a")
+            await asyncio.sleep(0.6)
+        assert not said

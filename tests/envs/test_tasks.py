@@ -216,18 +216,12 @@ async def async_step(self: Any, text: str) -> EnvStep:
 @pytest.mark.parametrize(
     ("bases", "body", "message"),
     [
-        ((Environment,), {"step": sync_step}, r"step is not async; write 'async def step\(self, text\)'"),
-        ((Environment,), {}, r"step is missing; write 'async def step\(self, text\)'"),
-        ((), {"step": async_step}, r"reset is missing; write 'async def reset\(self, task\)'"),
+        ((Environment,), {}, r"step is missing; write 'def step\(self, text\)', async or not"),
+        ((), {"step": async_step}, r"reset is missing; write 'def reset\(self, task\)', async or not"),
         (
             (Environment,),
-            {"step": async_step, "close": lambda self: None},
-            r"close is not async; write 'async def close\(self\)'",
-        ),
-        (
-            (Environment,),
-            {"step": async_step, "reset": lambda self, task: ()},
-            r"reset is not async; write 'async def reset\(self, task\)'",
+            {"step": async_step, "close": 3},
+            r"close is missing; write 'def close\(self\)', async or not",
         ),
         (
             (Environment,),
@@ -242,6 +236,14 @@ def test_an_environment_that_cannot_run_is_refused_at_once(
     mine.Mine = type("Mine", bases, body)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=f"{mine.__name__}:Mine.*{message}"):
         load_environment(f"{mine.__name__}:Mine")
+
+
+@pytest.mark.parametrize(
+    "body", [{"step": sync_step}, {"step": async_step, "close": lambda self: None, "reset": lambda self, task: ()}]
+)
+def test_methods_may_be_plain(mine: ModuleType, body: dict[str, Any]) -> None:
+    mine.Mine = type("Mine", (Environment,), body)  # type: ignore[attr-defined]
+    assert load_environment(f"{mine.__name__}:Mine") is mine.Mine
 
 
 def test_an_environment_must_be_a_class(mine: ModuleType) -> None:

@@ -60,7 +60,7 @@ def check(*worlds: Told, context: int = 128, **settings: Any) -> None:
     tasks = [Task(f"t{i}", (user("?"),), "w") for i in range(4)]
     inputs = Inputs(tasks, [], {"w": lambda: queue.pop(0)})
     overrides = [f"rollout.{key}={value}" for key, value in settings.items()]
-    check_first_prompts(inputs, ChatRenderer(PLAIN, [END]), tiny(*overrides), context)
+    check_first_prompts(inputs, ChatRenderer(PLAIN, [END]), tiny(*overrides), context, print)
 
 
 def test_one_environment_that_can_be_reset_is_enough_and_is_closed() -> None:

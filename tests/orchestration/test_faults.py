@@ -5,8 +5,9 @@ import errno
 import multiprocessing
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -115,13 +116,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Flaky]:
     async def unchecked(*_: Any) -> None:
         """A fake engine has logprobs of its own."""
 
-    def run(main: Coroutine[Any, Any, Any]) -> Any:
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            return runner.run(main)
-
     monkeypatch.setattr("treadle.orchestration.train.open_engine", open_engine)
     monkeypatch.setattr("treadle.orchestration.train.check_engine", unchecked)
-    monkeypatch.setattr(asyncio, "run", run)
+    monkeypatch.setattr(asyncio, "Runner", partial(asyncio.Runner, loop_factory=VirtualLoop))
     return made
 
 

@@ -8,13 +8,13 @@ import resource
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError
+from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.worlds import END, HELLO, PlainTokenizer, hang, plain_ids, saying, tool, user
 from treadle.core.draws import Stream
@@ -31,7 +31,7 @@ from treadle.rollout.clients import anthropic_client
 from treadle.rollout.command import Command
 from treadle.rollout.session import Address
 
-AnyAgent = Callable[[Task, AsyncOpenAI], Awaitable[Any]]
+AnyAgent = Callable[[Task, Any], Any]
 TASK = Task("t", (user("hello"),), agent="a")
 
 
@@ -64,6 +64,14 @@ async def ask(client: AsyncOpenAI, messages: list[Any], **options: Any) -> str:
 
 async def once(task: Task, client: AsyncOpenAI) -> float:
     return float(await ask(client, [*task.prompt]) == "a")
+
+
+def ask_plainly(client: OpenAI, messages: list[Any]) -> str:
+    return str(client.chat.completions.create(model="any", messages=messages).choices[0].message.content)
+
+
+def once_plainly(task: Task, client: OpenAI) -> float:
+    return float(ask_plainly(client, [*task.prompt]) == "a")
 
 
 # The same trajectories
@@ -106,17 +114,41 @@ async def counting_claude(task: Task, client: AsyncOpenAI) -> float:
     return float("".join(replies).count("a"))
 
 
+def counting_plainly(task: Task, client: OpenAI) -> float:
+    messages: list[Any] = [user("go")]
+    replies = []
+    for _ in range(3):
+        replies.append(ask_plainly(client, messages))
+        messages += [
+            {"role": "assistant", "content": replies[-1]},
+            {"role": "tool", "tool_call_id": "x", "content": f"{len(replies[-1])}!"},
+        ]
+    return float("".join(replies).count("a"))
+
+
+def counting_claude_plainly(task: Task, client: OpenAI) -> float:
+    messages: list[Any] = [user("go")]
+    replies = []
+    with anthropic_client(client) as claude:
+        for _ in range(3):
+            answer = claude.messages.create(model="any", max_tokens=16, messages=messages)
+            replies.append("".join(block.text for block in answer.content if block.type == "text"))
+            messages += [{"role": "assistant", "content": replies[-1]}, user(f"{len(replies[-1])}!")]
+    return float("".join(replies).count("a"))
+
+
 def by_seed(prompt: Ids, sampling: SamplingParams) -> list[int]:
     """Random ids, often not the canonical tokenization ("a", "b" instead of "ab"), sometimes cut by length."""
     draws = np.random.default_rng(sampling.seed)
     return [*(int(i) for i in draws.choice([*plain_ids("abc"), 3, 4], draws.integers(1, 20))), END]
 
 
-def test_an_agent_leaves_the_trajectory_that_an_environment_would_have() -> None:
+@pytest.mark.parametrize("agent", [counting, counting_plainly])
+def test_an_agent_leaves_the_trajectory_that_an_environment_would_have(agent: AnyAgent) -> None:
     tasks = [Task("t", environment="e"), Task("t", agent="a")]
 
     async def both() -> list[list[Trajectory]]:
-        return [await played({"a": counting}, FakeEngine(by_seed), [t] * 4, {"e": Counting}) for t in tasks]
+        return [await played({"a": agent}, FakeEngine(by_seed), [t] * 4, {"e": Counting}) for t in tasks]
 
     for expected, got in zip(*asyncio.run(both()), strict=True):
         assert (got.status, got.reward, got.failure) == (Status.DONE, expected.reward, None)
@@ -127,8 +159,9 @@ def test_an_agent_leaves_the_trajectory_that_an_environment_would_have() -> None
             assert (mine.sampling, mine.reward, mine.dropped) == (theirs.sampling, theirs.reward, None)
 
 
-def test_anthropics_client_reaches_the_same_session() -> None:
-    claude, other = play(counting_claude, FakeEngine(by_seed)), play(counting, FakeEngine(by_seed))
+@pytest.mark.parametrize("agent", [counting_claude, counting_claude_plainly])
+def test_anthropics_client_reaches_the_same_session(agent: AnyAgent) -> None:
+    claude, other = play(agent, FakeEngine(by_seed)), play(counting, FakeEngine(by_seed))
     assert claude.status is Status.DONE and len(claude.steps) == 3
     assert claude.steps[0].completion_ids.tolist() == other.steps[0].completion_ids.tolist()
     for before, after in zip(claude.steps, claude.steps[1:], strict=False):
@@ -573,10 +606,6 @@ def test_a_program_that_runs_into_the_limit() -> None:
 # What is refused before anything runs
 
 
-def not_async(task: Task, client: AsyncOpenAI) -> float:
-    return 0.0
-
-
 async def too_many(task: Task, client: AsyncOpenAI, tools: Any) -> float:
     return 0.0
 
@@ -588,10 +617,9 @@ async def no_client(task: Task) -> float:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (not_async, r"is of type function and not async; write 'async def it\(task, client\)'"),
         (too_many, r"is called as agent\(task, client\), but: missing a required argument: 'tools'"),
         (no_client, r"is called as agent\(task, client\), but: too many positional arguments"),
-        (Counting, r"is of type .* and not async"),
+        (Counting, r"is of type .*; write 'def it\(task, client\)', async or not"),
         (3, "is of type int"),
     ],
 )
@@ -600,8 +628,8 @@ def test_what_is_no_agent_is_refused(found: Any, message: str) -> None:
         check_agent(found, "mine:it")
 
 
-@pytest.mark.parametrize("found", [once, Command(["true"])])
-def test_async_functions_and_callable_objects_are_agents(found: Any) -> None:
+@pytest.mark.parametrize("found", [once, once_plainly, Command(["true"])])
+def test_functions_and_callable_objects_are_agents(found: Any) -> None:
     assert check_agent(found, "mine:it") is found
 
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -19,6 +20,7 @@ from tests.worlds import (
     PlainTokenizer,
     Ragged,
     Told,
+    ToldPlain,
     chatml,
     hang,
     plain_ids,
@@ -35,7 +37,7 @@ from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams
 from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.attempt import RolloutConfig, gather_group
-from treadle.rollout.foreign import guarded
+from treadle.rollout.foreign import UserCode
 from treadle.rollout.session import Address
 
 DONE = EnvStep(reward=1.0, done=True)
@@ -182,32 +184,6 @@ class Boom(Exception):
     pass
 
 
-def not_async(answer: Any) -> Any:
-    """A method somebody forgot to write `async` before."""
-    if isinstance(answer, Exception):
-
-        def method(self: Any, *_: Any) -> Any:
-            raise answer
-    else:
-
-        def method(self: Any, *_: Any) -> Any:
-            return answer
-
-    return method
-
-
-class SyncReset(Told):
-    reset = not_async([user("hello")])
-
-
-class SyncStep(Told):
-    step = not_async(DONE)
-
-
-class SyncRaisingStep(Told):
-    step = not_async(Boom("bang"))
-
-
 SHORT = 0.03  # seconds
 
 FAILURES: list[tuple[Any, Cause, str, int]] = [
@@ -220,7 +196,6 @@ FAILURES: list[tuple[Any, Cause, str, int]] = [
     (Told(opening=user("hello")), Cause.ENVIRONMENT, "must be a list of messages, got dict", 0),
     (Told(opening=[{"role": "user"}]), Cause.ENVIRONMENT, "message 0 needs 'role' and 'content'", 0),
     (Told(opening=[user("lone \ud800 surrogate")]), Cause.ENVIRONMENT, "reset must give messages", 0),
-    (SyncReset(), Cause.ENVIRONMENT, "reset raised TypeError", 0),
     (Told(Boom("bang")), Cause.ENVIRONMENT, "step raised Boom: bang", 1),
     (Told(MORE, Boom("bang")), Cause.ENVIRONMENT, "step raised Boom: bang", 2),
     (Told(StopIteration("over")), Cause.ENVIRONMENT, "step raised", 1),
@@ -228,8 +203,6 @@ FAILURES: list[tuple[Any, Cause, str, int]] = [
     (Told(Boom("bang \ud800")), Cause.ENVIRONMENT, "step raised Boom: bang \\ud800", 1),
     (Told(hang), Cause.TIMEOUT, "step took longer than 0.03 s", 1),
     (Told(MORE, hang), Cause.TIMEOUT, "step took longer than 0.03 s", 2),
-    (SyncStep(), Cause.ENVIRONMENT, "step raised TypeError", 1),
-    (SyncRaisingStep(), Cause.ENVIRONMENT, "step raised Boom: bang", 1),
     (Told(None), Cause.ENVIRONMENT, "step must return EnvStep(observations, reward, done, info, state), got None", 1),
     (Told(1.0), Cause.ENVIRONMENT, "got 1.0", 1),
     (Told(([], 1.0)), Cause.ENVIRONMENT, "got ([], 1.0)", 1),
@@ -237,7 +210,12 @@ FAILURES: list[tuple[Any, Cause, str, int]] = [
     (Told(SystemExit(3)), Cause.ENVIRONMENT, "step tried to exit the process (3)", 1),
     (Told(TrajectoryFailure(Cause.VERIFIER, "no tests")), Cause.VERIFIER, "no tests", 1),
     (Told(EnvStep(reward=-math.inf, done=True)), Cause.ENVIRONMENT, "the reward -inf", 1),
-    (Told(EnvStep([tool("x")], 1e308), EnvStep(reward=1e308, done=True)), Cause.ENVIRONMENT, "add up to infinity", 2),
+    (
+        Told(EnvStep([tool("x")], 1e12), EnvStep(reward=1e12, done=True)),
+        Cause.ENVIRONMENT,
+        "rewards add up to 2000000000000.0",
+        2,
+    ),
     (Told(EnvStep(reward=10**400, done=True)), Cause.ENVIRONMENT, "it must be a finite number", 1),
     (Told(EnvStep(reward="1", done=True)), Cause.ENVIRONMENT, "the reward '1'", 1),  # type: ignore[arg-type]
     (Told(EnvStep(reward=None, done=True)), Cause.ENVIRONMENT, "the reward None", 1),  # type: ignore[arg-type]
@@ -249,13 +227,26 @@ FAILURES: list[tuple[Any, Cause, str, int]] = [
 ]
 
 
+@pytest.fixture
+def released() -> Iterator[Callable[[], object]]:
+    """Hangs, on its thread, until the test is over."""
+    over = threading.Event()
+    yield over.wait
+    over.set()
+
+
+@pytest.mark.parametrize("kind", [Told, ToldPlain])
 @pytest.mark.parametrize(("world", "cause", "message", "steps"), FAILURES, ids=[f[2][:40] for f in FAILURES])
 def test_a_failure_is_attributed_and_leaves_its_siblings_alone(
-    world: Told, cause: Cause, message: str, steps: int
+    world: Told, cause: Cause, message: str, steps: int, kind: type[Told], released: Callable[[], object]
 ) -> None:
-    world = Told(*world.answers, opening=world.opening) if type(world) is Told else type(world)()
+    hanging = hang if kind is Told else released
+    answers = [hanging if answer is hang else answer for answer in world.answers]
+    failing = kind(*answers, opening=hanging if world.opening is hang else world.opening)
     before, failed, after = play(
-        [lambda: Told(MORE, DONE), lambda: world, lambda: Told(MORE, DONE)], saying("a"), environment_timeout=SHORT
+        [lambda: Told(MORE, DONE), lambda: failing, lambda: Told(MORE, DONE)],
+        saying("a"),
+        environment_timeout=SHORT if cause is Cause.TIMEOUT else 5.0,
     )
     assert failed.status is Status.FAILED
     assert failed.reward is None
@@ -263,8 +254,9 @@ def test_a_failure_is_attributed_and_leaves_its_siblings_alone(
     assert failed.failure.cause is cause
     assert message in failed.failure.message
     assert len(failed.steps) == steps
-    assert world.calls.count("close") == 1
-    assert world.calls[-1] == "close"
+    if hanging is hang or cause is not Cause.TIMEOUT:  # its thread closes the other one when it is free again
+        assert failing.calls.count("close") == 1
+        assert failing.calls[-1] == "close"
     for healthy in (before, after):
         assert (healthy.status, healthy.reward, len(healthy.steps)) == (Status.DONE, 1.25, 2)
 
@@ -401,16 +393,21 @@ def test_all_sessions_are_open_before_the_first_attempt_runs() -> None:
 # The boundary itself
 
 
-def test_guarded_returns_or_attributes() -> None:
+async def called(function: Callable[..., Any], timeout: float = 1.0) -> Any:
+    code = UserCode("code", Cause.AGENT)
+    return await code.call(function, what="it", timeout=timeout, check=lambda value: value)
+
+
+async def test_a_call_returns_or_its_exception_is_attributed() -> None:
     async def seven() -> int:
         return 7
 
     async def bad() -> int:
         raise Boom("x") from KeyError("root")
 
-    assert asyncio.run(guarded(seven, Cause.AGENT, 1.0, "it")) == 7
+    assert await called(seven) == await called(lambda: 7) == await called(lambda: seven()) == 7
     with pytest.raises(TrajectoryFailure, match="agent: it raised Boom: x") as caught:
-        asyncio.run(guarded(bad, Cause.AGENT, 1.0, "it"))
+        await called(bad)
     assert isinstance(caught.value.__cause__, Boom)
 
 
@@ -438,7 +435,7 @@ def test_a_call_that_resists_its_cancellation_is_not_waited_for() -> None:
 
     async def go() -> None:
         with pytest.raises(TrajectoryFailure, match="timeout"):
-            await guarded(stubborn, Cause.AGENT, 0.01, "it")
+            await called(stubborn, timeout=0.01)
         release.set()
 
     asyncio.run(asyncio.wait_for(go(), 5))

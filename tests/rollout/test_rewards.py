@@ -21,6 +21,7 @@ from treadle.core.types import DropReason, Status, Step, StopReason, Task, Traje
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.attempt import RolloutConfig, Rollouts
 from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.foreign import UserCode
 from treadle.rollout.rewards import (
     LengthPenaltyConfig,
     Rewarding,
@@ -49,7 +50,11 @@ def trained(trajectory: Trajectory) -> list[float]:
 
 def shape(trajectory: Trajectory, timeout: float = 5.0, **settings: Any) -> Trajectory:
     rewarding = Rewarding(build(RewardsConfig, settings, "rewards"), timeout)
-    return asyncio.run(rewarding.shaped(TASK, rewarding.weighed(trajectory)))
+
+    async def shaped() -> Trajectory:
+        return await rewarding.shaped(TASK, rewarding.weighed(trajectory), UserCode("code", Cause.ENVIRONMENT))
+
+    return asyncio.run(shaped())
 
 
 # Weights
@@ -66,10 +71,10 @@ def test_weights_make_the_reward_and_the_record_keeps_what_was_given() -> None:
     assert (as_played(plain).given("answer"), as_played(plain).given()) == (1.5, 1.5)
 
 
-def test_weights_that_make_infinity_fail_the_attempt() -> None:
-    found = shape(rewarded(Reward({"a": 1e308})), weights={"a": 10.0})
+def test_weights_that_make_too_large_a_reward_fail_the_attempt() -> None:
+    found = shape(rewarded(Reward({"a": 1e12})), weights={"a": 10.0})
     assert (found.reward, found.status) == (None, Status.FAILED)
-    assert found.failure is not None and "add up to inf" in found.failure.message
+    assert found.failure is not None and "add up to 10000000000000.0" in found.failure.message
 
 
 # The hook
@@ -116,7 +121,7 @@ def a_number(task: Task, trajectory: Trajectory) -> Any:
 
 
 def infinite(task: Task, trajectory: Trajectory) -> Any:
-    return [1e308] * len(trajectory.steps)
+    return [1e12] * len(trajectory.steps)
 
 
 def takes_one(trajectory: Trajectory) -> Any:
@@ -143,10 +148,10 @@ def test_a_hook_may_be_async_and_give_an_array() -> None:
         (raises, "rewards.shaping raised KeyError: 'nothing here'"),
         (halfway, "rewards.shaping raised RuntimeError: in the middle"),
         (too_many, "there are 9 rewards for 2 steps"),
-        (no_numbers, "a reward must be a finite number or a Reward, got 'good'"),
+        (no_numbers, "a reward must be a finite number, at most 1e+12 in size, or a Reward, got 'good'"),
         (wrong_tokens, "rewards 1 tokens, the completion has 2"),
         (a_number, "'float' object is not iterable"),
-        (infinite, "infinity"),
+        (infinite, "rewards add up to 1"),
     ],
 )
 def test_a_hook_that_breaks_fails_the_attempt_alone(hook: Any, message: str) -> None:

@@ -79,6 +79,11 @@ class Console:
         (sys.stderr if self._stderr else sys.stdout).write(text)
 
 
+def indented(text: str) -> str:
+    """The lines of a text two columns further in, where none can pass for a line of the command's own."""
+    return "".join(f"  {line}\n" for line in text.strip("\n").split("\n"))
+
+
 def make_table(*columns: str, title: str | None = None, text: Sequence[str] = ()) -> Table:
     """A table in the house style. Columns are figures, aligned right, but for those named in `text`."""
     shown = None if title is None else escape_line(title)

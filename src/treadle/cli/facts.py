@@ -61,6 +61,10 @@ def run_facts(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[s
                 "(trajectory_id) JOIN groups g USING (group_id) GROUP BY 1, 2 ORDER BY 1 DESC, 3 DESC"
             ),
             "failures": _failures(ledger),
+            "blocked": ledger.query(
+                "SELECT count(*) AS count, sum(blocked_seconds) AS seconds, min(trajectory_id) AS trajectory_id "
+                "FROM trajectories WHERE blocked_seconds > 0"
+            )[0],
             "warnings": ledger.query(
                 "SELECT warning AS message, count(*) AS count, min(trajectory_id) AS trajectory_id FROM trajectories "
                 "WHERE warning != '' GROUP BY 1 ORDER BY 2 DESC LIMIT 5"
@@ -98,6 +102,20 @@ def _splits(ledger: Ledger) -> list[dict[str, Any]]:
         "coalesce(sum(s.completion_tokens), 0) AS completion_tokens FROM groups g "
         "LEFT JOIN trajectories t USING (group_id) LEFT JOIN steps s USING (trajectory_id) GROUP BY 1 ORDER BY 1 DESC"
     )
+
+
+def failures(run: RunDirectory) -> list[dict[str, Any]]:
+    """Every cause and message, most frequent first, each with a trajectory that shows it, and its traceback."""
+    ledger = Ledger(run.ledger_file, read_only=True)
+    try:
+        return ledger.query(
+            "SELECT cause, message, count, trajectory_id, failure_traceback AS traceback FROM "
+            "(SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
+            "trajectory_id FROM trajectories WHERE failure_cause IS NOT NULL GROUP BY 1, 2) "
+            "JOIN trajectories USING (trajectory_id) ORDER BY count DESC"
+        )
+    finally:
+        ledger.close()
 
 
 def _failures(ledger: Ledger) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from treadle.cli.console import Console, make_table
+from treadle.cli.console import Console, indented, make_table
 from treadle.cli.options import Commands, add_command, add_json, require_record
 from treadle.cli.show import shown_tokens
 from treadle.orchestration.ledger import no_checkpoint
@@ -19,6 +19,7 @@ from treadle.orchestration.progress import update_line
 
 _EXAMPLES = """examples:
   treadle report runs/demo
+  treadle report runs/demo --failures          why attempts failed, with tracebacks
   treadle report runs/demo --json | jq .packing,.relations.breaks
 
 The run may be finished, in progress or killed. Every recorded step is in exactly one state:
@@ -45,15 +46,20 @@ def add_parser(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "report", run, "account for every step, failure and token of a run", _EXAMPLES)
     parser.add_argument("run_directory", type=Path, metavar="RUN", help="a run directory, finished or not")
+    parser.add_argument("--failures", action="store_true", help="instead: every failure, with its traceback")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report."""
     require_record(options.run_directory)
-    from treadle.cli.facts import run_facts
+    from treadle.cli.facts import failures, run_facts
     from treadle.orchestration.run_directory import RunDirectory
 
+    if options.failures:
+        found = failures(RunDirectory(options.run_directory))
+        Console().json(found) if options.json else _print_failures(Console(), found)
+        return 0
     with _shard_progress() as on_shard:
         facts = run_facts(RunDirectory(options.run_directory), on_shard)
     if options.json:
@@ -139,13 +145,30 @@ def _print_breakdown(console: Console, facts: Facts) -> None:
 
 def _print_trouble(console: Console, facts: Facts) -> None:
     for row in facts["failures"]:
-        line = f"failed {row['count']:,}x {row['cause']}, as {row['trajectory_id']}: {row['message']}"
-        console.line(line, style="red")
+        console.line(_failure_line(row), style="red")
+    if facts["failures"]:
+        console.line(f"with tracebacks: {shlex.join(['treadle', 'report', facts['run'], '--failures'])}")
     for row in facts["warnings"]:
         line = f"warning {row['count']:,}x, as {row['trajectory_id']}: {row['message']}"
         console.line(line, style="yellow")
-    if facts["failures"] or facts["warnings"]:
+    if (blocked := facts["blocked"])["count"]:
+        what = f"{blocked['count']:,} trajectories blocked the event loop for {blocked['seconds']:.0f} s in all"
+        console.line(f"{what}, as {blocked['trajectory_id']}", style="yellow")
+    if facts["failures"] or facts["warnings"] or blocked["count"]:
         console.line()
+
+
+def _print_failures(console: Console, found: list[Facts]) -> None:
+    if not found:
+        console.line("no attempt failed")
+    for row in found:
+        console.line(_failure_line(row), style="red")
+        if row["traceback"]:
+            console.text(indented(row["traceback"]))
+
+
+def _failure_line(row: Facts) -> str:
+    return f"failed {row['count']:,}x {row['cause']}, as {row['trajectory_id']}: {row['message']}"
 
 
 _WAYS = {"step": "step", "chain": "chain", "tree": "tree, within trajectories", "group_tree": "tree, within groups"}

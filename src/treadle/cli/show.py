@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treadle.cli.console import Console, Table, make_table
+from treadle.cli.console import Console, Table, indented, make_table
 from treadle.cli.options import Commands, add_command, add_json, require_record
 
 if TYPE_CHECKING:
@@ -149,6 +149,8 @@ def _print_trajectory(console: Console, found: dict[str, Any]) -> None:
         console.line(f"reward in training {found['trained_reward']:g}")
     if found["warning"]:
         console.line(f"warning: {found['warning']}", style="yellow")
+    if found["failure_traceback"]:
+        console.text(indented(found["failure_traceback"]), style="red")
     for step in found["steps"]:
         _print_step(console, step)
 
@@ -165,8 +167,7 @@ def _print_step(console: Console, step: dict[str, Any]) -> None:
     console.line((f"step {step['step']}", "bold"), f"  {line}")
     if said := relation_line(step["relation"], step["step"]):
         console.line(said, style="yellow")
-    text = "".join(f"  {line}\n" for line in step["new_prompt_text"].strip("\n").split("\n"))
-    console.text(text, style="dim")
+    console.text(indented(step["new_prompt_text"]), style="dim")
     console.table(_token_table(step["tokens"]))
 
 

@@ -58,12 +58,19 @@ class Cause(StrEnum):
 
 
 class TrajectoryFailure(TreadleError, RuntimeError):
-    """One attempt failed. It ends that trajectory, never the run; `cause` decides what happens next."""
+    """One attempt failed. It ends that trajectory, never the run; `cause` decides what happens next.
 
-    def __init__(self, cause: Cause, message: str) -> None:
-        super().__init__(cause, message)
-        self.cause = cause
-        self.message = message
+    traceback: of the user code that raised, as text. Raises DataError for a cause that is none.
+    """
+
+    def __init__(self, cause: Cause, message: str, traceback: str = "") -> None:
+        super().__init__(cause, message, traceback)
+        if cause not in list(Cause):
+            known = ", ".join(Cause)
+            raise DataError(f"a TrajectoryFailure has one of the causes {known}, got {cause!r:.100}")
+        self.cause = Cause(cause)
+        self.message = str(message).encode(errors="backslashreplace").decode()  # lone surrogates fit into no file
+        self.traceback = traceback
 
     def __str__(self) -> str:
         return f"{self.cause}: {self.message}"

@@ -6,7 +6,7 @@ Shapes: C completion tokens of one step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
@@ -23,6 +23,12 @@ PLAIN = "reward"
 TOKENS = "tokens"
 """The component that rewards of single tokens add up to; nothing else has this name."""
 
+LARGEST = 1e12
+"""The largest reward, in size: float32 holds the sums of such rewards, and of their squares, over any batch."""
+
+NUMBER = f"finite number, at most {LARGEST:g} in size"
+"""What a reward must be, in words."""
+
 _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 
@@ -38,7 +44,8 @@ class Reward:
     >>> Reward({"answer": 1.0, "page": 0.2}, tokens=np.array([0, -0.5], np.float32)).total({"page": 0.5})
     0.6
 
-    Raises DataError for what is not finite, or adds up to infinity, and for the name `tokens`.
+    Raises DataError for what is not finite, or larger than `LARGEST`, each by itself and together, and for the name
+    `tokens`.
     """
 
     components: Mapping[str, float] = field(default_factory=dict)
@@ -55,8 +62,8 @@ class Reward:
         """A plain number is the component `name`; 0 is nothing. Raises DataError for what is neither."""
         if isinstance(value, Reward):
             return value
-        if not is_finite(value):
-            raise DataError(f"a reward must be a finite number or a Reward, got {value!r:.100}")
+        if not is_reward(value):
+            raise DataError(f"a reward must be a {NUMBER}, or a Reward, got {value!r:.100}")
         return cls({name: cast(float, value)} if value else {})
 
     def __bool__(self) -> bool:
@@ -68,15 +75,9 @@ class Reward:
         return Reward, (self.components, self.tokens)
 
     def total(self, weights: Mapping[str, float] = _NO_WEIGHTS) -> float:
-        """Components times their weights (1.0 without one), and the tokens' rewards. Raises DataError for infinity."""
+        """Components times their weights (1.0 without one), and tokens' rewards. Raises DataError as `reward_sum`."""
         own = [weights.get(name, 1.0) * value for name, value in self.components.items()]
-        try:
-            total = math.fsum([*own, self.token_sum])
-        except (OverflowError, ValueError) as error:
-            raise DataError(f"the rewards {self.components} add up to infinity") from error
-        if not math.isfinite(total):
-            raise DataError(f"the rewards {self.components} add up to {total} with weights {dict(weights)}")
-        return total
+        return reward_sum([*own, self.token_sum])
 
     @property
     def token_sum(self) -> float:
@@ -107,8 +108,8 @@ def _checked_components(value: object) -> dict[str, float]:
             raise DataError(f"a component of a reward needs a name, got {name!r:.100}")
         if name == TOKENS:
             raise DataError(f"a component of a reward cannot be called {TOKENS!r}: that is what its tokens add up to")
-        if not is_finite(amount):
-            raise DataError(f"the component {name!r} of a reward must be a finite number, got {amount!r:.100}")
+        if not is_reward(amount):
+            raise DataError(f"the component {name!r} of a reward must be a {NUMBER}, got {amount!r:.100}")
     return {name: float(amount) for name, amount in value.items()}
 
 
@@ -118,8 +119,8 @@ def _checked_tokens(value: object) -> NDArray[np.float32]:
             tokens = np.array(cast(Any, value), dtype=np.float32)
     except (TypeError, ValueError) as error:
         raise DataError(f"a reward's tokens must be numbers, one a token, got {value!r:.100}") from error
-    if tokens.ndim != 1 or not np.isfinite(tokens).all():
-        raise DataError(f"a reward's tokens must be finite numbers, one a token, got {value!r:.100}")
+    if tokens.ndim != 1 or not (np.abs(tokens) <= LARGEST).all():
+        raise DataError(f"a reward's tokens must be one {NUMBER}, for each token, got {value!r:.100}")
     tokens.flags.writeable = False
     return tokens
 
@@ -132,8 +133,24 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def is_finite(value: object) -> bool:
+def reward_sum(values: Iterable[float]) -> float:
+    """Return their sum. Raises DataError where that is no reward: beyond `LARGEST`."""
+    try:
+        total = math.fsum(values)
+    except (OverflowError, ValueError):
+        total = math.inf
+    if not abs(total) <= LARGEST:
+        raise DataError(f"rewards add up to {total}; together, too, they must be a {NUMBER}")
+    return total
+
+
+def is_reward(value: object) -> bool:
     """Whether the value is a number that can be a reward."""
+    return is_finite(value) and abs(cast(float, value)) <= LARGEST
+
+
+def is_finite(value: object) -> bool:
+    """Whether the value is a number, and finite."""
     try:
         return isinstance(value, Real | np.bool_) and math.isfinite(value)
     except OverflowError:  # an integer beyond any float

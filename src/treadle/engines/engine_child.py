@@ -52,6 +52,8 @@ class _Server:
                 self._engine.open_session(message["session"])
             case "close":
                 self._engine.close_session(message["session"])
+            case "ping":
+                self._outbox.post({"do": "pong"})
             case "cancel":
                 if message["call"] in self._tasks:
                     self._tasks[message["call"]].cancel()

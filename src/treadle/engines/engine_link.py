@@ -18,6 +18,7 @@ from treadle.engines.engine_messages import LONGEST_LINE, Message, Outbox, decod
 
 _TAIL = 15  # lines of the log that an error shows
 _PATIENCE = 20.0  # seconds for a process to leave by itself
+_SILENCES = 4  # unanswered pings in a row after which a process is killed: it may be stopped
 
 
 class Link:
@@ -41,6 +42,7 @@ class Link:
         self._outbox = Outbox(writer)
         self._numbers = count()
         self._calls: dict[int, asyncio.Future[Message]] = {}
+        self._unanswered, self._killed = 0, ""  # pings since it said anything; why it was killed, in words
         self._listener = loop.create_task(self._listen())
 
     @classmethod
@@ -89,6 +91,16 @@ class Link:
         self.post({**message, "call": number})
         return answer
 
+    async def watch(self, silence: float) -> None:
+        """Until the process ends, kill it if it says nothing for so many seconds, though it is asked to."""
+        while self._unanswered < _SILENCES:
+            self._unanswered += 1
+            self.post({"do": "ping"})
+            if (await asyncio.wait({self.ended}, timeout=silence / _SILENCES))[0]:
+                return
+        self._killed = f" after {silence:g} s without an answer"
+        self._process.kill()  # works on one that is stopped, too
+
     def tail(self) -> str:
         """The end of the log, introduced."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -112,10 +124,13 @@ class Link:
                     self._take(message)
         code = await self._reap()
         name = f" ({signal.strsignal(-code)})" if code < 0 else ""
-        self.exit_code = f"code {code}{name}"
+        self.exit_code = f"code {code}{name}{self._killed}"
         self._end(f"the engine's process ended with {self.exit_code}; {self.tail()}")
 
     def _take(self, message: Message) -> None:
+        self._unanswered = 0
+        if "call" not in message:  # it answers a ping
+            return
         self.answered += 1
         answer = self._calls.get(message["call"])
         if answer is None or answer.done():  # cancelled

@@ -9,6 +9,7 @@ with `call` is answered by one with the same number. Floats survive exactly: JSO
     -> {do: score, call, ids, temperature}                                 <- {call, logprobs}
     -> {do: publish, call, path, version}                                  <- {call}
     -> {do: cancel, call}                                                  any call that failed: <- {call, error}
+    -> {do: ping}                                                          <- {do: pong}
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ async def start_engine(
     in_flight: InFlight = "keep",
     routing: bool = False,
     timeout: float = 600.0,
+    silence: float = 60.0,
     say: Callable[[str], None] = lambda line: None,
     on_close: Callable[[], None] = lambda: None,
 ) -> ProcessEngine:
@@ -52,7 +53,8 @@ async def start_engine(
 
     It computes with as many threads as this process does now, and deterministically if this process does. The options
     are `TorchEngine`'s. log: where the process writes. timeout: seconds it may take to start, or to take new weights.
-    say: told when it ended and was started again. Raises EngineError, with the end of the log, if it does not start.
+    silence: seconds without a sign of life after which it is killed. say: told when it ended and was started again.
+    Raises EngineError, with the end of the log, if it does not start.
     """
     load: Message = {
         "do": "load",
@@ -75,7 +77,9 @@ async def start_engine(
         on_close()
         raise
     limits = Limits(facts["vocabulary"], facts["context"])
-    return ProcessEngine(link, limits, lock_step, start=start, load=load, timeout=timeout, say=say, on_close=on_close)
+    return ProcessEngine(
+        link, limits, lock_step, start=start, load=load, timeout=timeout, silence=silence, say=say, on_close=on_close
+    )
 
 
 async def _start(log: Path, timeout: float, orders: Sequence[Message]) -> tuple[Link, list[Message]]:
@@ -99,9 +103,10 @@ class ProcessEngine:
     In lock-step, what makes a wave is decided here, by TorchEngine's rule and as many turns of the event loop after the
     call that completes it: over there it would depend on when messages arrive. The other engine is told of calls and
     sessions a wave at a time, and then has every open session waiting.
-    If the process ends, calls that it was told of fail with an EngineError that holds its exit code and the end of its
-    log; a publication, and others, wait for the next process, which has the same sessions and the weights that were
-    published last. One that does not start, or ends before it has answered a call, has none after it: every call fails.
+    If the process ends, or is killed because it falls silent (somebody stopped it), calls that it was told of fail with
+    an EngineError that holds its exit code and the end of its log; a publication, and others, wait for the next
+    process, which has the same sessions and the weights that were published last. One that does not start, or ends
+    before it has answered a call, has none after it: every call fails.
     """
 
     def __init__(
@@ -113,11 +118,13 @@ class ProcessEngine:
         start: Callable[[Sequence[Message]], Awaitable[tuple[Link, list[Message]]]],
         load: Message,
         timeout: float,
+        silence: float,
         say: Callable[[str], None],
         on_close: Callable[[], None],
     ) -> None:
         self.limits, self._lock_step = limits, lock_step
-        self._begin, self._timeout, self._tell, self._on_close = start, timeout, say, on_close
+        self._begin, self._timeout, self._silence = start, timeout, silence
+        self._tell, self._on_close = say, on_close
         self._orders = [load]  # then the publication that succeeded last: what the next process begins with
         self._kept = AsyncExitStack()  # has the file of that publication
         self._over: str | None = None  # why nothing is served any more
@@ -195,6 +202,7 @@ class ProcessEngine:
         self._successor.cancel()
         await asyncio.wait([self._successor])
         await self._link.close(_CLOSED)
+        await asyncio.wait([self._watch])
         self._fail_waiting(self._over)
         if self._driver is not None:
             await asyncio.wait([self._driver])
@@ -231,6 +239,7 @@ class ProcessEngine:
 
     def _adopt(self, link: Link, answered: int) -> None:
         self._link = link
+        self._watch = asyncio.get_running_loop().create_task(link.watch(self._silence))
         self._successor = asyncio.get_running_loop().create_task(self._succeed(answered))
 
     async def _succeed(self, answered: int) -> None:

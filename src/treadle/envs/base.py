@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol
 
 from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
+
+P = ParamSpec("P")
 
 
 class EnvStep(NamedTuple):
     """The environment's answer to one reply of the agent.
 
     observations: the messages the agent reads next (role `user` or `tool`); empty when done.
-    reward: of this step; a trajectory's reward is their sum. done: the episode is over.
-    info: values of the environment's `metrics`; the rest is for whoever calls it directly (tests, notebooks), and
-    neither shown to the agent nor recorded.
     reward: of this step; a trajectory's reward is their sum. A `Reward` names its components, and may reward single
     tokens of the reply. done: the episode is over.
+    info: values of the environment's `metrics`; the rest is for whoever calls it directly (tests, notebooks), and
+    neither shown to the agent nor recorded.
     state: names the state that the next step meets, for advantages that compare steps of one state (`gigpo`).
-    info: for whoever calls the environment directly (tests, notebooks); neither shown to the agent nor recorded.
 
     >>> EnvStep([{"role": "tool", "content": "page Anna, hobby chess"}])
     >>> EnvStep(reward=1.0, done=True)
@@ -34,6 +34,11 @@ class EnvStep(NamedTuple):
     state: str = ""
 
 
+def _or_plain(method: Callable[P, Coroutine[Any, Any, Any]]) -> Callable[P, Any]:
+    """Return the method, typed so that a plain `def` may override it, and so that `await super()...` is no error."""
+    return method
+
+
 class Environment(Protocol):
     """One instance plays one attempt: `reset` once, `step` until done, `close` always.
 
@@ -43,6 +48,9 @@ class Environment(Protocol):
             async def step(self, text: str) -> EnvStep:
                 return EnvStep(reward=float(text.strip() == self.task.ground_truth), done=True)
 
+    Each method may be `async` or not. Asynchronous ones share one event loop and must not block it; plain ones run in a
+    thread, the same for all calls of an attempt.
+
     metrics: what it measures, each under its name in a step's `info`; recorded as `env/<name>`. Of level `step`, each
     value counts for itself; of level `trajectory`, a trajectory's values add up first. What is not given is not
     counted: what may be 0 is given as 0.
@@ -51,15 +59,18 @@ class Environment(Protocol):
     task: Task
     metrics: ClassVar[Sequence[Metric]] = ()
 
+    @_or_plain
     async def reset(self, task: Task) -> Sequence[Message]:
         """Start the attempt; returns the messages the agent starts from (default: the task's prompt)."""
         self.task = task
         return task.prompt
 
+    @_or_plain
     async def step(self, text: str) -> EnvStep:
         """Act on the agent's reply (the decoded completion, without its end-of-turn token)."""
         ...
 
+    @_or_plain
     async def close(self) -> None:
         """Release what `reset` took. Called once, also after a failure."""
         return None

@@ -73,7 +73,7 @@ def load_environment(name: str) -> type[Environment]:
     """The environment class `name` (registered, or `module:attribute`), checked before anything runs.
 
     Raises ConfigError: unknown name, not a class, a constructor that needs arguments, or one of `reset`,
-    `step` and `close` missing or not `async def`.
+    `step` and `close` missing.
     """
     return check_environment(registry.resolve("environments", name), name)
 
@@ -84,14 +84,12 @@ def check_environment(found: object, name: str) -> type[Environment]:
         raise ConfigError(f"environments: {name!r} is of type {type(found).__name__}, it must be a class")
     for method, argument in _METHODS.items():
         written = getattr(found, method, None)
-        if written is None or written is Environment.step:
-            state = "is missing"
-        elif not inspect.iscoroutinefunction(written):
-            state = "is not async"
-        else:
+        if callable(written) and written is not Environment.step:
             continue
         arguments = f"self, {argument}" if argument else "self"
-        raise ConfigError(f"environments: {name!r}: {method} {state}; write 'async def {method}({arguments})'")
+        raise ConfigError(
+            f"environments: {name!r}: {method} is missing; write 'def {method}({arguments})', async or not"
+        )
     try:
         inspect.signature(found).bind()
     except TypeError as error:

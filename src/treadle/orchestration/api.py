@@ -23,7 +23,7 @@ from treadle.orchestration.progress import PlainProgress, Progress
 from treadle.orchestration.threads import wait_passively
 from treadle.orchestration.validation import check_config
 from treadle.rollout.agents import Agent, check_agent, is_agent
-from treadle.rollout.attempt import EnvironmentFactory
+from treadle.rollout.isolated_environment import EnvironmentFactory
 
 Tasks = Iterable[Task | Mapping[str, Any]] | str | os.PathLike[str]
 
@@ -44,7 +44,7 @@ def train(
 
     environment: called once per attempt, for a fresh `Environment` (the class itself will do), or the name of one, as
     in a recipe; or a function `def reward(task, text)`, async or not, which grades one reply to a task's prompt; or an
-    agent program, `async def agent(task, client)`, which plays an attempt (`treadle.rollout.agents.Agent`).
+    agent program, `def agent(task, client)`, async or not, which plays an attempt (`treadle.rollout.agents`).
     tasks: `Task`s, or dicts with their fields; or, as in a recipe, a .jsonl file or the name of a generator.
     model: directory of a Hugging Face causal LM, or a `model` section (`{"build": {...}, "tokenizer": "demo"}`).
     run: directory of the new run. held_out: tasks to evaluate on before and after.

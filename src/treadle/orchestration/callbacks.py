@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
-from treadle.core.errors import ConfigError, RunError, TrainingStopped, TreadleError
+from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import resolve
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import CallbackConfig, RunConfig
@@ -106,7 +106,6 @@ class Callbacks(Callback):
 
     def __init__(self, members: Mapping[str, Callback], stop: StopRequest) -> None:
         self._members, self.stop = dict(members), stop
-        self._failure: tuple[str, BaseException] | None = None
 
     def around(self, run: RunStart, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The summary that `work` returns. Those that were started are told of the end, whatever it is.
@@ -124,14 +123,6 @@ class Callbacks(Callback):
             raise
         _end(started, run, MappingProxyType(summary), None)
         return summary
-
-    def raise_failure(self, update: int) -> None:
-        """Raise TrainingStopped if a callback failed; the run was asked to stop then, and saved after this update."""
-        if self._failure is not None:
-            what, error = self._failure
-            raise TrainingStopped(
-                f"{what}. A checkpoint of update {update} is saved: fix the callback, then --resume"
-            ) from error
 
     def rollout(self, trajectory: Trajectory) -> None:
         """Tell them."""
@@ -165,8 +156,7 @@ class Callbacks(Callback):
                 raise error
             if error is not None:
                 del self._members[name]
-                self._failure = self._failure or (raised(f"callback {name}: {event}", error), error)
-                self.stop.ask()
+                self.stop.ask(raised(f"callback {name}: {event}", error), error)
 
 
 def load_callbacks(configs: Sequence[CallbackConfig], own: Sequence[Callback] = ()) -> dict[str, Callback]:

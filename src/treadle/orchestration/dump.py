@@ -39,6 +39,7 @@ def _trajectory(group: Group, t: Trajectory, decode: Callable[[Ids], str]) -> di
         "components": as_played(t).components,
         "status": str(t.status),
         "failure": f"{t.failure.cause}: {t.failure.message}" if t.failure else None,
+        "traceback": t.failure.traceback if t.failure else None,
         "seconds": t.seconds,
         "steps": [_step(step, decode) for step in t.steps],
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from treadle.orchestration.retention import checkpoint_update, find_checkpoint
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.validation import check_playing
 from treadle.rollout.attempt import open_rollouts
+from treadle.rollout.event_loop import run
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import ModelConfig
 from treadle.training.model_files import check_model_files, require_model
@@ -117,9 +117,9 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     policy = load_policy(subject.model_config, config.seed)
     use_threads(config.training.threads, policy.model)
     played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
-    check_first_prompts(played, policy.renderer, config, policy.context)
+    check_first_prompts(played, policy.renderer, config, policy.context, progress.say)
     started = time.perf_counter()
-    groups = asyncio.run(_play(subject, inputs, policy, progress))
+    groups = run(_play(subject, inputs, policy, progress), progress.say)
     seconds = time.perf_counter() - started
     if dump is not None:
         write_dump(dump, groups, policy.renderer.decode)
@@ -144,7 +144,7 @@ async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Prog
         await engine.publish(unique_weights(policy.model), 0)  # servers that run already may have any weights
         rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
         async with open_rollouts(
-            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout, rewards
+            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout, rewards, progress.say
         ) as rollouts:
             return await play_held_out(
                 rollouts,

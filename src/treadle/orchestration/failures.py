@@ -9,7 +9,10 @@ from pydantic import Field
 
 from treadle.core.config import Config
 from treadle.core.errors import Cause
-from treadle.core.types import Failure, Status, Trajectory
+from treadle.core.rewards import LARGEST
+from treadle.core.types import Failure, Group, Status, Trajectory
+
+_BLAMELESS = (Cause.ENGINE, Cause.INFRASTRUCTURE)  # of these, no task is to blame
 
 
 class FailurePolicy(Config):
@@ -20,7 +23,7 @@ class FailurePolicy(Config):
     then: Literal["drop", "grade"] = Field(
         "drop", description="after the last one: drop it (no reward, in no baseline), or grade it"
     )
-    reward: float = Field(0.0, description="of an attempt that is graded")
+    reward: float = Field(0.0, ge=-LARGEST, le=LARGEST, description="of an attempt that is graded")
 
 
 _AGAIN = FailurePolicy(retries=2)
@@ -38,13 +41,25 @@ class FailuresConfig(Config):
     context: FailurePolicy = Field(FailurePolicy(), description="the first prompt was too long")
     retry_share: float = Field(1.0, ge=0, description="most retries of a run, as a share of all first attempts so far")
     task_limit: int = Field(
-        3, ge=1, description="groups in a row with too few graded attempts before their task is left out"
+        3,
+        ge=1,
+        description="groups in a row with too few graded attempts before their task is left out; those that engine or "
+        "infrastructure failed do not count",
     )
 
     def of(self, cause: Cause) -> FailurePolicy:
         """The policy for a cause."""
         found: FailurePolicy = getattr(self, cause.value)
         return found
+
+
+def fails_by_task(group: Group, size: int, least: int) -> bool:
+    """Whether the group has fewer than `least` attempts that its task did not fail.
+
+    size: places of the group; each counts by its last attempt. Those that engine or infrastructure failed are not its.
+    """
+    last = {t.attempt % size: t for t in sorted(group.trajectories, key=lambda t: t.attempt)}
+    return sum(t.failure is None or t.failure.cause in _BLAMELESS for t in last.values()) < least
 
 
 class Retries:

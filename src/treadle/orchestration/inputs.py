@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
+from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Message, Task
 from treadle.envs.tasks import load_environment, load_generator, load_tasks, with_player
 from treadle.orchestration.callbacks import Callback, load_callbacks
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.validation import check_context
 from treadle.rollout.agents import Agent, load_agent
-from treadle.rollout.attempt import EnvironmentFactory, checked_messages, make_environment
+from treadle.rollout.attempt import user_code
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation, check_turns
-from treadle.rollout.foreign import guarded
+from treadle.rollout.event_loop import run
+from treadle.rollout.isolated_environment import EnvironmentFactory, IsolatedEnvironment
+from treadle.rollout.loop_monitor import LoopMonitor
 from treadle.rollout.meter import check_metrics
 from treadle.training.demonstrations import load_demonstrations
 
@@ -129,17 +129,20 @@ def load_split(
     return load_tasks(section.source, split, options, config.environment, config.agent, environments)
 
 
-def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, context: int) -> None:
+def check_first_prompts(
+    inputs: Inputs, renderer: ChatRenderer, config: RunConfig, context: int, say: Callable[[str], None]
+) -> None:
     """Raise ConfigError now for what would fail every attempt later.
 
     context: the model's. Checks that prompt and completion fit it, that an environment can be reset (three tasks may
     try), and that the first prompt is within `rollout.max_input_tokens`. What an agent will ask first is unknown.
+    say: told of environments that block the event loop, or do not end.
     """
     check_context(config, context)
     problems = []
     for task in [task for task in inputs.train if task.environment][:3]:
         try:
-            messages = asyncio.run(_first_messages(inputs.environments[task.environment], task, config))
+            messages = run(_first_messages(inputs.environments[task.environment], task, config, say), say)
         except TrajectoryFailure as failure:
             problems.append(f"task {task.task_id}: {failure}")
             continue
@@ -155,12 +158,16 @@ def check_first_prompts(inputs: Inputs, renderer: ChatRenderer, config: RunConfi
         raise ConfigError("no environment could be started; " + "; ".join(problems))
 
 
-async def _first_messages(factory: EnvironmentFactory, task: Task, config: RunConfig) -> tuple[Message, ...]:
-    limit = config.rollout.environment_timeout
-    environment = make_environment(factory)
-    try:
-        opening = await guarded(lambda: environment.reset(task), Cause.ENVIRONMENT, limit, "reset")
-    finally:
-        with suppress(TrajectoryFailure):  # as in an attempt, where it is only a warning
-            await guarded(environment.close, Cause.ENVIRONMENT, limit, "close")
-    return checked_messages(opening, "reset")
+async def _first_messages(
+    factory: EnvironmentFactory, task: Task, config: RunConfig, say: Callable[[str], None]
+) -> tuple[Message, ...]:
+    monitor = LoopMonitor(say)
+    user = user_code(task, "as a check", monitor)
+    environment = IsolatedEnvironment(task.environment, factory, user, config.rollout.environment_timeout)
+    with monitor.watching():
+        try:
+            await environment.make()
+            return await environment.reset(task.copy())
+        finally:
+            await environment.close()  # what that raises is only a warning, as in an attempt
+            user.release()

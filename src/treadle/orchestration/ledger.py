@@ -32,7 +32,8 @@ CREATE TABLE trajectories (
   status TEXT NOT NULL, reward REAL, advantage REAL, failure_cause TEXT, failure_message TEXT, warning TEXT NOT NULL,
   steps INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, oldest_version INTEGER, newest_version INTEGER,
   seconds REAL NOT NULL, shard TEXT NOT NULL, metrics TEXT NOT NULL,
-  trained_reward REAL, components TEXT NOT NULL, checksum INTEGER);
+  trained_reward REAL, components TEXT NOT NULL, failure_traceback TEXT, blocked_seconds REAL NOT NULL,
+  checksum INTEGER);
 CREATE TABLE steps (
   trajectory_id TEXT NOT NULL REFERENCES trajectories, step INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT,
   prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, stop_reason TEXT NOT NULL, reward REAL NOT NULL,
@@ -355,6 +356,8 @@ def _trajectory_row(group: Group, t: Trajectory, shard: str, split: str) -> dict
         "metrics": json.dumps(t.metrics.as_json()),
         "trained_reward": as_trained(t).reward if split == "train" else None,
         "components": json.dumps(happened.components),
+        "failure_traceback": t.failure.traceback if t.failure else None,
+        "blocked_seconds": t.blocked_seconds,
     }
 
 

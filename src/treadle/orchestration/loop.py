@@ -37,7 +37,7 @@ from treadle.orchestration.callbacks import Callback
 from treadle.orchestration.concurrency import Concurrency
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.evaluation import play_held_out
-from treadle.orchestration.failures import Retries
+from treadle.orchestration.failures import Retries, fails_by_task
 from treadle.orchestration.giving_up import Since, too_many_discarded, too_many_failed, too_many_refused
 from treadle.orchestration.ledger import Ledger, LoopState, TrainedBatch
 from treadle.orchestration.metrics import EvaluationResult, evaluation_result, run_metrics, trajectory_metrics
@@ -280,15 +280,19 @@ class Loop:
         self._since.groups += 1
         reason = reject_reason(group, self._least)
         if reason is DropReason.FAILED:
-            failed = self._failed_tasks[group.task.task_id] = self._failed_tasks.get(group.task.task_id, 0) + 1
-            if failed == self.config.failures.task_limit:
-                what = f"its last {failed} groups had fewer than {self._least} graded attempts"
-                self.progress.say(f"task {group.task.task_id} is left out: {what}")
+            if fails_by_task(group, self.config.training.group_size, self._least):
+                self._note_failed(group.task)
             self._tell_failures([group])
             return reason
         self._failed_tasks.pop(group.task.task_id, None)
         filtering = reason is None and self.config.algorithm.dynamic_sampling == "filter"
         return DropReason.FILTERED if filtering and learns_nothing(group, self.config.algorithm) else reason
+
+    def _note_failed(self, task: Task) -> None:
+        failed = self._failed_tasks[task.task_id] = self._failed_tasks.get(task.task_id, 0) + 1
+        if failed == self.config.failures.task_limit:
+            what = f"its last {failed} groups had fewer than {self._least} graded attempts"
+            self.progress.say(f"task {task.task_id} is left out: {what}")
 
     def _discard(self, group: Group, reason: DropReason) -> None:
         self._since.discarded[reason] += 1

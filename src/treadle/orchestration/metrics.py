@@ -86,6 +86,13 @@ REFUSED = Metric(
     "refused", "trajectory", "sum", "trajectories", "graded, but the learner's model cannot train them", view="dropped"
 )
 WARNINGS = Metric("warnings", "trajectory", "sum", "trajectories", "with a warning")
+BLOCKED = Metric(
+    "blocked_seconds",
+    "trajectory",
+    "sum",
+    "seconds",
+    "for which environments and agents held up the event loop, a second or longer at a time",
+)
 ENDED = Metric("ended_*", "trajectory", "mean", "share", "how it ended, failed ones too")
 DROPPED = Metric(
     "dropped_*", "step", "sum", "steps", "recorded, but not trained, by reason, of those that occur", view="dropped"
@@ -220,6 +227,7 @@ def _of_everyone(everyone: Sequence[Trajectory]) -> Measures:
         FAILED: [1] * len(causes),
         REFUSED: [attempt_drop_reason(t) is DropReason.REFUSED for t in everyone],
         WARNINGS: [bool(t.warning) for t in everyone],
+        BLOCKED: [t.blocked_seconds for t in everyone],
         **_counts(FAILED_BY, causes),
         **shares(ENDED, Status, [t.status for t in everyone]),
     }

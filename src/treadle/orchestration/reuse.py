@@ -96,9 +96,10 @@ def _trajectory(row: Mapping[str, Any], task_id: str, shards: _Shards) -> Trajec
         steps=tuple(shards.steps(row["shard"], row["trajectory_id"])),
         reward=row["reward"],
         status=Status(row["status"]),
-        failure=Failure(Cause(cause), row["failure_message"]) if cause else None,
+        failure=Failure(Cause(cause), row["failure_message"], row["failure_traceback"]) if cause else None,
         warning=row["warning"],
         seconds=row["seconds"],
         metrics=Measures.from_json(json.loads(row["metrics"])),
         dropped=reason_on_record(row["reward"], row["trained_reward"]),
+        blocked_seconds=row["blocked_seconds"],
     )

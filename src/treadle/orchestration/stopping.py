@@ -8,25 +8,38 @@ import signal
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, TypeVar
+
+from treadle.core.errors import TrainingStopped
+from treadle.rollout.interrupts import InterruptHandler
 
 T = TypeVar("T")
 
 
 class StopRequest:
-    """Set by Ctrl-C or SIGTERM: the loop finishes its update, checkpoints and leaves."""
+    """Set by Ctrl-C or SIGTERM, or by what goes wrong: the loop finishes its update, checkpoints and leaves."""
 
     def __init__(self) -> None:
         self.asked = False
+        self._reason: tuple[str, BaseException | None] | None = None
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
-    def ask(self) -> None:
-        """Ask, also from a signal handler or another thread."""
+    def ask(self, reason: str = "", error: BaseException | None = None) -> None:
+        """Ask, also from a signal handler or another thread. reason: what went wrong, and the error that it was."""
         self.asked = True
+        if reason and self._reason is None:
+            self._reason = reason, error
         if self._waiting is not None:
             loop, event = self._waiting
             loop.call_soon_threadsafe(event.set)
+
+    def raise_reason(self, update: int) -> None:
+        """Raise TrainingStopped if something went wrong: the run was asked to stop then, and saved at this update."""
+        if self._reason is not None:
+            what, error = self._reason
+            raise TrainingStopped(
+                f"{what}. A checkpoint of update {update} is saved: fix the cause, then --resume"
+            ) from error
 
     async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of the work; None, and the work is cancelled, if a stop is asked for before it is done."""
@@ -56,16 +69,15 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
     handled = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in handled}
 
-    def ask(_number: int, _frame: FrameType | None) -> None:
+    def ask() -> None:
         stop.ask()
-        for number in handled:
-            signal.signal(number, signal.default_int_handler)
         # a signal may come in the middle of a print, which must not be entered again
         os.write(2, b"\nstopping: finishing this update, then saving a checkpoint (once more: stop at once)\n")
 
+    interrupts = InterruptHandler(ask)
     try:
         for number in handled:
-            signal.signal(number, ask)
+            signal.signal(number, interrupts)
         yield
     finally:
         for number, handler in before.items():

@@ -5,7 +5,6 @@ load_inputs -> model, tokenizer -> warm start -> Learner, Engine -> Loop.run -> 
 
 from __future__ import annotations
 
-import asyncio
 import json
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -42,6 +41,7 @@ from treadle.orchestration.threads import available_cores
 from treadle.orchestration.validation import check_config
 from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
 from treadle.rollout.attempt import open_rollouts
+from treadle.rollout.event_loop import run as run_event_loop
 from treadle.rollout.replies import reply_parser
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others, save_checkpoint
 from treadle.training.learner import Learner, check_reference
@@ -59,7 +59,7 @@ def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress)
     config = _with_threads(config, use_threads(config.training.threads, policy.model))
     if config.training.routing_replay:
         Routers.of(policy.model)  # or an error, before anything is computed
-    check_first_prompts(inputs, policy.renderer, config, policy.context)
+    check_first_prompts(inputs, policy.renderer, config, policy.context, progress.say)
     check_demonstrations(config, policy.renderer)
     reference = _given_reference(config, policy)
     run = RunDirectory.create(path, config)
@@ -221,8 +221,10 @@ def _train(
                 run.change_config(config, ledger)
             remove_other_shards(run.rollouts, ledger.shards())
             kept = _roll_back(config, run, ledger, resume_from.directory.name, state, progress)
-        state, stopped = asyncio.run(
-            _run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress, callbacks, kept)
+        state, stopped = run_event_loop(
+            _run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress, callbacks, kept),
+            progress.say,
+            on_culprit=callbacks.stop.ask,
         )
     finally:
         ledger.close()
@@ -285,7 +287,7 @@ async def _run_loop(
     )
     try:
         async with open_rollouts(
-            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout, config.rewards
+            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout, config.rewards, progress.say
         ) as rollouts:
             loop = Loop(
                 config=config,
@@ -309,7 +311,7 @@ async def _run_loop(
                 final = await loop.run()
     finally:
         await engine.close()
-    callbacks.raise_failure(final.update)
+    callbacks.stop.raise_reason(final.update)
     return final, not loop.finished
 
 

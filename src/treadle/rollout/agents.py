@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import resource
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -26,16 +26,16 @@ from treadle.core.errors import (
     TrajectoryFailure,
 )
 from treadle.core.outcomes import was_played
-from treadle.core.rewards import Reward, is_finite
+from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, Status, Task
-from treadle.rollout.clients import openai_client
-from treadle.rollout.foreign import Outcome, guarded
+from treadle.rollout.clients import async_client, sync_client
+from treadle.rollout.foreign import Outcome, UserCode, is_async
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.replies import ReplyParser, Tool
 from treadle.rollout.session import CallOptions, Reply, Session
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, OpenAI
 
 _DEFAULT = CallOptions()
 _PACKAGES = ("openai", "fastapi", "uvicorn")  # the extra `agents`
@@ -43,7 +43,7 @@ _FILES = 65536
 _GRACE = 5.0  # seconds that an agent whose time is over has to clean up
 
 
-class Agent(Protocol):
+class AsyncAgent(Protocol):
     """Plays one attempt: `async def agent(task, client)`, or an object that is called like that.
 
     client: of OpenAI's SDK, and ready; all that is asked through it is recorded and may be trained. Whatever name of a
@@ -52,12 +52,26 @@ class Agent(Protocol):
 
     Returns the attempt's reward, which belongs to its last step. What it raises, and an attempt of more than
     `rollout.agent_timeout` seconds, fails this attempt alone. It shares the run's event loop: what blocks belongs into
-    `asyncio.to_thread`.
+    `asyncio.to_thread`, or into a `SyncAgent`.
     """
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float | Reward:
         """Play the attempt; returns its reward."""
         ...
+
+
+class SyncAgent(Protocol):
+    """Plays one attempt as `AsyncAgent` does, but as plain `def agent(task, client)`, in a thread of its own.
+
+    client: OpenAI's synchronous one. At `rollout.agent_timeout` the attempt ends, and nobody waits for the thread.
+    """
+
+    def __call__(self, task: Task, client: OpenAI) -> float | Reward:
+        """Play the attempt; returns its reward."""
+        ...
+
+
+Agent = AsyncAgent | SyncAgent
 
 
 class AgentSession(Session):
@@ -111,12 +125,12 @@ class AgentHost:
         """A session for `play`; takes what `Session` takes, but for its parser."""
         return AgentSession(*arguments, self._parse, max_calls=self._max_steps)
 
-    async def play(self, task: Task, session: AgentSession) -> Outcome:
+    async def play(self, session: AgentSession, task: Task, user: UserCode) -> Outcome:
         """Run the task's agent on this session, and close it."""
         warning = ""
         try:
             try:
-                reward = _checked_reward(await self._run(task, session))
+                reward = await self._run(task, session, user)
             except TrajectoryFailure as error:
                 reward, warning = _reward_after(error, session), error.message
             if not any(was_played(step) for step in session.steps):
@@ -126,14 +140,17 @@ class AgentHost:
             return Outcome.failed(error)
         return Outcome(_status(session), reward.total(), warning=warning)
 
-    async def _run(self, task: Task, session: AgentSession) -> object:
+    async def _run(self, task: Task, session: AgentSession, user: UserCode) -> Reward:
         agent = self._agents[task.agent]
+        open_client = async_client if is_async(agent) else sync_client
         try:
             async with (
                 self._gateway.attached(session) as address,
-                openai_client(address.base_url, address.secret, self._timeout) as client,
+                open_client(address.base_url, address.secret, self._timeout) as client,
             ):
-                return await guarded(lambda: agent(task, client), Cause.AGENT, self._timeout, "the agent", grace=_GRACE)
+                return await user.call(
+                    agent, task, client, what="the agent", timeout=self._timeout, check=_checked_reward, grace=_GRACE
+                )
         finally:
             session.close()
 
@@ -165,7 +182,7 @@ def _allow_files() -> None:
 def load_agent(name: str) -> Agent:
     """The agent `name` (registered under `treadle.agents`, or `module:attribute`), checked before anything runs.
 
-    Raises ConfigError: an unknown name, no `async def`, other parameters than (task, client), or a package missing that
+    Raises ConfigError: an unknown name, no function, other parameters than (task, client), or a package missing that
     agents need.
     """
     return check_agent(registry.resolve("agents", name), name)
@@ -174,12 +191,12 @@ def load_agent(name: str) -> Agent:
 def check_agent(found: object, name: str) -> Agent:
     """The object, if it is an agent. Raises ConfigError as `load_agent` does."""
     where = f"agents: {name!r}"
-    if not is_agent(found):
+    if inspect.isclass(found) or not callable(found):
         raise ConfigError(
-            f"{where} is of type {type(found).__name__} and not async; write 'async def {_last(name)}(task, client)'"
+            f"{where} is of type {type(found).__name__}; write 'def {_last(name)}(task, client)', async or not"
         )
     try:
-        inspect.signature(cast(Agent, found)).bind(None, None)
+        inspect.signature(found).bind(None, None)
     except TypeError as error:
         raise ConfigError(f"{where} is called as agent(task, client), but: {error}") from error
     if missing := [package for package in _PACKAGES if importlib.util.find_spec(package) is None]:
@@ -188,10 +205,21 @@ def check_agent(found: object, name: str) -> Agent:
 
 
 def is_agent(found: object) -> bool:
-    """Whether it is an async function, or an object whose call is one (a class makes environments)."""
-    return not inspect.isclass(found) and (
-        inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))  # noqa: B004
-    )
+    """Whether it is called as agent(task, client): an `async def`, or a function that needs arguments.
+
+    What is called without any, or is a class, makes environments.
+    """
+    if inspect.isclass(found) or not callable(found):
+        return False
+    return is_async(found) or not _takes_nothing(found)
+
+
+def _takes_nothing(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def _last(name: str) -> str:
@@ -199,10 +227,10 @@ def _last(name: str) -> str:
 
 
 def _checked_reward(value: object) -> Reward:
-    if not isinstance(value, Reward) and not is_finite(value):
+    if not isinstance(value, Reward) and not is_reward(value):
         raise TrajectoryFailure(
             Cause.AGENT,
-            f"the agent returned {value!r:.100}; it must return its reward, a finite number or a Reward, or raise",
+            f"the agent returned {value!r:.100}; it must return its reward, a {NUMBER}, or a Reward, or raise",
         )
     return Reward.of(value)
 

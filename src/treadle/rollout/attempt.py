@@ -1,26 +1,24 @@
 """The agent loop: one attempt at a task, and the attempts of a group side by side.
 
-reset -> (chat -> step)* -> close          every call of foreign code is attributed once, here
+reset -> (chat -> step)* -> close          every call of user code goes through `foreign.UserCode`
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Literal, Protocol
 
-import numpy as np
 from pydantic import Field
 
 from treadle.core.config import Config
 from treadle.core.draws import Stream
 from treadle.core.engine import Engine
 from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, TrajectoryFailure
-from treadle.core.rewards import Reward, is_finite
+from treadle.core.rewards import Reward, reward_sum
 from treadle.core.types import (
     Group,
     Message,
@@ -28,19 +26,16 @@ from treadle.core.types import (
     Status,
     Task,
     Trajectory,
-    as_messages,
     trajectory_id,
 )
-from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.agents import Agent, AgentHost, hosting
 from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.foreign import Outcome, guarded, raised
-from treadle.rollout.meter import Meter
+from treadle.rollout.foreign import Outcome, UserCode
+from treadle.rollout.isolated_environment import EnvironmentFactory, IsolatedEnvironment
+from treadle.rollout.loop_monitor import LoopMonitor
 from treadle.rollout.replies import AUTO, reply_parser
 from treadle.rollout.rewards import Rewarding, RewardsConfig
 from treadle.rollout.session import Address, CallOptions, Session
-
-EnvironmentFactory = Callable[[], Environment]
 
 _AS_GIVEN = RewardsConfig()
 
@@ -93,6 +88,7 @@ class Rollouts:
     """Plays attempts: everything they share, in one place. agents: needed by tasks that name an agent.
 
     rewards: applied to each attempt as it ends; shaping only to those for training, as their addresses tell.
+    monitor: watches the event loop that they are played on.
     """
 
     def __init__(
@@ -103,9 +99,10 @@ class Rollouts:
         config: RolloutConfig,
         agents: AgentHost | None = None,
         rewards: RewardsConfig = _AS_GIVEN,
+        monitor: LoopMonitor | None = None,
     ) -> None:
         self.engine, self.renderer, self.environments, self.config = engine, renderer, environments, config
-        self.agents = agents
+        self.agents, self._monitor = agents, monitor or LoopMonitor()
         self.sampling = SamplingParams(
             temperature=config.temperature,
             max_tokens=config.max_completion_tokens,
@@ -132,64 +129,72 @@ class Rollouts:
 
     def _open(
         self, group_id: str, task: Task, address: Address, sampling: SamplingParams
-    ) -> tuple[Session, Callable[[], Awaitable[Outcome]]]:
+    ) -> tuple[Session, Callable[[Task, UserCode], Awaitable[Outcome]]]:
         """A new session, and how the task is played on it."""
         name = trajectory_id(group_id, address.attempt)
         arguments = (name, self.engine, self.renderer, sampling, self.config.max_input_tokens, address)
         if self.agents is not None and task.agent:
             driven = self.agents.open_session(*arguments)
-            return driven, partial(self.agents.play, task, driven)
+            return driven, partial(self.agents.play, driven)
         session = Session(*arguments)
-        return session, partial(self._play_environment, task, session)
+        return session, partial(self._play_environment, session)
 
     async def _attempt(
-        self, task: Task, session: Session, play: Callable[[], Awaitable[Outcome]], address: Address
+        self, task: Task, session: Session, play: Callable[[Task, UserCode], Awaitable[Outcome]], address: Address
     ) -> Trajectory:
         started = time.perf_counter()
-        outcome = await self._in_time(play)
-        played = Trajectory(
-            trajectory_id=session.name,
-            task_id=task.task_id,
-            attempt=address.attempt,
-            steps=tuple(session.steps),
-            reward=outcome.reward,
-            status=outcome.status,
-            failure=outcome.failure,
-            warning=outcome.warning,
-            seconds=time.perf_counter() - started,
-            metrics=outcome.metrics,
-        )
-        weighed = self._rewarding.weighed(played)
-        return await self._rewarding.shaped(task, weighed) if address.stream is Stream.TRAIN else weighed
+        user = user_code(task, session.name, self._monitor)
+        try:
+            outcome = await self._in_time(partial(play, task.copy(), user), user)
+            played = Trajectory(
+                trajectory_id=session.name,
+                task_id=task.task_id,
+                attempt=address.attempt,
+                steps=tuple(session.steps),
+                reward=outcome.reward,
+                status=outcome.status,
+                failure=outcome.failure,
+                warning=outcome.warning,
+                seconds=time.perf_counter() - started,
+                metrics=outcome.metrics,
+                blocked_seconds=user.blocked_seconds,
+            )
+            weighed = self._rewarding.weighed(played)
+            if address.stream is not Stream.TRAIN:
+                return weighed
+            return await self._rewarding.shaped(task.copy(), weighed, user)
+        finally:
+            user.release()
 
-    async def _in_time(self, play: Callable[[], Awaitable[Outcome]]) -> Outcome:
-        limit = self.config.trajectory_timeout
+    async def _in_time(self, play: Callable[[], Awaitable[Outcome]], user: UserCode) -> Outcome:
+        limit, clock = self.config.trajectory_timeout, user.clock()
         try:
             async with asyncio.timeout(limit):
-                return await play()
+                outcome = await play()
+            if not clock.was_overrun(limit):
+                return outcome
         except TimeoutError:
-            what = f"the attempt took longer than {limit:g} s (rollout.trajectory_timeout)"
-            return Outcome.failed(TrajectoryFailure(Cause.TIMEOUT, what))
+            pass
+        what = f"the attempt took longer than {limit:g} s (rollout.trajectory_timeout)"
+        return Outcome.failed(TrajectoryFailure(Cause.TIMEOUT, what))
 
-    async def _play_environment(self, task: Task, session: Session) -> Outcome:
-        warning = ""
+    async def _play_environment(self, session: Session, task: Task, user: UserCode) -> Outcome:
+        factory, warning = self.environments[task.environment], ""
+        environment = IsolatedEnvironment(task.environment, factory, user, self.config.environment_timeout)
         try:
-            environment = make_environment(self.environments[task.environment])
             try:
-                meter = Meter(task.environment, environment)
-                status = await self._play(environment, task, session, meter)
+                await environment.make()
+                status = await self._play(environment, task, session)
             finally:
                 session.close()  # first: the engine waits for it, and the environment may take its time
-                warning = await self._close(environment)
+                warning = await environment.close()
             reward = _total(step.reward for step in session.steps)
-            return Outcome(status, reward, warning=warning, metrics=meter.read())
+            return Outcome(status, reward, warning=warning, metrics=environment.metrics())
         except TrajectoryFailure as error:
             return Outcome.failed(error, warning)
 
-    async def _play(self, environment: Environment, task: Task, session: Session, meter: Meter) -> Status:
-        limit = self.config.environment_timeout
-        opening = await guarded(lambda: environment.reset(task), Cause.ENVIRONMENT, limit, "reset")
-        conversation: list[Message] = list(checked_messages(opening, "reset"))
+    async def _play(self, environment: IsolatedEnvironment, task: Task, session: Session) -> Status:
+        conversation: list[Message] = list(await environment.reset(task))
         state = ""
         for _ in range(self.config.max_steps):
             try:
@@ -205,31 +210,18 @@ class Rollouts:
                 raise TrajectoryFailure(Cause.ENVIRONMENT, str(error)) from error
             if state:
                 session.set_state(reply.number, state)
-            answer = await self._step(environment, reply.message["content"])
+            answer = await environment.step(reply.message["content"])
             state = answer.state
             try:
                 session.reward_last(Reward.of(answer.reward))
             except DataError as error:
                 raise TrajectoryFailure(Cause.ENVIRONMENT, f"step: {error}") from error
-            meter.note(answer.info)
             if answer.done:
                 return Status.DONE
-            conversation += [reply.message, *checked_messages(answer.observations, "step")]
+            conversation += [reply.message, *answer.observations]
             if self.config.conversation == "single_message":
                 conversation = _one_turn(conversation)
         return Status.MAX_STEPS
-
-    async def _step(self, environment: Environment, reply: str) -> EnvStep:
-        limit = self.config.environment_timeout
-        return _checked_step(await guarded(lambda: environment.step(reply), Cause.ENVIRONMENT, limit, "step"))
-
-    async def _close(self, environment: Environment) -> str:
-        """A failing `close` is reported but takes no reward away: the attempt was over."""
-        try:
-            await guarded(environment.close, Cause.ENVIRONMENT, self.config.environment_timeout, "close")
-        except TrajectoryFailure as error:
-            return error.message
-        return ""
 
 
 def _one_turn(conversation: Sequence[Message]) -> list[Message]:
@@ -247,57 +239,31 @@ async def open_rollouts(
     agents: Mapping[str, Agent],
     config: RolloutConfig,
     rewards: RewardsConfig = _AS_GIVEN,
+    say: Callable[[str], None] = lambda line: None,
 ) -> AsyncIterator[Rollouts]:
-    """`Rollouts`, with a gateway if there are agents. Raises ConfigError for a shaping hook that is not there."""
+    """`Rollouts`, with a gateway if there are agents. Raises ConfigError for a shaping hook that is not there.
+
+    say: told of user code that blocks the event loop, from another thread.
+    """
     parse = reply_parser(config.reply_parser, renderer.source)
+    monitor = LoopMonitor(say)
     async with hosting(agents, parse, config.max_steps, config.agent_timeout) as host:
-        yield Rollouts(engine, renderer, environments, config, host, rewards)
+        with monitor.watching():
+            yield Rollouts(engine, renderer, environments, config, host, rewards, monitor)
 
 
-def make_environment(factory: EnvironmentFactory) -> Environment:
-    """A fresh environment. Raises TrajectoryFailure (environment) for whatever the factory raises."""
-    try:
-        return factory()
-    except Exception as error:  # foreign code: attributed here, once. Not awaited, so that cancelling leaks nothing
-        raise TrajectoryFailure(Cause.ENVIRONMENT, raised("create", error)) from error
-
-
-def checked_messages(value: object, where: str) -> tuple[Message, ...]:
-    """What an environment gives the agent to read. Raises TrajectoryFailure (environment)."""
-    try:
-        messages = as_messages(value, where)  # type: ignore[arg-type]
-        for message in messages:
-            message["content"].encode()  # a lone surrogate cannot be tokenized
-    except (ValueError, TypeError) as error:
-        raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} must give messages: {error}") from error
-    if not messages:
-        raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} gave no messages for the agent to read, and is not done")
-    return messages
+def user_code(task: Task, attempt: str, monitor: LoopMonitor | None = None) -> UserCode:
+    """The environment or agent that plays an attempt at the task. attempt: the trajectory's id."""
+    name = f"agent {task.agent!r}" if task.agent else f"environment {task.environment!r}"
+    cause = Cause.AGENT if task.agent else Cause.ENVIRONMENT
+    return UserCode(name, cause, f"task {task.task_id}, trajectory {attempt}", monitor)
 
 
 def _total(rewards: Iterable[float]) -> float:
     try:
-        return math.fsum(rewards)
-    except OverflowError as error:
-        raise TrajectoryFailure(Cause.ENVIRONMENT, "the steps' rewards add up to infinity") from error
-
-
-def _checked_step(value: object) -> EnvStep:
-    if not isinstance(value, tuple) or not 4 <= len(value) <= 5:
-        raise TrajectoryFailure(
-            Cause.ENVIRONMENT,
-            f"step must return EnvStep(observations, reward, done, info, state), got {value!r:.100}",
-        )
-    step = EnvStep(*value)
-    if not isinstance(step.reward, Reward) and not is_finite(step.reward):
-        raise TrajectoryFailure(
-            Cause.ENVIRONMENT, f"step gave the reward {step.reward!r:.100}; it must be a finite number or a Reward"
-        )
-    if not isinstance(step.done, bool | np.bool_):
-        raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave done={step.done!r:.100}; it must be true or false")
-    if not isinstance(step.state, str):
-        raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave state={step.state!r:.100}; it must be a string")
-    return step._replace(done=bool(step.done))
+        return reward_sum(rewards)
+    except DataError as error:
+        raise TrajectoryFailure(Cause.ENVIRONMENT, f"the steps' {error}") from error
 
 
 def _close_session(session: Session, _: object) -> None:

@@ -3,38 +3,59 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
-    from anthropic import AsyncAnthropic
-    from openai import AsyncOpenAI
+    from anthropic import Anthropic, AsyncAnthropic
+    from openai import AsyncOpenAI, OpenAI
 
 
-def openai_client(base_url: str, api_key: str, timeout: float) -> AsyncOpenAI:
+@asynccontextmanager
+async def async_client(base_url: str, api_key: str, timeout: float) -> AsyncIterator[AsyncOpenAI]:
     """A client of the session at `base_url`, which ends in `/v1`. timeout: of each of its calls, seconds."""
     import openai
 
     http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=_tls())  # a proxy must not be asked for loopback
-    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, http_client=http)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, http_client=http) as client:
+        yield client
 
 
-def anthropic_client(client: AsyncOpenAI) -> AsyncAnthropic:
-    """Anthropic's client for the same session; close it, or use it as `async with anthropic_client(client) as mine`.
+@asynccontextmanager
+async def sync_client(base_url: str, api_key: str, timeout: float) -> AsyncIterator[OpenAI]:
+    """As `async_client`, for code that runs in a thread."""
+    import openai
 
-    Raises ModuleNotFoundError where the package `anthropic` is not installed.
+    http = openai.DefaultHttpxClient(trust_env=False, verify=_tls())
+    with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=timeout, http_client=http) as client:
+        yield client
+
+
+@overload
+def anthropic_client(client: AsyncOpenAI) -> AsyncAnthropic: ...
+@overload
+def anthropic_client(client: OpenAI) -> Anthropic: ...
+def anthropic_client(client: AsyncOpenAI | OpenAI) -> AsyncAnthropic | Anthropic:
+    """Anthropic's client for the same session, asynchronous if that one is.
+
+    Close it, or use it as `async with anthropic_client(client) as mine`. Raises ModuleNotFoundError where the package
+    `anthropic` is not installed.
     """
     import anthropic
+    import openai
 
-    return anthropic.AsyncAnthropic(
-        base_url=anthropic_base_url(client),
-        api_key=client.api_key,
-        timeout=client.timeout if isinstance(client.timeout, float) else anthropic.NOT_GIVEN,
-        http_client=anthropic.DefaultAsyncHttpxClient(trust_env=False, verify=_tls()),
-    )
+    url = anthropic_base_url(client)
+    timeout = client.timeout if isinstance(client.timeout, float) else anthropic.NOT_GIVEN
+    if isinstance(client, openai.OpenAI):
+        plain = anthropic.DefaultHttpxClient(trust_env=False, verify=_tls())
+        return anthropic.Anthropic(base_url=url, api_key=client.api_key, timeout=timeout, http_client=plain)
+    http = anthropic.DefaultAsyncHttpxClient(trust_env=False, verify=_tls())
+    return anthropic.AsyncAnthropic(base_url=url, api_key=client.api_key, timeout=timeout, http_client=http)
 
 
-def anthropic_base_url(client: AsyncOpenAI) -> str:
+def anthropic_base_url(client: AsyncOpenAI | OpenAI) -> str:
     """What Anthropic's SDK calls the base URL of that client's session: it adds `/v1` itself."""
     return str(client.base_url).rstrip("/").removesuffix("/v1")
 

@@ -9,6 +9,8 @@ from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.rewards import is_finite
 
+_LARGEST = 1e300  # so that no sum of such values is infinite
+
 
 def check_metrics(environments: Mapping[str, object]) -> None:
     """Raise ConfigError for what environments declare and cannot be counted, or declare in two ways.
@@ -54,10 +56,11 @@ class Meter:
             value = info.get(metric.name)  # type: ignore[attr-defined]  # a mapping, by now
             if value is None:
                 continue
-            if not is_finite(value):
+            if not is_finite(value) or abs(value) > _LARGEST:
                 raise TrajectoryFailure(
                     Cause.ENVIRONMENT,
-                    f"step gave info[{metric.name!r}] = {value!r:.100}; a declared metric must be a finite number",
+                    f"step gave info[{metric.name!r}] = {value!r:.100}; a declared metric must be a finite number, "
+                    f"at most {_LARGEST:g} in size",
                 )
             values.append(float(value))
 

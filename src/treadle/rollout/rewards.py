@@ -20,9 +20,9 @@ from treadle.core import registry
 from treadle.core.config import Config
 from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.outcomes import as_played, as_trained, was_played
-from treadle.core.rewards import TOKENS, Reward
+from treadle.core.rewards import TOKENS, Reward, reward_sum
 from treadle.core.types import DropReason, Failure, Status, Step, StopReason, Task, Trajectory
-from treadle.rollout.foreign import guarded
+from treadle.rollout.foreign import UserCode
 
 SHAPING, LENGTH_PENALTY, OVERLONG = "shaping", "length_penalty", "overlong"
 """Names of the components that shaping adds: the hook's plain numbers, the penalty, what `zero_reward` takes away."""
@@ -87,35 +87,51 @@ class Rewarding:
         self._hook = None if config.shaping is None else load_shaping(config.shaping)
 
     def weighed(self, trajectory: Trajectory) -> Trajectory:
-        """With the weights applied. What adds up to infinity fails."""
+        """With the weights applied. What adds up to more than a reward can be fails."""
         try:
             return weighed(trajectory, self._config.weights)
         except DataError as error:
             return _failed(trajectory, Cause.ENVIRONMENT, str(error))
 
-    async def shaped(self, task: Task, trajectory: Trajectory) -> Trajectory:
-        """As training uses it. A hook that raises, hangs or gives something else fails the attempt (verifier)."""
+    async def shaped(self, task: Task, trajectory: Trajectory, user: UserCode) -> Trajectory:
+        """As training uses it. A hook that raises, hangs or gives something else fails the attempt (verifier).
+
+        user: the user code of the attempt, which the hook is part of.
+        """
         if trajectory.reward is None or not self._config.shapes:
             return trajectory
         try:
             if self._hook is not None:
-                trajectory = await self._by_hook(self._hook, task, trajectory)
+                trajectory = await self._by_hook(self._hook, task, trajectory, user)
             if self._config.length_penalty is not None:
                 taken = length_penalty(as_played(trajectory).completion_tokens, self._config.length_penalty)
                 trajectory = penalised(trajectory, taken)
         except TrajectoryFailure as error:
-            return _failed(trajectory, error.cause, error.message)
+            return _failed(trajectory, error.cause, error.message, error.traceback)
         except DataError as error:
             return _failed(trajectory, Cause.VERIFIER, f"rewards.shaping: {error}")
         return decided(trajectory, self._config.overlong)
 
-    async def _by_hook(self, hook: Hook, task: Task, trajectory: Trajectory) -> Trajectory:
-        async def call() -> list[Any]:
-            found = hook(task, trajectory)
-            return list(await found if inspect.isawaitable(found) else found)
+    async def _by_hook(self, hook: Hook, task: Task, trajectory: Trajectory, user: UserCode) -> Trajectory:
+        """On the event loop even if it is no `async def`: one call at a time, of a function that may keep count."""
 
-        found = await guarded(call, Cause.VERIFIER, self._timeout, "rewards.shaping")
-        return plus(trajectory, [Reward.of(value, SHAPING) for value in found], self._config.weights)
+        def checked(found: Any) -> list[Reward]:
+            try:
+                return [Reward.of(value, SHAPING) for value in found]
+            except DataError as error:
+                raise TrajectoryFailure(Cause.VERIFIER, f"rewards.shaping: {error}") from error
+
+        found = await user.call(
+            hook,
+            task,
+            trajectory,
+            what="rewards.shaping",
+            timeout=self._timeout,
+            check=checked,
+            cause=Cause.VERIFIER,
+            in_thread=False,
+        )
+        return plus(trajectory, found, self._config.weights)
 
 
 def load_shaping(name: str) -> Hook:
@@ -133,26 +149,20 @@ def load_shaping(name: str) -> Hook:
 def weighed(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     """Each step's reward is the weighted sum of its components, and the trajectory's their sum.
 
-    Raises DataError for infinity.
+    Raises DataError where a sum is too large for a reward.
     """
     if trajectory.reward is None or not weights:
-        return _finite(trajectory)
+        return _checked(trajectory)
     steps = tuple(replace(step, reward=step.given.total(weights)) if step.given else step for step in trajectory.steps)
-    try:
-        return _finite(replace(trajectory, steps=steps, reward=math.fsum(step.reward for step in steps)))
-    except OverflowError as error:
-        raise DataError("the steps' weighted rewards add up to infinity") from error
+    return _checked(replace(trajectory, steps=steps, reward=reward_sum(step.reward for step in steps)))
 
 
-def _finite(trajectory: Trajectory) -> Trajectory:
-    """The trajectory. Raises DataError if one of its sums is infinite."""
-    try:
-        sums = [as_trained(trajectory).reward or 0.0, *(step.reward + step.shaping for step in trajectory.steps)]
-        if all(map(math.isfinite, [*sums, *as_played(trajectory).components.values()])):
-            return trajectory
-    except OverflowError:
-        pass
-    raise DataError("the rewards of its steps add up to infinity")
+def _checked(trajectory: Trajectory) -> Trajectory:
+    """The trajectory. Raises DataError if one of its sums is too large for a reward."""
+    sums = [as_trained(trajectory).reward or 0.0, *(step.reward + step.shaping for step in trajectory.steps)]
+    for total in (*sums, *as_played(trajectory).components.values()):
+        reward_sum([total])
+    return trajectory
 
 
 def length_penalty(tokens: int, config: LengthPenaltyConfig) -> float:
@@ -166,12 +176,12 @@ def length_penalty(tokens: int, config: LengthPenaltyConfig) -> float:
 def plus(trajectory: Trajectory, added: Sequence[Reward], weights: Mapping[str, float]) -> Trajectory:
     """With a reward added to each step, dropped ones included, to which only nothing can be added.
 
-    Raises DataError for another number of them or of tokens, or for infinity.
+    Raises DataError for another number of them or of tokens, or for sums that are too large.
     """
     if len(added) != len(trajectory.steps):
         raise DataError(f"there are {len(added)} rewards for {len(trajectory.steps)} steps")
     steps = tuple(_plus(step, more, weights) for step, more in zip(trajectory.steps, added, strict=True))
-    return _finite(replace(trajectory, steps=steps))
+    return _checked(replace(trajectory, steps=steps))
 
 
 def _plus(step: Step, more: Reward, weights: Mapping[str, float]) -> Step:
@@ -217,5 +227,5 @@ def _zeroed(step: Step) -> Step:
     return replace(step, shaping=0.0 - step.reward, given=given)
 
 
-def _failed(trajectory: Trajectory, cause: Cause, message: str) -> Trajectory:
-    return replace(trajectory, reward=None, status=Status.FAILED, failure=Failure(cause, message))
+def _failed(trajectory: Trajectory, cause: Cause, message: str, traceback: str = "") -> Trajectory:
+    return replace(trajectory, reward=None, status=Status.FAILED, failure=Failure(cause, message, traceback))

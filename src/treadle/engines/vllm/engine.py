@@ -19,6 +19,8 @@ from treadle.engines.vllm.server import Server, ServerLost
 _COLDEST = 0.01  # lowest temperature but 0 at which vLLM samples
 _HEALTH_PERIOD = 5.0  # seconds between questions
 _HEALTH_MISSES = 3  # unanswered ones after which a server is given up
+_SILENCE = 150.0  # seconds that an engine may take to answer, amid a long prefill or while it loads weights
+_SILENCES = 2  # such questions in a row after which its server is given up
 
 
 class VLLMEngine:
@@ -43,7 +45,8 @@ class VLLMEngine:
         self._stop, self._on_close = sorted(stop_token_ids), on_close
         self._sessions: dict[str, Server | None] = {}  # None until its first call
         self._closed = False
-        self._watch = asyncio.get_running_loop().create_task(self._watch_health())
+        create_task = asyncio.get_running_loop().create_task
+        self._watches = [create_task(self._watch_health()), *(create_task(_watch_engine(s)) for s in servers)]
 
     def open_session(self, session: str) -> None:
         """Announce a session."""
@@ -109,7 +112,8 @@ class VLLMEngine:
         if self._closed:
             return
         self._closed = True
-        self._watch.cancel()
+        for watch in self._watches:
+            watch.cancel()
         await asyncio.gather(*(server.close() for server in self._servers))
         self._publication.close()
         self._on_close()
@@ -163,6 +167,15 @@ class VLLMEngine:
                 misses[server] = 0 if well else misses[server] + 1
                 if misses[server] >= _HEALTH_MISSES:
                     server.lose(f"it failed {_HEALTH_MISSES} health checks in a row")
+
+
+async def _watch_engine(server: Server) -> None:
+    """Give the server up if its engine falls silent while the process in front of it goes on: one that is stopped."""
+    silences = 0
+    while silences < _SILENCES:
+        await asyncio.sleep(_HEALTH_PERIOD)
+        silences = 0 if await server.engine_answers(_SILENCE) else silences + 1
+    server.lose(f"its engine did not answer for {_SILENCES * _SILENCE:g} s; it may be stopped")
 
 
 def _sampling_body(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> dict[str, Any]:

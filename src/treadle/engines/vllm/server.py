@@ -95,6 +95,20 @@ class Server:
             return False
         return response.status_code == 200
 
+    async def engine_answers(self, seconds: float) -> bool:
+        """Whether the server's engine answers within so many seconds.
+
+        `/health` is answered by the process in front of it, also while the engine's own is stopped. A connection that
+        breaks is no silence.
+        """
+        try:
+            await self._http.get("/is_paused", timeout=seconds)
+        except httpx.TimeoutException:
+            return False
+        except httpx.TransportError:
+            pass
+        return True
+
     async def score(self, ids: Ids, temperature: float = 1.0, salt: str | None = None) -> Floats:
         """Log-probability of ids[1:]: int32[T] -> float32[T - 1]. Raises EngineError.
 

@@ -1,0 +1,121 @@
+"""Running an event loop that plays user code, which can neither end it nor keep it from ending."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from treadle.rollout.foreign import current_user_code, user_code_of
+from treadle.rollout.interrupts import Interrupt, InterruptHandler, is_interrupt
+from treadle.rollout.threads import DaemonThreads
+from treadle.rollout.tracebacks import coroutine_place, error_place, user_place
+
+T = TypeVar("T")
+
+_GRACE = 5.0  # seconds that tasks of user code have to end once they are cancelled
+
+_left_behind: list[asyncio.Task[Any]] = []  # tasks that did not: kept, as collecting them would run their code
+
+
+def run(main: Coroutine[Any, Any, T], say: Callable[[str], None], on_culprit: Callable[[str], None] | None = None) -> T:
+    """Run `main` as asyncio.run does; returns its result.
+
+    Where user code stops the loop, or tries to exit the process in a callback, the loop goes on, and `on_culprit`
+    (default: `say`) is told who it was. Tasks of user code that do not end when they are cancelled at the end are
+    named and left behind. Raises KeyboardInterrupt after a Ctrl-C, which cancels `main`.
+    """
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        loop.set_default_executor(DaemonThreads())
+        stops = _Stops(loop)
+        task = loop.create_task(main)
+        with _cancelled_by_interrupt(task) as handler:
+            try:
+                while True:
+                    try:
+                        return loop.run_until_complete(task)
+                    except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
+                        culprit = stops.culprit if isinstance(error, RuntimeError) else _exiting(error)
+                        if task.done() or culprit is None or is_interrupt(error):
+                            raise
+                        stops.culprit = None
+                        (on_culprit or say)(culprit)
+            except asyncio.CancelledError:
+                if handler is not None and handler.asked:
+                    raise Interrupt from None
+                raise
+            finally:
+                loop.run_until_complete(_end_others(say))
+
+
+@contextmanager
+def _cancelled_by_interrupt(task: asyncio.Task[Any]) -> Iterator[InterruptHandler | None]:
+    """The first Ctrl-C cancels the task, a later one raises at once; none is handled where asyncio.run would not."""
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if not on_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield None
+        return
+    loop = task.get_loop()
+
+    def cancel() -> None:
+        loop.call_soon_threadsafe(task.cancel)  # wakes the loop up
+
+    handler = InterruptHandler(cancel)
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield handler
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _Stops:
+    """Notes who calls the loop's `stop`; its own end is nobody's. culprit: the last one, in words."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.culprit: str | None = None
+        self._stop = loop.stop
+        loop.stop = self._note  # type: ignore[method-assign]
+
+    def _note(self) -> None:
+        user, place = current_user_code(), user_place(sys._getframe(1))
+        who = "something" if user is None else f"{user.name} ({user.attempt})"
+        self.culprit = f"{who} stopped the event loop" + (f", at {place}" if place else "")
+        self._stop()
+
+
+def _exiting(error: BaseException) -> str:
+    place = error_place(error)
+    return f"a callback tried to exit the process ({error!r:.100})" + (f", at {place}" if place else "")
+
+
+async def _end_others(say: Callable[[str], None]) -> None:
+    """Cancel all other tasks, and wait for them: for user code's a few seconds only."""
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    others = asyncio.all_tasks() - {this}
+    for task in others:
+        task.cancel()
+    own = {task for task in others if user_code_of(task) is None}
+    await asyncio.gather(*own, return_exceptions=True)
+    for task in own:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            loop.call_exception_handler({"message": "exception while ending", "exception": error, "task": task})
+    generators = loop.create_task(loop.shutdown_asyncgens())
+    await asyncio.wait(asyncio.all_tasks() - {this}, timeout=_GRACE)
+    left = asyncio.all_tasks() - {this}
+    for who, count in Counter(map(_who, left - {generators})).items():
+        say(f"{who} does not end when it is cancelled, and is left behind" + (f" ({count} times)" if count > 1 else ""))
+    for task in left:
+        asyncio._unregister_task(task)  # so that nobody waits for it
+        _left_behind.append(task)
+
+
+def _who(task: asyncio.Task[Any]) -> str:
+    user = user_code_of(task)
+    place = coroutine_place(task.get_coro())
+    return (repr(task) if user is None else user.name) + (f", at {place}," if place else "")

@@ -1,0 +1,134 @@
+"""`IsolatedEnvironment`: an environment that is made, reset, stepped and closed behind the boundary of user code."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.metrics import Measures
+from treadle.core.rewards import NUMBER, Reward, is_reward
+from treadle.core.types import Message, Task, as_messages
+from treadle.envs.base import Environment, EnvStep
+from treadle.rollout.foreign import UserCode, is_async
+from treadle.rollout.meter import Meter
+
+T = TypeVar("T")
+
+EnvironmentFactory = Callable[[], Environment]
+
+
+class IsolatedEnvironment:
+    """One attempt's environment. What it returns is checked, and of plain types.
+
+    timeout: limit on each call, seconds. `async` methods run on the event loop, others on the attempt's own thread. The
+    environment is made there, too, if it is given by its class and has a plain `step`. What goes wrong is raised as
+    TrajectoryFailure.
+    """
+
+    def __init__(self, name: str, factory: EnvironmentFactory, user: UserCode, timeout: float) -> None:
+        self._name, self._factory, self._user, self._timeout = name, factory, user, timeout
+        self._environment: Environment | None = None
+        self._meter: Meter | None = None
+
+    async def make(self) -> None:
+        """Make it. On the event loop nothing is awaited, so that cancelling leaves none behind."""
+        if _is_synchronous(self._factory):
+            await self._user.call(self._made, what="create", timeout=self._timeout, check=_as_it_is, in_thread=True)
+        else:
+            self._user.run(self._made, "create")
+
+    async def reset(self, task: Task) -> tuple[Message, ...]:
+        """Start the attempt; returns what the agent starts from."""
+        return await self._call("reset", task, check=partial(checked_messages, where="reset"))
+
+    async def step(self, text: str) -> EnvStep:
+        """Have it answer a reply; its metrics are counted."""
+        return await self._call("step", text, check=self._checked_step)
+
+    async def close(self) -> str:
+        """Close what was made; returns a warning if that fails: the attempt was over, and keeps its reward.
+
+        On a thread that is stuck it is closed when that is free.
+        """
+        if self._user.is_stuck:
+            self._user.post(self._close_on_thread)
+            return ""
+        try:
+            if self._environment is not None:
+                await self._call("close", check=_as_it_is)
+        except TrajectoryFailure as error:
+            return error.message
+        return ""
+
+    def metrics(self) -> Measures:
+        """What it has measured."""
+        return Measures() if self._meter is None else self._meter.read()
+
+    def _made(self) -> None:
+        self._environment = self._factory()
+        self._meter = Meter(self._name, self._environment)
+
+    async def _call(self, method: str, *arguments: Any, check: Callable[[Any], T]) -> T:
+        function = self._user.run(partial(getattr, self._environment, method), method)
+        return await self._user.call(function, *arguments, what=method, timeout=self._timeout, check=check)
+
+    def _close_on_thread(self) -> None:
+        if self._environment is not None:
+            closing = self._environment.close()
+            if inspect.iscoroutine(closing):
+                asyncio.run(closing)
+
+    def _checked_step(self, value: object) -> EnvStep:
+        step = _checked_step(value)
+        assert self._meter is not None
+        self._meter.note(step.info)
+        return step if step.done else step._replace(observations=checked_messages(step.observations, "step"))
+
+
+def checked_messages(value: object, where: str) -> tuple[Message, ...]:
+    """What an environment gives the agent to read. Raises TrajectoryFailure (environment)."""
+    try:
+        messages = as_messages(value, where)  # type: ignore[arg-type]
+        for message in messages:
+            message["content"].encode()  # a lone surrogate cannot be tokenized
+    except (ValueError, TypeError) as error:
+        raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} must give messages: {error}") from error
+    if not messages:
+        raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} gave no messages for the agent to read, and is not done")
+    return messages
+
+
+def _checked_step(value: object) -> EnvStep:
+    if not isinstance(value, tuple) or not 4 <= len(value) <= 5:
+        raise TrajectoryFailure(
+            Cause.ENVIRONMENT,
+            f"step must return EnvStep(observations, reward, done, info, state), got {value!r:.100}",
+        )
+    step = EnvStep(*value)
+    if not isinstance(step.reward, Reward) and not is_reward(step.reward):
+        raise TrajectoryFailure(
+            Cause.ENVIRONMENT, f"step gave the reward {step.reward!r:.100}; it must be a {NUMBER}, or a Reward"
+        )
+    if not isinstance(step.done, bool | np.bool_):
+        raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave done={step.done!r:.100}; it must be true or false")
+    if not isinstance(step.state, str):
+        raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave state={step.state!r:.100}; it must be a string")
+    return step._replace(done=bool(step.done), reward=Reward.of(step.reward))
+
+
+def _is_synchronous(factory: EnvironmentFactory) -> bool:
+    """Whether it makes environments with a plain `step`, as far as that can be told before it has made one."""
+    while isinstance(factory, partial):
+        factory = factory.func
+    step = getattr(factory, "step", None)
+    return inspect.isclass(factory) and step is not None and not is_async(step)
+
+
+def _as_it_is(value: T) -> T:
+    return value

@@ -1,0 +1,55 @@
+"""A vLLM server whose engine is stopped: the process in front of it still says that all is well."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from treadle.core.errors import EngineError
+from treadle.engines.vllm import engine as vllm_engine
+from treadle.engines.vllm.server import Server
+
+
+async def serve(silent: set[str]) -> tuple[asyncio.Server, str]:
+    """Answers everything but requests for the silent paths."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        if path not in silent:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        else:
+            await reader.read()  # until the other end gives up
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+    return listening, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("silent", [True, False])
+async def test_a_server_is_given_up_when_its_engine_falls_silent(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("_HEALTH_PERIOD", 0.01), ("_SILENCE", 0.2)):
+        monkeypatch.setattr(vllm_engine, name, seconds)
+    paths: set[str] = set()
+    listening, url = await serve(paths)
+    server = Server(url)
+    watch = asyncio.create_task(vllm_engine._watch_engine(server))
+    call = asyncio.create_task(server.post("/inference/v1/generate"))
+    assert await call == {}
+    if silent:
+        paths |= {"/is_paused", "/inference/v1/generate"}
+    stuck = asyncio.create_task(server.post("/inference/v1/generate"))
+    await asyncio.wait({watch}, timeout=1.5)
+    assert await server.is_well()
+    assert server.is_lost == watch.done() == silent
+    if silent:
+        with pytest.raises(EngineError, match=r"is lost: its engine did not answer for 0\.4 s; it may be stopped"):
+            await asyncio.wait_for(stuck, 5)
+    watch.cancel()
+    stuck.cancel()
+    await asyncio.wait({watch, stuck})
+    await server.disconnect()
+    listening.close()
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)

@@ -1,0 +1,224 @@
+"""Whole runs with user code that does its worst: the run ends as it should, and says who did what."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.orchestration.runs import Summary, check_finished, query, resume, start, updates
+from tests.worlds import Quiet, Vowels, user, vowel_tasks
+from treadle.core.errors import Cause, TrainingStopped, TrajectoryFailure
+from treadle.core.types import Message, Task
+from treadle.envs.base import EnvStep
+from treadle.orchestration.inputs import Inputs, make_inputs
+
+OPTIONS = ("orchestration.max_failed_fraction=1", "failures.task_limit=1000")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
+    """The tiny recipe with its own environment."""
+    path = tmp_path_factory.mktemp("runs") / "reference"
+    return path, start(path)
+
+
+def playing(world: type[Vowels]) -> Inputs:
+    train, held_out = (
+        [replace(task, environment="world") for task in vowel_tasks(split, count)]
+        for split, count in (("train", 6), ("held_out", 3))
+    )
+    return make_inputs(train, held_out, {"world": world})
+
+
+def acting(act: Callable[[], Any]) -> type[Vowels]:
+    """`Vowels` that does something in every other of one task's last steps."""
+
+    class Acting(Vowels):
+        acted = 0
+
+        async def step(self, text: str) -> EnvStep:
+            answer = await super().step(text)
+            if self.task.task_id == "train-1" and answer.done:
+                Acting.acted += 1
+                if Acting.acted % 2:
+                    found = act()
+                    return answer._replace(**await found if asyncio.iscoroutine(found) else found)
+            return answer
+
+    return Acting
+
+
+# What it raises, returns and does to the event loop
+
+
+async def exits_in_a_task() -> Any:
+    async def exiting() -> None:
+        raise SystemExit("bye")
+
+    await asyncio.create_task(exiting())
+
+
+def with_a_surrogate() -> Any:
+    raise TrajectoryFailure(Cause.VERIFIER, "no \ud800 tests")
+
+
+def of_no_cause() -> Any:
+    failure = TrajectoryFailure(Cause.VERIFIER, "no tests")
+    failure.cause = "nobody"  # type: ignore[assignment]
+    raise failure
+
+
+@pytest.mark.parametrize(
+    ("act", "cause", "message"),
+    [
+        (exits_in_a_task, "environment", "step tried to exit the process (bye)"),
+        (with_a_surrogate, "verifier", "no \\ud800 tests"),
+        (of_no_cause, "environment", "step raised TrajectoryFailure: nobody: no tests"),
+        (lambda: {"reward": 1e308}, "environment", "step gave the reward 1e+308; it must be a finite number, at most"),
+        (
+            lambda: {"reward": -1e308},
+            "environment",
+            "step gave the reward -1e+308; it must be a finite number, at most",
+        ),
+    ],
+)
+def test_an_attempt_that_does_its_worst_is_a_failed_one(
+    act: Callable[[], Any], cause: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    start(path, *OPTIONS, inputs=playing(acting(act)))
+    check_finished(path)
+    failed = query(path, "SELECT * FROM trajectories WHERE failure_cause IS NOT NULL")
+    assert {(row["failure_cause"], row["failure_message"][: len(message)]) for row in failed} == {(cause, message)}
+    assert sum(row["failed"] for row in updates(path)) > 0
+    if cause != "environment" or "raised" in message or "exit" in message:
+        assert all("test_hostile.py" in row["failure_traceback"] for row in failed)
+
+
+def test_a_run_whose_event_loop_is_stopped_ends_resumably_and_names_the_culprit(
+    tmp_path: Path, reference: tuple[Path, Summary]
+) -> None:
+    def stop() -> Any:
+        asyncio.get_running_loop().stop()
+        return {}
+
+    path, inputs = tmp_path / "run", playing(acting(stop))
+    with pytest.raises(TrainingStopped) as caught:
+        start(path, inputs=inputs)
+    told = str(caught.value)
+    assert "environment 'world' (task train-1, trajectory g0" in told
+    assert "stopped the event loop, at " in told and "test_hostile.py:" in told and "in stop" in told
+    assert "A checkpoint of update " in told and "--resume" in told
+    summary = resume(path, inputs=playing(Vowels))
+    check_finished(path)
+    assert summary["weights_sha256"] == reference[1]["weights_sha256"]
+
+
+def test_an_environment_that_swallows_its_cancellation_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:
+    async def resist() -> Any:
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                continue
+
+    path, progress, started = tmp_path / "run", Quiet(), time.monotonic()
+    start(path, *OPTIONS, "rollout.environment_timeout=0.5", inputs=playing(acting(resist)), progress=progress)
+    assert time.monotonic() - started < 60
+    check_finished(path)
+    [line] = [line for line in progress.lines if "does not end" in line]
+    assert line.startswith("environment 'world', at ") and "in resist" in line and "left behind" in line
+
+
+def test_an_environment_that_blocks_is_named_and_counted(tmp_path: Path) -> None:
+    def block() -> Any:
+        time.sleep(1.3)
+        return {}
+
+    path, progress = tmp_path / "run", Quiet()
+    start(path, "orchestration.updates=3", inputs=playing(acting(block)), progress=progress)
+    [line] = [line for line in progress.lines if "blocks the event loop" in line]
+    assert line.startswith("environment 'world' blocks the event loop, at ") and "in block" in line
+    blocked = query(path, "SELECT * FROM trajectories WHERE blocked_seconds > 0")
+    assert blocked and all(row["blocked_seconds"] >= 1.3 for row in blocked)
+    counted = sum(row["blocked_seconds"] for row in updates(path))
+    assert counted == pytest.approx(sum(row["blocked_seconds"] for row in blocked))
+
+
+# Tasks
+
+
+class Vandal(Vowels):
+    """Changes its task."""
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        opening = [user(task.prompt[0]["content"])]
+        task.prompt[0]["content"] += " again"
+        task.extras["spoilt"] = True  # type: ignore[index]
+        self.task, self.replies = task, 0
+        return opening
+
+
+def test_a_task_that_is_changed_in_one_attempt_is_whole_in_every_other(
+    tmp_path: Path, reference: tuple[Path, Summary]
+) -> None:
+    summary = start(tmp_path / "run", inputs=playing(Vandal))
+    assert summary["weights_sha256"] == reference[1]["weights_sha256"]
+    [row] = query(
+        tmp_path / "run", "SELECT count(*) AS n FROM groups WHERE task LIKE '%again%' OR task LIKE '%spoilt%'"
+    )
+    assert row["n"] == 0
+
+
+# Plain methods
+
+
+class PlainVowels(Vowels):
+    """The same without async, and with pauses of any length."""
+
+    def reset(self, task: Task) -> Sequence[Message]:  # type: ignore[override]
+        time.sleep(random.random() * 0.02)
+        self.task, self.replies = task, 0
+        return task.prompt
+
+    def step(self, text: str) -> EnvStep:  # type: ignore[override]
+        time.sleep(random.random() * 0.05)
+        return asyncio.run(super().step(text))  # it may: there is no event loop on this thread
+
+
+@pytest.mark.parametrize("option", ["engine.own_process=false", "engine.own_process=true"])
+def test_plain_methods_train_the_same_weights(option: str, tmp_path: Path, reference: tuple[Path, Summary]) -> None:
+    """In synchronous training no bit depends on the order in which threads get their turns."""
+    summary = start(tmp_path / "run", option, inputs=playing(PlainVowels))
+    assert summary["weights_sha256"] == reference[1]["weights_sha256"]
+
+
+# Whose fault it is
+
+
+@pytest.mark.parametrize("cause", [Cause.ENGINE, Cause.INFRASTRUCTURE, Cause.ENVIRONMENT, Cause.TIMEOUT])
+def test_no_task_is_left_out_for_what_engine_or_infrastructure_fail(cause: Cause, tmp_path: Path) -> None:
+    """The first group of one task fails as a whole, and no failure is made again."""
+
+    class Failing(Vowels):
+        failed = 0
+
+        async def step(self, text: str) -> EnvStep:
+            if self.task.task_id == "train-1" and Failing.failed < 3:
+                Failing.failed += 1
+                raise TrajectoryFailure(cause, "gone")
+            return await super().step(text)
+
+    path, progress = tmp_path / "run", Quiet()
+    options = (*OPTIONS[:1], "failures.task_limit=1", "failures.engine.retries=0", "failures.infrastructure.retries=0")
+    start(path, *options, "orchestration.updates=6", inputs=playing(Failing), progress=progress)
+    check_finished(path)
+    blamed = cause not in (Cause.ENGINE, Cause.INFRASTRUCTURE)
+    assert any("task train-1 is left out" in line for line in progress.lines) == blamed
+    trained = "SELECT * FROM groups WHERE trained_version IS NOT NULL AND json_extract(task, '$.task_id') = 'train-1'"
+    assert bool(query(path, trained)) != blamed

@@ -1,0 +1,597 @@
+"""User code that does its worst: it fails its own attempt, and nothing else."""
+
+import asyncio
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.worlds import Told, ToldPlain, hang, play, saying, tool
+from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.types import Message, Status, Task, Trajectory
+from treadle.envs.base import Environment, EnvStep
+from treadle.rollout import foreign
+from treadle.rollout.event_loop import run
+from treadle.rollout.foreign import UserCode, attributed
+from treadle.rollout.interrupts import Interrupt, InterruptHandler
+from treadle.rollout.threads import DaemonThreads, abandoned_threads
+
+DONE = EnvStep(reward=1.0, done=True)
+MORE = EnvStep([tool("more")], reward=0.25)
+
+
+class Weird(BaseException):
+    """Somebody derives from BaseException."""
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("not even its text")
+
+
+class Unshowable:
+    """As a value it makes trouble wherever it is looked at."""
+
+    def __repr__(self) -> str:
+        raise Weird("no text")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise KeyboardInterrupt
+
+    def __len__(self) -> int:
+        raise SystemExit(4)
+
+
+def tampered() -> TrajectoryFailure:
+    failure = TrajectoryFailure(Cause.VERIFIER, "well")
+    failure.cause = "nonsense"  # type: ignore[assignment]
+    failure.message = Unshowable()  # type: ignore[assignment]
+    return failure
+
+
+RAISED: list[Callable[[], BaseException]] = [
+    partial(SystemExit, 3),
+    KeyboardInterrupt,
+    partial(Weird, "x"),
+    GeneratorExit,
+    asyncio.CancelledError,
+    partial(StopIteration, "over"),
+    StopAsyncIteration,
+    RecursionError,
+    MemoryError,
+    Unprintable,
+    partial(ValueError, "a lone \ud800 surrogate"),
+    partial(ExceptionGroup, "several", [ValueError("one")]),
+    partial(BaseExceptionGroup, "several", [SystemExit(1)]),
+    partial(TrajectoryFailure, Cause.VERIFIER, "a lone \ud800 surrogate"),
+    tampered,
+]
+RETURNED: list[Any] = [
+    Unshowable(),
+    EnvStep(Unshowable()),  # type: ignore[arg-type]
+    EnvStep(reward=Unshowable()),  # type: ignore[arg-type]
+    EnvStep(done=Unshowable()),  # type: ignore[arg-type]
+    EnvStep(state=Unshowable()),  # type: ignore[arg-type]
+]
+
+
+class Making:
+    """Its constructor, or one of its methods, is told what to do."""
+
+    def __init__(self, kind: type[Told], where: str, answer: Any) -> None:
+        self.kind, self.where, self.answer = kind, where, answer
+
+    def __call__(self) -> Environment:
+        if self.where == "create":
+            raise self.answer
+        named = {"reset": "opening", "close": "closing"}.get(self.where)
+        return self.kind(DONE, **{named: self.answer}) if named else self.kind(self.answer, DONE)
+
+
+def check_isolated(trajectories: Sequence[Trajectory], where: str) -> Trajectory:
+    """The one in the middle has failed, in words that a ledger can hold; the others are as if it were not there."""
+    before, failed, after = trajectories
+    for healthy in (before, after):
+        assert (healthy.status, healthy.reward, healthy.failure) == (Status.DONE, 1.25, None)
+    if where == "close":
+        assert failed.status is Status.DONE and failed.warning
+    else:
+        assert failed.status is Status.FAILED and failed.failure is not None
+        assert failed.failure.message.encode() and failed.failure.traceback is not None
+        assert isinstance(failed.failure.cause, Cause)
+    failed.warning.encode()
+    return failed
+
+
+def played_between_healthy_ones(make: Callable[[], Environment], **settings: Any) -> list[Trajectory]:
+    healthy = lambda: Told(MORE, DONE)  # noqa: E731
+    return play([healthy, make, healthy], saying("a"), **settings)
+
+
+@pytest.mark.parametrize("kind", [Told, ToldPlain])
+@given(where=st.sampled_from(["create", "reset", "step", "close"]), make=st.sampled_from(RAISED))
+def test_whatever_it_raises_fails_its_attempt_alone(
+    kind: type[Told], where: str, make: Callable[[], BaseException]
+) -> None:
+    failed = check_isolated(played_between_healthy_ones(Making(kind, where, make())), where)
+    if failed.failure is not None and isinstance(make(), TrajectoryFailure):
+        assert failed.failure.cause in (Cause.VERIFIER, Cause.ENVIRONMENT)
+
+
+@pytest.mark.parametrize("kind", [Told, ToldPlain])
+@given(where=st.sampled_from(["reset", "step"]), value=st.sampled_from(RETURNED))
+def test_whatever_it_returns_fails_its_attempt_alone(kind: type[Told], where: str, value: Any) -> None:
+    check_isolated(played_between_healthy_ones(Making(kind, where, value)), where)
+
+
+class InATask(Told):
+    """What it is told to do, a task of its own does; the step waits for that, or for something else."""
+
+    def __init__(self, act: Callable[[], Any], waits: bool) -> None:
+        super().__init__(DONE)
+        self.act, self.waits = act, waits
+
+    async def step(self, text: str) -> EnvStep:
+        task = asyncio.ensure_future(self._act())
+        await (task if self.waits else asyncio.sleep(0.05))
+        return DONE
+
+    async def _act(self) -> None:
+        await asyncio.sleep(0)
+        self.act()
+
+
+def raising(error: type[BaseException]) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_task_of_its_own_that_exits_fails_its_attempt_alone(error: type[BaseException], waits: bool) -> None:
+    failed = check_isolated(played_between_healthy_ones(lambda: InATask(raising(error), waits)), "step")
+    assert failed.failure is not None and failed.failure.cause is Cause.ENVIRONMENT
+    assert f"tried to exit the process ({error.__name__})" in failed.failure.message
+    assert "test_user_code.py" in failed.failure.traceback and "in act" in failed.failure.traceback
+
+
+def test_tasks_of_a_constructor_are_its_own_too() -> None:
+    class Starting(Told):
+        def __init__(self) -> None:
+            super().__init__(MORE, DONE)
+            self.exiting = asyncio.ensure_future(InATask(raising(SystemExit), True)._act())
+
+    failed = check_isolated(played_between_healthy_ones(Starting), "step")
+    assert failed.failure is not None and "tried to exit the process" in failed.failure.message
+
+
+def test_a_failure_of_no_known_cause_is_refused_where_it_is_made() -> None:
+    def step() -> EnvStep:
+        raise TrajectoryFailure("nonsense", "x")  # type: ignore[arg-type]
+
+    failed = check_isolated(played_between_healthy_ones(lambda: ToldPlain(step)), "step")
+    assert failed.failure is not None and failed.failure.cause is Cause.ENVIRONMENT
+    assert "a TrajectoryFailure has one of the causes agent, environment," in failed.failure.message
+    assert "got 'nonsense'" in failed.failure.message
+
+
+# The event loop
+
+
+@pytest.mark.parametrize("stop", ["at once", "in a callback"])
+def test_a_loop_that_is_stopped_goes_on_and_the_culprit_is_named(stop: str) -> None:
+    said: list[str] = []
+
+    async def stopping() -> EnvStep:
+        loop = asyncio.get_running_loop()
+        loop.stop() if stop == "at once" else loop.call_soon(loop.stop)
+        await asyncio.sleep(0)
+        return DONE
+
+    trajectories = play([lambda: Told(MORE, DONE), lambda: Told(stopping)], saying("a"), said=said)
+    assert [trajectory.reward for trajectory in trajectories] == [1.25, 1.0]
+    [line] = said
+    assert line.startswith("environment 'world' (task t, trajectory g000000.1) stopped the event loop")
+    assert stop != "at once" or ("test_user_code.py:" in line and line.endswith("in stopping"))
+
+
+def test_a_callback_that_exits_is_named_and_harms_nobody() -> None:
+    said: list[str] = []
+
+    def leaving() -> None:
+        sys.exit("bye")
+
+    async def step() -> EnvStep:
+        asyncio.get_running_loop().call_soon(leaving)
+        await asyncio.sleep(0.01)
+        return DONE
+
+    trajectories = play([lambda: Told(MORE, DONE), lambda: Told(step)], saying("a"), said=said)
+    assert [trajectory.reward for trajectory in trajectories] == [1.25, 1.0]
+    [line] = said
+    assert line.startswith("a callback tried to exit the process (SystemExit('bye')), at ") and "in leaving" in line
+
+
+async def resisting() -> None:
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            continue
+
+
+def test_what_resists_its_cancellation_is_named_and_left_behind() -> None:
+    said: list[str] = []
+    trajectories = play(
+        [lambda: Told(MORE, DONE), lambda: Told(resisting), lambda: Told(resisting)],
+        saying("a"),
+        said=said,
+        environment_timeout=0.5,
+    )
+    assert [trajectory.reward for trajectory in trajectories] == [1.25, None, None]
+    [line] = said
+    assert line.startswith("environment 'world', at ") and "test_user_code.py:" in line and "in resisting" in line
+    assert line.endswith("does not end when it is cancelled, and is left behind (2 times)")
+
+
+def test_ctrl_c_is_told_from_a_keyboard_interrupt_of_user_code() -> None:
+    """A second Ctrl-C passes through whatever is being played."""
+
+    def twice() -> EnvStep:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)  # the handler runs on the main thread, between two instructions
+        return DONE
+
+    async def step() -> EnvStep:
+        return twice()
+
+    with pytest.raises(KeyboardInterrupt):
+        play(lambda: Told(step), saying("a"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_first_ctrl_c_cancels_what_is_running() -> None:
+    cleaned = []
+
+    async def main() -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            await hang()
+        finally:
+            cleaned.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main(), print)
+    assert cleaned == [True]
+
+
+def test_without_a_handler_of_its_own_an_interrupt_passes() -> None:
+    async def main() -> None:
+        code = UserCode("code", Cause.AGENT)
+        await code.call(raising(KeyboardInterrupt), what="it", timeout=1, check=print, in_thread=False)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    handler = InterruptHandler(lambda: None)
+    handler(2, None)
+    with pytest.raises(Interrupt):
+        handler(2, None)
+
+
+# What blocks
+
+
+class Sleeps(Told):
+    """Blocks the event loop in its step."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(MORE, DONE)
+        self.seconds = seconds
+
+    async def step(self, text: str) -> EnvStep:
+        time.sleep(self.seconds)
+        return await super().step(text)
+
+
+class Waits(Told):
+    """Takes a moment, of its own limit."""
+
+    async def step(self, text: str) -> EnvStep:
+        await asyncio.sleep(0.3)
+        return await super().step(text)
+
+
+def test_who_blocks_the_loop_is_named_while_it_does_and_counted() -> None:
+    said: list[str] = []
+    blocking, waiting = play([lambda: Sleeps(1.6), lambda: Waits(MORE, DONE)], saying("a"), said=said)
+    [line] = said
+    assert line.startswith("environment 'world' blocks the event loop, at ")
+    assert "test_user_code.py:" in line and "in step (task t, trajectory g000000.0)" in line
+    assert (blocking.reward, waiting.reward) == (1.25, 1.25)
+    assert blocking.blocked_seconds >= 3.2 and waiting.blocked_seconds == 0
+
+
+def test_it_is_named_before_it_returns() -> None:
+    seen: list[bool] = []
+    said: list[str] = []
+
+    async def step() -> EnvStep:
+        time.sleep(1.6)
+        seen.append(bool(said))
+        return DONE
+
+    play(lambda: Told(step), saying("a"), said=said)
+    assert seen == [True]
+
+
+def test_a_limit_is_enforced_on_who_blocks_and_not_on_who_waits_for_it() -> None:
+    """The one that blocks is late; for the other, which was ready all the time, these seconds do not count."""
+    blocking, waiting = play([lambda: Sleeps(1.5), lambda: Waits(MORE, DONE)], saying("a"), environment_timeout=1.0)
+    assert blocking.failure is not None
+    assert (blocking.failure.cause, blocking.failure.message) == (Cause.TIMEOUT, "step took longer than 1 s")
+    assert waiting.reward == 1.25
+
+
+def test_the_limit_of_an_attempt_is_enforced_on_who_blocks() -> None:
+    [trajectory] = play(lambda: Sleeps(0.4), saying("a"), trajectory_timeout=0.3)
+    assert trajectory.failure is not None and trajectory.failure.cause is Cause.TIMEOUT
+    assert "rollout.trajectory_timeout" in trajectory.failure.message
+
+
+# Plain methods
+
+
+class Threaded(Environment):
+    """Notes the threads that it is called on, and keeps an SQLite connection, which is bound to one."""
+
+    made: ClassVar[list["Threaded"]] = []
+
+    def __init__(self) -> None:
+        self.threads = [threading.get_ident()]
+        self.database = sqlite3.connect(":memory:")
+        self.made.append(self)
+
+    def reset(self, task: Task) -> Sequence[Message]:
+        self.threads.append(threading.get_ident())
+        self.database.execute("CREATE TABLE replies (text)")
+        return task.prompt
+
+    def step(self, text: str) -> EnvStep:
+        self.threads.append(threading.get_ident())
+        time.sleep(0.02)
+        self.database.execute("INSERT INTO replies VALUES (?)", (text,))
+        [(count,)] = self.database.execute("SELECT count(*) FROM replies")
+        return EnvStep([tool("more")], reward=1.0, done=count == 3)
+
+    def close(self) -> None:
+        self.threads.append(threading.get_ident())
+        self.database.close()
+
+
+def test_plain_methods_share_one_thread_for_each_attempt() -> None:
+    Threaded.made.clear()
+    threads = threading.active_count()
+    task = Task("t", Told().opening, "world")
+    trajectories = play([Threaded] * 4, saying("a"), task)  # made by a function: on the event loop
+    assert all("SQLite objects created in a thread" in str(t.failure) for t in trajectories)
+
+    async def attempts() -> list[Trajectory]:
+        return await _start({"world": Threaded}, task, 4)
+
+    Threaded.made.clear()
+    assert [trajectory.reward for trajectory in asyncio.run(attempts())] == [3.0] * 4
+    used = [set(environment.threads) for environment in Threaded.made]
+    assert all(len(each) == 1 for each in used) and len(set.union(*used)) == 4
+    assert threading.get_ident() not in set.union(*used)
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads
+
+
+async def _start(environments: dict[str, Any], task: Task, count: int, **settings: Any) -> list[Trajectory]:
+    from tests.worlds import END, PLAIN
+    from treadle.core.draws import Stream
+    from treadle.rollout.attempt import RolloutConfig, Rollouts
+    from treadle.rollout.chat import ChatRenderer
+    from treadle.rollout.session import Address
+
+    config = RolloutConfig(**{"max_completion_tokens": 16, "environment_timeout": 5.0, **settings})
+    rollouts = Rollouts(saying("a"), ChatRenderer(PLAIN, [END]), environments, config)
+    addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(count)]
+    return list(await asyncio.gather(*rollouts.start("g000000", task, addresses)))
+
+
+class Mixed(Told):
+    """An asynchronous step beside a plain reset and close."""
+
+    def reset(self, task: Task) -> Sequence[Message]:  # type: ignore[override]
+        self.calls.append("reset" if threading.current_thread() is not threading.main_thread() else "on the loop")
+        return task.prompt
+
+    def close(self) -> None:  # type: ignore[override]
+        self.calls.append("close" if threading.current_thread() is not threading.main_thread() else "on the loop")
+
+
+class Returning(Told):
+    """Plain methods that return what is to be awaited."""
+
+    def step(self, text: str) -> Any:
+        return super().step(text)
+
+
+def test_methods_may_be_mixed_and_return_awaitables() -> None:
+    mixed, returning = Mixed(MORE, DONE), Returning(MORE, DONE)
+    task = Task("t", Told().opening, "world")
+    trajectories = play([lambda: mixed, lambda: returning], saying("a"), task)
+    assert [trajectory.reward for trajectory in trajectories] == [1.25, 1.25]
+    assert mixed.calls == returning.calls == ["reset", "step", "step", "close"]
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """For threads to wait for; they have ended when the test has."""
+    over = threading.Event()
+    yield over
+    over.set()
+    deadline = time.monotonic() + 10
+    while abandoned_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not abandoned_threads()
+
+
+def test_a_stuck_thread_is_abandoned_and_closes_its_environment_when_it_is_free(released: threading.Event) -> None:
+    world = ToldPlain(released.wait)
+    started = time.monotonic()
+    stuck, healthy = play([lambda: world, lambda: ToldPlain(MORE, DONE)], saying("a"), environment_timeout=2.0)
+    assert time.monotonic() - started < 20
+    assert stuck.failure is not None and stuck.failure.cause is Cause.TIMEOUT
+    assert (stuck.warning, healthy.reward) == ("", 1.25)
+    assert [thread.name for thread in abandoned_threads()] == ["environment 'world' (task t, trajectory g000000.0)"]
+    assert world.calls == ["reset", "step"]
+    released.set()
+    deadline = time.monotonic() + 10
+    while "close" not in world.calls and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert world.calls == ["reset", "step", "close"]
+
+
+def test_no_more_threads_are_started_once_too_many_are_stuck(
+    released: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "MOST_ABANDONED", 2)
+    stuck = play([lambda: ToldPlain(opening=released.wait)] * 2, saying("a"), environment_timeout=0.5)
+    assert [t.failure.cause for t in stuck if t.failure] == [Cause.TIMEOUT] * 2
+    refused, healthy = play([lambda: ToldPlain(DONE), lambda: Told(DONE)], saying("a"))
+    assert refused.failure is not None and refused.failure.cause is Cause.INFRASTRUCTURE
+    assert "2 threads are stuck in calls that took too long and never returned" in refused.failure.message
+    assert "the last is of environment 'world' (task t, trajectory g000000.1)" in refused.failure.message
+    assert healthy.reward == 1.0
+    released.set()
+    while abandoned_threads():
+        time.sleep(0.01)
+    assert [t.reward for t in play([lambda: ToldPlain(DONE)] * 2, saying("a"))] == [1.0, 1.0]
+
+
+def test_calls_that_never_return_take_no_place_in_the_loops_own_threads(released: threading.Event) -> None:
+    """`asyncio.to_thread` is what environments that block are told to use, and what Treadle uses itself."""
+
+    async def stuck() -> EnvStep:
+        await asyncio.to_thread(released.wait)
+        return DONE
+
+    async def quick() -> EnvStep:
+        return await asyncio.to_thread(lambda: DONE)
+
+    worlds = [*[lambda: Told(stuck)] * 40, lambda: Told(hang, quick)]
+    *_, last = play([*worlds[:40], lambda: Told(quick)], saying("a"), environment_timeout=3.0)
+    assert last.reward == 1.0
+
+
+def test_the_default_executor_passes_results_and_exceptions_on() -> None:
+    with DaemonThreads() as executor:
+        assert executor.submit(pow, 2, 5).result() == 32
+        with pytest.raises(ZeroDivisionError):
+            executor.submit(divmod, 1, 0).result()
+
+
+def test_a_process_exits_though_user_code_does_not_end(tmp_path: Path) -> None:
+    script = """
+        import asyncio, threading
+        from tests.rollout.test_user_code import resisting
+        from tests.worlds import Told, ToldPlain, play, saying
+
+        async def to_thread():
+            await asyncio.to_thread(threading.Event().wait)
+
+        worlds = [Told(resisting), ToldPlain(threading.Event().wait), Told(to_thread)]
+        played = play([lambda world=world: world for world in worlds], saying("a"), environment_timeout=0.3)
+        print([t.failure.cause.value for t in played])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "['timeout', 'timeout', 'timeout']\n", "")
+
+
+# Tracebacks
+
+
+def test_a_traceback_begins_with_user_code_and_shows_causes() -> None:
+    def load() -> None:
+        raise KeyError("page")
+
+    async def step() -> EnvStep:
+        try:
+            load()
+        except KeyError as error:
+            raise LookupError("no such page") from error
+        return DONE
+
+    [trajectory] = play(lambda: Told(step), saying("a"))
+    assert trajectory.failure is not None
+    assert trajectory.failure.message == "step raised LookupError: no such page"
+    text = trajectory.failure.traceback
+    assert "in load" in text and 'raise KeyError("page")' in text and "direct cause" in text
+    assert text.endswith("LookupError: no such page")
+    assert "treadle/rollout" not in text and "asyncio" not in text
+
+
+def test_a_long_traceback_is_trimmed() -> None:
+    def even(n: int) -> int:
+        return odd(n - 1) + 1
+
+    def odd(n: int) -> int:
+        return even(n - 1) + 1 if n > 0 else n // 0
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        even(200)
+    failure = attributed(caught.value, "step", Cause.ENVIRONMENT)
+    lines = failure.traceback.splitlines()
+    assert len(lines) < 70 and any("lines left out" in line for line in lines)
+    assert lines[-1].startswith("ZeroDivisionError")
+
+
+def test_what_is_the_environments_fault_without_an_exception_has_no_traceback() -> None:
+    [trajectory] = play(lambda: Told(EnvStep(reward=float("nan"), done=True)), saying("a"))
+    assert trajectory.failure is not None and trajectory.failure.traceback == ""
+
+
+# Tasks
+
+
+class Vandal(Told):
+    """Changes everything about its task."""
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        seen.append((task.prompt[0]["content"], task.ground_truth["rows"][0], dict(task.extras)))
+        task.prompt[0]["content"] = "vandalised"
+        task.ground_truth["rows"][0] = 9
+        task.extras["new"] = True  # type: ignore[index]
+        return [tool("x")]
+
+
+seen: list[Any] = []
+
+
+def test_each_attempt_has_its_own_task() -> None:
+    seen.clear()
+    task = Task("t", [{"role": "user", "content": "hello"}], "world", ground_truth={"rows": [1]}, extras={"a": [1]})
+    play([lambda: Vandal(DONE)] * 3, saying("a"), task)
+    assert seen == [("hello", 1, {"a": [1]})] * 3
+    assert (task.prompt[0]["content"], task.ground_truth, task.extras) == ("hello", {"rows": [1]}, {"a": [1]})
