@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -320,6 +321,48 @@ def test_a_failure_is_attributed_and_leaves_its_siblings_alone(
     assert message in failed.failure.message
     for healthy in (before, after):
         assert (healthy.status, healthy.reward, len(healthy.steps)) == (Status.DONE, 1.0, 1)
+
+
+def returning_plainly(value: Any) -> AnyAgent:
+    def agent(task: Task, client: OpenAI) -> Any:
+        ask_plainly(client, [*task.prompt])
+        if isinstance(value, BaseException):
+            raise value
+        return value() if callable(value) else value
+
+    return agent
+
+
+def endless_plainly(task: Task, client: OpenAI) -> float:
+    while True:
+        ask_plainly(client, [*task.prompt])
+
+
+def test_a_plain_agent_ends_as_an_async_one_does() -> None:
+    over, threads = threading.Event(), threading.active_count()
+    try:
+        ends = [
+            (returning_plainly(Boom("bang")), Cause.AGENT, "the agent raised Boom: bang"),
+            (returning_plainly(SystemExit(3)), Cause.AGENT, "the agent tried to exit the process (3)"),
+            (returning_plainly(None), Cause.AGENT, "the agent returned None"),
+            (returning_plainly(TrajectoryFailure(Cause.VERIFIER, "no tests")), Cause.VERIFIER, "no tests"),
+            (returning_plainly(over.wait), Cause.TIMEOUT, "the agent took longer than 5 s"),
+        ]
+        tasks = [Task("t", HELLO, agent=str(n)) for n in range(len(ends))]
+        agents = {str(n): agent for n, (agent, _, _) in enumerate(ends)}
+        for trajectory, (_, cause, message) in zip(
+            asyncio.run(played(agents, saying("a"), tasks, agent_timeout=5.0)), ends, strict=True
+        ):
+            assert trajectory.failure is not None and len(trajectory.steps) == 1
+            assert (trajectory.failure.cause, message in trajectory.failure.message) == (cause, True)
+    finally:
+        over.set()
+    limited = play(endless_plainly, max_steps=3)
+    assert (limited.status, limited.reward, len(limited.steps)) == (Status.MAX_STEPS, 0.0, 3)
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads
 
 
 @pytest.mark.parametrize("raises", [True, False])
