@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 
@@ -16,15 +15,19 @@ RewardFunction = Callable[[Task, str], Grade | Awaitable[Grade]]
 
 
 class SingleTurn(Environment):
-    """The agent reads the task's prompt and replies once; `reward` grades it. A plain function runs in a thread."""
+    """The agent reads the task's prompt and replies once; `reward` grades it. It is called in the attempt's thread."""
 
     def __init__(self, reward: RewardFunction) -> None:
         self._reward = reward
 
-    async def step(self, text: str) -> EnvStep:
+    def step(self, text: str) -> EnvStep | Awaitable[EnvStep]:
         """Grade the reply."""
-        grade = await asyncio.to_thread(self._reward, self.task, text)
-        return EnvStep(reward=await grade if inspect.isawaitable(grade) else grade, done=True)
+        grade = self._reward(self.task, text)
+        return _awaited(grade) if inspect.isawaitable(grade) else EnvStep(reward=grade, done=True)
+
+
+async def _awaited(grade: Awaitable[Grade]) -> EnvStep:
+    return EnvStep(reward=await grade, done=True)
 
 
 def is_reward_function(found: object) -> bool:

@@ -124,7 +124,7 @@ def _player(given: Any) -> tuple[str, str, Any]:
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"environment {name!r} is called without arguments, to make one, but: {error}; write a reward function as "
-            "def reward(task, text), an agent as async def agent(task, client)"
+            "def reward(task, text), an agent as def agent(task, client), each async or not"
         ) from error
     return "environment", name, given
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import resource
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -205,21 +205,13 @@ def check_agent(found: object, name: str) -> Agent:
 
 
 def is_agent(found: object) -> bool:
-    """Whether it is called as agent(task, client): an `async def`, or a function that needs arguments.
+    """Whether it is called as agent(task, client): any `async def`, or a function whose second parameter is `client`.
 
-    What is called without any, or is a class, makes environments.
+    Other functions make environments, or grade replies.
     """
     if inspect.isclass(found) or not callable(found):
         return False
-    return is_async(found) or not _takes_nothing(found)
-
-
-def _takes_nothing(function: Callable[..., object]) -> bool:
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
-        return False
-    return True
+    return is_async(found) or list(inspect.signature(found).parameters)[1:2] == ["client"]
 
 
 def _last(name: str) -> str:
