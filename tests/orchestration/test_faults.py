@@ -135,7 +135,7 @@ class Filling(Quiet):
 
         super().updated(row, updates)
         if row["update"] == self.update:
-            self.monkeypatch.setattr("treadle.training.checkpoint.write_durably", full)
+            self.monkeypatch.setattr("treadle.core.manifest.write_durably", full)
 
 
 def test_a_run_in_which_everything_fails_trains_what_is_left(

@@ -29,6 +29,11 @@ TAGS = ("<search>", "</search>", "<answer>", "</answer>")
 """Added tokens that are not special: part of what is said, so they survive decoding."""
 
 CHAT_TEMPLATE = """\
+{%- for tool in tools or [] -%}
+{%- if tool['function']['name'] != 'search' -%}
+{{ raise_exception('this model knows one tool by heart, search, and cannot be told of another') }}
+{%- endif -%}
+{%- endfor -%}
 {%- for message in messages -%}
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}
 {%- for call in message['tool_calls'] or [] -%}
