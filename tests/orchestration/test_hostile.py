@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -196,6 +197,29 @@ def test_plain_methods_train_the_same_weights(option: str, tmp_path: Path, refer
     """In synchronous training no bit depends on the order in which threads get their turns."""
     summary = start(tmp_path / "run", option, inputs=playing(PlainVowels))
     assert summary["weights_sha256"] == reference[1]["weights_sha256"]
+
+
+def test_a_thread_that_never_returns_is_counted_named_and_holds_up_nobody(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    class Stuck(PlainVowels):
+        waited = False
+
+        def step(self, text: str) -> EnvStep:  # type: ignore[override]
+            if self.task.task_id == "train-1" and not Stuck.waited:
+                Stuck.waited = True
+                over.wait()
+            return super().step(text)
+
+    path, progress = tmp_path / "run", Quiet()
+    try:
+        start(path, *OPTIONS, "rollout.environment_timeout=2", inputs=playing(Stuck), progress=progress)
+    finally:
+        over.set()
+    check_finished(path)
+    assert updates(path)[-1]["abandoned_threads"] == 1
+    [line] = [line for line in progress.lines if "its thread is left behind" in line]
+    assert line.startswith("environment 'world' (task train-1, trajectory g") and "in step" in line
 
 
 # Whose fault it is

@@ -196,7 +196,7 @@ def test_every_metric_of_a_row_is_declared_once() -> None:
     assert all(metric.help and metric.unit != "%" for metric in DECLARED)
     patterns = [re.compile(re.escape(metric.name).replace(r"\*", r"\w+") + "$") for metric in DECLARED]
     groups = [make_group(0, attempt(1.0), attempt(None, warning="x"))]
-    row = trajectory_metrics(groups, 1.0, 0) + run_metrics({"rollout": 1.0}, 2.0, 3.0)
+    row = trajectory_metrics(groups, 1.0, 0) + run_metrics({"rollout": 1.0}, 2.0, 3.0, 0)
     assert [name for name in row if not any(pattern.match(name) for pattern in patterns)] == []
 
 

@@ -128,5 +128,5 @@ def test_auto_looks_at_the_template(template: str, parser: ReplyParser) -> None:
 
 def test_parsers_by_name() -> None:
     assert reply_parser("treadle.rollout.replies:qwen_xml") is qwen_xml
-    with pytest.raises(ConfigError, match="rollout.reply_parser: 'hermess' is not registered"):
+    with pytest.raises(ConfigError, match=r"rollout\.reply_parser: 'hermess' is not registered"):
         reply_parser("hermess")

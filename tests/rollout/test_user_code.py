@@ -169,6 +169,24 @@ def test_a_task_of_its_own_that_exits_fails_its_attempt_alone(error: type[BaseEx
     assert "test_user_code.py" in failed.failure.traceback and "in act" in failed.failure.traceback
 
 
+def test_what_a_task_raises_that_nobody_waits_for_is_said_in_one_line(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def act() -> None:
+        raise ValueError("lost")
+
+    trajectories = play([lambda: InATask(act, False)] * 3, saying("a"), said=said)
+    assert [trajectory.reward for trajectory in trajectories] == [1.0] * 3
+    [line] = said
+    assert line.startswith("a task that environment 'world' did not wait for raised ValueError: lost, at ")
+    assert "test_user_code.py:" in line and line.endswith("in act (task t, trajectory g000000.0)")
+    play([lambda: InATask(raising(SystemExit), False)], saying("a"), said=said)
+    assert len(said) == 1  # what ends an attempt is that one's failure, and nothing else
+    assert not caplog.records and capfd.readouterr() == ("", "")
+
+
 def test_tasks_of_a_constructor_are_its_own_too() -> None:
     class Starting(Told):
         def __init__(self) -> None:
@@ -458,12 +476,17 @@ def released() -> Iterator[threading.Event]:
 def test_a_stuck_thread_is_abandoned_and_closes_its_environment_when_it_is_free(released: threading.Event) -> None:
     world = ToldPlain(released.wait)
     started = time.monotonic()
-    stuck, healthy = play([lambda: world, lambda: ToldPlain(MORE, DONE)], saying("a"), environment_timeout=2.0)
+    said: list[str] = []
+    worlds = [lambda: world, lambda: ToldPlain(MORE, DONE)]
+    stuck, healthy = play(worlds, saying("a"), said=said, environment_timeout=2.0)
     assert time.monotonic() - started < 20
     assert stuck.failure is not None and stuck.failure.cause is Cause.TIMEOUT
     assert (stuck.warning, healthy.reward) == ("", 1.25)
     assert [thread.name for thread in abandoned_threads()] == ["environment 'world' (task t, trajectory g000000.0)"]
     assert world.calls == ["reset", "step"]
+    [line] = said
+    assert line.startswith("environment 'world' (task t, trajectory g000000.0), at ")
+    assert line.endswith("has not returned, and its thread is left behind")
     released.set()
     deadline = time.monotonic() + 10
     while "close" not in world.calls and time.monotonic() < deadline:

@@ -50,6 +50,7 @@ from treadle.orchestration.rollout_store import write_shard
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest
 from treadle.rollout.attempt import Player
+from treadle.rollout.threads import abandoned_threads
 from treadle.training.checkpoint import remove_others
 from treadle.training.learner import UpdateResult
 
@@ -301,7 +302,8 @@ class Loop:
     def _log(self, groups: list[Group], results: list[UpdateResult], seconds: dict[str, float]) -> None:
         """One line of metrics.jsonl per optimizer update, each about its own groups."""
         size, section = self.config.training.tasks_per_update, self.config.evaluation
-        each = run_metrics({phase: value / len(results) for phase, value in seconds.items()}, *self.clock.read())
+        phases = {phase: value / len(results) for phase, value in seconds.items()}
+        each = run_metrics(phases, *self.clock.read(), len(abandoned_threads()))
         for number, result in enumerate(results):
             first = number * size % len(groups)  # each epoch goes through them again
             own = groups[first : first + size]

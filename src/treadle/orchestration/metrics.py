@@ -112,6 +112,14 @@ SECONDS = Metric(
 )
 WALL_SECONDS = Metric("wall_seconds", "run", "max", "seconds", "of the run so far, over all its processes", view="run")
 CPU_SECONDS = Metric("cpu_seconds", "run", "max", "seconds", "of this process, and those before it", view="run")
+ABANDONED_THREADS = Metric(
+    "abandoned_threads",
+    "run",
+    "max",
+    "threads",
+    "of environments and agents, now in calls that took too long and have not returned",
+    view="run",
+)
 
 DECLARED: tuple[Metric, ...] = (*declared(globals()), *declared(vars(training_metrics)))
 """Every metric of an update's row but the environment's."""
@@ -175,10 +183,10 @@ def environment_metrics(trajectories: Iterable[Trajectory]) -> Measures:
     return sum((t.metrics for t in trajectories), Measures()).under("env/")
 
 
-def run_metrics(seconds: Mapping[str, float], wall: float, cpu: float) -> Measures:
-    """seconds: by phase of the update. wall, cpu: seconds of the run so far."""
+def run_metrics(seconds: Mapping[str, float], wall: float, cpu: float, abandoned_threads: int) -> Measures:
+    """seconds: by phase of the update. wall, cpu: seconds of the run so far. abandoned_threads: now."""
     phases = {SECONDS.of(phase): [value] for phase, value in seconds.items()}
-    return measured("run", {**phases, WALL_SECONDS: [wall], CPU_SECONDS: [cpu]})
+    return measured("run", {**phases, WALL_SECONDS: [wall], CPU_SECONDS: [cpu], ABANDONED_THREADS: [abandoned_threads]})
 
 
 def pass_at(k: int, attempts: int, successes: int) -> float:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from treadle.rollout.foreign import current_user_code, user_code_of
+from treadle.core.errors import TrajectoryFailure
+from treadle.rollout.foreign import current_user_code, raised, user_code_of
 from treadle.rollout.interrupts import Interrupt, InterruptHandler, is_interrupt
-from treadle.rollout.threads import DaemonThreads
+from treadle.rollout.threads import DaemonThreads, abandoned_threads
 from treadle.rollout.tracebacks import coroutine_place, error_place, user_place
 
 T = TypeVar("T")
@@ -27,12 +28,14 @@ def run(main: Coroutine[Any, Any, T], say: Callable[[str], None], on_culprit: Ca
     """Run `main` as asyncio.run does; returns its result.
 
     Where user code stops the loop, or tries to exit the process in a callback, the loop goes on, and `on_culprit`
-    (default: `say`) is told who it was. Tasks of user code that do not end when they are cancelled at the end are
-    named and left behind. Raises KeyboardInterrupt after a Ctrl-C, which cancels `main`.
+    (default: `say`) is told who it was. What tasks of user code raise and nobody awaits is said in a line. Those that
+    do not end when they are cancelled at the end are named and left behind. Raises KeyboardInterrupt after a Ctrl-C,
+    which cancels `main`.
     """
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         loop.set_default_executor(DaemonThreads())
+        loop.set_exception_handler(_UnawaitedErrors(say))
         stops = _Stops(loop)
         task = loop.create_task(main)
         with _cancelled_by_interrupt(task) as handler:
@@ -52,6 +55,7 @@ def run(main: Coroutine[Any, Any, T], say: Callable[[str], None], on_culprit: Ca
                 raise
             finally:
                 loop.run_until_complete(_end_others(say))
+                _name_abandoned_threads(say)
 
 
 @contextmanager
@@ -89,6 +93,26 @@ class _Stops:
         self._stop()
 
 
+class _UnawaitedErrors:
+    """Handles what asyncio has nobody to tell of: an error of user code is said once for each line that raises it."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._said = say, set[tuple[str, str]]()
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        task, error = context.get("task") or context.get("future"), context.get("exception")
+        user = user_code_of(task) if isinstance(task, asyncio.Task) else None
+        if user is None or error is None:
+            loop.default_exception_handler(context)
+            return
+        where = user.name, error_place(error)
+        if isinstance(error, TrajectoryFailure) or where in self._said:  # the former is its attempt's
+            return
+        self._said.add(where)
+        what = raised(f"a task that {user.name} did not wait for", error)
+        self._say(f"{what}, at {where[1]} ({user.attempt})")
+
+
 def _exiting(error: BaseException) -> str:
     place = error_place(error)
     return f"a callback tried to exit the process ({error!r:.100})" + (f", at {place}" if place else "")
@@ -113,6 +137,14 @@ async def _end_others(say: Callable[[str], None]) -> None:
     for task in left:
         asyncio._unregister_task(task)  # so that nobody waits for it
         _left_behind.append(task)
+
+
+def _name_abandoned_threads(say: Callable[[str], None]) -> None:
+    stuck = [(user_place(sys._current_frames().get(thread.ident or 0)), thread.name) for thread in abandoned_threads()]
+    for place, count in Counter(place for place, _ in stuck).items():
+        name = next(name for where, name in stuck if where == place)
+        who = f"{name}, at {place}," if place else name
+        say(f"{who} has not returned, and its thread is left behind" + (f" ({count} threads)" if count > 1 else ""))
 
 
 def _who(task: asyncio.Task[Any]) -> str:
