@@ -79,17 +79,21 @@ class TrajectoryFailure(TreadleError, RuntimeError):
 class ContextExceeded(TreadleError, RuntimeError):
     """The prompt that would really be sent is longer than a limit: `rollout.max_input_tokens`, or the model's context.
 
-    context: of the model, where that alone is the limit, which nobody could raise.
+    context: of the model, where that alone is the limit, which nobody could raise. counted: False if the prompt was not
+    even tokenized: by its length, it has so many tokens at least.
     """
 
-    def __init__(self, prompt_tokens: int, max_input_tokens: int, context: int | None = None) -> None:
-        super().__init__(prompt_tokens, max_input_tokens, context)
+    def __init__(
+        self, prompt_tokens: int, max_input_tokens: int, context: int | None = None, counted: bool = True
+    ) -> None:
+        super().__init__(prompt_tokens, max_input_tokens, context, counted)
         self.prompt_tokens = prompt_tokens
         self.max_input_tokens = max_input_tokens
         self.context = context
+        self.counted = counted
 
     def __str__(self) -> str:
-        tokens = f"the prompt has {self.prompt_tokens} tokens"
+        tokens = f"the prompt has {'' if self.counted else 'at least '}{self.prompt_tokens} tokens"
         if self.context is not None:
             return f"{tokens}, the model's context is {self.context}; shorten the prompt"
         return (

@@ -29,6 +29,7 @@ from treadle.core.outcomes import was_played
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, Status, Task
 from treadle.rollout.clients import async_client, sync_client
+from treadle.rollout.conversation import Prompt
 from treadle.rollout.foreign import Outcome, UserCode, is_async
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.replies import ReplyParser, Tool
@@ -97,11 +98,18 @@ class AgentSession(Session):
         with self._watched():
             return await super().complete(prompt, options)
 
+    def _numbered(self, prompt: Prompt) -> int:
+        self._check_calls()  # again: others may have been numbered while this one was rendered
+        return super()._numbered(prompt)
+
+    def _check_calls(self) -> None:
+        if self._calls >= self._max_calls:
+            raise StepsExceeded(self._max_calls)
+
     @contextmanager
     def _watched(self) -> Iterator[None]:
         try:
-            if self._calls >= self._max_calls:
-                raise StepsExceeded(self._max_calls)
+            self._check_calls()
             yield
         except (StepsExceeded, ContextExceeded, EngineError) as error:
             self.last_error = error

@@ -14,7 +14,7 @@ import numpy as np
 from treadle.core.errors import ConfigError
 from treadle.core.types import Ids, Message, ToolCall
 from treadle.rollout.rendering.identity import parsed
-from treadle.rollout.rendering.structure import Backend, Structure
+from treadle.rollout.rendering.structure import Backend, Structure, encode_text
 from treadle.rollout.rendering.template import ChatTemplate
 from treadle.rollout.rendering.tools import PROBE, ignores_tools, probe_call, written_call
 from treadle.rollout.replies import ReplyParser, Tool, parser_name
@@ -92,7 +92,7 @@ class ChatRenderer:
 
     def encode(self, text: str) -> Ids:
         """Token ids of raw text, special tokens included, int32[T]."""
-        return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
+        return np.array(encode_text(self._backend, text), np.int32)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Text of the ids, special tokens included."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import BreakCause, Ids, Message
 from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.off_loop import LARGE
 from treadle.rollout.rendering import identity
 from treadle.rollout.rendering.causes import agents_change
 from treadle.rollout.rendering.marks import Marked, Marks
@@ -99,9 +101,9 @@ class Record:
         """Whether the ids carry on prompt and completion."""
         return len(ids) >= len(self.ids) and bool((ids[: len(self.ids)] == self.ids).all())
 
-    def answers(self, values: tuple[identity.Value, ...]) -> bool:
-        """Whether it was a reply to these messages."""
-        return self.rendering.values == values
+    def answers(self, values: tuple[identity.Value, ...], end: int) -> bool:
+        """Whether it was a reply to values[:end]."""
+        return len(self.rendering.values) == end and self.rendering.values == values[:end]
 
 
 _Rendered = tuple[Ids, BreakCause | None, Rendering]
@@ -142,18 +144,21 @@ class _Setting:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Settled:
-    """A prompt up to and including its last recorded reply.
+class _Kept:
+    """text[start:end] of a prompt stands there with recorded ids.
 
-    pieces: its ids. end: where it ends in the text. after: its last id, if a reply's end token. spans, lost: as in
-    `Rendering`.
+    after: the last of them, if an end token. spans: of the replies within, if there are several.
     """
 
-    pieces: list[Ids]
-    end: int = 0
-    after: int | None = None
+    start: int
+    end: int
+    ids: Ids
+    after: int | None
     spans: tuple[Span, ...] = ()
-    lost: Mapping[int, BreakCause] = field(default_factory=dict)
+
+
+_Found = tuple[list[_Kept], Mapping[int, BreakCause]]
+"""What is kept, in order, and why other replies are not."""
 
 
 class Conversation:
@@ -161,11 +166,15 @@ class Conversation:
 
     Invariant: a recorded reply that a prompt carries along with all its parts stands there with the ids that were
     sampled, behind those of its own prompt. Calls may be rendered while others are still being sampled: what is
-    recorded later can only be continued later. The date, where a template writes it, stays that of the beginning.
+    recorded later (from another thread even) can only be continued later. The date, where a template writes it, stays
+    that of the beginning.
+
+    check_length: called before much is encoded, with the fewest tokens that the prompt can have; raises if they are too
+    many.
     """
 
-    def __init__(self, renderer: ChatRenderer) -> None:
-        self._renderer, self._structure = renderer, renderer.structure
+    def __init__(self, renderer: ChatRenderer, check_length: Callable[[int], None] = lambda tokens: None) -> None:
+        self._renderer, self._structure, self._check_length = renderer, renderer.structure, check_length
         self._records: list[Record] = []
         self._by_value: dict[identity.Value, list[Record]] = {}
         self._settings: dict[str, _Setting] = {}
@@ -222,13 +231,14 @@ class Conversation:
             raise DataError("continue_final_message needs an assistant message without tool calls at the end")
         body, opened = messages[:-1], identity.flat(messages[-1]["content"])
         values = tuple(map(identity.value, body))
-        known = [record for record in self._records if record.answers(values) and record.opens(opened)]
+        known = [record for record in self._records if record.answers(values, len(values)) and record.opens(opened)]
         if not known and opened.strip():
             return self._prefill(messages, opened, setting)
         ids, cause, rendering = self._answered(body, setting)
         if known:
             record = max(reversed(known), key=lambda r: len(r.message["content"]))
             rest = opened[len(record.message["content"]) :]
+            self._check(rendering.turn + len(record.turn), [rest])
             behind = next(iter(self._structure.stops.values()), None)  # any: this text begins no sequence
             new = self._structure.encode(rest, behind)
             ids = np.concatenate([ids[: rendering.turn], record.turn, *new])
@@ -300,10 +310,11 @@ class Conversation:
                 candidates = [record for record in candidates if record.thought == thought]
             if not candidates:
                 continue
-            calls, before = identity.call_ids(messages[number]), values[:number]
-            best = max(reversed(candidates), key=lambda r: (bool(calls & r.call_ids), r.answers(before)))
+            calls = identity.call_ids(messages[number])
+            ranked = [((bool(calls & r.call_ids), r.answers(values, number)), r) for r in reversed(candidates)]
+            (_, answers), best = max(ranked, key=itemgetter(0))
             found[number] = best
-            if best.answers(before):
+            if answers:
                 return (*best.rendering.replies, *found[number:])
         return tuple(found)
 
@@ -314,24 +325,41 @@ class Conversation:
     def _assemble(self, draft: _Draft, begin: int, head: str, end: int | None = None) -> _Rendered:
         """Recorded ids where replies are kept, encoded text elsewhere. text[begin:end] opens the turn, with `head`."""
         text = draft.text[:end]
-        settled = self._carried_on(draft, text) or self._spliced(draft, text)
-        begin = max(begin, settled.end)
-        between = self._structure.encode(text[settled.end : begin], settled.after)
-        opening = self._structure.encode(text[begin:], None if between else settled.after)
-        ids = np.concatenate([*settled.pieces, *between, *opening]) if text else np.zeros(0, np.int32)
+        kept, lost = self._carried_on(draft, text) or self._spliced(draft, text)
+        cuts = [0, *(place for reply in kept for place in (reply.start, reply.end)), len(text)]
+        rest = [text[start:end] for start, end in zip(cuts[::2], cuts[1::2], strict=True)]
+        self._check(sum(len(reply.ids) for reply in kept), rest)
+        pieces: list[Ids] = []
+        spans: list[Span] = []
+        after, turn = None, 0  # the end token before, and how many ids there are so far
+        for reply, before in zip(kept, rest, strict=False):
+            between = self._structure.encode(before, after)
+            turn += sum(map(len, between))
+            spans += reply.spans or [(reply.start, reply.end, turn, turn + len(reply.ids))]
+            pieces += [*between, reply.ids]
+            after, turn = reply.after, turn + len(reply.ids)
+        cut = max(0, begin - len(text) + len(rest[-1]))
+        between = self._structure.encode(rest[-1][:cut], after)
+        opening = self._structure.encode(rest[-1][cut:], None if between else after)
         rendering = Rendering(
             text=text,
-            spans=settled.spans,
-            turn=sum(map(len, settled.pieces)) + sum(map(len, between)),
+            spans=tuple(spans),
+            turn=turn + sum(map(len, between)),
             head=head,
             values=draft.values,
             replies=draft.replies,
-            lost=settled.lost,
+            lost=lost,
             setting=draft.setting.key,
         )
+        ids = np.concatenate([*pieces, *between, *opening]) if text else np.zeros(0, np.int32)
         return ids, self._cause(ids, rendering), rendering
 
-    def _carried_on(self, draft: _Draft, text: str) -> _Settled | None:
+    def _check(self, ids: int, texts: Sequence[str]) -> None:
+        """Have the length of a prompt checked: so many ids, and texts that are still to be encoded."""
+        if sum(map(len, texts)) >= LARGE:  # otherwise encoding costs nothing, and tells how many they are
+            self._check_length(ids + sum(map(self._structure.least_tokens, texts)))
+
+    def _carried_on(self, draft: _Draft, text: str) -> _Found | None:
         """The short way, without marks: the text is that of the call that was carried on, then a reply's bare content.
 
         None where that is not plain to see.
@@ -341,7 +369,7 @@ class Conversation:
         if record is None or not record.bare or record.rendering.setting != draft.setting.key:
             return None
         known, content = record.rendering, draft.shown[number]["content"].strip()
-        if not record.answers(draft.values[:number]) or not text.startswith(known.text):
+        if not record.answers(draft.values, number) or not text.startswith(known.text):
             return None
         reply = text[len(known.text) :].lstrip()
         rest = reply[len(content) :].lstrip()
@@ -351,28 +379,22 @@ class Conversation:
         at = len(text) - len(rest) + len(record.stop)
         span = text.rfind(known.head, 0, len(known.text)), at, known.turn, len(record.ids)
         after = int(record.ids[-1]) if record.stop else None
-        return _Settled([record.ids], at, after, (*known.spans, span), known.lost)
+        return [_Kept(0, at, record.ids, after, (*known.spans, span))], known.lost
 
-    def _spliced(self, draft: _Draft, text: str) -> _Settled:
+    def _spliced(self, draft: _Draft, text: str) -> _Found:
         """Each reply sought by the marks of its parts."""
         replies = {number: record for number, record in enumerate(draft.replies) if record}
         if not replies:
-            return _Settled([])
+            return [], {}
         written = {number: record.written for number, record in replies.items()}
         ends = self._renderer.ends(draft.setting.template)
         located = locate(text, draft.shown, written, draft.marked, ends)
-        pieces: list[Ids] = []
-        spans: list[Span] = []
-        at, after, length = 0, None, 0
+        kept = []
         for splice in located.splices:
             record = replies[splice.message]
-            between = self._structure.encode(text[at : splice.start], after)
             turn = record.turn if splice.stopped or not record.stop else record.turn[:-1]
-            length += sum(map(len, between))
-            spans.append((splice.start, splice.end, length, length + len(turn)))
-            pieces += [*between, turn]
-            at, after, length = splice.end, int(turn[-1]) if splice.stopped else None, length + len(turn)
-        return _Settled(pieces, at, after, tuple(spans), located.lost)
+            kept.append(_Kept(splice.start, splice.end, turn, int(turn[-1]) if splice.stopped else None))
+        return kept, located.lost
 
     def _cause(self, ids: Ids, rendering: Rendering) -> BreakCause | None:
         """Why the ids do not begin with those of the call that the messages go on with."""
@@ -381,7 +403,7 @@ class Conversation:
         if last is None or not self._records:
             return None
         parent = rendering.replies[last]
-        if parent is not None and parent.answers(values[:last]):
+        if parent is not None and parent.answers(values, last):
             return None if parent.begins(ids) else _template_change(parent, rendering)
         nearest = sorted(reversed(self._records), key=lambda record: -identity.common(record.known, values))
         causes = (agents_change(record.known, values) for record in nearest)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from treadle.core.errors import DataError
 from treadle.core.types import Ids, Step
 from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.off_loop import LARGE
 
 _CUT = 32  # most sampled tokens that a stop string and an end token can have hidden from the client
 
@@ -17,16 +18,19 @@ class RawPrompts:
     """Turns raw prompts into ids, keeping those of an earlier call that the text carries on.
 
     Text is matched against the decoded ids of earlier calls, prompt and completion; the longest wins.
+    check_length: as a `Conversation` has it.
     """
 
-    def __init__(self, renderer: ChatRenderer) -> None:
-        self._renderer = renderer
+    def __init__(self, renderer: ChatRenderer, check_length: Callable[[int], None] = lambda tokens: None) -> None:
+        self._renderer, self._check_length = renderer, check_length
         self._records: list[tuple[str, Step]] = []  # the prompt's text, and the call
 
     def ids(self, prompt: str | Sequence[int]) -> Ids:
         """int32[P]. Raises DataError for an empty prompt or one that is no ids of the vocabulary."""
         if isinstance(prompt, str):
             known, rest = self._longest(prompt)
+            if len(rest) >= LARGE:
+                self._check_length(len(known) + self._renderer.structure.least_tokens(rest))
             ids = np.concatenate([known, self._renderer.encode(rest)])
         else:
             ids, size = np.asarray(prompt), self._renderer.vocabulary

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Any
@@ -19,7 +20,9 @@ from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Message, SamplingParams, Step, StopReason, ToolCall
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation, Prompt
+from treadle.rollout.off_loop import off_loop
 from treadle.rollout.raw import RawPrompts
+from treadle.rollout.rendering import identity
 from treadle.rollout.replies import ReplyParser, Tool, plain
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
@@ -42,7 +45,7 @@ class CallOptions:
 
     wishes: fields of SamplingParams by name, as the caller would like them (`{"temperature": 0.2, "stop": ("x",)}`).
     tool_calls: whether tool calls are looked for in the reply. parallel_tool_calls: whether more than the first counts.
-    template_kwargs, continue_final_message: for the chat template.
+    template_kwargs, continue_final_message: for the chat template. on_rendered: called once the prompt stands.
     """
 
     wishes: Mapping[str, Any] = field(default_factory=dict)
@@ -50,6 +53,7 @@ class CallOptions:
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] | None = None
     continue_final_message: bool = False
+    on_rendered: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,8 @@ class Session:
     """Records one attempt at a task. Messages go out to the agent; ids stay here.
 
     Invariant: `steps[n].prompt_ids` is what the engine was sent, `steps[n].completion_ids` what it sampled. Steps are
-    in the order in which calls arrived; several may be in flight.
-    The engine session is opened on construction and must be closed.
+    in the order in which calls arrived; several may be in flight. Long prompts are rendered beside the event loop, and
+    later calls of the session wait for them. The engine session is opened on construction and must be closed.
 
     sampling: of every call. callers_sampling: what a caller asks for takes its place, call by call; otherwise a caller
     only adds stop strings, and `overridden` counts the calls that asked for something else.
@@ -97,8 +101,9 @@ class Session:
         self._engine, self._sampling = engine, sampling
         self._max_input_tokens, self._address = max_input_tokens, address
         self._callers_sampling, self._context = callers_sampling, context
-        self._conversation = Conversation(renderer)
-        self._raw = RawPrompts(renderer)
+        self._conversation = Conversation(renderer, self._check_least)
+        self._raw = RawPrompts(renderer, self._check_least)
+        self._order = asyncio.Lock()  # of rendering: first come, first served
         self._calls = 0
         self._steps: dict[int, Step] = {}  # by the call's number
         engine.open_session(name)
@@ -121,8 +126,10 @@ class Session:
         """
         if tools and options.tool_calls and (problem := self.renderer.tools_problem(tools, self.parse)):
             raise DataError(problem)
-        prompt = self._render(messages, tools, options)
-        number, step, text, stop = await self._sample(prompt, options)
+        async with self._order:
+            prompt = await self._render(messages, tools, options)
+            number = self._numbered(prompt)
+        step, text, stop = await self._sample(number, prompt, options)
         message = self._message(text, tools if options.tool_calls else (), options, number)
         self._conversation.record(prompt, step.completion_ids, message)
         return Reply(message, step, number, stop)
@@ -132,16 +139,23 @@ class Session:
 
         Text that carries on an earlier call's, prompt and completion, keeps the ids of that call.
         """
-        ids = self._raw.ids(prompt)
-        number, step, text, stop = await self._sample(Prompt(ids, ()), options)
+        async with self._order:
+            asked = Prompt(await off_loop(len(prompt), self._raw.ids, prompt))
+            number = self._numbered(asked)
+        step, text, stop = await self._sample(number, asked, options)
         self._raw.record(step)
         return Reply(Message(role="assistant", content=text), step, number, stop)
 
-    def count(
+    async def count(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), continue_final_message: bool = False
     ) -> int:
-        """How many tokens the prompt of such a call would have. Raises DataError as `chat` does."""
-        return len(self._render(messages, tools, CallOptions(continue_final_message=continue_final_message)).ids)
+        """How many tokens the prompt of such a call would have.
+
+        Raises DataError as `chat` does, ContextExceeded for one that is not even tokenized.
+        """
+        async with self._order:
+            prompt = await self._render(messages, tools, CallOptions(continue_final_message=continue_final_message))
+        return len(prompt.ids)
 
     def set_delivered(self, number: int, delivered: bool) -> None:
         """Note whether call `number`'s answer reached the agent; a step whose answer did not is never trained."""
@@ -167,19 +181,31 @@ class Session:
         """No further calls: the engine may free its cache, and waits for this session no more."""
         self._engine.close_session(self.name)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> Prompt:
-        return self._conversation.render(
+    async def _render(self, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> Prompt:
+        return await off_loop(
+            sum(map(identity.size, messages)) + (len(json.dumps(tools, default=str)) if tools else 0),
+            self._conversation.render,
             messages,
             tools,
             template_kwargs=options.template_kwargs,
             continue_final_message=options.continue_final_message,
         )
 
-    async def _sample(self, prompt: Prompt, options: CallOptions) -> tuple[int, Step, str, str | None]:
-        """Number, step, text and stop string of one call. Numbered before anything is awaited: by arrival."""
+    def _check_least(self, tokens: int) -> None:
+        if tokens > self._max_input_tokens:
+            raise ContextExceeded(tokens, self._max_input_tokens, self._context, counted=False)
+
+    def _numbered(self, prompt: Prompt) -> int:
+        """The call's number: by arrival. Raises ContextExceeded."""
         if len(prompt.ids) > self._max_input_tokens:
             raise ContextExceeded(len(prompt.ids), self._max_input_tokens, self._context)
-        number, self._calls = self._calls, self._calls + 1
+        self._calls += 1
+        return self._calls - 1
+
+    async def _sample(self, number: int, prompt: Prompt, options: CallOptions) -> tuple[Step, str, str | None]:
+        """Step, text and stop string of a call."""
+        if options.on_rendered:
+            options.on_rendered()
         sampling = self._sampling_of(number, options.wishes, len(prompt.ids))
         started = time.perf_counter()
         try:
@@ -191,7 +217,7 @@ class Session:
         self._steps[number] = step
         text = self.renderer.text(step.completion_ids)
         end, stop = min(((text.index(s), s) for s in sampling.stop if s in text), default=(len(text), None))
-        return number, step, text[:end], stop
+        return step, text[:end], stop
 
     def _sampling_of(self, number: int, wishes: Mapping[str, Any], prompt_tokens: int) -> SamplingParams:
         a, own = self._address, self._sampling

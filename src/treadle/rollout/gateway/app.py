@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from functools import partial
 
 from fastapi import FastAPI, Request
@@ -13,20 +15,22 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from treadle import __version__
-from treadle.core.errors import DataError
+from treadle.core.errors import ContextExceeded, DataError
 from treadle.rollout.foreign_json import read_json
 from treadle.rollout.gateway.asked import Dialect, Json, Refusal
 from treadle.rollout.gateway.chat import CHAT
 from treadle.rollout.gateway.completions import COMPLETIONS
-from treadle.rollout.gateway.delivery import Delivery
+from treadle.rollout.gateway.delivery import Delivery, refusal_of
 from treadle.rollout.gateway.exchanges import Origin
 from treadle.rollout.gateway.gateway import Attached, Gateway
 from treadle.rollout.gateway.messages import MESSAGES, read_prompt
 from treadle.rollout.gateway.responses import RESPONSES
 from treadle.rollout.gateway.schemas import described, refusals
+from treadle.rollout.off_loop import off_loop
 
 Handler = Callable[[Request], Awaitable[Response]]
 
+_QUICKER = 16  # times: reading a request against tokenizing it
 _DRAINED = 8  # a body up to this many times too large is still read, so that its sender sees the answer
 _DIALECTS = {
     "/chat/completions": CHAT,
@@ -39,12 +43,15 @@ _COUNTING = "/messages/count_tokens"
 
 def make_app(gateway: Gateway) -> FastAPI:
     """The ASGI application, every route both with the session's secret in its path and with it as API key."""
-    app = FastAPI(title="Treadle gateway", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="Treadle gateway", version=__version__, openapi_url=None, redirect_slashes=False)
     for prefix in ("/v1", "/sessions/{secret}/v1"):
         routes = {path: _asking(gateway, dialect) for path, dialect in _DIALECTS.items()}
         for path, handler in {**routes, _COUNTING: _counting(gateway)}.items():
             app.add_api_route(prefix + path, handler, methods=["POST"], response_model=None, **described(path))
         app.add_api_route(f"{prefix}/models", _listing(gateway), methods=["GET"], responses=refusals())
+        app.add_api_route(
+            f"{prefix}/openapi.json", _description(gateway, app), methods=["GET"], include_in_schema=False
+        )
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _no_route)
     return app
@@ -52,13 +59,17 @@ def make_app(gateway: Gateway) -> FastAPI:
 
 def _asking(gateway: Gateway, dialect: Dialect) -> Handler:
     async def ask(request: Request) -> Response:
-        attached, raw = await _received(gateway, request)
-        asked = dialect.read(_json(raw))
-        origin = _origin(request, dialect, raw)
-        exchanges = attached.exchanges
-        exchange = exchanges.find(origin)
-        if exchange is None:
-            exchange = exchanges.start(origin, partial(attached.answer, asked, dialect.new_id()))
+        with ExitStack() as held:
+            attached, raw = await _received(gateway, request, held)
+            asked, origin = await off_loop(
+                len(raw) // _QUICKER, lambda: (dialect.read(_json(raw)), _origin(request, dialect, raw))
+            )
+            exchanges, rendered = attached.exchanges, ExitStack()
+            exchange = exchanges.find(origin)
+            if exchange is None:
+                exchange = exchanges.start(origin, partial(attached.answer, asked, dialect.new_id(), rendered.close))
+                rendered.push(held.pop_all())
+                exchange.task.add_done_callback(lambda _: rendered.close())
         return Delivery(dialect, exchanges, exchange, origin, asked.stream)
 
     return ask
@@ -66,12 +77,13 @@ def _asking(gateway: Gateway, dialect: Dialect) -> Handler:
 
 def _counting(gateway: Gateway) -> Handler:
     async def count_tokens(request: Request) -> Response:
-        attached, raw = await _received(gateway, request)
-        messages, tools, prefilled = read_prompt(_json(raw))
-        try:
-            return JSONResponse({"input_tokens": attached.session.count(messages, tools, prefilled)})
-        except DataError as error:
-            raise Refusal(400, str(error)) from error
+        with ExitStack() as held:
+            attached, raw = await _received(gateway, request, held)
+            messages, tools, prefilled = await off_loop(len(raw) // _QUICKER, lambda: read_prompt(_json(raw)))
+            try:
+                return JSONResponse({"input_tokens": await attached.session.count(messages, tools, prefilled)})
+            except (DataError, ContextExceeded) as error:
+                raise refusal_of(error) from error
 
     return count_tokens
 
@@ -85,6 +97,14 @@ def _listing(gateway: Gateway) -> Handler:
         return JSONResponse({"object": "list", "data": [model], "has_more": False})
 
     return models
+
+
+def _description(gateway: Gateway, app: FastAPI) -> Handler:
+    async def openapi(request: Request) -> Response:
+        _session(gateway, request)
+        return JSONResponse(app.openapi())
+
+    return openapi
 
 
 def _session(gateway: Gateway, request: Request) -> Attached:
@@ -103,9 +123,21 @@ def _session(gateway: Gateway, request: Request) -> Attached:
     return attached
 
 
-async def _received(gateway: Gateway, request: Request) -> tuple[Attached, bytes]:
-    """Whose request it is, and its body. Raises Refusal."""
-    _session(gateway, request)  # nothing is read from those who have no session
+async def _received(gateway: Gateway, request: Request, held: ExitStack) -> tuple[Attached, bytes]:
+    """Whose request it is, and its body. held: gives back the room that it takes. Raises Refusal."""
+    attached = _session(gateway, request)  # nothing is read from those who have no session
+    length = request.headers.get("content-length", "")
+    size = min(int(length), gateway.max_body) if length.isdecimal() else gateway.max_body
+    for room, status, whose in ((attached.room, 429, "this session"), (gateway.room, 503, "this gateway")):
+        try:
+            async with asyncio.timeout(gateway.patience):
+                await room.take(size)
+        except TimeoutError as error:
+            text = (
+                f"{whose} has {room.most} bytes of requests to read and render already; wait for them, then try again"
+            )
+            raise Refusal(status, text) from error
+        held.callback(room.give, size)
     raw = await _body(request, gateway.max_body)
     return _session(gateway, request), raw  # again: it may have ended while the body was on its way
 

@@ -79,9 +79,12 @@ def _outcome(task: asyncio.Task[Answer]) -> Answer | Refusal:
     if task.cancelled():
         return Refusal(404, "the session has ended")
     error = task.exception()
+    return task.result() if error is None else refusal_of(error)
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """What a client is told of a call that failed. Raises what is nobody's fault but ours."""
     match error:
-        case None:
-            return task.result()
         case Refusal():
             return error
         case ContextExceeded():

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from treadle.core.types import Message
 from treadle.rollout.gateway.asked import Answer, Asked, Refusal
 from treadle.rollout.gateway.exchanges import Exchanges
+from treadle.rollout.gateway.intake import Room
 from treadle.rollout.session import Reply, Session
 
 
@@ -36,23 +37,29 @@ class SessionAddress:
 class Attached:
     """A session that is open to clients. responses: by id, the conversation that each ended, for follow-ups."""
 
-    def __init__(self, session: Session, exchanges: Exchanges) -> None:
-        self.session, self.exchanges = session, exchanges
+    def __init__(self, session: Session, exchanges: Exchanges, room: Room) -> None:
+        self.session, self.exchanges, self.room = session, exchanges, room
         self._responses: dict[str, tuple[Message, ...]] = {}
 
-    async def answer(self, asked: Asked, ident: str) -> Answer:
-        """Sample every choice of every prompt and record each as a step. Raises what `Session.chat` does."""
+    async def answer(self, asked: Asked, ident: str, rendered: Callable[[], None]) -> Answer:
+        """Sample every choice of every prompt and record each as a step. Raises what `Session.chat` does.
+
+        rendered: called once all prompts stand.
+        """
         history = (*self._history(asked.previous), *asked.messages)
         opening = (Message(role="system", content=asked.instructions),) if asked.instructions else ()
         whole = replace(asked, messages=(*opening, *history))
-        replies = await self._gathered([self._call(whole, number) for number in range(_samples(asked))])
+        last = _samples(asked) - 1  # they are rendered in order
+        replies = await self._gathered(
+            [self._call(whole, number, rendered if number == last else None) for number in range(last + 1)]
+        )
         if asked.prompts is None:
             self._responses[ident] = (*history, replies[0].message)
         return Answer(ident, int(time.time()), asked, replies, self.session.renderer)
 
-    def _call(self, asked: Asked, number: int) -> Coroutine[Any, Any, Reply]:
+    def _call(self, asked: Asked, number: int, rendered: Callable[[], None] | None) -> Coroutine[Any, Any, Reply]:
         prompt, choice = divmod(number, asked.choices)
-        options = asked.options
+        options = replace(asked.options, on_rendered=rendered)
         if choice and "seed" in options.wishes:
             seed = (options.wishes["seed"] + choice) % 2**63
             options = replace(options, wishes={**options.wishes, "seed": seed})
@@ -91,15 +98,25 @@ class Gateway:
 
     model: the name that `/v1/models` gives; a request may name any. grace: seconds for which an answer that nobody
     waits for goes on being sampled. max_in_flight: requests of one session that may be sampled at a time.
-    max_body: bytes of a request.
+    max_body: bytes of a request. max_held: bytes of requests that are being received, read and rendered at a time, of
+    one session and of all; others wait. patience: seconds that they wait before they are refused, and that a client may
+    be silent before all of its request has come.
 
     Secrets are looked up by digest: how long a lookup takes says nothing about any of them.
     """
 
     def __init__(
-        self, *, model: str = "policy", grace: float = 5.0, max_in_flight: int = 256, max_body: int = 32 * 2**20
+        self,
+        *,
+        model: str = "policy",
+        grace: float = 5.0,
+        max_in_flight: int = 256,
+        max_body: int = 32 * 2**20,
+        max_held: tuple[int, int] = (64 * 2**20, 256 * 2**20),
+        patience: float = 10.0,
     ) -> None:
-        self.model, self.max_body = model, max_body
+        self.model, self.max_body, self.patience = model, max_body, patience
+        self._held_by_one, self.room = max(max_held[0], max_body), Room(max(*max_held, max_body))
         self.url = ""  # set by `serving`
         self._grace, self._most = grace, max_in_flight
         self._attached: dict[bytes, Attached] = {}
@@ -107,7 +124,8 @@ class Gateway:
     def attach(self, session: Session, secret: str | None = None) -> SessionAddress:
         """Open a session to clients under a new secret (or the given one)."""
         secret = secret or secrets.token_urlsafe(32)
-        self._attached[_digest(secret)] = Attached(session, Exchanges(session, self._grace, self._most))
+        exchanges = Exchanges(session, self._grace, self._most)
+        self._attached[_digest(secret)] = Attached(session, exchanges, Room(self._held_by_one))
         return SessionAddress(secret, f"{self.url}/sessions/{secret}/v1")
 
     async def detach(self, secret: str) -> None:

@@ -85,9 +85,10 @@ _ERRORS = {
     401: "an API key that opens no session",
     404: "a session that there is not, or not any more",
     405: "another method",
+    408: "a request that stopped on its way",
     413: "too large a request",
-    429: "too many requests in flight",
-    503: "an engine that failed",
+    429: "too many requests, or bytes of them, in flight",
+    503: "too many bytes in flight of all sessions, or an engine that failed",
 }
 
 

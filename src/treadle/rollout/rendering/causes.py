@@ -16,14 +16,15 @@ def agents_change(known: Sequence[Value], sent: Sequence[Value]) -> BreakCause |
     """
     at = common(known, sent)
     was, now = known[at:], sent[at:]
-    if len(now) > 1 and was and now[0][0] == was[0][0] == "assistant" and now[0] not in was:
+    first = {message: n for n, message in reversed([*enumerate(was)])}  # where each stood
+    if len(now) > 1 and was and now[0][0] == was[0][0] == "assistant" and now[0] not in first:
         return BreakCause.HISTORY_EDITED  # the reply itself
-    carried = next((n for n, message in enumerate(now) if message in was and _says_something(message)), None)
+    carried = next((n for n, message in enumerate(now) if message in first and _says_something(message)), None)
     if carried is None:
         return None
-    if now[0] in was:
+    if now[0] in first:
         return BreakCause.TRUNCATED
-    return BreakCause.SUMMARY if carried < was.index(now[carried]) else BreakCause.HISTORY_EDITED
+    return BreakCause.SUMMARY if carried < first[now[carried]] else BreakCause.HISTORY_EDITED
 
 
 def _says_something(message: Value) -> bool:

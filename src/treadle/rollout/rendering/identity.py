@@ -21,6 +21,14 @@ def flat(content: Any) -> str:
     return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
 
 
+def size(message: Mapping[str, Any]) -> int:
+    """About how many characters a message says."""
+    content = message.get("content")
+    texts = [content if isinstance(content, str) else flat(content), message.get("reasoning_content") or ""]
+    texts += [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+    return sum(map(len, texts))
+
+
 def value(message: Mapping[str, Any]) -> Value:
     """What a message says.
 

@@ -26,9 +26,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from treadle.core.types import Ids
+from treadle.rollout.rendering.token_bound import TokenBound
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # of byte fallback: characters, even where they are declared special
-_SHORT = 256  # characters; long pieces are memoised too, but fewer of them
+_MEMOISED = ((2**8, 65536), (2**13, 4096), (2**20, 64))  # pieces up to so many characters, and how many of them
+_LONG = 2**14  # characters from which on encoding lets other threads run, which costs a little
 
 
 def secret_text() -> str:
@@ -59,9 +61,21 @@ class Backend(Protocol):
         """An encoding with `.ids`."""
         ...
 
+    def encode_batch_fast(self, input: list[str], *, add_special_tokens: bool) -> Any:
+        """Encodings with `.ids` alone; other threads run meanwhile."""
+        ...
+
     def decode(self, ids: Any, *, skip_special_tokens: bool) -> str:
         """Text."""
         ...
+
+
+def encode_text(tokenizer: Backend, text: str) -> list[int]:
+    """Token ids. However long the text, other threads are not halted."""
+    if len(text) < _LONG:
+        return tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    return encoding.ids  # type: ignore[no-any-return]
 
 
 class Structure:
@@ -76,6 +90,7 @@ class Structure:
         spec = json.loads(tokenizer.to_str())
         added = [token for token in spec["added_tokens"] if not _BYTE.fullmatch(token["content"])]
         ids = {t["content"]: int(t["id"]) for t in added if t["special"] or t["id"] in stops}
+        self._bound = TokenBound(spec)
         self._secret = secret_text()
         self.names = {usual: f"{self._secret}{usual}{self._secret}" for usual in ids}
         self.stops = {self.names[usual]: ident for usual, ident in ids.items() if ident in stops}
@@ -84,8 +99,7 @@ class Structure:
         self._copy: Backend = type(tokenizer).from_str(json.dumps(_renamed(spec, self.names)))  # type: ignore[attr-defined]
         self._usual = any_of(ids)
         self.pattern = re.compile(f"{self._secret}.+?{self._secret}", re.DOTALL)  # a private name
-        self._short = lru_cache(maxsize=65536)(self._piece)
-        self._long = lru_cache(maxsize=4096)(self._piece)
+        self._memos = [(longest, lru_cache(maxsize=most)(self._piece)) for longest, most in _MEMOISED]
 
     def claim(self, text: str) -> str:
         """The template's own text, its structural strings by their private names; `plain` undoes it."""
@@ -99,6 +113,10 @@ class Structure:
         """The structural strings in rendered text that are ordinary text there."""
         return self._usual.findall(self.pattern.sub(self._secret, text))
 
+    def least_tokens(self, text: str) -> int:
+        """`encode` gives no fewer ids than this; found without encoding anything."""
+        return self._bound.least(self.plain(text))
+
     def encode(self, text: str, after: int | None = None) -> list[Ids]:
         """Ids of rendered text, in pieces. after: the id before it, where that is a structural token."""
         if not text:
@@ -107,8 +125,8 @@ class Structure:
         found = []
         for start, end in pairwise(cuts):
             piece, behind = text[start:end], self._leading(text, end) if self._strips else None
-            memo = self._short if len(piece) <= _SHORT else self._long
-            found.append(memo(piece, after if start == 0 else None, behind if behind in self._strips else None))
+            encode = next((memo for longest, memo in self._memos if len(piece) <= longest), self._piece)
+            found.append(encode(piece, after if start == 0 else None, behind if behind in self._strips else None))
         return found
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -123,7 +141,7 @@ class Structure:
         """Ids of one piece, encoded between the structural tokens that stand around it."""
         led = piece.startswith(self._secret)
         leading = "" if led or after is None else self._name_of.get(after, "")
-        ids = self._copy.encode(leading + piece + (before or ""), add_special_tokens=False).ids
+        ids = encode_text(self._copy, leading + piece + (before or ""))
         found = np.array(ids[1 if leading else 0 : -1 if before else None], np.int32)
         found.flags.writeable = False
         return found

@@ -1,0 +1,143 @@
+"""Long prompts: refused before they are tokenized if they cannot fit, else rendered beside the event loop."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from tests.worlds import END, PLAIN, saying, user
+from treadle.core.draws import Stream
+from treadle.core.errors import ContextExceeded, StepsExceeded
+from treadle.core.types import BreakCause, SamplingParams
+from treadle.rollout.agents import AgentSession
+from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.rendering import structure
+from treadle.rollout.rendering.causes import agents_change
+from treadle.rollout.session import Address, Reply, Session
+
+LONG = 200_000  # characters
+Call = Callable[[Session, str], Awaitable[Any]]
+CALLS: dict[str, Call] = {
+    "messages": lambda session, text: session.chat([user(text)]),
+    "raw": lambda session, text: session.complete(text),
+    "counting": lambda session, text: session.count([user(text)]),
+}
+each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+def open_session(longest: int, engine: Any = None, name: str = "s") -> Session:
+    address = Address(seed=0, stream=Stream.TRAIN, epoch=0, position=0, attempt=0)
+    renderer = ChatRenderer(PLAIN, [END])
+    return Session(name, engine or saying("ok"), renderer, SamplingParams(), longest, address)
+
+
+class Encodings:
+    """How long the texts were that were encoded, and on which threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lengths: list[int] = []
+        self.threads: set[int] = set()
+        self._encode = structure.encode_text
+        for module in ("rendering.structure", "chat"):
+            monkeypatch.setattr(f"treadle.rollout.{module}.encode_text", self)
+
+    def __call__(self, tokenizer: structure.Backend, text: str) -> list[int]:
+        self.lengths.append(len(text))
+        self.threads.add(threading.get_ident())
+        return self._encode(tokenizer, text)
+
+
+@each_call
+async def test_what_cannot_fit_is_refused_before_it_is_tokenized(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_session(longest=100)
+    encodings = Encodings(monkeypatch)
+    with pytest.raises(
+        ContextExceeded, match=r"the prompt has at least [0-9]+ tokens, max_input_tokens is 100"
+    ) as found:
+        await call(session, "x" * LONG)
+    assert max(encodings.lengths, default=0) < LONG
+    assert 100 < found.value.prompt_tokens <= LONG
+    assert session.steps == []
+
+
+async def test_kept_replies_count_with_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_session(LONG, saying("ok"))
+    conversation = [user("x" * (LONG - 100))]
+    reply = await session.chat(conversation)
+    encodings = Encodings(monkeypatch)
+    with pytest.raises(ContextExceeded, match="at least"):
+        await session.chat([*conversation, reply.message, user("y" * LONG)])
+    assert max(encodings.lengths, default=0) < LONG
+
+
+@each_call
+async def test_long_prompts_are_tokenized_beside_the_event_loop(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_session(longest=2 * LONG)
+    encodings = Encodings(monkeypatch)
+    await call(session, "x" * LONG)
+    assert max(encodings.lengths) >= LONG
+    assert threading.get_ident() not in encodings.threads
+
+
+async def test_another_session_is_answered_while_a_long_prompt_is_rendered() -> None:
+    engine = saying("ok")
+    long, other = open_session(10 * LONG, engine, "long"), open_session(1000, engine, "other")
+    waiting = asyncio.create_task(long.chat([user("x y " * LONG)]))
+    await asyncio.sleep(0)  # it begins
+    await other.chat([user("hi")])
+    assert not waiting.done()
+    assert [len(prompt) < 100 for prompt in engine.calls] == [True]
+    await waiting
+
+
+async def test_calls_of_a_session_are_numbered_as_they_arrived() -> None:
+    session = open_session(10 * LONG)
+    texts = ["x" * LONG, "b", "y" * LONG, "d"]
+    replies = await asyncio.gather(*(session.chat([user(text)]) for text in texts))
+    assert [reply.number for reply in replies] == [0, 1, 2, 3]
+    for step, text in zip(session.steps, texts, strict=True):
+        assert len(step.prompt_ids) - len(text) == len(session.steps[1].prompt_ids) - 1
+
+
+async def test_calls_are_limited_however_many_are_rendered_at_a_time() -> None:
+    renderer, address = ChatRenderer(PLAIN, [END]), Address(0, Stream.TRAIN, 0, 0, 0)
+    session = AgentSession("s", saying("ok"), renderer, SamplingParams(), 10 * LONG, address, max_calls=1)
+    calls = [session.chat([user("x" * LONG)]) for _ in range(3)]
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(one) for one in found] == [Reply, StepsExceeded, StepsExceeded]
+    assert len(session.steps) == 1
+
+
+async def test_a_cancelled_rendering_holds_nobody_up() -> None:
+    session = open_session(10 * LONG)
+    waiting = asyncio.create_task(session.chat([user("x y " * LONG)]))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    reply = await session.chat([user("hi")])
+    assert reply.number == 0 and len(session.steps) == 1
+
+
+class Counted(str):
+    """A text that counts how often texts are compared with it."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_why_a_long_conversation_breaks_is_found_in_linear_time() -> None:
+    def conversation(name: str) -> list[tuple[str, str, str]]:
+        return [("assistant" if n % 2 else "user", Counted(f"{name}{n}"), "") for n in range(400)]
+
+    Counted.compared = 0
+    assert agents_change(conversation("a"), conversation("b")) is None
+    assert (
+        agents_change(conversation("a"), [("user", Counted("c"), ""), *conversation("a")[100:]]) == BreakCause.SUMMARY
+    )
+    assert Counted.compared < 400 * 10
