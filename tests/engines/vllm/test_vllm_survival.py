@@ -19,6 +19,7 @@ from tests.engines.vllm.conftest import TRANSFERS, Connect, Served, metric, size
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.vllm import collective
+from treadle.engines.vllm import engine as vllm_engine
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.weights import unique_weights
 
@@ -128,3 +129,35 @@ async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connec
         engine._servers[0].lose("played to be lost")
         with pytest.raises(EngineError, match=rf"no server is left: .*{servers['untied'].url} is lost: \w+Error"):
             await play(engine, 0, 1)
+
+
+def descendants(process: int) -> list[int]:
+    """All processes that it started, directly or not."""
+    children = [
+        int(pid) for path in Path(f"/proc/{process}/task").glob("*/children") for pid in path.read_text().split()
+    ]
+    return children + [pid for child in children for pid in descendants(child)]
+
+
+def engine_core(group: int) -> int:
+    """The process of a server that computes."""
+    [found] = [pid for pid in descendants(group) if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return found
+
+
+async def test_a_server_whose_engine_is_stopped_is_given_up(
+    connect: Connect, servers: dict[str, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "_SILENCE", 2.0)
+    async with connect("tied", stop_token_ids=[]) as engine:
+        await engine.publish(same_policy(), 1)
+        core = engine_core(servers["tied"].process.group)
+        playing = asyncio.ensure_future(play(engine, 0, 8))
+        await under_way(engine._servers[0], 40)  # of 160
+        os.kill(core, signal.SIGSTOP)
+        try:
+            assert not playing.done() and await engine._servers[0].is_well()  # the process in front of it is
+            with pytest.raises(EngineError, match="its engine did not answer for 4 s"):
+                await asyncio.wait_for(playing, 60)
+        finally:
+            os.kill(core, signal.SIGCONT)
