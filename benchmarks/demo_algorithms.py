@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/demo_algorithms.py --runs runs/algorithms                  all of them, about an hour
     .venv/bin/python benchmarks/demo_algorithms.py --runs runs/algorithms --only grpo rloo --seeds 0 1
 
-Simplified: half as many updates as the demo, so that curves are still apart; one thread a run. Runs that are complete
-in `--runs` are not repeated, so that the work may be interrupted; no seed is left out. `gspo` and `cispo` make two
-updates a batch: with one, every ratio is 1 and all losses are the same. `asynchronous` is grpo with groups sampled
-beside training, up to two versions old, and token-level truncated importance sampling.
+Simplified: a longer warm start and more updates than the demo's, with a lower learning rate; one thread a run. Runs
+that are complete in `--runs` are not repeated, so that the work may be interrupted; no seed is left out. `gspo` and
+`cispo` make two updates a batch: with one, every ratio is 1 and all losses are the same. `asynchronous` is grpo with
+groups sampled beside training, up to two versions old, and token-level truncated importance sampling.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "demo_algorithms.json"
 PICTURES = ROOT / "docs" / "images"
-COMMON = ("orchestration.updates=60", "evaluation.every=10", "evaluation.greedy_too=false", "training.threads=1")
+COMMON = (
+    *("evaluation.every=10", "evaluation.greedy_too=false", "training.threads=1"),
+    *("warm_start.steps=500", "warm_start.batch_size=64", "warm_start.optimizer.learning_rate=3e-3"),
+    *("orchestration.updates=60", "training.optimizer.learning_rate=5e-4", "data.train.options.count=1920"),
+)
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "grpo": (),
     "rloo": ("algorithm.advantage=rloo",),
