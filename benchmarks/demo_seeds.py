@@ -1,7 +1,7 @@
 """The demo over several seeds, from nothing: a table, benchmarks/results/demo_seeds.json and the README's picture.
 
     make demo-seeds                               seeds 0 to 4, one after another
-    .venv/bin/python benchmarks/demo_seeds.py --seeds 0 1
+    .venv/bin/python benchmarks/demo_seeds.py --seeds 0 1 --jobs 2
 
 Simplified: every seed runs in the same way `make demo` runs it, but with an empty warm-start cache, so that its time
 is that of a first run. No seed is repeated or left out.
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,17 @@ def main() -> None:
     """Run the seeds, then write table, JSON and picture."""
     parser = argparse.ArgumentParser(description="Run the demo over several seeds.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each computes with one thread")
     parser.add_argument("overrides", nargs="*", help="key.path=value, as for treadle train")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        runs = [play(seed, Path(scratch), options.overrides) for seed in options.seeds]
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
+        runs = list(pool.map(lambda seed: play(seed, Path(scratch), options.overrides), options.seeds))
     rows = [row(summary, seconds) for summary, _, seconds in runs]
     after = [r["after"] for r in rows]
     result = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "overrides": options.overrides,
+        "jobs": options.jobs,
         "seeds": rows,
         "mean_after": float(np.mean(after)),
         "lowest_after": min(after),

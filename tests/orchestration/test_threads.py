@@ -12,7 +12,7 @@ from tests.orchestration.runs import resume, start
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError
 from treadle.orchestration.run_directory import RunDirectory
-from treadle.orchestration.threads import FEW, SMALL, available_cores, default_threads
+from treadle.orchestration.threads import SMALL, available_cores, default_threads
 
 WAITING = "from treadle.orchestration.threads import wait_passively; print(wait_passively()); import os; "
 WAITING += "print(os.environ.get('OMP_WAIT_POLICY'))"
@@ -31,12 +31,11 @@ def test_threads_follow_the_cores_this_process_may_use() -> None:
 @pytest.mark.parametrize(
     ("parameters", "cores", "environment", "threads"),
     [
-        (400_000, 2, {}, 2),
-        (400_000, 64, {}, FEW),
+        (SMALL - 1, 64, {}, 1),
         (SMALL, 64, {}, 64),
         (SMALL, 64, {"OMP_NUM_THREADS": "7"}, 7),
         (400_000, 2, {"OMP_NUM_THREADS": "3,1"}, 3),
-        (400_000, 2, {"OMP_NUM_THREADS": ""}, 2),
+        (SMALL, 2, {"OMP_NUM_THREADS": ""}, 2),
     ],
 )
 def test_the_default_is_a_rule_of_parameters_and_cores(

@@ -13,10 +13,7 @@ from collections.abc import Mapping
 from treadle.core.errors import ConfigError
 
 SMALL = 10_000_000
-"""Parameters below which a model is small: its operations are too short to be shared out among many threads."""
-
-FEW = 4
-"""Most threads by default of a small model."""
+"""Parameters below which a model is small: its operations are too short to be worth sharing out among threads."""
 
 
 def wait_passively() -> bool:
@@ -38,9 +35,9 @@ def available_cores() -> int:
 def default_threads(parameters: int, cores: int, environment: Mapping[str, str] = os.environ) -> int:
     """Return the threads for a model of so many parameters: `OMP_NUM_THREADS` if it is set, else a fixed rule.
 
-    The rule: all cores, but at most `FEW` for a `SMALL` model. On two cores (`treadle bench threads`) a second
-    thread makes the demo's update 1.5 times as fast, which by Amdahl's law is 2.1 times with four threads and 2.6 with
-    eight; beyond two cores the rule is that extrapolation.
+    The rule: all cores, but one thread for a `SMALL` model. On two cores (benchmarks/results/threads.json) a second
+    thread that waits passively makes a step 1.5 times as fast at 14 million parameters, 1.2 times at 148 million, and
+    no faster at the demo's 0.4 million.
 
     Raises ConfigError where `OMP_NUM_THREADS` is no number.
     """
@@ -48,4 +45,4 @@ def default_threads(parameters: int, cores: int, environment: Mapping[str, str] 
         if not given.isdecimal() or int(given) < 1:
             raise ConfigError(f"OMP_NUM_THREADS is {given!r}; give the number of threads, or unset it")
         return int(given)
-    return min(cores, FEW) if parameters < SMALL else cores
+    return 1 if parameters < SMALL else cores

@@ -100,7 +100,7 @@ class TrainingConfig(Config):
         description="mixture of experts: train each sampled token through the experts that the engine chose for it",
     )
     threads: int | None = Field(
-        None, ge=1, description="torch threads; default: OMP_NUM_THREADS, else the cores, at most 4 for a small model"
+        None, ge=1, description="torch threads; default: OMP_NUM_THREADS, else the cores, but 1 for a small model"
     )
 
     @property
