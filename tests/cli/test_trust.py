@@ -22,6 +22,7 @@ from transformers import (
 import treadle
 from tests.cli.conftest import Place
 from tests.cli.worlds import treadle as command
+from treadle.core.manifest import MANIFEST
 from treadle.engines.engine_child import load
 from treadle.orchestration.policy import load_policy
 from treadle.training.checkpoint import export_model
@@ -60,6 +61,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "plain"
     policy = load_policy(ModelConfig(tokenizer="demo", build=SIZES), seed=0)
     export_model(path, policy.model, policy.tokenizer_path)
+    (path / MANIFEST).unlink()  # others' models have none
     return path
 
 
