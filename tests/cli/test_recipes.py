@@ -32,7 +32,7 @@ def test_show_has_every_value_with_its_meaning_and_marks_what_differs() -> None:
     assert any(line.split()[:3] == ["+", "seed", "7"] for line in lines)
     assert any(line.split()[:2] == [".hidden_size", "96"] for line in lines)
     [rate] = [line for line in lines if line.startswith("* training.optimizer.learning_rate ")]
-    assert rate.split()[2] == "0.0005" and rate.endswith("peak learning rate (default: 1e-06)")
+    assert rate.split()[2] == "0.0008" and rate.endswith("peak learning rate (default: 1e-06)")
     headings = [line.split(None, 1) for line in lines]
     order = [headings.index([path, meaning]) for path, meaning in describe_sections(config).items()]
     assert order == sorted(order)  # a section's own values stand between its heading and those of its parts

@@ -123,5 +123,19 @@ async def under_way(server: Server, tokens: int) -> None:
             await asyncio.sleep(0.005)
 
 
+def _descendants(process: int) -> list[int]:
+    """All processes that it started, directly or not."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    children = [int(pid) for path in tasks for pid in path.read_text().split()]
+    return children + [pid for child in children for pid in _descendants(child)]
+
+
+def engine_core(server: Served) -> int:
+    """The process of a running server that samples."""
+    every = _descendants(server.process.group)
+    [found] = [pid for pid in every if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return found
+
+
 def shared_files() -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"treadle-*-{os.getpid()}-*")]

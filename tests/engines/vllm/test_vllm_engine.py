@@ -1,6 +1,8 @@
 """`VLLMEngine` on real servers: what it samples, scores, refuses and survives."""
 
 import asyncio
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedModel
 
-from tests.engines.vllm.conftest import TOKENIZER, Connect, Served, metric, sized
+from tests.engines.vllm.conftest import TOKENIZER, Connect, Served, engine_core, metric, sized
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
@@ -142,13 +144,19 @@ async def test_what_vllm_would_change_in_silence_is_refused(connect: Connect) ->
         assert len((await sampled(engine, SamplingParams(max_tokens=1017), "fits")).token_ids) <= 1017
 
 
-async def test_a_cancelled_call_is_aborted_on_the_server(connect: Connect) -> None:
+async def test_a_cancelled_call_is_aborted_on_the_server(connect: Connect, servers: dict[str, Served]) -> None:
     async with connect("tied", stop_token_ids=[]) as engine:
-        before = await metric(engine._servers[0], "generation_tokens_total")
-        calls = [asyncio.ensure_future(sampled(engine, SamplingParams(max_tokens=1000), f"s{i}")) for i in range(3)]
-        await asyncio.sleep(0.2)
-        for call in calls[:2]:
-            call.cancel()
+        await sampled(engine, SamplingParams(max_tokens=1), "first")
+        before, core = await metric(engine._servers[0], "generation_tokens_total"), engine_core(servers["tied"])
+        os.kill(core, signal.SIGSTOP)  # so that the server hears of the end before it has sampled all
+        try:
+            calls = [asyncio.ensure_future(sampled(engine, SamplingParams(max_tokens=1000), f"s{i}")) for i in range(3)]
+            await asyncio.sleep(1)
+            for call in calls[:2]:
+                call.cancel()
+            await asyncio.sleep(1)
+        finally:
+            os.kill(core, signal.SIGCONT)
         assert len((await calls[2]).token_ids) == 1000
         assert all(call.cancelled() for call in calls[:2])
         assert await metric(engine._servers[0], "generation_tokens_total") - before < 2900  # of 3000

@@ -15,7 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.engines.vllm.conftest import TRANSFERS, Connect, Served, metric, sized, under_way
+from tests.engines.vllm.conftest import TRANSFERS, Connect, Served, engine_core, metric, sized, under_way
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.vllm import collective
@@ -115,9 +115,9 @@ async def test_a_server_that_ends_in_a_broadcast_is_left_behind(
 async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connect, servers: dict[str, Served]) -> None:
     async with connect("tied", "untied", stop_token_ids=[]) as engine:
         await engine.publish(same_policy(), 1)
-        undisturbed = await asyncio.gather(*(play(engine, number, 8) for number in range(6)))
-        plays = [asyncio.ensure_future(play(engine, number, 8)) for number in range(6)]
-        await under_way(engine._servers[1], 60)  # of 480
+        undisturbed = await asyncio.gather(*(play(engine, number, 24) for number in range(6)))
+        plays = [asyncio.ensure_future(play(engine, number, 24)) for number in range(6)]
+        await under_way(engine._servers[1], 60)  # of 1440
         assert not any(running.done() for running in plays)
         os.killpg(servers["untied"].process.group, signal.SIGKILL)
         disturbed = await asyncio.gather(*plays)
@@ -131,27 +131,13 @@ async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connec
             await play(engine, 0, 1)
 
 
-def descendants(process: int) -> list[int]:
-    """All processes that it started, directly or not."""
-    children = [
-        int(pid) for path in Path(f"/proc/{process}/task").glob("*/children") for pid in path.read_text().split()
-    ]
-    return children + [pid for child in children for pid in descendants(child)]
-
-
-def engine_core(group: int) -> int:
-    """The process of a server that computes."""
-    [found] = [pid for pid in descendants(group) if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
-    return found
-
-
 async def test_a_server_whose_engine_is_stopped_is_given_up(
     connect: Connect, servers: dict[str, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_engine, "_SILENCE", 2.0)
     async with connect("tied", stop_token_ids=[]) as engine:
         await engine.publish(same_policy(), 1)
-        core = engine_core(servers["tied"].process.group)
+        core = engine_core(servers["tied"])
         playing = asyncio.ensure_future(play(engine, 0, 8))
         await under_way(engine._servers[0], 40)  # of 160
         os.kill(core, signal.SIGSTOP)
