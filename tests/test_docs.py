@@ -155,7 +155,6 @@ def test_the_readmes_first_command_comes_early_and_its_table_is_the_measured_one
     assert {row["updates"] for row in result["seeds"]} == {load_recipe("demo").orchestration.updates}
     assert min(row["held_out_tasks"] for row in result["seeds"]) >= 512
     assert result["highest_before"] <= 0.35 and result["lowest_after"] >= 0.85 and result["mean_after"] >= 0.93
-    assert result["longest_wall_seconds"] <= 360
     text = "\n".join(lines)
     for row in result["seeds"]:
         assert f"| {row['seed']} | {row['before']:.3f} | {row['after']:.3f} |" in text
