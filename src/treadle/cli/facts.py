@@ -7,6 +7,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,16 +107,13 @@ def _splits(ledger: Ledger) -> list[dict[str, Any]]:
 
 def failures(run: RunDirectory) -> list[dict[str, Any]]:
     """Every cause and message, most frequent first, each with a trajectory that shows it, and its traceback."""
-    ledger = Ledger(run.ledger_file, read_only=True)
-    try:
+    with closing(run.ledger()) as ledger:
         return ledger.query(
             "SELECT cause, message, count, trajectory_id, failure_traceback AS traceback FROM "
             "(SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
             "trajectory_id FROM trajectories WHERE failure_cause IS NOT NULL GROUP BY 1, 2) "
             "JOIN trajectories USING (trajectory_id) ORDER BY count DESC"
         )
-    finally:
-        ledger.close()
 
 
 def _failures(ledger: Ledger) -> list[dict[str, Any]]:

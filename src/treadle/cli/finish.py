@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from treadle.cli.console import Console, Table, make_table
 from treadle.cli.transcript import print_transcript
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.ledger import Ledger
 from treadle.orchestration.metrics import shown
+from treadle.orchestration.run_directory import RunDirectory
 
 
 def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None:
@@ -59,22 +60,21 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
     first, last = (f"e{r['update']:06d}{mark}-*" for r in (sampled[0], sampled[-1]))
     success, component = config.evaluation.success_at, config.evaluation.success_of
     of = () if component is None else (component,)
-    ledger = Ledger(path / "ledger.sqlite", read_only=True)
 
     def judged(table: str) -> str:
         if component is None:
             return f"{table}.reward"
         return f"coalesce((SELECT value FROM json_each({table}.components) WHERE key = ?), {table}.reward)"
 
-    pairs = ledger.query(
-        "SELECT b.trajectory_id AS before, a.trajectory_id AS after "
-        "FROM trajectories b JOIN groups gb USING (group_id) "
-        "JOIN groups ga ON ga.position = gb.position JOIN trajectories a ON a.group_id = ga.group_id "
-        "WHERE gb.group_id GLOB ? AND ga.group_id GLOB ? "
-        f"ORDER BY coalesce({judged('a')} >= ?, 0) DESC, coalesce({judged('b')} < ?, 0) DESC, gb.position LIMIT 1",
-        *(first, last, *of, success, *of, success),
-    )
-    ledger.close()
+    with closing(RunDirectory(path).ledger()) as ledger:
+        pairs = ledger.query(
+            "SELECT b.trajectory_id AS before, a.trajectory_id AS after "
+            "FROM trajectories b JOIN groups gb USING (group_id) "
+            "JOIN groups ga ON ga.position = gb.position JOIN trajectories a ON a.group_id = ga.group_id "
+            "WHERE gb.group_id GLOB ? AND ga.group_id GLOB ? "
+            f"ORDER BY coalesce({judged('a')} >= ?, 0) DESC, coalesce({judged('b')} < ?, 0) DESC, gb.position LIMIT 1",
+            *(first, last, *of, success, *of, success),
+        )
     for pair in pairs:
         for when in ("before", "after"):
             command = f"treadle show {shlex.quote(str(path))} {pair[when]}"

@@ -32,6 +32,11 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
+def sha256_of(content: bytes) -> str:
+    """Return the hex digest of these bytes."""
+    return hashlib.sha256(content).hexdigest()
+
+
 def write_atomically(path: Path, content: bytes) -> str:
     """Write beside, fsync, rename, fsync; returns the content's SHA-256. Raises OSError; then nothing of it is left."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -41,4 +46,4 @@ def write_atomically(path: Path, content: bytes) -> str:
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
-    return hashlib.sha256(content).hexdigest()
+    return sha256_of(content)

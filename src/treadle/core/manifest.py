@@ -20,15 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.core.errors import DamageError, RemovedError
-from treadle.core.files import sync_directory, write_durably
+from treadle.core.files import sha256_of, sync_directory, write_durably
 
 MANIFEST = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
-
-
-def sha256_of(content: bytes) -> str:
-    """Return the hex digest of these bytes."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def read_proven(path: Path, sha256: str, remedy: str) -> bytes:

@@ -21,8 +21,7 @@ from typing import IO, Any
 from treadle.core.checked_json import checked_json, is_unfinished, parse_checked_json
 from treadle.core.config import build, dump_yaml, parse_yaml
 from treadle.core.errors import DamageError, RunError
-from treadle.core.files import WrittenFile, write_atomically
-from treadle.core.manifest import sha256_of
+from treadle.core.files import WrittenFile, sha256_of, write_atomically
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.ledger import Ledger, no_checkpoint, salvage
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import CheckpointError
-from treadle.core.files import write_durably
-from treadle.core.manifest import Manifest, NewDirectory, new_directory, remove_at_once, sha256_of
+from treadle.core.files import sha256_of, write_durably
+from treadle.core.manifest import Manifest, NewDirectory, new_directory, remove_at_once
 from treadle.engines.weights import unique_weights
 from treadle.training.learner import Learner
 from treadle.training.model import TOKENIZER_FILES

@@ -22,7 +22,8 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import ConfigError
-from treadle.core.manifest import prove_files, sha256_of
+from treadle.core.files import sha256_of
+from treadle.core.manifest import prove_files
 from treadle.training.config import ModelConfig
 from treadle.training.model_files import require_model
 from treadle.training.support import refuse_randomness

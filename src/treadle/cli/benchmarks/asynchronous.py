@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,7 +12,6 @@ from treadle.cli.benchmarks.report import Report, Row
 from treadle.cli.benchmarks.simulation import Seconds, Way, World, figures, lognormal, replayed, simulate
 from treadle.core.errors import ConfigError, RunError
 from treadle.orchestration.buffer import Late
-from treadle.orchestration.ledger import Ledger
 from treadle.orchestration.run_directory import RunDirectory
 
 _LATE: tuple[Late, ...] = ("mask_steps", "wait", "drop")
@@ -69,11 +69,11 @@ def _of_text(text: str) -> tuple[Seconds, float, str]:
 
 def _of_run(path: Path) -> tuple[Seconds, float, str]:
     """The same of a recorded run's training trajectories."""
-    ledger = Ledger(RunDirectory.open(path).ledger_file, read_only=True)
-    rows = ledger.query(
-        "SELECT t.seconds FROM trajectories t JOIN groups g USING (group_id) WHERE g.split = 'train' AND t.seconds > 0"
-    )
-    ledger.close()
+    with closing(RunDirectory.open(path).ledger()) as ledger:
+        rows = ledger.query(
+            "SELECT t.seconds FROM trajectories t JOIN groups g USING (group_id) "
+            "WHERE g.split = 'train' AND t.seconds > 0"
+        )
     if not rows:
         raise RunError(f"run {str(path)!r} has recorded no training trajectory")
     seconds = [row["seconds"] for row in rows]

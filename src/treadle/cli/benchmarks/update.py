@@ -15,9 +15,9 @@ import torch
 
 from treadle.cli.benchmarks.report import Report, Row, cpu_seconds
 from treadle.core.errors import RunError
+from treadle.core.files import WrittenFile
 from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory
 from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.ledger import Ledger
 from treadle.orchestration.rollout_store import read_shard
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.packing.layout import Packing
@@ -56,26 +56,28 @@ def recorded_groups(tasks: int = 32, group_size: int = 8) -> list[Group]:
 def replayed_batches(run: Path, count: int) -> list[list[Group]]:
     """The groups of up to `count` recorded updates of a run, evenly spaced. Raises RunError for no such run."""
     directory = RunDirectory.open(run)
-    ledger = Ledger(directory.ledger_file, read_only=True)
-    rows = ledger.query(
-        "SELECT t.shard, g.group_id, g.idx, t.trajectory_id, t.attempt, t.reward FROM groups g JOIN trajectories t "
-        "USING (group_id) WHERE g.split = 'train' AND t.reward IS NOT NULL ORDER BY g.idx, g.group_id, t.attempt"
-    )
-    ledger.close()
+    with closing(directory.ledger()) as ledger:
+        shards = ledger.shards()
+        rows = ledger.query(
+            "SELECT t.shard, g.group_id, g.idx, t.trajectory_id, t.attempt, t.reward "
+            "FROM groups g JOIN trajectories t USING (group_id) "
+            "WHERE g.split = 'train' AND t.reward IS NOT NULL ORDER BY g.idx, g.group_id, t.attempt"
+        )
     if not rows:
         raise RunError(f"run {str(run)!r} has recorded no training batch to replay")
     size = directory.config().groups_per_batch
     batches = list(dict.fromkeys(row["idx"] // size for row in rows))
     chosen = [batches[i] for i in np.unique(np.linspace(0, len(batches) - 1, count).astype(int))]
-    return [_replayed(directory, [row for row in rows if row["idx"] // size == number]) for number in chosen]
+    return [
+        _replayed(directory.rollouts, shards, [row for row in rows if row["idx"] // size == number])
+        for number in chosen
+    ]
 
 
-def _replayed(directory: RunDirectory, rows: Sequence[Mapping[str, Any]]) -> list[Group]:
+def _replayed(folder: Path, shards: Mapping[str, WrittenFile], rows: Sequence[Mapping[str, Any]]) -> list[Group]:
     steps: dict[str, list[Step]] = {}
-    with closing(directory.ledger()) as ledger:
-        shards = ledger.shards()
     for shard in {row["shard"] for row in rows}:
-        steps |= read_shard(directory.rollouts, shards[shard])
+        steps |= read_shard(folder, shards[shard])
     groups: dict[str, list[Trajectory]] = {}
     for row in rows:
         name = row["trajectory_id"]
