@@ -1,6 +1,7 @@
 """A model's directory is data: code that it brings is never run, and nobody is asked whether it should be."""
 
 import ast
+import asyncio
 import io
 import json
 import shutil
@@ -24,9 +25,8 @@ from tests.cli.conftest import Place
 from tests.cli.worlds import treadle as command
 from treadle.core.manifest import MANIFEST
 from treadle.engines.engine_child import load
-from treadle.orchestration.policy import load_policy
-from treadle.training.checkpoint import export_model
 from treadle.training.config import ModelConfig
+from treadle.training.make import load_model, load_source
 
 SIZES = {
     "model_type": "qwen3",
@@ -59,8 +59,8 @@ def edit(file: Path, **fields: Any) -> None:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model as it should be."""
     path = tmp_path_factory.mktemp("model") / "plain"
-    policy = load_policy(ModelConfig(tokenizer="demo", build=SIZES), seed=0)
-    export_model(path, policy.model, policy.tokenizer_path)
+    source = load_source(ModelConfig(tokenizer="demo", build=SIZES), seed=0)
+    asyncio.run(source.export(path))
     (path / MANIFEST).unlink()  # others' models have none
     return path
 
@@ -145,7 +145,7 @@ def test_a_model_that_transformers_has_needs_no_code(plain: Path, tmp_path: Path
     """Many bring some that is not needed any more."""
     bait = Bait(plain, tmp_path, "config.json")
     edit(bait.path / "config.json", model_type="qwen3")
-    load_policy(ModelConfig(path=str(bait.path)), seed=0)
+    load_model(ModelConfig(path=str(bait.path)), seed=0)
     assert not bait.marker.exists()
 
 
@@ -172,9 +172,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.cli.test_trust import OwnConfig, OwnModel
 AutoConfig.register("own", OwnConfig)
 AutoModelForCausalLM.register(OwnConfig, OwnModel)
-from treadle.orchestration.policy import load_policy
 from treadle.training.config import ModelConfig
-print(type(load_policy(ModelConfig(path={str(bait.path)!r}), seed=0).model).__name__)
+from treadle.training.make import load_model
+print(type(load_model(ModelConfig(path={str(bait.path)!r}), seed=0)).__name__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "OwnModel\n", done.stderr

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 from tests.models import VOCABULARY, full, tiny
+from tests.sources import publish
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
@@ -309,7 +310,7 @@ async def test_closing_waits_for_a_publication_and_refuses_the_next_one() -> Non
     engine = TorchEngine(tiny(), stop_token_ids=[])
     turn = Turn(engine)
     await turn.entered()
-    second = asyncio.create_task(engine.publish(unique_weights(tiny()), 1))
+    second = asyncio.create_task(publish(engine, unique_weights(tiny()), 1))
     await asyncio.sleep(0)
     closing = asyncio.create_task(engine.close())
     for _ in range(10):
@@ -382,7 +383,7 @@ async def swapped(engine: TorchEngine, models: Sequence[PreTrainedModel], prompt
         before = engine.counters.sampled
         while engine.counters.sampled < before + 10:
             await asyncio.sleep(0.0005)
-        await engine.publish(unique_weights(model), version)
+        await publish(engine, unique_weights(model), version)
     return list(await asyncio.gather(*calls))
 
 
@@ -427,7 +428,7 @@ async def test_a_refused_publication_changes_nothing_in_flight() -> None:
         while engine.counters.sampled < 5:
             await asyncio.sleep(0.0005)
         with pytest.raises(EngineError, match="version 3 lacks"):
-            await engine.publish({}, 3)
+            await publish(engine, {}, 3)
         answer = await call
         assert set(answer.versions_per_token()) == {0} and answer.stop_reason is StopReason.LENGTH
     assert_same(answer, await alone(tiny(), PROMPT, params, stop_token_ids=[]))

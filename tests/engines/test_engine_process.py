@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from tests.models import VOCABULARY, tiny
+from tests.sources import publish
 from treadle.core.config import build
 from treadle.core.engine import Completion, Engine, VersionSpan
 from treadle.core.errors import ConfigError, EngineError
@@ -36,7 +37,7 @@ from treadle.engines.engine_messages import (
 from treadle.engines.engine_process import ProcessEngine, start_engine
 from treadle.engines.torch_engine import TorchEngine
 from treadle.engines.weights import unique_weights
-from treadle.training.checkpoint import write_model
+from treadle.training.checkpoint import export_model
 
 T = TypeVar("T")
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
@@ -44,8 +45,7 @@ TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
 
 
 def written(folder: Path, model: PreTrainedModel) -> Path:
-    (folder / "model").mkdir()
-    write_model(folder / "model", model, TOKENIZER)
+    export_model(folder / "model", model, TOKENIZER)
     return folder / "model"
 
 
@@ -223,7 +223,7 @@ class Game:
 def test_waves_have_the_same_bits_in_either_process(pair: Pair, seed: int) -> None:
     async def game(engine: Engine) -> Any:
         before = await Game(engine, seed).play()
-        await engine.publish(unique_weights(tiny(seed=seed + 1)), seed)
+        await publish(engine, unique_weights(tiny(seed=seed + 1)), seed)
         return before, await Game(engine, seed).play()
 
     here, there = pair.play(game)
@@ -241,7 +241,7 @@ def test_a_publication_waits_for_the_wave_and_the_next_wave_for_it(pair: Pair) -
         engine.open_session("a")
         first = asyncio.create_task(engine.generate(PROMPT, sampling(max_tokens=40), session="a"))
         await ticks(4)
-        publication = asyncio.create_task(engine.publish(unique_weights(tiny(seed=5)), 100))
+        publication = asyncio.create_task(publish(engine, unique_weights(tiny(seed=5)), 100))
         second = asyncio.create_task(engine.generate(PROMPT, sampling(max_tokens=40), session="a"))
         answers = [await first, await second]
         await publication
@@ -295,7 +295,7 @@ async def refused(work: Awaitable[Any]) -> str:
         lambda engine: engine.generate(PROMPT, sampling(max_tokens=1000), session="a"),
         lambda engine: engine.score(PROMPT, temperature=0.0),
         lambda engine: engine.score(PROMPT[:0]),
-        lambda engine: engine.publish({}, 7),
+        lambda engine: publish(engine, {}, 7),
     ],
 )
 def test_errors_are_those_of_the_engine(pair: Pair, wrong: Callable[[Engine], Awaitable[Any]]) -> None:

@@ -26,6 +26,7 @@ from tests.engines.test_engine_process import (
     ticks,
 )
 from tests.models import tiny
+from tests.sources import publish
 from treadle.core.engine import Engine, VersionSpan
 from treadle.core.errors import EngineError
 from treadle.engines.engine_process import ProcessEngine
@@ -94,7 +95,7 @@ async def sampled(engine: Engine, *sessions: str) -> list[tuple[Any, ...]]:
 async def expected(seed: int, version: int, *sessions: str) -> list[tuple[Any, ...]]:
     """The same from an engine that never did anything else."""
     engine = TorchEngine(tiny(seed=seed), stop_token_ids=[0], lock_step=True, own_thread=False)
-    await engine.publish(unique_weights(tiny(seed=seed)), version)
+    await publish(engine, unique_weights(tiny(seed=seed)), version)
     for name in sessions:
         engine.open_session(name)
     answers = await sampled(engine, *sessions)
@@ -107,9 +108,9 @@ async def test_killed_between_calls_it_goes_on_with_what_was_published_last(mort
     for name in "cab":
         engine.open_session(name)
     await mortal.sampled(*"cab")
-    await engine.publish(unique_weights(tiny(seed=3)), 6)
-    await engine.publish(unique_weights(tiny(seed=4)), 7)
-    assert "weights" in await refused(engine.publish({}, 8))
+    await publish(engine, unique_weights(tiny(seed=3)), 6)
+    await publish(engine, unique_weights(tiny(seed=4)), 7)
+    assert "weights" in await refused(publish(engine, {}, 8))
     assert len(staged()) == 1
     mortal.said.clear()
     await mortal.kill()
@@ -132,7 +133,7 @@ async def test_killed_amid_calls_it_fails_those_and_no_others(mortal: Mortal) ->
     engine = mortal.engine
     for name in "ab":
         engine.open_session(name)
-    await engine.publish(unique_weights(tiny(seed=3)), 7)
+    await publish(engine, unique_weights(tiny(seed=3)), 7)
     os.kill(engine.pid, signal.SIGSTOP)
     amid = [asyncio.create_task(engine.generate(PROMPT, sampling(), session=name)) for name in "ab"]
     await ticks(5)
@@ -154,9 +155,9 @@ async def test_killed_amid_calls_it_fails_those_and_no_others(mortal: Mortal) ->
 async def test_killed_amid_a_publication_the_next_process_has_it(mortal: Mortal) -> None:
     engine = mortal.engine
     engine.open_session("a")
-    await engine.publish(unique_weights(tiny(seed=3)), 7)
+    await publish(engine, unique_weights(tiny(seed=3)), 7)
     os.kill(engine.pid, signal.SIGSTOP)
-    publication = asyncio.create_task(engine.publish(unique_weights(tiny(seed=4)), 8))
+    publication = asyncio.create_task(publish(engine, unique_weights(tiny(seed=4)), 8))
     while sum((path / "weights.safetensors").exists() for path in staged()) < 2:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
@@ -169,7 +170,7 @@ async def test_killed_amid_a_publication_the_next_process_has_it(mortal: Mortal)
     version = 8 if mortal.lock_step else (await waits)[0][3][0].version
     assert await waits == await expected(4 if version == 8 else 3, version, "a")
     await mortal.kill()
-    await asyncio.wait_for(engine.publish(unique_weights(tiny(seed=5)), 9), 60)  # after version 8 was told again
+    await asyncio.wait_for(publish(engine, unique_weights(tiny(seed=5)), 9), 60)  # after version 8 was told again
     assert len(staged()) == 1
     assert await mortal.sampled("a") == await expected(5, 9, "a")
     engine.close_session("a")
@@ -184,7 +185,7 @@ async def test_a_process_that_ends_again_before_it_answers_has_no_successor(mort
     await mortal.started_again()
     os.kill(engine.pid, signal.SIGSTOP)
     waits = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
-    publication = asyncio.create_task(engine.publish(unique_weights(tiny()), 2))
+    publication = asyncio.create_task(publish(engine, unique_weights(tiny()), 2))
     await asyncio.sleep(0.1)
     os.kill(engine.pid, signal.SIGSEGV)
     os.kill(engine.pid, signal.SIGCONT)
@@ -201,7 +202,7 @@ async def nothing_works(engine: ProcessEngine, told: str) -> None:
     for call in (
         engine.generate(PROMPT, sampling(), session="a"),
         engine.score(PROMPT),
-        engine.publish(unique_weights(tiny()), 2),
+        publish(engine, unique_weights(tiny()), 2),
     ):
         with pytest.raises(EngineError, match=told):
             await asyncio.wait_for(call, 30)
@@ -228,14 +229,14 @@ async def test_closing_it_while_its_process_is_started_again(tmp_path: Path) -> 
     said, closed, before = list[str](), list[bool](), (children(), staged())
     async with started(tmp_path, say=said.append, on_close=lambda: closed.append(True)) as engine:
         engine.open_session("a")
-        await engine.publish(unique_weights(tiny(seed=3)), 1)
+        await publish(engine, unique_weights(tiny(seed=3)), 1)
         os.kill(engine.pid, signal.SIGKILL)
         while not said or children() == before[0]:
             await asyncio.sleep(0.01)
         waits = [
             asyncio.create_task(engine.generate(PROMPT, sampling(), session="a")),
             asyncio.create_task(engine.score(PROMPT)),
-            asyncio.create_task(engine.publish(unique_weights(tiny()), 2)),
+            asyncio.create_task(publish(engine, unique_weights(tiny()), 2)),
         ]
         await ticks(5)
         await engine.close()
@@ -250,7 +251,7 @@ async def test_a_process_that_hangs_does_not_keep_a_publication_waiting(tmp_path
         os.kill(engine.pid, signal.SIGSTOP)
         told = r"the engine's process did not take new weights within 30 s; its log .*engine\.log ends:\n"
         with pytest.raises(EngineError, match=told):
-            await asyncio.wait_for(engine.publish(unique_weights(tiny()), 1), 60)
+            await asyncio.wait_for(publish(engine, unique_weights(tiny()), 1), 60)
         os.kill(engine.pid, signal.SIGCONT)
         engine.open_session("a")
         answer = await asyncio.wait_for(engine.generate(PROMPT, sampling(), session="a"), 60)

@@ -30,7 +30,7 @@ async def test_it_replies_as_scripted_cut_to_max_tokens() -> None:
 async def test_it_reports_the_published_version() -> None:
     engine = FakeEngine(lambda prompt, sampling: [5, 6])
     engine.open_session("a")
-    await engine.publish({}, 4)
+    await engine.publish(4)
     completion = await engine.generate(PROMPT, SamplingParams(), session="a")
     assert completion.versions_per_token().tolist() == [4, 4]
     await engine.close()
@@ -66,7 +66,7 @@ async def test_calls_take_time_side_by_side_and_tokens_carry_the_version_they_co
     calls = [asyncio.create_task(engine.generate(PROMPT, SamplingParams(), session="a")) for _ in range(3)]
     await asyncio.sleep(0.12)
     assert engine.running == 3
-    await engine.publish({}, 2)
+    await engine.publish(2)
     for answer in await asyncio.gather(*calls):
         assert set(answer.versions_per_token().tolist()) == {0, 2}
         assert [span.version for span in answer.policy_versions] == [0, 2]

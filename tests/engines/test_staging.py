@@ -1,6 +1,7 @@
 """Weights handed to another process: complete, gone afterwards, and none left behind by a killed process."""
 
 import os
+import pickle
 import resource
 import shutil
 import subprocess
@@ -9,35 +10,51 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.sources import FixedWeights
 from treadle.core.errors import EngineError
-from treadle.engines.staging import new_name, staged
+from treadle.engines.staging import StagedFile, WeightsFile, new_directory, new_name, stage_file
 
 LEFT_BEHIND = """
-import asyncio, os, signal, torch
-from treadle.engines.staging import staged
+import os, signal, torch
+from treadle.engines.staging import WeightsFile, new_name
 
-async def main():
-    async with staged({"w": torch.ones(2)}) as path:
-        print(path, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-asyncio.run(main())
+print(WeightsFile(new_name()).write([("w", torch.ones(2))]).path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-async def test_a_file_holds_the_weights_as_long_as_it_is_needed() -> None:
+async def staged(**options: Any) -> StagedFile:
+    return await stage_file(FixedWeights({"w": torch.ones(1000)}), WeightsFile(new_name(), **options))
+
+
+async def test_a_file_holds_the_weights_until_it_is_discarded() -> None:
     weights = {"w": torch.randn(3, 4).t(), "half": torch.randn(2).bfloat16(), "steps": torch.tensor([3])}
-    async with staged(weights) as path:
-        assert path.is_relative_to("/dev/shm")
-        found = load_file(path)
-        assert found.keys() == weights.keys()
-        assert all(found[name].dtype == t.dtype and torch.equal(found[name], t) for name, t in weights.items())
-    assert not path.parent.exists()
+    destination: WeightsFile = pickle.loads(pickle.dumps(WeightsFile(new_name())))
+    file = await stage_file(FixedWeights(weights), destination)
+    assert file.path.is_relative_to("/dev/shm") and file.path.parent.stat().st_mode & 0o777 == 0o700
+    found = load_file(file.path)
+    assert found.keys() == weights.keys() == file.shapes.keys()
+    assert all(found[name].dtype == t.dtype and torch.equal(found[name], t) for name, t in weights.items())
+    assert file.shapes["w"] == (4, 3)
+    file.discard()
+    assert not file.path.parent.exists()
+
+
+async def test_floating_point_weights_are_written_in_the_engines_type_where_it_reads(tmp_path: Path) -> None:
+    weights = {"w": torch.arange(4.0), "steps": torch.tensor([3])}
+    destination = WeightsFile(new_name(), torch.bfloat16, str(tmp_path), private=False)
+    file = await stage_file(FixedWeights(weights), destination)
+    assert file.path.is_relative_to(tmp_path) and file.path.parent.stat().st_mode & 0o055 == 0o055
+    found = load_file(file.path)
+    assert (found["w"].dtype, found["steps"].tolist()) == (torch.bfloat16, [3])
+    file.discard()
+    assert not list(tmp_path.iterdir())
 
 
 async def test_what_a_killed_process_left_is_removed_and_nothing_else() -> None:
@@ -47,8 +64,10 @@ async def test_what_a_killed_process_left_is_removed_and_nothing_else() -> None:
     elsewhere = left.parent.with_name(f"treadle_weights-elsewhere-{os.getpid()}-x")
     elsewhere.mkdir()
     try:
-        async with staged({"w": torch.ones(2)}) as first, staged({"w": torch.ones(2)}) as second:
-            assert first.is_file() and second.is_file() and elsewhere.is_dir() and not left.parent.exists()
+        first, second = await staged(), await staged()
+        assert first.path.is_file() and second.path.is_file() and elsewhere.is_dir() and not left.parent.exists()
+        first.discard()
+        second.discard()
     finally:
         elsewhere.rmdir()
 
@@ -58,19 +77,16 @@ async def test_where_shared_memory_lacks_room_a_temporary_directory_serves(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    async with staged({"w": torch.ones(2)}) as path:
-        assert path.is_relative_to(tmp_path)
+    assert (await staged()).path.is_relative_to(tmp_path)
 
 
-def test_directories_of_killed_processes_go_when_another_is_named(tmp_path: Path) -> None:
-    mine = new_name(tmp_path)
+def test_directories_of_killed_processes_go_when_another_is_made(tmp_path: Path) -> None:
+    mine = new_directory(tmp_path)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
-    left = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-")
-    for path in (mine, left):
-        path.mkdir()
-    assert new_name(tmp_path) != mine
-    assert list(tmp_path.iterdir()) == [mine]
+    (tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-")).mkdir()
+    other = new_directory(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([mine, other])
 
 
 @pytest.fixture
@@ -85,6 +101,5 @@ def small_files() -> Iterator[None]:
 @pytest.mark.usefixtures("small_files")
 async def test_a_file_that_cannot_be_written_is_told_and_gone() -> None:
     with pytest.raises(EngineError, match=r"could not write weights to .*make room there, or set TMPDIR") as caught:
-        async with staged({"w": torch.ones(1000)}):
-            pass
+        await staged()
     assert not list(Path("/dev/shm").glob(f"treadle_weights-*-{os.getpid()}-*")), caught.value

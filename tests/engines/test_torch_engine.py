@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from tests.models import FAMILIES, SLIDING, VOCABULARY, drawn_token, full, make_group, step_logprobs, tiny
+from tests.sources import publish
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, Engine
@@ -596,7 +597,7 @@ async def test_publication_swaps_every_weight_and_drops_caches(family: str) -> N
         engine.open_session("a")
         first = await engine.generate(PROMPT, sampling(), session="a")
         assert set(first.versions_per_token()) == {0}
-        await engine.publish(unique_weights(new), 3)
+        await publish(engine, unique_weights(new), 3)
         prompt = np.concatenate([PROMPT, first.token_ids, ids(8)])
         second = await engine.generate(prompt, sampling(1), session="a")
         assert set(second.versions_per_token()) == {3}
@@ -617,7 +618,7 @@ async def test_the_engine_works_on_its_own_copy() -> None:
         moved(model)
         after = await engine.generate(PROMPT, sampling(), session="a")
         assert before.token_ids.tolist() == after.token_ids.tolist()
-        await engine.publish(unique_weights(model), 1)
+        await publish(engine, unique_weights(model), 1)
         moved(model)
         one = await engine.generate(PROMPT, sampling(), session="a")
         assert one.logprobs[0] != before.logprobs[0]
@@ -649,7 +650,7 @@ async def test_weights_that_do_not_fit_are_refused_whole(broken: str) -> None:
         else:
             weights[name] = weights[name][:1]
         with pytest.raises(EngineError, match=rf"version 9 .*{name}"):
-            await engine.publish(weights, 9)
+            await publish(engine, weights, 9)
         after = await engine.generate(PROMPT, sampling(), session="a")
         assert after.token_ids.tolist() == before.token_ids.tolist()
         assert set(after.versions_per_token()) == {0}
@@ -661,7 +662,7 @@ async def test_publication_waits_for_the_running_wave() -> None:
         engine.open_session("a")
         call = asyncio.create_task(engine.generate(PROMPT, STOPPING, session="a"))
         await gate.reached()
-        publication = asyncio.create_task(engine.publish(unique_weights(moved(tiny())), 1))
+        publication = asyncio.create_task(publish(engine, unique_weights(moved(tiny())), 1))
         await settle(engine)
         assert not publication.done()
         gate.leave.set()
@@ -685,7 +686,7 @@ async def test_weights_that_are_not_numbers_are_told_and_those_published_next_se
         params = sampling(temperature=temperature)
         with pytest.raises(EngineError, match="logits are not finite"):
             await engine.generate(PROMPT, params, session="a")
-        await engine.publish(unique_weights(tiny()), 1)
+        await publish(engine, unique_weights(tiny()), 1)
         answer = await engine.generate(PROMPT, params, session="a")
         assert set(answer.versions_per_token()) == {1} and np.isfinite(answer.logprobs).all()
 
@@ -749,7 +750,7 @@ async def test_a_closed_engine_refuses_calls_and_fails_those_that_wait() -> None
     calls: list[Callable[[], Awaitable[Any]]] = [
         lambda: engine.generate(PROMPT, sampling(), session="b"),
         lambda: engine.score(PROMPT),
-        lambda: engine.publish(unique_weights(tiny()), 1),
+        lambda: publish(engine, unique_weights(tiny()), 1),
     ]
     for call in calls:
         with pytest.raises(EngineError, match="closed"):

@@ -8,18 +8,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedModel
 
 from tests.models import random_groups
 from tests.orchestration.runs import start
 from tests.worlds import END, PLAIN, Ragged, Told, chatml, hang, plain_ids, tiny, user
 from treadle.core.errors import ConfigError, DataError, EngineError, RunError
 from treadle.core.types import Task
+from treadle.engines.compute import Compute
 from treadle.engines.config import EngineConfig
+from treadle.engines.weight_sync import EmbeddedSync
+from treadle.orchestration.chat_interface import check_engine, load_chat_interface
+from treadle.orchestration.engines import embedded_engine
 from treadle.orchestration.inputs import Inputs, check_first_prompts, load_inputs, make_inputs
-from treadle.orchestration.policy import Policy, check_engine, load_policy
 from treadle.packing.flat import flatten
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.learner import Learner
+from treadle.training.make import load_model
+from treadle.training.model_files import tokenizer_directory
+from treadle.training.trainer import EmbeddedTrainer
+
+TOKENIZER = tokenizer_directory(tiny().model)
 
 # Tasks and environments
 
@@ -116,56 +125,52 @@ def test_nothing_is_left_behind_by_a_run_that_cannot_start(tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def policies() -> list[Policy]:
-    return [load_policy(tiny().model, seed) for seed in (0, 1)]
+def models() -> list[PreTrainedModel]:
+    return [load_model(tiny().model, seed) for seed in (0, 1)]
 
 
-def learner_of(policy: Policy, *overrides: str) -> Learner:
+def trainer_of(model: PreTrainedModel, *overrides: str) -> EmbeddedTrainer:
     config = tiny(*overrides)
-    return Learner(policy.model, config.training, config.algorithm, 4)
+    return EmbeddedTrainer(Learner(model, config.training, config.algorithm, 4), TOKENIZER, Compute(None))
 
 
-def test_an_engine_with_the_learners_weights_passes(policies: list[Policy]) -> None:
-    async def go() -> None:
-        engine = policies[1].engine(EngineConfig(batch=4))  # publication brings the weights of the other policy
-        await check_engine(engine, learner_of(policies[0]), policies[0])
-        await engine.close()
+def check_trainers(model: PreTrainedModel, *trainers: EmbeddedTrainer, ignoring: bool = False) -> None:
+    """With an engine that has a copy of the model, until a trainer publishes to it."""
+    chat = load_chat_interface(tiny().model)
 
-    asyncio.run(go())
-
-
-def test_a_learner_in_bfloat16_is_not_taken_for_another_policy() -> None:
-    """Its rounding is no difference of weights."""
-    policy = load_policy(tiny().model, 0)
-    for parameter in policy.model.parameters():
-        parameter.data *= 5  # fresh weights make nearly uniform distributions, which hardly round
-    learners = [learner_of(policy, f"training.precision={precision}") for precision in ("float32", "bfloat16")]
-    exact, rounded = (learner.logprobs(flatten(random_groups(0))) for learner in learners)
-    assert np.abs(exact - rounded).max() > 1e-2
+    async def ignored(weights: Any, version: int) -> None: ...
 
     async def go() -> None:
-        engine = policy.engine(EngineConfig(batch=4))
-        for learner in learners:
-            await check_engine(engine, learner, policy)
-        await engine.close()
-
-    asyncio.run(go())
-
-
-def test_an_engine_that_ignores_a_publication_is_refused(policies: list[Policy]) -> None:
-    async def go() -> None:
-        engine = policies[1].engine(EngineConfig(batch=4))
-
-        async def ignored(weights: Any, version: int) -> None: ...
-
-        engine.publish = ignored  # type: ignore[method-assign]
+        engine = embedded_engine(EngineConfig(batch=4), chat, model)
+        if ignoring:
+            engine.update_weights = ignored  # type: ignore[method-assign]
         try:
-            await check_engine(engine, learner_of(policies[0]), policies[0])
+            for trainer in trainers:
+                await check_engine(engine, EmbeddedSync(trainer, engine), trainer, chat)
         finally:
             await engine.close()
 
+    asyncio.run(go())
+
+
+def test_an_engine_with_the_trainers_weights_passes(models: list[PreTrainedModel]) -> None:
+    check_trainers(models[1], trainer_of(models[0]))  # publication brings the weights of the other model
+
+
+def test_a_trainer_in_bfloat16_is_not_taken_for_another_policy() -> None:
+    """Its rounding is no difference of weights."""
+    model = load_model(tiny().model, 0)
+    for parameter in model.parameters():
+        parameter.data *= 5  # fresh weights make nearly uniform distributions, which hardly round
+    trainers = [trainer_of(model, f"training.precision={precision}") for precision in ("float32", "bfloat16")]
+    exact, rounded = (trainer._learner.logprobs(flatten(random_groups(0))) for trainer in trainers)
+    assert np.abs(exact - rounded).max() > 1e-2
+    check_trainers(model, *trainers)
+
+
+def test_an_engine_that_ignores_a_publication_is_refused(models: list[PreTrainedModel]) -> None:
     with pytest.raises(EngineError, match=r"TorchEngine reports .* differ from those of the learner by up to"):
-        asyncio.run(go())
+        check_trainers(models[1], trainer_of(models[0]), ignoring=True)
 
 
 def test_too_little_disk_space_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

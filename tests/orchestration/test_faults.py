@@ -109,9 +109,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Flaky]:
     """Runs sample from these, in virtual time."""
     made: list[Flaky] = []
 
-    async def open_engine(*_: Any) -> Flaky:
+    async def open_engine(*_: Any) -> tuple[Flaky, Flaky]:
         made.append(Flaky())
-        return made[-1]
+        return made[-1], made[-1]
 
     async def unchecked(*_: Any) -> None:
         """A fake engine has logprobs of its own."""

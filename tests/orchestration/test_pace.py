@@ -3,7 +3,7 @@
 import asyncio
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worlds import Quiet, make_step, tiny, vowel_tasks
-from treadle.algorithms import estimators
-from treadle.algorithms.estimators import Advantage
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause
 from treadle.core.files import WrittenFile
-from treadle.core.metrics import Measures
 from treadle.core.outcomes import as_trained
 from treadle.core.types import Failure, Group, SamplingParams, Status, Task, Trajectory, trajectory_id
 from treadle.engines.fake import FakeEngine
@@ -29,7 +26,7 @@ from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.virtual_time import VirtualLoop
 from treadle.rollout.session import Address
-from treadle.training.learner import UpdateResult
+from treadle.training.fake import FakeTrainer
 
 UPDATES = 8
 
@@ -85,22 +82,18 @@ class Playing:
         return replace(played, reward=float(draws.random() < 0.7))
 
 
-class Learning:
-    def __init__(self, world: World, clock: VirtualLoop) -> None:
-        self.world, self.clock, self.version = world, clock, 0
-        self.advantage: Advantage = estimators.by_name("grpo")
+class Training:
+    """Notes what is trained, of which version, and how stale it is."""
 
-    def weights(self) -> Mapping[str, Any]:
-        return {}
+    def __init__(self, world: World) -> None:
+        self.world, self.version = world, 0
 
-    def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
+    def __call__(self, groups: Sequence[Group]) -> None:
         graded = [t for group in groups for t in group.trajectories if t.reward is not None]
         steps = [step for t in graded for step in as_trained(t).steps]
         self.world.staleness += [self.version - int(step.policy_versions.min()) for step in steps]
         self.world.trained += [group.group_id for group in groups]
         self.version += 1
-        self.clock.block(self.world.update)
-        return [UpdateResult(Measures(), {})]
 
 
 def train(world: World, *overrides: str, held_out: Sequence[Task] = ()) -> tuple[LoopState, list[dict[str, Any]]]:
@@ -108,8 +101,6 @@ def train(world: World, *overrides: str, held_out: Sequence[Task] = ()) -> tuple
     steps: list[dict[str, Any]] = []
 
     async def go() -> LoopState:
-        clock = asyncio.get_running_loop()
-        assert isinstance(clock, VirtualLoop)
         engine, stop = FakeEngine(lambda prompt, sampling: ()), StopRequest()
         ledger = Ledger(Path(":memory:"))
 
@@ -125,12 +116,11 @@ def train(world: World, *overrides: str, held_out: Sequence[Task] = ()) -> tuple
                 config=tiny(f"orchestration.updates={UPDATES}", "training.min_group_size=1", *overrides),
                 run=run,
                 ledger=ledger,
-                learner=Learning(world, clock),
-                engine=engine,
+                trainer=FakeTrainer(world.update, Training(world)),
+                weight_sync=engine,
                 rollouts=Playing(world, engine),
                 train=vowel_tasks("train", 7),
                 held_out=held_out,
-                save=lambda _: "",
                 state=LoopState(),
                 clock=Clock(),
                 progress=Quiet(),

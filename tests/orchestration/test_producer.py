@@ -150,7 +150,7 @@ def batches(
         async with asyncio.TaskGroup() as tasks:
             making = producer(buffer, tasks, engine, **settings)
             for version in range(versions):
-                await engine.publish({}, version)
+                await engine.publish(version)
                 making.admit(version)
                 started = list(buffer.outstanding)
                 batch = await next_batch(making, buffer, 3, version)

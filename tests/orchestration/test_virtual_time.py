@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -59,32 +58,6 @@ def test_time_stands_still_while_a_thread_computes() -> None:
 
     ticks: list[int] = []
     assert virtually(main()) == 0
-
-
-def test_blocked_threads_and_coroutines_wait_beside_each_other() -> None:
-    async def main() -> list[tuple[str, float]]:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-
-        def work() -> None:
-            for _ in range(3):
-                loop.block(10)
-                seen.append(("thread", loop.time()))
-
-        async def ticking() -> None:
-            for _ in range(3):
-                await asyncio.sleep(8)
-                seen.append(("coroutine", now()))
-
-        with ThreadPoolExecutor(1) as executor:
-            await asyncio.gather(loop.run_in_executor(executor, work), ticking())
-        loop.block(5)  # nothing else goes on
-        assert now() == 35
-        return seen
-
-    seen: list[tuple[str, float]] = []
-    expected = [("coroutine", 8), ("thread", 10), ("coroutine", 16), ("thread", 20), ("coroutine", 24), ("thread", 30)]
-    assert virtually(main()) == expected
 
 
 def test_a_failing_thread_lets_time_go_on() -> None:

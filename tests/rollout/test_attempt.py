@@ -125,7 +125,7 @@ def test_a_plain_tuple_and_a_numpy_bool_will_do(answer: Any) -> None:
 
 def test_attempts_differ_by_their_seeds_and_versions_are_per_token() -> None:
     engine = saying("ab")
-    asyncio.run(engine.publish({}, 6))
+    asyncio.run(engine.publish(6))
     trajectories = play([lambda: Told(MORE, DONE)] * 3, engine)
     seeds = {s.sampling.seed for t in trajectories for s in t.steps}
     assert len(seeds) == 6

@@ -82,7 +82,7 @@ class Swapping(FakeEngine):
 
 def test_each_token_knows_the_policy_version_that_sampled_it() -> None:
     engine = Swapping(lambda prompt, sampling: [7, 8, END])
-    asyncio.run(engine.publish({}, 4))
+    asyncio.run(engine.publish(4))
     session = open_session(engine)
     talk(session, 2)
     assert [s.policy_versions.tolist() for s in session.steps] == [[4, 5, 5], [5, 6, 6]]

@@ -1,5 +1,6 @@
 """What a model must be like to be packed, and log-probabilities in row chunks."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,9 +15,13 @@ from tests.models import distance, exact, make_group, make_step, norm, tiny
 from tests.training.reference import accumulated, forked_groups, make_learner, separate_gradient
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import ConfigError
+from treadle.packing.flat import flatten
 from treadle.training import distribution
 from treadle.training.attention.interface import tree_attention
+from treadle.training.config import TrainingConfig
 from treadle.training.distribution import Head, pair_logprobs
+from treadle.training.forward import Forward
+from treadle.training.learner import Learner
 from treadle.training.support import refuse_randomness
 
 # Refusals
@@ -100,9 +105,79 @@ def test_a_layer_that_stops_attending_through_the_tree_later_is_an_error() -> No
 def test_a_layer_that_drops_the_tree_on_the_way_is_refused() -> None:
     with pytest.raises(ConfigError, match="Qwen3Attention drops keyword arguments"):
         make_learner(with_layer(tiny(), Forgetful))
-    learner = make_learner(tiny())
-    with pytest.raises(ConfigError, match="Qwen3Attention drops keyword arguments"):
-        learner.model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+def state(model: PreTrainedModel) -> dict[str, Any]:
+    """How a model is set up to compute: everything but its weights."""
+    return {
+        "attention": [m.config._attn_implementation for m in model.modules() if isinstance(m, PreTrainedModel)],
+        "training": [module.training for module in model.modules()],
+        "checkpointing": [getattr(module, "gradient_checkpointing", None) for module in model.modules()],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "gradients": [parameter.requires_grad for parameter in model.parameters()],
+    }
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3-half-sliding", "lfm2"])
+@pytest.mark.filterwarnings("ignore:.*cannot share prefixes")
+def test_a_model_is_left_as_it_was(family: str, training: bool, checkpointing: bool) -> None:
+    """By making a forward pass ready, by computing one, and by one that fails; its own output is the same."""
+    model, ids = tiny(family).train(training), torch.tensor([[1, 2, 3, 4]])
+    before, expected = state(model), model(ids, use_cache=False).logits
+    learner = Learner(model, TrainingConfig(gradient_checkpointing=checkpointing), AlgorithmConfig(), 10)
+    assert state(model) == before
+    learner.train_batch(forked_groups())
+    assert state(model) == before
+    batch = flatten(forked_groups())
+    [tree, *_] = learner.trees(batch)
+
+    def fail(_: Any) -> Any:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        learner.forward.backward(tree, torch.ones(len(batch)), fail)
+    assert state(model) == before
+    fresh = tiny(family).train(training)
+    Forward(fresh, 64, checkpointing)
+    assert torch.equal(fresh(ids, use_cache=False).logits, expected)
+
+
+def test_every_weight_is_used_inside_the_root_modules_forward() -> None:
+    """Where its hooks, with which FSDP2 gathers parameters and reduces gradients, have run before and run after."""
+    learner = make_learner(tiny("qwen3-untied"), AlgorithmConfig(advantage="gae"), max_tokens_per_microbatch=9)
+    root, inside, used = learner.forward.scorer, [0], set[str]()
+
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
+        assert len(args) == 1 and not dataclasses.is_dataclass(args[0]) and not hasattr(args[0], "__dict__")
+        inside[0] += 1
+
+    def leave(_: nn.Module, __: Any, answer: Any) -> None:
+        assert isinstance(answer, tuple) and all(isinstance(part, Tensor) for part in answer)
+        inside[0] -= 1
+
+    root.register_forward_pre_hook(enter)
+    root.register_forward_hook(leave)
+    for name, module in root.named_modules():
+        if module is not root and next(module.parameters(recurse=False), None) is not None:
+
+            def use(_: nn.Module, __: Any, name: str = name) -> None:
+                assert inside == [1]
+                used.add(name)
+
+            module.register_forward_pre_hook(use)
+    learner.train_batch(forked_groups())
+    holders = {name.rpartition(".")[0] for name, _ in root.named_parameters()}
+    assert used == holders and {"value_head", "model.lm_head", "model.model.embed_tokens"} <= used
+
+
+def test_one_root_module_serves_every_configuration() -> None:
+    learner = make_learner(tiny(), gradient_checkpointing=True, precision="bfloat16")
+    exact_one = learner.forward.configured(5)
+    assert exact_one.scorer is learner.forward.scorer
+    assert (exact_one.budget, exact_one.half, exact_one.gradient_checkpointing) == (5, False, False)
+    assert learner.forward.half and learner.forward.gradient_checkpointing
 
 
 def test_a_sliding_layer_that_keeps_its_window_to_itself_is_refused() -> None:

@@ -31,6 +31,7 @@ from tests.models import (
     tiny,
     weights_of,
 )
+from tests.sources import publish
 from tests.training.reference import LAYOUTS, accumulated, forked_groups, make_learner, over_ranks, scale
 from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
 from treadle.core.errors import ConfigError
@@ -241,7 +242,7 @@ def played(model: PreTrainedModel, prompts: Sequence[Ids], turns: int, **options
 
     async def run() -> list[list[Step]]:
         engine = TorchEngine(model, stop_token_ids=[0], lock_step=True, routing=True, **options)
-        await engine.publish(unique_weights(model), 3)
+        await publish(engine, unique_weights(model), 3)
         names = ["s" * (1 + number) for number in range(len(prompts))]
         for name in names:
             engine.open_session(name)

@@ -1,7 +1,8 @@
 """Demonstrations are learned as a session would have recorded them."""
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -10,21 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from tests.models import distance, same_bits, tiny, weights_of
+from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, DataError, TrainingStopped
 from treadle.core.types import Ids, Message, SamplingParams
+from treadle.engines.compute import Compute
 from treadle.engines.fake import FakeEngine
 from treadle.envs.lookup import demonstration
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.session import Address, Session
-from treadle.training.config import OptimizerConfig, WarmStartConfig
-from treadle.training.demonstrations import demonstrated_calls, load_demonstrations
+from treadle.training.config import OptimizerConfig, TrainingConfig, WarmStartConfig
+from treadle.training.demonstrations import Demonstrations, demonstrated_calls, load_demonstrations
+from treadle.training.learner import Learner
 from treadle.training.model import load_tokenizer
-from treadle.training.sft import warm_start
+from treadle.training.sft import WarmStartResult, warm_start
+from treadle.training.trainer import EmbeddedTrainer
 
-TOKENIZER = load_tokenizer(Path(str(files("treadle.recipes") / "tokenizer")))
+TOKENIZER_DIRECTORY = Path(str(files("treadle.recipes") / "tokenizer"))
+TOKENIZER = load_tokenizer(TOKENIZER_DIRECTORY)
 END = int(TOKENIZER.eos_token_id)
 
 
@@ -106,6 +113,18 @@ def config(**fields: Any) -> WarmStartConfig:
     )
 
 
+def warm(
+    model: PreTrainedModel,
+    demonstrations: Demonstrations,
+    section: WarmStartConfig,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> WarmStartResult:
+    """Warm-start the model in place."""
+    learner = Learner(model, TrainingConfig(), AlgorithmConfig(), 1)
+    trainer = EmbeddedTrainer(learner, TOKENIZER_DIRECTORY, Compute(None), section)
+    return asyncio.run(warm_start(trainer, renderer(), demonstrations, section, on_step))
+
+
 def small() -> Any:
     return tiny(vocab_size=len(TOKENIZER))
 
@@ -114,7 +133,7 @@ def test_it_learns_and_reports_each_step() -> None:
     model = small()
     before = weights_of(model)
     seen: list[tuple[int, float]] = []
-    result = warm_start(model, renderer(), greeting, config(), lambda step, loss: seen.append((step, loss)))
+    result = warm(model, greeting, config(), lambda step, loss: seen.append((step, loss)))
     losses = [loss for _, loss in seen]
     assert [step for step, _ in seen] == list(range(1, 41)) and result.steps == 40
     assert losses[0] > 3 and result.loss < 0.2
@@ -136,9 +155,8 @@ def test_the_loss_is_the_mean_over_assistant_tokens_in_any_micro_batches() -> No
     for budget in (1, 100, 8192):
         losses: list[float] = []
         start = small()
-        warm_start(
+        warm(
             start,
-            renderer(),
             rows.__getitem__,
             config(steps=1, batch_size=3, max_tokens_per_microbatch=budget),
             lambda _, loss: losses.append(loss),  # noqa: B023
@@ -153,14 +171,14 @@ def test_every_step_learns_the_next_conversations() -> None:
         asked.append(index)
         return greeting(index)
 
-    warm_start(small(), renderer(), demonstrations, config(steps=3, batch_size=2))
+    warm(small(), demonstrations, config(steps=3, batch_size=2))
     assert asked == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_same_warm_start_gives_the_same_bits() -> None:
     models = [small(), small()]
     for model in models:
-        warm_start(model, renderer(), greeting, config(steps=5))
+        warm(model, greeting, config(steps=5))
     assert same_bits(*map(weights_of, models))
 
 
@@ -168,14 +186,14 @@ def test_a_warm_start_that_does_not_learn_stops() -> None:
     """RL would have nothing to amplify."""
     slow = config(steps=3, max_loss=0.5, optimizer=OptimizerConfig(learning_rate=1e-9))
     with pytest.raises(TrainingStopped, match=r"loss .* after 3 steps, warm_start.max_loss is 0.5"):
-        warm_start(small(), renderer(), greeting, slow)
-    assert warm_start(small(), renderer(), greeting, slow.model_copy(update={"max_loss": None})).loss > 0.5
+        warm(small(), greeting, slow)
+    assert warm(small(), greeting, slow.model_copy(update={"max_loss": None})).loss > 0.5
 
 
 def test_a_warm_start_that_diverges_stops() -> None:
     wild = config(steps=3, max_loss=None, optimizer=OptimizerConfig(learning_rate=1e30))
     with pytest.raises(TrainingStopped, match="norm is nan at learning rate"):
-        warm_start(small(), renderer(), greeting, wild)
+        warm(small(), greeting, wild)
 
 
 # Files and generators

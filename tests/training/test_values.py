@@ -39,6 +39,7 @@ from treadle.packing.flat import flatten
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, save_checkpoint
 from treadle.training.config import OptimizerConfig, TrainingConfig
 from treadle.training.learner import Learner
+from treadle.training.weights import published
 
 FAST = OptimizerConfig(learning_rate=1e-2)
 TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"
@@ -140,7 +141,7 @@ def test_the_gradients_norm_includes_the_heads() -> None:
 def test_there_is_none_unless_an_advantage_needs_it_and_it_is_never_published() -> None:
     plain = learner_of(algorithm=AlgorithmConfig())
     assert plain.value_head is None and plain.trained is plain.model
-    assert learner_of().weights().keys() == plain.weights().keys()
+    assert dict(published(learner_of().model)).keys() == dict(published(plain.model)).keys()
 
 
 def test_in_bfloat16_values_stay_float32() -> None:

@@ -32,7 +32,8 @@ from treadle.training.model_files import require_model, require_template
 
 if TYPE_CHECKING:
     from treadle.core.engine import Engine
-    from treadle.orchestration.policy import Policy
+    from treadle.orchestration.chat_interface import ChatInterface
+    from treadle.training.trainer import EmbeddedSource
 
 _EXAMPLES = """examples:
   treadle serve runs/demo/checkpoints/step-000040
@@ -79,12 +80,13 @@ def run(options: argparse.Namespace) -> int:
     from treadle.rollout.gateway.serving import serving  # FastAPI and uvicorn
 
     with _listen(options.host, options.port) as listening:
-        from treadle.orchestration.policy import load_policy
+        from treadle.orchestration.chat_interface import load_chat_interface
+        from treadle.training.make import load_source
 
-        policy = load_policy(model, seed=0)
+        chat, source = load_chat_interface(model), load_source(model, seed=0)
         gc.freeze()  # the libraries stay: searching them for garbage would halt every request for some 200 ms
         gateway = Gateway(model=options.model.name)
-        asyncio.run(_serve(options, engine, policy, gateway, serving(gateway, listening)))
+        asyncio.run(_serve(options, engine, chat, source, gateway, serving(gateway, listening)))
     return 0
 
 
@@ -124,20 +126,19 @@ def _listen(host: str, port: int) -> socket.socket:
 async def _serve(
     options: argparse.Namespace,
     config: EngineConfig,
-    policy: Policy,
+    chat: ChatInterface,
+    source: EmbeddedSource,
     gateway: Gateway,
     server: AbstractAsyncContextManager[str],
 ) -> None:
-    from treadle.engines.weights import unique_weights
-    from treadle.orchestration.engines import open_engine
+    from treadle.orchestration.engines import open_serving
 
     console, stop = Console(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    engine = await open_engine(config, policy)
+    engine = await open_serving(config, chat, source)
     try:
-        await engine.publish(unique_weights(policy.model), 0)  # servers that run already may have any weights
-        session = _session(options, policy, engine)
+        session = _session(options, chat, source.model.context, engine)
         async with server as url:
             address = gateway.attach(session)
             console.line(f"serving {options.model}; Ctrl-C ends it")
@@ -158,18 +159,18 @@ def _reading(session: Session) -> str:
     return f"read by {parser_name(session.parse)}" + (f"; tools are refused: {problem}" if problem else "")
 
 
-def _session(options: argparse.Namespace, policy: Policy, engine: Engine) -> Session:
+def _session(options: argparse.Namespace, chat: ChatInterface, context: int, engine: Engine) -> Session:
     """The one session that everybody who has the key shares."""
     return Session(
         "serve",
         engine,
-        policy.renderer,
+        chat.renderer,
         SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens),
-        policy.context - 1,
+        context - 1,
         Address(secrets.randbits(47), Stream.SERVE, 0, 0, 0),
-        reply_parser(options.parser, policy.renderer.source),
+        reply_parser(options.parser, chat.renderer.source),
         callers_sampling=True,
-        context=policy.context,
+        context=context,
     )
 
 

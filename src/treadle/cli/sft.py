@@ -37,15 +37,9 @@ def run(options: argparse.Namespace) -> int:
     _check(config, options.recipe, options.out)
 
     with make_progress(config) as progress:
-        from treadle.orchestration.policy import load_policy, use_threads
-        from treadle.orchestration.warm_start import run_warm_start
-        from treadle.training.checkpoint import export_model
+        from treadle.orchestration.warm_start import make_warm_model
 
-        policy = load_policy(config.model, config.seed)
-        use_threads(config.training.threads, policy.model)
-        report = run_warm_start(policy.model, policy.renderer, policy.tokenizer_path, config, progress)
-    assert report is not None  # the recipe has a warm start, _check said so
-    export_model(options.out, policy.model, policy.tokenizer_path)
+        report = make_warm_model(config, options.out, progress)
     how = "read from the cache" if report.cached else f"{report.steps} steps in {report.seconds:.0f} s"
     console = Console()
     console.line(f"loss {report.loss:.3f} nats a token ({how})")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -54,6 +53,7 @@ class Engine(Protocol):
 
     A session is opened before its first call and closed after its last. While open, the engine may keep its
     KV cache; an engine that decodes in lock-step waves waits for every open session, so close what is done.
+    Which weights it serves, and whether it has any, is not its callers' concern: see `core.trainer.WeightSync`.
     """
 
     def open_session(self, session: str) -> None:
@@ -75,10 +75,6 @@ class Engine(Protocol):
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
         """Log-probability of ids[1:], each given what precedes it: int32[T] -> float32[T - 1]."""
-        ...
-
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """Swap in new weights; calls answered afterwards report `version`."""
         ...
 
     async def close(self) -> None:

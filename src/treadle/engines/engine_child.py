@@ -81,7 +81,7 @@ class _Server:
                 ids = np.array(message["ids"], np.int32)
                 return {"logprobs": (await self._engine.score(ids, temperature=message["temperature"])).tolist()}
             case _:
-                await self._engine.publish(load_file(message["path"]), message["version"])
+                await self._engine.update_weights(load_file(message["path"]), message["version"])
                 return {}
 
     def _finished(self, call: int, task: asyncio.Task[Message]) -> None:

@@ -2,7 +2,7 @@
 one another's thread.
 
     open / close / generate -> held -> wave --(channel)--> engine_child -> TorchEngine -> answers
-    publish -> staging, a file in shared memory ----------^
+    update_weights -> a file in shared memory ------------^
 
 If that process ends, another one takes its place, with the weights that were published last: their file stays until
 others are published. What it samples is what the same engine in this process would sample, bit for bit.
@@ -11,15 +11,14 @@ others are published. What it samples is what the same engine in this process wo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
@@ -28,7 +27,7 @@ from treadle.engines.config import InFlight
 from treadle.engines.engine_link import Link
 from treadle.engines.engine_messages import Message, completion_of, sampling_message
 from treadle.engines.limits import Limits
-from treadle.engines.staging import staged
+from treadle.engines.staging import StagedFile
 
 _CHILD = "treadle.engines.engine_child"
 _CLOSED = "the engine was closed"
@@ -126,7 +125,7 @@ class ProcessEngine:
         self._begin, self._timeout, self._silence = start, timeout, silence
         self._tell, self._on_close = say, on_close
         self._orders = [load]  # then the publication that succeeded last: what the next process begins with
-        self._kept = AsyncExitStack()  # has the file of that publication
+        self._file: StagedFile | None = None  # of that publication
         self._over: str | None = None  # why nothing is served any more
         self._sessions: dict[str, None] = {}  # in the order of opening
         self._held: list[tuple[Message, asyncio.Future[Message] | None]] = []  # not yet said, in order
@@ -178,21 +177,26 @@ class ProcessEngine:
         answer = await self._call({"do": "score", "ids": np.asarray(ids).tolist(), "temperature": temperature})
         return np.array(answer["logprobs"], np.float32)
 
-    async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Have the other engine copy `weights` in between two tokens, in lock-step between two waves.
+    async def update_weights(self, stage: Callable[[], Awaitable[StagedFile]], version: int) -> None:
+        """Have the other engine copy in what `stage` writes, between two tokens, in lock-step between two waves.
 
-        Calls in flight go on with the new weights; waves that start later have them. Raises EngineError, and changes
-        nothing, where weights are missing or of another shape, or cannot be handed over.
+        The file is this engine's from then on. Calls in flight go on with the new weights; waves that start later have
+        them. Raises EngineError, and changes nothing, where weights are missing or of another shape, or cannot be
+        handed over.
         """
         self._check_open()
         try:
-            async with self._publication, AsyncExitStack() as stack:
-                path = await stack.enter_async_context(staged(weights))
-                publication: Message = {"do": "publish", "path": str(path), "version": version}
-                await self._in_time(self._call(publication, again=True))
+            async with self._publication:
+                file = await stage()
+                publication: Message = {"do": "publish", "path": str(file.path), "version": version}
+                try:
+                    await self._in_time(self._call(publication, again=True))
+                except BaseException:
+                    file.discard()
+                    raise
                 self._orders[1:] = [publication]
-                await self._kept.aclose()
-                self._kept = stack.pop_all()
+                self._discard_file()
+                self._file = file
         finally:
             self._start()
 
@@ -207,8 +211,13 @@ class ProcessEngine:
         if self._driver is not None:
             await asyncio.wait([self._driver])
         async with self._publication:
-            await self._kept.aclose()
+            self._discard_file()
         self._on_close()
+
+    def _discard_file(self) -> None:
+        if self._file is not None:
+            self._file.discard()
+            self._file = None
 
     def _check_open(self) -> None:
         if self._over is not None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
@@ -69,8 +68,8 @@ class FakeEngine:
         """`logprob` for every token but the first."""
         return np.full(len(ids) - 1, self.logprob, np.float32)
 
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """Note the version; tokens that come later report it."""
+    async def publish(self, version: int) -> None:
+        """Report this version for the tokens that come later: an engine without weights is its own `WeightSync`."""
         self.version = version
 
     async def close(self) -> None:

@@ -1,66 +1,123 @@
-"""Weights on their way to another process of this machine: a safetensors file, in shared memory if there is room."""
+"""Where engines find published weights: in this process, or in a file in shared memory that other processes read."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.core.errors import EngineError
+from treadle.core.trainer import WeightSource
 
 _PREFIX = f"treadle_weights-{socket.gethostname()}-"
+_SHARED_MEMORY = Path("/dev/shm")
 
 
-@asynccontextmanager
-async def staged(weights: Mapping[str, Tensor]) -> AsyncIterator[Path]:
-    """A file that holds these weights while the context lasts, written beside the event loop.
+class InProcess:
+    """The `WeightsDestination` of an engine in this process: the tensors by name, not copied where they are here."""
 
-    It lies in a directory of its own, so that nothing is left of a file that was not finished. Raises EngineError.
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Return all of them."""
+        return dict(weights)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedFile:
+    """Weights in a file, until they are discarded. shapes: by name."""
+
+    path: Path
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def discard(self) -> None:
+        """Remove the file. Idempotent."""
+        shutil.rmtree(self.path.parent, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """The `WeightsDestination` that is one safetensors file, complete or absent.
+
+    name: of a directory for it alone. dtype: that floating-point weights are written in; None: their own.
+    directory: where it lies; None: in shared memory, or with temporary files where that lacks room or does not exist.
+    private: other users of the machine cannot read it. remedy: ends the message about a file that cannot be written.
     """
-    directory = new_name(_folder(sum(tensor.numel() * tensor.element_size() for tensor in weights.values())))
+
+    name: str
+    dtype: torch.dtype | None = None
+    directory: str | None = None
+    private: bool = True
+    remedy: str = "make room there, or set TMPDIR"
+
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> StagedFile:
+        """Write the file where the weights are. Raises EngineError."""
+        tensors = {name: to_host(tensor, self.dtype) for name, tensor in weights}
+        folder = self._folder(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+        _remove_orphans(folder)
+        path = folder / self.name / "weights.safetensors"
+        try:
+            path.parent.mkdir(mode=0o700 if self.private else 0o777)
+            save_file(tensors, path, {"format": "pt"})  # writes another file first, beside, and renames that
+        except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
+            raise EngineError(f"could not write weights to {path}: {error}; {self.remedy}") from error
+        return StagedFile(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+
+    def discard(self) -> None:
+        """Remove whatever was written of it."""
+        for folder in self._folders():
+            shutil.rmtree(folder / self.name, ignore_errors=True)
+
+    def _folders(self) -> Iterator[Path]:
+        if self.directory is not None:
+            yield Path(self.directory)
+            return
+        if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK):
+            yield _SHARED_MEMORY
+        yield Path(tempfile.gettempdir())
+
+    def _folder(self, size: int) -> Path:
+        *preferred, last = self._folders()
+        return next((folder for folder in preferred if shutil.disk_usage(folder).free > 2 * size), last)
+
+
+async def stage_file(source: WeightSource, file: WeightsFile) -> StagedFile:
+    """Return the file with the source's published weights; nothing is left of one that fails. Raises EngineError."""
     try:
-        yield await asyncio.to_thread(_write, directory, weights)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        return await source.stage(file)
+    except BaseException:
+        file.discard()
+        raise
 
 
-def new_name(folder: Path) -> Path:
-    """Of a directory there for as long as this process lives; those of killed processes are removed."""
+def new_name() -> str:
+    """Return a new name for a directory that lives as long as this process at most."""
+    return f"{_PREFIX}{os.getpid()}-{uuid4().hex}"
+
+
+def new_directory(folder: Path) -> Path:
+    """Make a directory that only this user can read, and remove those of processes that were killed."""
     _remove_orphans(folder)
-    return folder / f"{_PREFIX}{os.getpid()}-{uuid4().hex}"
+    directory = folder / new_name()
+    directory.mkdir(mode=0o700)
+    return directory
 
 
-def _folder(size: int) -> Path:
-    """/dev/shm, or the directory for temporary files where that lacks room or does not exist."""
-    memory = Path("/dev/shm")
-    if memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * size:
-        return memory
-    return Path(tempfile.gettempdir())
-
-
-def _write(directory: Path, weights: Mapping[str, Tensor]) -> Path:
-    path = directory / "weights.safetensors"
-    try:
-        directory.mkdir(mode=0o700)
-        # it writes another file first, beside, and renames that
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
-    except (OSError, SafetensorError) as error:
-        raise EngineError(f"could not write weights to {path}: {error}; make room there, or set TMPDIR") from error
-    return path
+def to_host(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """In that type if it is a floating-point one, contiguous. Not a copy where it is all of this already."""
+    return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
 
 
 def _remove_orphans(folder: Path) -> None:
-    """What processes of this machine left that were killed."""
+    """Remove what processes of this machine left that were killed."""
     for path in folder.glob(f"{_PREFIX}*-*"):
         try:
             os.kill(int(path.name.removeprefix(_PREFIX).split("-")[0]), 0)

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -25,6 +23,7 @@ from transformers import PreTrainedModel
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
+from treadle.engines.compute import Compute
 from treadle.engines.config import InFlight
 from treadle.engines.limits import Limits
 from treadle.engines.stop_strings import Decode
@@ -55,10 +54,7 @@ class TorchEngine:
     dtype: of weights and cache (None: the model's); logits are float32.
     lock_step: admit in waves, as above: right for synchronous training. A publication waits for the end of the wave.
     in_flight: whether calls in flight keep their cache when weights change, or have it computed anew with the new ones.
-    own_thread: compute beside the event loop, so that environments keep stepping. Without, tokens are computed on the
-    loop's thread: right where nothing else has anything to do meanwhile, as in synchronous training, because OpenMP
-    keeps a team of workers per calling thread, and several teams on a small machine slow each other down (1.5 times
-    here).
+    own_thread: compute beside the event loop, so that environments keep stepping; otherwise inline (`Compute`).
     routing: completions tell which experts were chosen. Raises ConfigError for a model whose experts cannot be told.
 
     Invariant: a call starts from cached keys and values of the current weights only, of a prefix of what it sends,
@@ -102,7 +98,7 @@ class TorchEngine:
         self._turn = asyncio.Lock()  # the batch, between two tokens (in lock-step: between two waves)
         self._asked = 0  # publications and scoring passes that wait for their turn or have it
         self._pause = False  # calls have come or sessions have closed: do not go on to the next token
-        self._thread = _thread() if own_thread else None
+        self._computing = Compute("treadle-engine" if own_thread else None)
 
     @property
     def counters(self) -> EngineCounters:
@@ -159,7 +155,7 @@ class TorchEngine:
             raise EngineError(f"scoring needs a temperature above 0, got {temperature}")
         return await self._between_tokens(self._model.score, np.asarray(ids), temperature)
 
-    async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
+    async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy `weights` (as `unique_weights` names them) in, between two tokens; drops every cached prefix.
 
         Calls in flight go on with the new weights. Raises EngineError, and changes nothing, where weights are missing
@@ -177,8 +173,7 @@ class TorchEngine:
         if self._driver is not None:
             await asyncio.wait([self._driver])
         async with self._turn:  # whoever has it ends first; who waits for it is refused
-            if self._thread is not None:
-                self._thread.shutdown(wait=True, cancel_futures=True)
+            self._computing.close()
             self._batch.clear()
 
     # --- what is asked for ---------------------------------------------------------------------------------------
@@ -241,7 +236,7 @@ class TorchEngine:
 
     async def _advance(self) -> None:
         self._drop_cancelled()
-        work = asyncio.ensure_future(self._computed(self._compute, self._take_gone()))
+        work = asyncio.ensure_future(self._computing.run(self._compute, self._take_gone()))
         try:
             await asyncio.wait([work])
         finally:
@@ -283,14 +278,9 @@ class TorchEngine:
         try:
             async with self._turn:
                 self._check_open()
-                return await self._computed(work, *arguments, **named)
+                return await self._computing.run(work, *arguments, **named)
         finally:
             self._asked -= 1
-
-    async def _computed(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        if self._thread is None:
-            return work(*arguments, **named)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
 
     # --- computing (worker thread) -------------------------------------------------------------------------------
 
@@ -302,16 +292,10 @@ class TorchEngine:
             if not (self._lock_step and batch.live):
                 del self._admitted[: batch.join(self._admitted)]
             batch.step()
-            if not self._lock_step and (batch.finished or self._pause or self._asked or self._thread is None):
+            if not self._lock_step and (batch.finished or self._pause or self._asked or self._computing.is_inline):
                 break
         finished, batch.finished = batch.finished, []
         return finished
-
-
-def _thread() -> ThreadPoolExecutor:
-    """One that computes with as many threads as this one does: OpenMP and MKL keep that number for each."""
-    count = torch.get_num_threads()
-    return ThreadPoolExecutor(1, "treadle-engine", initializer=torch.set_num_threads, initargs=(count,))
 
 
 def _fail(request: _Request, error: BaseException) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,13 @@ def unique_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
     """Hex digest over names, dtypes, shapes and bytes, in the order of names."""
+    return weights_digest(sorted(weights.items()))
+
+
+def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """`weights_sha256` of (name, tensor) pairs that come in the order of names, one held at a time."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
+    for name, tensor in weights:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

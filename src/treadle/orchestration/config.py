@@ -20,7 +20,7 @@ from treadle.orchestration.buffer import Late
 from treadle.orchestration.failures import FailuresConfig
 from treadle.rollout.attempt import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
-from treadle.training.config import ModelConfig, TrainingConfig, WarmStartConfig
+from treadle.training.config import ModelConfig, TrainerSpec, TrainingConfig, WarmStartConfig
 
 KeepBest = Literal["held_out_success", "held_out_reward"]
 
@@ -205,6 +205,20 @@ class RunConfig(Config):
         if least is not None and least > size:
             raise ValueError(f"training.min_group_size is {least}, training.group_size {size}; lower the first")
         return self
+
+    @property
+    def trainer(self) -> TrainerSpec:
+        """What the run's trainer is made of."""
+        section = self.orchestration
+        return TrainerSpec(
+            self.model,
+            self.training,
+            self.algorithm,
+            self.warm_start,
+            section.updates,
+            section.max_staleness,
+            self.seed,
+        )
 
     @property
     def engine_in_training(self) -> EngineConfig:

@@ -27,7 +27,8 @@ from treadle.training.config import ModelConfig
 from treadle.training.model_files import check_model_files, require_model
 
 if TYPE_CHECKING:
-    from treadle.orchestration.policy import Policy
+    from treadle.orchestration.chat_interface import ChatInterface
+    from treadle.training.trainer import EmbeddedSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +112,27 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
 
     dump: a file for all trajectories, one a line (`orchestration.dump`).
     """
-    from treadle.orchestration.policy import load_policy, use_threads
+    from treadle.orchestration.chat_interface import load_chat_interface, use_threads
+    from treadle.training.make import load_source
 
     config = subject.config
-    policy = load_policy(subject.model_config, config.seed)
-    use_threads(config.training.threads, policy.model)
+    chat = load_chat_interface(subject.model_config)
+    source = load_source(subject.model_config, config.seed)
+    use_threads(config.training.threads, source.model.parameters)
     played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
-    check_first_prompts(played, policy.renderer, config, policy.context, progress.say)
+    check_first_prompts(played, chat.renderer, config, source.model.context, progress.say)
     started = time.perf_counter()
-    groups = run(_play(subject, inputs, policy, progress), progress.say)
+    groups = run(_play(subject, inputs, chat, source, progress), progress.say)
     seconds = time.perf_counter() - started
     if dump is not None:
-        write_dump(dump, groups, policy.renderer.decode)
+        write_dump(dump, groups, chat.renderer.decode)
     return _evaluation(subject, groups, seconds)
 
 
-async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Progress) -> list[Group]:
-    from treadle.engines.weights import unique_weights
-    from treadle.orchestration.engines import open_engine
+async def _play(
+    subject: Subject, inputs: Inputs, chat: ChatInterface, source: EmbeddedSource, progress: Progress
+) -> list[Group]:
+    from treadle.orchestration.engines import open_serving
 
     config, finished = subject.config, 0
 
@@ -139,12 +143,11 @@ async def _play(subject: Subject, inputs: Inputs, policy: Policy, progress: Prog
 
     section = config.evaluation
     progress.phase("evaluation", len(inputs.held_out) * section.attempts_at(section.temperature))
-    engine = await open_engine(config.engine, policy)
+    engine = await open_serving(config.engine, chat, source)
     try:
-        await engine.publish(unique_weights(policy.model), 0)  # servers that run already may have any weights
         rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
         async with open_rollouts(
-            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout, rewards, progress.say
+            engine, chat.renderer, inputs.environments, inputs.agents, config.rollout, rewards, progress.say
         ) as rollouts:
             return await play_held_out(
                 rollouts,

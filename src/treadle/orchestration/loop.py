@@ -1,13 +1,13 @@
 """The loop.
 
-    TaskCursor -> Producer -> GroupBuffer -> Learner.train_batch -> engine.publish(version + 1)
-                     ^                                                        |
-                     +------------------ admit(version) ----------------------+
+    TaskCursor -> Producer -> GroupBuffer -> Trainer.train_batch -> WeightSync.publish(version + 1)
+                     ^                                                           |
+                     +------------------- admit(version) ------------------------+
 
 After each publication, in this order: metrics, evaluation if due, checkpoint if due, then the next batch is admitted.
 At the end the checkpoint comes first: an evaluation that is cut short is made when the run is resumed.
 At `max_staleness` 0 nothing else is under way meanwhile: evaluations and checkpoints cannot change what is sampled. At
-any other, groups go on beside all of it, and the learner computes on a thread of its own.
+any other, groups go on beside all of it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,16 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-import torch
-
+from treadle.algorithms import estimators
 from treadle.algorithms.dynamic_sampling import learns_nothing
-from treadle.algorithms.estimators import Advantage
-from treadle.core.engine import Engine
 from treadle.core.errors import TrainingStopped, TreadleError
 from treadle.core.outcomes import dropped_steps, leave_out, reject_reason
+from treadle.core.trainer import Trainer, UpdateResult, WeightSync
 from treadle.core.types import DropReason, Group, Task, Trajectory
 from treadle.orchestration.buffer import GroupBuffer
 from treadle.orchestration.callbacks import Callback
@@ -52,7 +47,6 @@ from treadle.orchestration.stopping import StopRequest
 from treadle.rollout.attempt import Player
 from treadle.rollout.threads import abandoned_threads
 from treadle.training.checkpoint import remove_others
-from treadle.training.learner import UpdateResult
 
 T = TypeVar("T")
 
@@ -74,32 +68,14 @@ class Clock:
         )
 
 
-class Trainer(Protocol):
-    """What the loop asks of a learner: `training.learner.Learner`, or one that only takes its time."""
-
-    @property
-    def advantage(self) -> Advantage:
-        """The estimator that it trains with."""
-        ...
-
-    def weights(self) -> Mapping[str, Any]:
-        """What is published."""
-        ...
-
-    def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
-        """Train on the groups between two publications; one result an update. Blocks."""
-        ...
-
-
 class Loop:
     """Trains until `orchestration.updates`, a stop request, or a reason to give up.
 
-    save: writes the learner into a new checkpoint directory and returns the digest of its manifest; raises
-    CheckpointError. record: makes a group's newly
-    finished trajectories durable; default: in the run directory and its ledger.
+    trainer: its learned weights; weight_sync: makes the engines that `rollouts` plays with serve them.
+    record: makes a group's newly finished trajectories durable; default: in the run directory and its ledger.
     kept: groups on record of an earlier process that are gone on with, by index.
 
-    Invariant: `state` describes exactly the learner's weights whenever a checkpoint is written.
+    Invariant: `state` describes exactly the trainer's weights whenever a checkpoint is written.
     """
 
     def __init__(
@@ -108,12 +84,11 @@ class Loop:
         config: RunConfig,
         run: RunDirectory,
         ledger: Ledger,
-        learner: Trainer,
-        engine: Engine,
+        trainer: Trainer,
+        weight_sync: WeightSync,
         rollouts: Player,
         train: Sequence[Task],
         held_out: Sequence[Task],
-        save: Callable[[Path], str],
         state: LoopState,
         clock: Clock,
         progress: Progress,
@@ -122,8 +97,8 @@ class Loop:
         kept: Mapping[int, Group] = MappingProxyType({}),
         record: Callable[[Group], Awaitable[None]] | None = None,
     ) -> None:
-        self.config, self.run_directory, self.ledger, self.learner = config, run, ledger, learner
-        self.engine, self.rollouts, self.held_out, self._save = engine, rollouts, held_out, save
+        self.config, self.run_directory, self.ledger, self.trainer = config, run, ledger, trainer
+        self.weight_sync, self.rollouts, self.held_out = weight_sync, rollouts, held_out
         self.state, self.clock, self.progress, self.stop = state, clock, progress, stop
         self.callbacks = callbacks
         self._cursor = TaskCursor(train, config.seed, config.data.shuffle)
@@ -141,9 +116,9 @@ class Loop:
         self._since = Since()
         self._concurrency = Concurrency(config.engine.capacity)
         self._kept = kept
-        least, baseline = config.training.min_group_size, learner.advantage.by_group
+        self._estimator = estimators.by_name(config.algorithm.advantage)
+        least, baseline = config.training.min_group_size, self._estimator.by_group
         self._least = least or (min(2, config.training.group_size) if baseline else 1)
-        self._thread = _thread()
         self._batches: list[TrainedBatch] = []  # since the newest checkpoint
         self._failed_tasks: dict[str, int] = dict(state.failed_tasks)
 
@@ -153,10 +128,9 @@ class Loop:
             return await self._run()
         finally:
             await self._recorder.settled()
-            self._thread.shutdown()
 
     async def _run(self) -> LoopState:
-        await self.engine.publish(self.learner.weights(), self.state.version)
+        await self.weight_sync.publish(self.state.version)
         self.callbacks.publish(self.state.version)
         await self._evaluate()
         if self._saved is None:
@@ -206,9 +180,9 @@ class Loop:
         self.callbacks.batch(groups, self.state.version)
         with _timed(seconds, "update"):
             self._phase("update", 1)
-            results = await self._beside(partial(self.learner.train_batch, groups))
+            results = await self.trainer.train_batch(groups)
         with _timed(seconds, "publish"):
-            await self.engine.publish(self.learner.weights(), self.state.version + 1)
+            await self.weight_sync.publish(self.state.version + 1)
         self._buffer.trained()
         self.ledger.note_advantages({t: a for result in results for t, a in result.advantage.items()})
         refused = {t: why for result in results for t, why in result.refused.items()}
@@ -249,7 +223,7 @@ class Loop:
     def _note_taken(self, groups: list[Group]) -> list[Group]:
         """Return the batch as it is trained: without what dynamic sampling leaves out."""
         self._tell_failures(groups)
-        for text in reward_notes(groups, self.config, self.learner.advantage, first=self.state.update == 0):
+        for text in reward_notes(groups, self.config, self._estimator, first=self.state.update == 0):
             self._tell(text, text)
         if self.config.algorithm.dynamic_sampling != "replace":
             return groups
@@ -264,15 +238,6 @@ class Loop:
         At max_staleness 0 it would be sampled again, so that it is worth waiting for.
         """
         return await (work if self.config.orchestration.max_staleness == 0 else self.stop.unless_asked(work))
-
-    async def _beside(self, work: Callable[[], T]) -> T:
-        """Compute on the learner's thread; here where nothing else has anything to do meanwhile.
-
-        OpenMP keeps a team of workers per calling thread, and several teams on a small machine slow each other down.
-        """
-        if self.config.orchestration.max_staleness == 0:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     # --- what becomes of groups ----------------------------------------------------------------------------------
 
@@ -401,12 +366,12 @@ class Loop:
         self.progress.evaluated(result)
 
     async def _checkpoint(self) -> None:
-        """Write the learner, then make it the latest in one ledger transaction, then remove older ones."""
+        """Write the trainer, then make it the latest in one ledger transaction, then remove older ones."""
         wall, cpu = self.clock.read()
         self.state = replace(self.state, wall_seconds=wall, cpu_seconds=cpu)
         name, folder = checkpoint_name(self.state.update), self.run_directory.checkpoints
         new = self._saved != self.state.update
-        manifest = await self._beside(partial(self._save, folder / name)) if new else None
+        manifest = await self.trainer.save(folder / name) if new else None
         self.ledger.commit_checkpoint(name, self.state, self._batches, self.finished, manifest)
         self._batches.clear()
         self._saved = self.state.update
@@ -480,12 +445,6 @@ class Loop:
     def _advance(self) -> None:
         self._finished_trajectories = min(self._finished_trajectories + 1, self._total)
         self.progress.advance(self._finished_trajectories)
-
-
-def _thread() -> ThreadPoolExecutor:
-    """One that computes with as many threads as this one does: OpenMP and MKL keep that number for each."""
-    count = torch.get_num_threads()
-    return ThreadPoolExecutor(1, "treadle-learner", initializer=torch.set_num_threads, initargs=(count,))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Starting, resuming and finishing a run: everything around the loop.
 
-load_inputs -> model, tokenizer -> warm start -> Learner, Engine -> Loop.run -> summary.json, curve.png
+load_inputs -> ChatInterface, Trainer -> warm start or checkpoint -> Engine, WeightSync -> Loop.run -> summary.json
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
 from treadle.core.manifest import Manifest, read_proven
 from treadle.core.outcomes import interrupted_reason
+from treadle.core.trainer import Trainer
 from treadle.core.types import DropReason, Group
-from treadle.engines.routing import Routers
-from treadle.engines.weights import weights_sha256
 from treadle.orchestration.callbacks import Callbacks, JsonLines, RunStart
 from treadle.orchestration.changes import Change, changes, check_changes
+from treadle.orchestration.chat_interface import ChatInterface, check_engine, load_chat_interface, use_threads
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.curve import draw_curve
 from treadle.orchestration.engines import open_engine
 from treadle.orchestration.inputs import Inputs, check_first_prompts
 from treadle.orchestration.ledger import Ledger, LoopState
 from treadle.orchestration.loop import Clock, Loop
-from treadle.orchestration.policy import Policy, check_engine, load_policy, use_threads
 from treadle.orchestration.progress import Progress
 from treadle.orchestration.retention import checkpoint_name, checkpoint_updates, find_checkpoint, retained
 from treadle.orchestration.reuse import reusable
@@ -43,46 +41,45 @@ from treadle.orchestration.warm_start import WarmStartReport, check_demonstratio
 from treadle.rollout.attempt import open_rollouts
 from treadle.rollout.event_loop import run as run_event_loop
 from treadle.rollout.replies import reply_parser
-from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, remove_others, save_checkpoint
-from treadle.training.learner import Learner, check_reference
-from treadle.training.model import load_reference
+from treadle.training.checkpoint import remove_others
+from treadle.training.make import MakeTrainer, load_model, make_trainer
 from treadle.training.optimizer import learning_rate
 
 _WARM_START = "warm_start.json"
 
 
-def start_run(config: RunConfig, inputs: Inputs, path: Path, progress: Progress) -> dict[str, Any]:
+def start_run(
+    config: RunConfig, inputs: Inputs, path: Path, progress: Progress, make_trainer: MakeTrainer = make_trainer
+) -> dict[str, Any]:
     """Train from the beginning in a new run directory; returns the summary. Raises TreadleError."""
     clock = Clock()
     check_config(config)
-    policy = load_policy(config.model, config.seed)
-    config = _with_threads(config, use_threads(config.training.threads, policy.model))
-    if config.training.routing_replay:
-        Routers.of(policy.model)  # or an error, before anything is computed
-    check_first_prompts(inputs, policy.renderer, config, policy.context, progress.say)
-    check_demonstrations(config, policy.renderer)
-    reference = _given_reference(config, policy)
-    run = RunDirectory.create(path, config)
-    try:
-        progress.say(f"run directory: {path} ({_computing(config)})")
-        if problem := _tools_problem(inputs, policy, config):
-            progress.say(f"agents' calls with tools will be refused: {problem}")
-        models = [policy.model] * 3 + ([] if config.algorithm.kl is None else [reference or policy.model])
-        size = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
-        run.require_space(size, _kept_at_least(config))
-        told = Callbacks({run.metrics_file.name: JsonLines(run), **inputs.callbacks}, StopRequest())
+    chat = load_chat_interface(config.model)
+    with closing(make_trainer(config.trainer)) as trainer:
+        config = _with_threads(config, use_threads(config.training.threads, trainer.model.parameters))
+        check_first_prompts(inputs, chat.renderer, config, trainer.model.context, progress.say)
+        check_demonstrations(config, chat.renderer)
+        run = RunDirectory.create(path, config)
+        try:
+            progress.say(f"run directory: {path} ({_computing(config)})")
+            if problem := _tools_problem(inputs, chat, config):
+                progress.say(f"agents' calls with tools will be refused: {problem}")
+            run.require_space(trainer.checkpoint_bytes, _kept_at_least(config))
+            told = Callbacks({run.metrics_file.name: JsonLines(run), **inputs.callbacks}, StopRequest())
 
-        def work() -> dict[str, Any]:
-            report = run_warm_start(policy.model, policy.renderer, policy.tokenizer_path, config, progress)
-            warm_start = None if report is None else asdict(report)
-            if report is not None:
-                progress.say(_warm_start_line(report))
-                run.write(_WARM_START, json.dumps(warm_start).encode())
-            return _train(config, inputs, run, policy, reference, LoopState(), clock, progress, told, warm_start)
+            async def work() -> dict[str, Any]:
+                report = await run_warm_start(trainer, chat.renderer, config, progress)
+                warm_start = None if report is None else asdict(report)
+                if report is not None:
+                    progress.say(_warm_start_line(report))
+                    run.write(_WARM_START, json.dumps(warm_start).encode())
+                return await _train(config, inputs, run, chat, trainer, LoopState(), clock, progress, told, warm_start)
 
-        return told.around(RunStart(path, config, 0, progress.say), work)
-    finally:
-        run.unlock()
+            return told.around(
+                RunStart(path, config, 0, progress.say), lambda: run_event_loop(work(), progress.say, told.stop.ask)
+            )
+        finally:
+            run.unlock()
 
 
 def resume_run(
@@ -91,6 +88,7 @@ def resume_run(
     path: Path,
     progress: Progress,
     checkpoint: str | None = None,
+    make_trainer: MakeTrainer = make_trainer,
 ) -> dict[str, Any]:
     """Go on from the latest checkpoint, or an earlier one by name; returns the summary.
 
@@ -113,18 +111,22 @@ def resume_run(
         config = _with_threads(config, config.training.threads or before.training.threads)
         changed = changes(before, config)
         check_changes(changed, state.update)
-        policy = load_policy(config.model, config.seed)
-        config = _with_threads(config, use_threads(config.training.threads, policy.model))
-        progress.say(f"resuming {path} after {state.update} of {updates} updates ({_computing(config)})")
-        _tell_changes(changed, config, state.update, progress)
-        clock = replace(clock, wall_before=state.wall_seconds, cpu_before=state.cpu_seconds)
-        reference = _given_reference(config, policy)
-        told = Callbacks({run.metrics_file.name: JsonLines(run), **inputs.callbacks}, StopRequest())
+        chat = load_chat_interface(config.model)
+        with closing(make_trainer(config.trainer)) as trainer:
+            config = _with_threads(config, use_threads(config.training.threads, trainer.model.parameters))
+            progress.say(f"resuming {path} after {state.update} of {updates} updates ({_computing(config)})")
+            _tell_changes(changed, config, state.update, progress)
+            clock = replace(clock, wall_before=state.wall_seconds, cpu_before=state.cpu_seconds)
+            run.require_space(trainer.checkpoint_bytes, _kept_at_least(config))
+            told = Callbacks({run.metrics_file.name: JsonLines(run), **inputs.callbacks}, StopRequest())
 
-        def work() -> dict[str, Any]:
-            return _train(config, inputs, run, policy, reference, state, clock, progress, told, warm_start, found)
+            async def work() -> dict[str, Any]:
+                return await _train(config, inputs, run, chat, trainer, state, clock, progress, told, warm_start, found)
 
-        return told.around(RunStart(path, config, state.update, progress.say), work)
+            return told.around(
+                RunStart(path, config, state.update, progress.say),
+                lambda: run_event_loop(work(), progress.say, told.stop.ask),
+            )
     finally:
         run.unlock()
 
@@ -152,11 +154,11 @@ def _with_threads(config: RunConfig, threads: int | None) -> RunConfig:
     return config.model_copy(update={"training": config.training.model_copy(update={"threads": threads})})
 
 
-def _tools_problem(inputs: Inputs, policy: Policy, config: RunConfig) -> str:
+def _tools_problem(inputs: Inputs, chat: ChatInterface, config: RunConfig) -> str:
     """Why agents cannot use tools; "" if they can, or there are none."""
     if not inputs.agents:
         return ""
-    return policy.renderer.tools_problem(parse=reply_parser(config.rollout.reply_parser, policy.renderer.source))
+    return chat.renderer.tools_problem(parse=reply_parser(config.rollout.reply_parser, chat.renderer.source))
 
 
 def _computing(config: RunConfig) -> str:
@@ -185,22 +187,12 @@ def _kept_at_least(config: RunConfig) -> int:
     return config.orchestration.keep_last + (config.orchestration.keep_best is not None)
 
 
-def _given_reference(config: RunConfig, policy: Policy) -> PreTrainedModel | None:
-    """The model that `algorithm.kl.model` names, if any; without, the learner keeps a copy of the policy."""
-    kl = config.algorithm.kl
-    if kl is None or kl.model is None:
-        return None
-    reference = load_reference(kl.model, policy.model)
-    check_reference(config.algorithm, reference, policy.model)
-    return reference
-
-
-def _train(
+async def _train(
     config: RunConfig,
     inputs: Inputs,
     run: RunDirectory,
-    policy: Policy,
-    reference: PreTrainedModel | None,
+    chat: ChatInterface,
+    trainer: Trainer,
     state: LoopState,
     clock: Clock,
     progress: Progress,
@@ -208,27 +200,23 @@ def _train(
     warm_start: dict[str, Any] | None,
     resume_from: Manifest | None = None,
 ) -> dict[str, Any]:
-    learner = Learner(policy.model, config.training, config.algorithm, config.orchestration.updates, reference)
-    run.require_space(checkpoint_bytes(learner), _kept_at_least(config))
     ledger, kept = Ledger(run.ledger_file), dict[int, Group]()
     try:
         if resume_from is None:
             ledger.note_files(run.written)
         else:
-            load_checkpoint(resume_from, learner, policy.tokenizer_path)
+            await trainer.load(resume_from)
             run.summary_file.unlink(missing_ok=True)
             if changes(run.config(), config):
                 run.change_config(config, ledger)
             remove_other_shards(run.rollouts, ledger.shards())
             kept = _roll_back(config, run, ledger, resume_from.directory.name, state, progress)
-        state, stopped = run_event_loop(
-            _run_loop(config, inputs, run, policy, learner, ledger, state, clock, progress, callbacks, kept),
-            progress.say,
-            on_culprit=callbacks.stop.ask,
+        state, stopped = await _run_loop(
+            config, inputs, run, chat, trainer, ledger, state, clock, progress, callbacks, kept
         )
     finally:
         ledger.close()
-    summary = _summary(config, run, learner, state, stopped, warm_start)
+    summary = _summary(config, run, await trainer.digest(), state, stopped, warm_start)
     if not stopped:
         draw_curve(run.metrics(), run.curve_file, f"{config.recipe}, seed {config.seed}")
         write_atomically(run.summary_file, json.dumps(summary, indent=2).encode())
@@ -272,8 +260,8 @@ async def _run_loop(
     config: RunConfig,
     inputs: Inputs,
     run: RunDirectory,
-    policy: Policy,
-    learner: Learner,
+    chat: ChatInterface,
+    trainer: Trainer,
     ledger: Ledger,
     state: LoopState,
     clock: Clock,
@@ -282,23 +270,28 @@ async def _run_loop(
     kept: dict[int, Group],
 ) -> tuple[LoopState, bool]:
     """Returns the final state and whether the run was asked to stop before its end."""
-    engine = await open_engine(
-        config.engine_in_training, policy, run.path, config.training.routing_replay, progress.say
+    engine, weight_sync = await open_engine(
+        config.engine_in_training,
+        chat,
+        trainer,
+        partial(load_model, config.model, config.seed),
+        run.path,
+        config.training.routing_replay,
+        progress.say,
     )
     try:
         async with open_rollouts(
-            engine, policy.renderer, inputs.environments, inputs.agents, config.rollout, config.rewards, progress.say
+            engine, chat.renderer, inputs.environments, inputs.agents, config.rollout, config.rewards, progress.say
         ) as rollouts:
             loop = Loop(
                 config=config,
                 run=run,
                 ledger=ledger,
-                learner=learner,
-                engine=engine,
+                trainer=trainer,
+                weight_sync=weight_sync,
                 rollouts=rollouts,
                 train=inputs.train,
                 held_out=inputs.held_out,
-                save=partial(save_checkpoint, learner=learner, tokenizer=policy.tokenizer_path),
                 state=state,
                 clock=clock,
                 progress=progress,
@@ -306,7 +299,7 @@ async def _run_loop(
                 callbacks=callbacks,
                 kept=kept,
             )
-            await check_engine(engine, learner, policy, 10 * config.engine.tolerance)
+            await check_engine(engine, weight_sync, trainer, chat, 10 * config.engine.tolerance)
             with stop_on_signals(callbacks.stop):
                 final = await loop.run()
     finally:
@@ -323,7 +316,7 @@ def _warm_start_line(report: WarmStartReport) -> str:
 def _summary(
     config: RunConfig,
     run: RunDirectory,
-    learner: Learner,
+    weights_sha256: str,
     state: LoopState,
     stopped: bool,
     warm_start: dict[str, Any] | None,
@@ -351,5 +344,5 @@ def _summary(
         "threads": torch.get_num_threads(),
         "wall_seconds": round(state.wall_seconds, 1),
         "cpu_seconds": round(state.cpu_seconds, 1),
-        "weights_sha256": weights_sha256(learner.weights()),
+        "weights_sha256": weights_sha256,
     }

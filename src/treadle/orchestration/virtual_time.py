@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import selectors
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -16,30 +15,20 @@ Ts = TypeVarTuple("Ts")
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Its time starts at 0 and goes on only to the next timer, and only when nothing is left to be done before.
 
-    Invariant: time stands still while a function runs in one of its executors (`asyncio.to_thread` included), unless
-    that function is in `block`. So what such functions compute takes no time, and what they wait for takes its own.
+    Invariant: time stands still while a function runs in one of its executors (`asyncio.to_thread` included): what it
+    computes takes no time.
 
     For coroutines that wait for each other, for timers and for threads; not for sockets or processes, whose time is
     real. With asyncio.Runner(loop_factory=VirtualLoop). Raises RuntimeError where nothing would ever happen again.
     """
 
     def __init__(self) -> None:
-        self._now, self._busy = 0.0, 0  # busy: functions in executors that are not blocked
-        self._thread = threading.get_ident()
+        self._now, self._busy = 0.0, 0  # busy: functions in executors
         super().__init__(_Jumping(self))
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._now
-
-    def block(self, seconds: float) -> None:
-        """As `time.sleep`: on the loop's own thread nothing goes on meanwhile, on an executor's the loop does."""
-        if threading.get_ident() == self._thread:
-            self._now += seconds
-            return
-        over = threading.Event()
-        self.call_soon_threadsafe(self._fall_asleep, seconds, over)
-        over.wait()
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """As usual; time stands still until it is done."""
@@ -70,14 +59,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _done(self, _: object) -> None:
         self._busy -= 1
-
-    def _fall_asleep(self, seconds: float, over: threading.Event) -> None:
-        self._busy -= 1
-        self.call_later(seconds, self._wake, over)
-
-    def _wake(self, over: threading.Event) -> None:
-        self._busy += 1
-        over.set()
 
 
 class _Jumping(selectors.DefaultSelector):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 import json
@@ -9,24 +10,26 @@ import os
 import platform
 import shutil
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from safetensors.torch import load as load_safetensors
-from transformers import PreTrainedModel
 
 from treadle.core.errors import CheckpointError, RunError
 from treadle.core.manifest import Manifest
 from treadle.core.registry import resolve
+from treadle.core.trainer import Trainer
+from treadle.orchestration.chat_interface import load_chat_interface, use_threads
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.progress import Progress
 from treadle.rollout.chat import ChatRenderer
-from treadle.training.checkpoint import copy_weights, export_model
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import demonstrated_calls, load_demonstrations
+from treadle.training.make import make_trainer
 from treadle.training.model import file_sha256
+from treadle.training.model_files import tokenizer_directory
 from treadle.training.sft import warm_start
 
 
@@ -48,24 +51,40 @@ def check_demonstrations(config: RunConfig, renderer: ChatRenderer) -> None:
         demonstrated_calls(first, renderer)
 
 
-def run_warm_start(
-    model: PreTrainedModel, renderer: ChatRenderer, tokenizer: Path, config: RunConfig, progress: Progress
+def make_warm_model(config: RunConfig, directory: Path, progress: Progress) -> WarmStartReport:
+    """Write the configured model, warm-started, into a new directory. Raises TrainingStopped or CheckpointError."""
+    chat = load_chat_interface(config.model)
+    with closing(make_trainer(config.trainer)) as trainer:
+        use_threads(config.training.threads, trainer.model.parameters)
+
+        async def work() -> WarmStartReport | None:
+            report = await run_warm_start(trainer, chat.renderer, config, progress)
+            await trainer.export(directory)
+            return report
+
+        report = asyncio.run(work())
+    assert report is not None, "the configuration has a warm start"
+    return report
+
+
+async def run_warm_start(
+    trainer: Trainer, renderer: ChatRenderer, config: RunConfig, progress: Progress
 ) -> WarmStartReport | None:
-    """Warm-start the model in place, from the cache if it is there; None if the run has no warm start.
+    """Warm-start the trainer, from the cache if it is there; None if the run has no warm start.
 
     Raises TrainingStopped if it did not learn (nothing is cached then).
     """
     if config.warm_start is None:
         return None
     started = time.perf_counter()
-    entry = cache_directory() / "warm_start" / _key(config, config.warm_start, tokenizer)
-    if cached := _from_cache(entry, model, progress):
+    entry = cache_directory() / "warm_start" / _key(config, config.warm_start, tokenizer_directory(config.model))
+    if cached := await _from_cache(entry, trainer, progress):
         return replace(cached, cached=True, seconds=time.perf_counter() - started)
     section = config.warm_start
     demonstrations = load_demonstrations(section.demonstrations, section.options, config.seed)
     progress.phase("warm start", section.steps)
-    result = warm_start(
-        model,
+    result = await warm_start(
+        trainer,
         renderer,
         demonstrations,
         section,
@@ -73,25 +92,25 @@ def run_warm_start(
     )
     report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)
     try:
-        export_model(entry, model, tokenizer, {"report.json": json.dumps(asdict(report)).encode()})
+        await trainer.export(entry, {"report.json": json.dumps(asdict(report)).encode()})
     except CheckpointError as error:  # another run was quicker, or the disk refuses: no reason to lose what is learned
         progress.say(f"the warm start was not cached: {error}")
     return report
 
 
-def _from_cache(entry: Path, model: PreTrainedModel, progress: Progress) -> WarmStartReport | None:
-    """Load the cached weights into the model, if they are there; what is damaged is removed, to be learned again."""
+async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> WarmStartReport | None:
+    """Load the cached weights into the trainer, if they are there; what is damaged is removed, to be learned again."""
     if not entry.is_dir():
         return None
     try:
         cached = Manifest.load(entry, remedy="it is learned again")
         report = WarmStartReport(**json.loads(cached.read("report.json")))
-        weights = load_safetensors(cached.read("model.safetensors"))
+        cached.prove(("model.safetensors", "config.json"))
     except RunError as error:
         progress.say(f"the warm start in the cache is not used: {error}")
         shutil.rmtree(entry, ignore_errors=True)
         return None
-    copy_weights(model, weights, str(entry))
+    await trainer.load(cached)
     return report
 
 

@@ -24,18 +24,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import CheckpointError
-from treadle.core.files import sha256_of, write_durably
+from treadle.core.files import sha256_of
 from treadle.core.manifest import Manifest, NewDirectory, new_directory, remove_at_once
-from treadle.engines.weights import unique_weights
 from treadle.training.learner import Learner
 from treadle.training.model import TOKENIZER_FILES
+from treadle.training.weights import saved, trained
 
+_FACTS = "checkpoint.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def model_files(model: PreTrainedModel, tokenizer: Path) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of what makes a model directory: weights, config, tokenizer. Raises OSError."""
-    weights = {name: tensor.contiguous() for name, tensor in unique_weights(model).items()}
+    weights = {name: tensor.contiguous() for name, tensor in saved(model).items()}
     yield "model.safetensors", save_safetensors(weights, {"format": "pt"})
     config = json.loads(model.config.to_json_string())
     # inference engines choose the class by `architectures`, which only models that were loaded have
@@ -44,12 +45,6 @@ def model_files(model: PreTrainedModel, tokenizer: Path) -> Iterator[tuple[str, 
     for name in TOKENIZER_FILES:
         if name == "tokenizer.json" or (tokenizer / name).is_file():
             yield name, (tokenizer / name).read_bytes()
-
-
-def write_model(directory: Path, model: PreTrainedModel, tokenizer: Path) -> None:
-    """Write weights, config and tokenizer into an existing directory, durably. Raises OSError."""
-    for name, content in model_files(model, tokenizer):
-        write_durably(directory / name, content)
 
 
 def export_model(
@@ -95,22 +90,26 @@ def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> str:
             new.write(name, content)
         new.write("optimizer.safetensors", save_safetensors(_optimizer_tensors(learner)))
         for name, module in _beside(learner).items():
-            new.write(f"{name}.safetensors", save_safetensors(unique_weights(module)))
+            new.write(f"{name}.safetensors", save_safetensors(saved(module)))
         facts = _Facts(learner.updates_done, None if learner.kl is None else learner.kl.coef)
-        new.write("checkpoint.json", json.dumps(asdict(facts), indent=2).encode())
+        new.write(_FACTS, json.dumps(asdict(facts), indent=2).encode())
     return new.manifest_sha256
 
 
 def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> None:
-    """Restore a learner.
+    """Restore a learner; from the directory of an export, which is only a model, take the weights to begin with.
 
     Raises DamageError for a checkpoint that is damaged, CheckpointError for one of another model or tokenizer.
     """
     where = checkpoint.directory
-    facts = _Facts(**json.loads(checkpoint.read("checkpoint.json")))
     _check_tokenizer(checkpoint, tokenizer)
     _check_config(learner.model, json.loads(checkpoint.read("config.json")), where)
     weights = load_safetensors(checkpoint.read("model.safetensors"))
+    if _FACTS not in checkpoint.sha256:
+        copy_weights(learner.model, weights, str(where))
+        learner.begin_here()
+        return
+    facts = _Facts(**json.loads(checkpoint.read(_FACTS)))
     moments = load_safetensors(checkpoint.read("optimizer.safetensors"))
     beside = {name: load_safetensors(checkpoint.read(f"{name}.safetensors")) for name in _beside(learner)}
     copy_weights(learner.model, weights, str(where))
@@ -146,7 +145,7 @@ def _check_config(model: PreTrainedModel, recorded: dict[str, Any], where: Path)
 
 def copy_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:
     """Copy `weights` into the model. Raises CheckpointError, naming the first difference, if they do not fit it."""
-    mine = unique_weights(model)
+    mine = saved(model)
     for name in sorted(mine.keys() | weights.keys()):
         have, given = mine.get(name), weights.get(name)
         if have is None or given is None or have.shape != given.shape:
@@ -161,7 +160,7 @@ def copy_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> N
 def checkpoint_bytes(learner: Learner) -> int:
     """About how large a checkpoint is: weights and two moments, and what lies beside them."""
     modules = [learner.trained] * 3 + list(_beside(learner).values())
-    return sum(t.numel() * t.element_size() for module in modules for t in unique_weights(module).values())
+    return sum(t.numel() * t.element_size() for module in modules for t in saved(module).values())
 
 
 def _beside(learner: Learner) -> dict[str, nn.Module]:
@@ -178,7 +177,7 @@ def _shape(tensor: Tensor | None) -> str:
 def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
     return {
         f"{moment}.{name}": learner.optimizer.state[parameter][moment].contiguous()
-        for name, parameter in learner.trained.named_parameters()
+        for name, parameter in trained(learner.trained)
         if parameter in learner.optimizer.state
         for moment in _MOMENTS
     }
@@ -187,7 +186,7 @@ def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
 def _restore_moments(learner: Learner, moments: dict[str, Tensor]) -> None:
     """Parameters that never had a gradient have no moments; that none is lost, the recorded SHA-256 has shown."""
     learner.optimizer.state.clear()
-    for name, parameter in learner.trained.named_parameters():
+    for name, parameter in trained(learner.trained):
         if f"{_MOMENTS[0]}.{name}" in moments:
             learner.optimizer.state[parameter] = {
                 moment: moments[f"{moment}.{name}"].to(parameter.device) for moment in _MOMENTS

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config
 from treadle.packing.layout import Packing, Sharing
 
@@ -107,3 +109,20 @@ class TrainingConfig(Config):
     def updates_between_publications(self) -> int:
         """Optimizer updates that one batch gives."""
         return self.updates_per_batch * self.epochs_per_batch
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSpec:
+    """What a trainer is made of: picklable, so that each of several processes can make its own.
+
+    updates: optimizer updates of the whole run, over which schedules stretch. max_staleness: 0 where nothing else has
+    anything to do while it trains.
+    """
+
+    model: ModelConfig
+    training: TrainingConfig
+    algorithm: AlgorithmConfig
+    warm_start: WarmStartConfig | None
+    updates: int
+    max_staleness: int
+    seed: int

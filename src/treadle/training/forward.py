@@ -12,6 +12,7 @@ Shapes: T nodes of a micro-batch, P pairs of a tree, N completion tokens of an u
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,26 +26,26 @@ from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
 from treadle.engines.routing import Routers
-from treadle.packing.flat import Call, Indices
+from treadle.packing.flat import Call
 from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, micro_batches, row_batches
 from treadle.packing.tree import PrefixTree, depth_first
-from treadle.training.attention.interface import ATTENTION, Kernel, KeysAndValues, Shape, Tree
+from treadle.training.attention.interface import Kernel, KeysAndValues, Shape
 from treadle.training.attention.select import kernel_for
-from treadle.training.distribution import Head, pair_logprobs
 from treadle.training.objective import Gradient, Scores, Slopes
+from treadle.training.scorer import Pass, Scorer, rows
 from treadle.training.streaming import KeyValueStore
-from treadle.training.support import native_only, refuse_randomness, slides
+from treadle.training.support import refuse_randomness
 
 
 class Forward:
-    """A model prepared to compute prefix trees, at most `budget` nodes at a time.
+    """Computes prefix trees with a model, at most `budget` nodes at a time. One is made per model: see `configured`.
 
     A model whose layers cannot share prefixes (see `support.native_only`) is warned about once; it keeps its own
     attention and computes each step as a padded row. half: run in bfloat16. make_kernel: tree attention for a shape;
     default: the device's. routing: replay the experts that trees name; otherwise, and where they name none, the model
-    chooses.
-    value_head: from hidden states [P, d] to values [P, 1], in its own precision; a token's value
-    is that of the state in which it was sampled.
+    chooses. value_head: see `Scorer`.
+
+    Invariant: between calls the model is as it was before there was a Forward, its weights' gradients aside.
     Raises ConfigError for a model with dropout, or one that does not compute with tree attention what it computes
     with its own.
     """
@@ -59,26 +60,30 @@ class Forward:
         routing: bool = False,
         value_head: nn.Linear | None = None,
     ) -> None:
-        self.model, self.budget, self.half, self.value_head = model, budget, half, value_head
+        self.budget, self.half, self.gradient_checkpointing = budget, half, gradient_checkpointing
         self._make_kernel = make_kernel or kernel_for(model.device)
-        self._head = Head.of(model)
         self._routers = Routers.of(model) if routing else None
-        if model.get_decoder() is model:
-            raise ConfigError(f"{type(model).__name__} does not tell its decoder from its head; it cannot be trained")
+        self.scorer = Scorer(model, value_head)
         refuse_randomness(model)
-        reason = native_only(model.config)
-        self.shares = reason is None
-        if reason is not None:
+        self.shares = self.scorer.shares
+        if not self.shares:
             warnings.warn(
-                f"{type(model).__name__} cannot share prefixes ({reason}): it is trained with packing 'step'",
+                f"{type(model).__name__} cannot share prefixes ({self.scorer.why_not_shared}): it is trained with "
+                "packing 'step'",
                 stacklevel=1,  # one place for warm start and learner: it is shown once
             )
-        model.train()
         self._probe()
-        if gradient_checkpointing:
-            # renamed in the course of transformers 5; where both exist, the old name warns
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+
+    def configured(self, budget: int) -> Forward:
+        """Return another one on the same module, in the model's own precision and without gradient checkpointing."""
+        other = copy.copy(self)
+        other.budget, other.half, other.gradient_checkpointing = budget, False, False
+        return other
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model."""
+        return self.scorer.model
 
     @property
     def routing(self) -> tuple[int, int, int] | None:
@@ -96,7 +101,7 @@ class Forward:
         """One pass without gradient. temperature [N] of all pairs; its dtype is the result's."""
         parts = self._chunks(tree)
         store = KeyValueStore(len(tree))
-        with torch.no_grad():
+        with self.scorer.ready(), torch.no_grad():
             return self._first_pass(parts, temperature, store)
 
     def backward(self, tree: PrefixTree, temperature: Tensor, gradient: Gradient, entropy_grad: bool = False) -> Scores:
@@ -105,12 +110,13 @@ class Forward:
         temperature [N]: as for `scores`. entropy_grad: `gradient` gives one by entropies, too.
         """
         parts = self._chunks(tree)
-        if len(parts) > 1:
-            return self._stream(parts, len(tree), temperature, gradient, entropy_grad)
-        with self._replayed(parts[0]):
-            attached = self._pairs(parts[0], temperature, entropy_grad)
-            scores = attached.detached()
-            _propagate(attached, gradient(scores))
+        with self.scorer.ready(self.gradient_checkpointing):
+            if len(parts) > 1:
+                return self._stream(parts, len(tree), temperature, gradient, entropy_grad)
+            with self._replayed(parts[0]):
+                attached = self._pairs(parts[0], temperature, entropy_grad)
+                scores = attached.detached()
+                _propagate(attached, gradient(scores))
         return scores
 
     def _chunks(self, tree: PrefixTree) -> list[MicroBatch]:
@@ -130,7 +136,9 @@ class Forward:
             np.concatenate([part.flat for part in parts]),
             torch.cat([scores.logp for scores in found]),
             torch.cat([scores.entropy for scores in found]),
-            torch.cat([scores.value for scores in found if scores.value is not None]) if self.value_head else None,
+            torch.cat([scores.value for scores in found if scores.value is not None])
+            if self.scorer.value_head
+            else None,
         )
 
     def _stream(
@@ -160,7 +168,7 @@ class Forward:
             return
         wanted = part.routing
         if not self.shares:
-            place, shape = _rows(part)
+            place, shape = rows(part)
             wanted = np.full((math.prod(shape), *wanted.shape[1:]), -1, np.int16)
             wanted[place] = part.routing
         with self._routers.choosing(torch.from_numpy(wanted).long().to(self.model.device)):
@@ -175,77 +183,31 @@ class Forward:
         fresh: dict[int, KeysAndValues] | None = None,
     ) -> Scores:
         """With their graph, if gradients are on."""
-        device = self.model.device
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.half):
-            hidden = self._hidden(part, context or {}, fresh) if self.shares else self._hidden_rows(part)
-            sources = hidden.index_select(0, torch.from_numpy(part.source).to(device))
-            logp, entropy = pair_logprobs(
-                self._head,
-                sources,
-                torch.from_numpy(part.target_ids).long().to(device),
-                temperature[torch.from_numpy(part.flat)].to(device),
-                entropy_grad,
-            )
-        head = self.value_head
-        value = None if head is None else head(sources.to(head.weight.dtype))[:, 0]
-        return Scores(part.flat, logp, entropy, value)
-
-    def _hidden(
-        self, part: MicroBatch, context: Mapping[int, KeysAndValues], fresh: dict[int, KeysAndValues] | None
-    ) -> Tensor:
-        """[T, d], all nodes in one row."""
-        tree, device = Tree(self._make_kernel(Shape.of(part)), context, fresh), self.model.device
-        hidden: Tensor = self.model.get_decoder()(
-            input_ids=torch.from_numpy(part.token_ids).long()[None].to(device),
-            position_ids=torch.from_numpy(part.position_ids)[None].to(device),
-            use_cache=False,
-            tree=tree,
-        ).last_hidden_state
-        self._check(tree)
-        return hidden[0]
-
-    def _hidden_rows(self, part: MicroBatch) -> Tensor:
-        """[T, d], each sequence a row, padded behind, out of sight of a causal layer: it needs no mask."""
-        place, shape = _rows(part)
-        ids = np.zeros(math.prod(shape), np.int64)
-        ids[place] = part.token_ids
-        device = self.model.device
-        hidden: Tensor = self.model.get_decoder()(
-            input_ids=torch.from_numpy(ids).view(shape).to(device), use_cache=False
-        ).last_hidden_state
-        return hidden.flatten(0, 1).index_select(0, torch.from_numpy(place).to(device))
+        call = Pass(
+            part,
+            temperature,
+            self._make_kernel(Shape.of(part)) if self.shares else None,
+            half=self.half,
+            entropy_grad=entropy_grad,
+            context=context,
+            fresh=fresh,
+        )
+        return Scores(part.flat, *self.scorer(call))
 
     # --- what could be silently wrong ---
-
-    def _check(self, tree: Tree) -> None:
-        """Raise ConfigError if a layer did not attend through the tree, or not through its window."""
-        config, name = self.model.config.get_text_config(), type(self.model).__name__
-        if len(tree.attended) != config.num_hidden_layers:
-            raise ConfigError(
-                f"{len(tree.attended)} of {config.num_hidden_layers} layers of {name} attended through the prefix "
-                "tree; the others would mix sequences"
-            )
-        for layer, window in tree.attended.items():
-            if slides(config, layer) and window is None:
-                raise ConfigError(f"layer {layer} of {name} has a sliding window that it does not tell its attention")
 
     def _probe(self) -> None:
         """Raise ConfigError unless two short sequences, packed, have the logits of the whole model alone."""
         model = self.model
         size = model.config.get_text_config().vocab_size
         sequences = [np.array(ids, np.int32) % size for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8])]
-        if self.shares:
-            model.set_attn_implementation("eager")
+        calls = [Call(ids, 1, 0) for ids in sequences]
+        order, shared = depth_first(calls, (0, 0)) if self.shares else ([0, 1], np.zeros(2, np.int64))
+        [part] = chunks(PrefixTree.of([calls[i] for i in order], shared), 16)
         with torch.no_grad():
-            rows = [torch.from_numpy(ids).long()[None].to(model.device) for ids in sequences]
-            own = [model(row, use_cache=False).logits[0] for row in rows]
-            if self.shares:
-                model.set_attn_implementation(ATTENTION)
-            calls = [Call(ids, 1, 0) for ids in sequences]
-            order, shared = depth_first(calls, (0, 0)) if self.shares else ([0, 1], np.zeros(2, np.int64))
-            [part] = chunks(PrefixTree.of([calls[i] for i in order], shared), 16)
-            hidden = self._hidden(part, {}, None) if self.shares else self._hidden_rows(part)
-            packed = self._head(hidden.index_select(0, torch.from_numpy(part.source).to(model.device)))
+            own = self.scorer.own_logits([torch.from_numpy(ids).long()[None].to(model.device) for ids in sequences])
+            with self.scorer.ready():
+                packed = self.scorer.logits(part, self._make_kernel(Shape.of(part)) if self.shares else None)
         expected = torch.cat([own[i][:-1] for i in order]).float()
         gap = float((packed.float() - expected).norm() / expected.norm())
         if not gap < (1e-3 if model.dtype.itemsize >= 4 else 0.1):
@@ -253,14 +215,6 @@ class Forward:
                 f"{type(model).__name__} computes other logits packed than alone (they differ by {gap:.1%}): its "
                 "attention, positions or head work in a way that Treadle does not know"
             )
-
-
-def _rows(part: MicroBatch) -> tuple[Indices, tuple[int, int]]:
-    """Where the nodes stand if each sequence is a row, padded behind: int64[T], and the (rows, width) of that."""
-    starts = np.append(np.flatnonzero(part.position_ids == 0), len(part.token_ids))
-    lengths = np.diff(starts)
-    width = int(lengths.max())
-    return np.repeat(np.arange(len(lengths)) * width, lengths) + part.position_ids, (len(lengths), width)
 
 
 def _propagate(scores: Scores, slopes: Slopes, more: Sequence[Tensor] = (), by_more: Sequence[Tensor] = ()) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,8 +27,8 @@ from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.algorithms.values import ValueTargets
 from treadle.core.errors import ConfigError
 from treadle.core.metrics import Measures, measured
+from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group
-from treadle.engines.weights import unique_weights
 from treadle.packing.checks import set_aside
 from treadle.packing.flat import FlatBatch, calls, flatten
 from treadle.packing.tree import PrefixTree
@@ -48,19 +48,7 @@ from treadle.training.metrics import (
 from treadle.training.objective import Gradient, Objective, Scores, joined, looked_up
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 from treadle.training.validation import check_algorithm
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """What one optimizer update did.
-
-    metrics: of what it trained (`training.metrics`). advantage: trajectory_id -> mean over its trainable tokens, if it
-    has any. refused: trajectory_id -> why it could not be trained.
-    """
-
-    metrics: Measures
-    advantage: dict[str, float]
-    refused: dict[str, str] = field(default_factory=dict)
+from treadle.training.weights import saved
 
 
 def check_reference(algorithm: AlgorithmConfig, reference: PreTrainedModel, policy: PreTrainedModel) -> None:
@@ -98,11 +86,10 @@ class Learner:
         self.advantage: Advantage = estimators.by_name(algorithm.advantage)
         self.policy_loss: PolicyLoss = losses.by_name(algorithm.policy_loss)
         self.value_head = make_value_head(model) if self.advantage.needs_values else None
-        heads = {} if self.value_head is None else {"value_head": self.value_head}
-        self.trained: nn.Module = nn.ModuleDict({"model": model, **heads}) if heads else model
         kl = algorithm.kl
         self.kl = None if kl is None else KlController(kl.coef, kl.target, kl.horizon)
         self.reference = None if kl is None else self._frozen(reference or copy.deepcopy(model))
+        self._own_reference = reference is None
         self.forward = Forward(
             model,
             training.max_tokens_per_microbatch,
@@ -111,16 +98,13 @@ class Learner:
             routing=training.routing_replay,
             value_head=self.value_head,
         )
+        self.trained: nn.Module = model if self.value_head is None else self.forward.scorer
         self.optimizer = make_optimizer(self.trained, training.optimizer)
 
     @property
     def version(self) -> int:
         """Of the weights that the batch at hand starts from: how many batches were trained before."""
         return self.updates_done // self.training.updates_between_publications
-
-    def weights(self) -> dict[str, Tensor]:
-        """The model's current weights, not copied."""
-        return unique_weights(self.model)
 
     def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
         """Train on the groups between two publications: `updates_per_batch` updates of equally many groups, in order,
@@ -287,14 +271,22 @@ class Learner:
         half = self.training.precision == "bfloat16"
         return Forward(reference.requires_grad_(False), self.training.max_tokens_per_microbatch, half=half)
 
+    def begin_here(self) -> None:
+        """Note that something else than an update changed the weights: a reference that copies them follows."""
+        if self._own_reference:
+            self._copy_to_reference()
+
     def _reset_reference(self) -> None:
         """After an update: make the policy the reference, if that is due."""
         section = self.algorithm.kl
-        if self.reference is None or section is None or section.reset_every is None:
-            return
-        if self.updates_done % section.reset_every == 0:
-            for name, tensor in unique_weights(self.reference.model).items():
-                tensor.copy_(self.weights()[name])
+        if section is not None and section.reset_every is not None and self.updates_done % section.reset_every == 0:
+            self._copy_to_reference()
+
+    def _copy_to_reference(self) -> None:
+        if self.reference is not None:
+            weights = saved(self.model)
+            for name, tensor in saved(self.reference.model).items():
+                tensor.copy_(weights[name])
 
     def _temperature(self, batch: FlatBatch) -> Tensor:
         """[N], in the precision of log-probabilities and losses: the model's, but at least float32."""
@@ -325,4 +317,4 @@ def _by_trajectory(batch: FlatBatch, advantage: NDArray[np.float64]) -> dict[str
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in unique_weights(model).items()}
+    return {name: tensor.shape for name, tensor in saved(model).items()}

@@ -9,6 +9,7 @@ from torch import nn
 
 from treadle.core.errors import TrainingStopped
 from treadle.training.config import OptimizerConfig
+from treadle.training.weights import trained
 
 
 def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
@@ -23,9 +24,9 @@ def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters."""
+    """AdamW over the trained weights (`training.weights`)."""
     return torch.optim.AdamW(
-        model.parameters(),
+        [parameter for _, parameter in trained(model)],
         lr=config.learning_rate,
         betas=config.betas,
         weight_decay=config.weight_decay,

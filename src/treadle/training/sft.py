@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from treadle.core.errors import TrainingStopped
-from treadle.core.types import Message
+from treadle.core.trainer import Conversation, Trainer
 from treadle.packing.flat import Call
 from treadle.packing.layout import Packing, Sharing
 from treadle.rollout.chat import ChatRenderer
@@ -29,34 +29,24 @@ class WarmStartResult:
     steps: int
 
 
-def warm_start(
-    model: PreTrainedModel,
+async def warm_start(
+    trainer: Trainer,
     renderer: ChatRenderer,
     demonstrations: Demonstrations,
     config: WarmStartConfig,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> WarmStartResult:
-    """Train the model in place, loss on assistant tokens only, `token_mean` over each step's conversations.
+    """Have the trainer make the steps of the warm start, each on the next `batch_size` conversations.
 
     on_step(step, loss) is called after each step. Raises TrainingStopped if the final loss is above `config.max_loss`.
     """
-    forward = Forward(model, config.max_tokens_per_microbatch)
-    optimizer = make_optimizer(model, config.optimizer)
     losses: list[float] = []
     for number in range(config.steps):
         first = number * config.batch_size
-        calls = _calls([demonstrations(i) for i in range(first, first + config.batch_size)], renderer)
-        tokens = sum(len(c.token_ids) - c.prompt_length for c in calls)
-        temperature = torch.ones(tokens, device=model.device)
-
-        def mean(scores: Scores, tokens: int = tokens) -> Slopes:
-            return Slopes(torch.full_like(scores.logp, -1 / tokens))
-
-        trees = forward.trees(calls, Packing.TREE, Sharing.TRAJECTORY)
-        total = -sum(float(forward.backward(tree, temperature, mean).logp.sum()) for tree in trees) / tokens
-        step(optimizer, model, config.optimizer, learning_rate(config.optimizer, number, config.steps))
-        losses.append(total)
-        on_step(number + 1, total)
+        rows = [demonstrations(i) for i in range(first, first + config.batch_size)]
+        losses.append(await trainer.supervised_step([demonstrated_calls(row, renderer) for row in rows], number))
+        on_step(number + 1, losses[-1])
+        await asyncio.sleep(0)  # a trainer that computes inline would otherwise never let Ctrl-C through
     final = float(np.mean(losses[-max(1, config.steps // 10) :]))
     if config.max_loss is not None and not final <= config.max_loss:
         raise TrainingStopped(
@@ -67,11 +57,35 @@ def warm_start(
     return WarmStartResult(final, config.steps)
 
 
-def _calls(rows: Sequence[Sequence[Message]], renderer: ChatRenderer) -> list[Call]:
+class Supervised:
+    """The optimizer of a warm start, and its steps: loss on assistant tokens only, `token_mean` over each step's."""
+
+    def __init__(self, forward: Forward, config: WarmStartConfig) -> None:
+        self.config = config
+        self._forward = forward.configured(config.max_tokens_per_microbatch)
+        self._optimizer = make_optimizer(forward.model, config.optimizer)
+
+    def step(self, conversations: Sequence[Conversation], number: int) -> float:
+        """Move the model; returns the mean loss before it, in nats a token. Raises TrainingStopped."""
+        model, config = self._forward.model, self.config
+        calls = _calls(conversations)
+        tokens = sum(len(c.token_ids) - c.prompt_length for c in calls)
+        temperature = torch.ones(tokens, device=model.device)
+
+        def mean(scores: Scores) -> Slopes:
+            return Slopes(torch.full_like(scores.logp, -1 / tokens))
+
+        trees = self._forward.trees(calls, Packing.TREE, Sharing.TRAJECTORY)
+        loss = -sum(float(self._forward.backward(tree, temperature, mean).logp.sum()) for tree in trees) / tokens
+        step(self._optimizer, model, config.optimizer, learning_rate(config.optimizer, number, config.steps))
+        return loss
+
+
+def _calls(conversations: Sequence[Conversation]) -> list[Call]:
     calls: list[Call] = []
     first = 0
-    for conversation, messages in enumerate(rows):
-        for prompt, completion in demonstrated_calls(messages, renderer):
-            calls.append(Call(np.concatenate([prompt, completion]), len(prompt), first, conversation))
+    for number, conversation in enumerate(conversations):
+        for prompt, completion in conversation:
+            calls.append(Call(np.concatenate([prompt, completion]), len(prompt), first, number))
             first += len(completion)
     return calls

@@ -13,6 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.models import tiny
+from tests.sources import FixedWeights
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.engines.config import EngineConfig
@@ -90,17 +91,26 @@ Connect = Callable[..., AbstractAsyncContextManager[VLLMEngine]]
 
 @pytest.fixture
 def connect(servers: dict[str, Served], tmp_path: Path) -> Connect:
-    """`async with connect("tied", ...) as engine`: over those servers and `urls`, with `open_engine`'s options."""
+    """`async with connect("tied", ...) as engine`: over those servers and `urls`, with `open_engine`'s options.
+
+    `tests.sources.publish` gives it weights.
+    """
 
     @asynccontextmanager
     async def connected(
-        *names: str, in_flight: str = "keep", transfer: str = "shared_memory", urls: Sequence[str] = (), **options: Any
+        *names: str,
+        in_flight: str = "keep",
+        transfer: str = "shared_memory",
+        urls: Sequence[str] = (),
+        source: FixedWeights | None = None,
+        **options: Any,
     ) -> AsyncIterator[VLLMEngine]:
         for name in names:
             await started(servers[name].process)
         vllm = {"urls": [*(servers[n].url for n in names), *urls], "transfer": transfer}
         config = build(EngineConfig, {"kind": "vllm", "in_flight": in_flight, "vllm": vllm})
-        engine = await open_engine(config, model=None, logs=tmp_path, **{"stop_token_ids": [END], **options})
+        options = {"stop_token_ids": [END], **options}
+        engine, _ = await open_engine(config, source or FixedWeights(), model=None, logs=tmp_path, **options)
         try:
             yield engine
         finally:
@@ -138,4 +148,4 @@ def engine_core(server: Served) -> int:
 
 
 def shared_files() -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob(f"treadle-*-{os.getpid()}-*")]
+    return [path.name for path in Path("/dev/shm").glob(f"treadle_weights-*-{os.getpid()}-*")]

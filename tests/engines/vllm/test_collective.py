@@ -12,6 +12,7 @@ import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sources import FixedWeights
 from treadle.engines.vllm.collective import Collective, cut
 from treadle.engines.vllm.worker.treadle_group import Group, join, listen, pack, packed_bytes, unpack
 
@@ -100,7 +101,8 @@ def test_buckets_hold_one_type_and_no_more_than_allowed(given_sizes: list[tuple[
 
 async def test_staged_weights_are_a_copy() -> None:
     weights = {"b": torch.ones(2, 3), "a": torch.tensor([5]), "c": torch.zeros(4, dtype=torch.bfloat16)}
-    staged = await Collective(torch.float32, HOST).stage(weights)
+    staged = await Collective(torch.float32, HOST).stage(FixedWeights(weights))
+    assert staged.shapes == {name: tuple(tensor.shape) for name, tensor in weights.items()}
     weights["b"].zero_()
     told = [(bucket.told(), bucket.packed) for bucket in staged._buckets]
     assert [bucket for bucket, _ in told] == [

@@ -14,14 +14,16 @@ from typing import Any
 
 import pytest
 
+from tests.sources import FixedWeights
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.launch import WORKER, command, environment, find_python, flags
 from treadle.engines.vllm.start import open_engine
+from treadle.orchestration.chat_interface import load_chat_interface
 from treadle.orchestration.config import load_recipe
 from treadle.orchestration.engines import open_engine as open_engine_of
-from treadle.orchestration.policy import load_policy
+from treadle.training.make import load_source
 
 
 def config(**vllm: Any) -> EngineConfig:
@@ -93,6 +95,7 @@ async def test_a_server_that_does_not_start_is_told_with_its_log(script: str, me
     closed = []
     engine = open_engine(
         config(python=interpreter(tmp_path, script), start_timeout=0.7, servers=2),
+        FixedWeights(),
         model=tmp_path,
         stop_token_ids=[],
         logs=tmp_path,
@@ -105,16 +108,19 @@ async def test_a_server_that_does_not_start_is_told_with_its_log(script: str, me
 
 async def test_a_url_that_nobody_answers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9 does not answer /health"):
-        await open_engine(config(urls=["http://127.0.0.1:9"]), model=None, stop_token_ids=[], logs=tmp_path)
+        await open_engine(
+            config(urls=["http://127.0.0.1:9"]), FixedWeights(), model=None, stop_token_ids=[], logs=tmp_path
+        )
 
 
 async def test_nothing_is_written_for_servers_that_have_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = load_policy(load_recipe("demo").model, seed=0)
+    model = load_recipe("demo").model
+    chat, source = load_chat_interface(model), load_source(model, seed=0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     with pytest.raises(EngineError, match="does not answer /health"):
-        await open_engine_of(config(urls=["http://127.0.0.1:9"]), policy, tmp_path)
+        await open_engine_of(config(urls=["http://127.0.0.1:9"]), chat, source, lambda: source.module, tmp_path)
 
 
 def group_members(group: int) -> list[int]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedModel
 
 from tests.engines.vllm.conftest import TOKENIZER, Connect, Served, engine_core, metric, sized
+from tests.sources import publish
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
@@ -77,7 +78,7 @@ async def test_log_probabilities_are_those_of_the_distribution_sampled_from(
         SamplingParams(max_tokens=24, temperature=1.2, min_p=0.05, top_k=40, top_p=0.8),
     ]
     async with connect(name, stop_token_ids=[]) as engine:
-        await engine.publish(unique_weights(model), 0)
+        await publish(engine, unique_weights(model), 0)
         wanted = [replace(kind, seed=seed) for kind in kinds for seed in range(4)]
         answers = await asyncio.gather(*(sampled(engine, s, f"s{i}") for i, s in enumerate(wanted)))
         ids = np.concatenate([PROMPT, answers[0].token_ids])

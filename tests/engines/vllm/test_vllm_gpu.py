@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.engines.vllm.conftest import TOKENIZER, TRANSFERS, python_with_vllm, sized
+from tests.sources import FixedWeights, publish
 from treadle.core.config import build
 from treadle.core.types import Floats, Ids
 from treadle.engines.config import EngineConfig
@@ -48,11 +49,11 @@ async def test_a_server_gets_the_weights_of_another_gpu(transfer: str, tmp_path:
         "environment": {"CUDA_VISIBLE_DEVICES": str(gpus - 1)},
     }
     config = build(EngineConfig, {"kind": "vllm", "dtype": "bfloat16", "batch": 16, "vllm": vllm})
-    engine = await open_engine(config, model=tmp_path / "model", stop_token_ids=[], logs=tmp_path)
+    engine, _ = await open_engine(config, FixedWeights(), model=tmp_path / "model", stop_token_ids=[], logs=tmp_path)
     try:
         for version, seed in ((1, 1), (2, 2), (3, 1)):
             weights = {name: tensor.to("cuda:0") for name, tensor in unique_weights(sized("qwen3", seed)).items()}
-            await engine.publish(weights, version)
+            await publish(engine, weights, version)
             gap = np.abs(await engine.score(IDS) - score(seed, IDS)).mean()
             assert gap <= config.tolerance < np.abs(score(seed, IDS) - score(3 - seed, IDS)).mean()
         way = engine._publication._transfer

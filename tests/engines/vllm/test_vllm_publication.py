@@ -22,17 +22,18 @@ from tests.engines.vllm.conftest import (
     started,
     under_way,
 )
+from tests.sources import FixedWeights, publish
 from treadle.core.config import build
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
 from treadle.engines.config import EngineConfig
+from treadle.engines.staging import StagedFile, WeightsFile
 from treadle.engines.vllm import collective
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.vllm.launch import ServerProcess
-from treadle.engines.vllm.publication import Proof
+from treadle.engines.vllm.publication import Probe
 from treadle.engines.vllm.start import open_engine
-from treadle.engines.vllm.weights_file import WeightsFile
 from treadle.engines.weights import unique_weights
 from treadle.training.checkpoint import export_model
 
@@ -93,7 +94,8 @@ async def test_each_token_is_of_the_version_that_is_reported_for_it(
     name: str, in_flight: str, transfer: str, servers: dict[str, Served], connect: Connect, small_buckets: None
 ) -> None:
     old, new = (sized(servers[name].family, seed) for seed in (0, 1))
-    options = {"in_flight": in_flight, "transfer": transfer, "stop_token_ids": [], "shapes": shapes(old)}
+    source = FixedWeights(shapes=shapes(old))
+    options = {"in_flight": in_flight, "transfer": transfer, "stop_token_ids": [], "source": source}
     async with connect(name, **options) as engine:
         for delay in (
             0.2,
@@ -101,10 +103,10 @@ async def test_each_token_is_of_the_version_that_is_reported_for_it(
             0.5,
             1.0,
         ):  # until most are interrupted, which a busy machine may need some attempts for
-            await engine.publish(unique_weights(old), 3)
+            await publish(engine, unique_weights(old), 3)
             early = start(engine, 32, LONG)
             await asyncio.sleep(delay)
-            await engine.publish(unique_weights(new), 4)
+            await publish(engine, unique_weights(new), 4)
             early_answers = await asyncio.gather(*early)
             if sum(len(answer.policy_versions) > 1 for answer in early_answers) >= 20:
                 break
@@ -139,8 +141,8 @@ def damaged(how: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> Non
     """From now on weights are damaged on their way."""
     write = WeightsFile.write
 
-    async def writing(*arguments: Any) -> WeightsFile:
-        file = await write(*arguments)
+    def writing(*arguments: Any) -> StagedFile:
+        file = write(*arguments)
         how(file.path)
         return file
 
@@ -161,19 +163,19 @@ async def test_a_file_that_cannot_be_read_leaves_the_old_version_serving(
 ) -> None:
     old, new = (sized("qwen3", seed) for seed in (0, 1))
     async with connect("tied", stop_token_ids=[]) as engine:
-        await engine.publish(unique_weights(old), 3)
+        await publish(engine, unique_weights(old), 3)
         with monkeypatch.context() as patch:
             damaged(how, patch)
             calls = start(engine, 4, 200)
             await under_way(engine._servers[0], 40)
             with pytest.raises(EngineError, match=r"publication of version 4 failed: .*; version 3 serves on"):
-                await engine.publish(unique_weights(new), 4)
+                await publish(engine, unique_weights(new), 4)
         for number, answer in enumerate(await asyncio.gather(*calls)):  # they never noticed
             assert set(answer.versions_per_token()) == {3}
             reference = score(old, np.concatenate([prompt(number), answer.token_ids]))[4:]
             np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
         np.testing.assert_allclose(await engine.score(PROBE), score(old, PROBE), atol=1e-4)
-        await engine.publish(unique_weights(new), 4)
+        await publish(engine, unique_weights(new), 4)
         np.testing.assert_allclose(await engine.score(PROBE), score(new, PROBE), atol=1e-4)
     assert shared_files() == []
 
@@ -196,22 +198,23 @@ async def test_weights_that_fail_halfway_leave_the_old_version_serving(
     small_buckets: None,
 ) -> None:
     old, new = (sized("qwen3", seed) for seed in (0, 1))
-    async with connect("tied", transfer=transfer, stop_token_ids=[], shapes=shapes(old)) as engine:
-        await engine.publish(unique_weights(old), 3)
+    source = FixedWeights(shapes=shapes(old))
+    async with connect("tied", transfer=transfer, stop_token_ids=[], source=source) as engine:
+        await publish(engine, unique_weights(old), 3)
         with pytest.raises(EngineError, match=r"1 weights do not fit the engine's, for example model\.layers\.1\."):
-            await engine.publish(spoil(unique_weights(new)), 4)
-        engine._shapes = None  # what follows shows that the servers would notice, too
+            await publish(engine, spoil(unique_weights(new)), 4)
+        source.shapes = None  # what follows shows that the servers would notice, too
         engine._publication._connected = []  # the server is to forget what it expects
         calls = start(engine, 4, 200)
         await under_way(engine._servers[0], 40)
         with pytest.raises(EngineError, match=r"publication of version 4 failed: .*; version 3 serves on"):
             async with asyncio.timeout(30):  # a server that refuses weights keeps nobody waiting in the broadcast
-                await engine.publish(spoil(unique_weights(new)), 4)
+                await publish(engine, spoil(unique_weights(new)), 4)
         for number, answer in enumerate(await asyncio.gather(*calls)):
             assert set(answer.versions_per_token()) == {3}
             reference = score(old, np.concatenate([prompt(number), answer.token_ids]))[4:]
             np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
-        await engine.publish(unique_weights(new), 4)
+        await publish(engine, unique_weights(new), 4)
         np.testing.assert_allclose(await engine.score(PROBE), score(new, PROBE), atol=1e-4)
 
 
@@ -236,25 +239,24 @@ async def test_weights_that_are_not_proven_are_never_admitted(transfer: str, con
     models = [sized("qwen3", seed) for seed in range(3)]
     expected = {"of": models[0]}
 
-    def proof() -> Proof:
-        return Proof(PROBE, score(expected["of"], PROBE).astype(np.float32), 1e-4)
-
-    async with connect("tied", transfer=transfer, stop_token_ids=[], proof=proof) as engine:
-        await engine.publish(unique_weights(models[0]), 3)
+    source = FixedWeights(scores=lambda ids: score(expected["of"], ids).astype(np.float32))
+    probe = Probe(PROBE, 1e-4)
+    async with connect("tied", transfer=transfer, stop_token_ids=[], source=source, probe=probe) as engine:
+        await publish(engine, unique_weights(models[0]), 3)
         for _ in range(10):  # until some are interrupted, which a busy machine may need some attempts for
             calls = start(engine, 8, LONG)
             await under_way(engine._servers[0], 8)
             with pytest.raises(
                 EngineError, match=r"scores the new weights otherwise than the learner, by .*version 3 serves on"
             ):
-                await engine.publish(unique_weights(models[1]), 4)
+                await publish(engine, unique_weights(models[1]), 4)
             if await unadmitted_or_old(calls, models[0]) < len(calls):
                 break
         else:
             pytest.fail("every completion ended before the server was paused")
         np.testing.assert_allclose(await engine.score(PROBE), score(models[0], PROBE), atol=1e-4)
         expected["of"] = models[2]
-        await engine.publish(unique_weights(models[2]), 4)
+        await publish(engine, unique_weights(models[2]), 4)
         [answer] = await asyncio.gather(*start(engine, 1, 20))
         assert set(answer.versions_per_token()) == {4}
 
@@ -262,19 +264,16 @@ async def test_weights_that_are_not_proven_are_never_admitted(transfer: str, con
 async def test_a_first_publication_that_fails_refuses_the_engine(connect: Connect) -> None:
     model = sized("qwen3", 0)
 
-    def proof() -> Proof:
-        return Proof(PROBE, np.zeros(len(PROBE) - 1, np.float32), 1e-4)
-
-    async with connect("tied", proof=proof) as engine:
+    async with connect("tied", probe=Probe(PROBE, 1e-4)) as engine:
         with pytest.raises(EngineError, match=r"version 0 failed, and the engine is refused: .*otherwise"):
-            await engine.publish(unique_weights(model), 0)
+            await publish(engine, unique_weights(model), 0)
         with pytest.raises(EngineError, match=r"no server is left: .*there is no earlier publication to go back to"):
             await start(engine, 1, 4)[0]
 
 
 async def test_weights_that_somebody_else_published_are_noticed(connect: Connect) -> None:
     async with connect("tied") as mine, connect("tied") as theirs:
-        await theirs.publish(unique_weights(sized("qwen3", 1)), 1)
+        await publish(theirs, unique_weights(sized("qwen3", 1)), 1)
         with pytest.raises(EngineError, match="sampled tokens and were never admitted"):
             await start(mine, 1, 4)[0]
 
@@ -289,11 +288,10 @@ async def test_every_worker_of_a_tensor_parallel_server_gets_its_part(tmp_path: 
         await started(process)
         for version, transfer in enumerate(["shared_memory", "collective", "collective"], 1):
             vllm = {"urls": [process.url], "transfer": transfer}
-            engine = await open_engine(
-                build(EngineConfig, {"kind": "vllm", "vllm": vllm}), model=None, logs=tmp_path, stop_token_ids=[]
-            )
+            config = build(EngineConfig, {"kind": "vllm", "vllm": vllm})
+            engine, _ = await open_engine(config, FixedWeights(), model=None, logs=tmp_path, stop_token_ids=[])
             model = sized("qwen3", version)
-            await engine.publish(unique_weights(model), version)
+            await publish(engine, unique_weights(model), version)
             np.testing.assert_allclose(await engine.score(PROBE), score(model, PROBE), atol=1e-4)
             await engine.close()
     finally:

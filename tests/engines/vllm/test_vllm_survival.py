@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.engines.vllm.conftest import TRANSFERS, Connect, Served, engine_core, metric, sized, under_way
+from tests.sources import publish
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.vllm import collective
@@ -48,7 +49,7 @@ async def play(engine: VLLMEngine, number: int, turns: int) -> list[Ids]:
 
 async def test_a_session_stays_on_one_server_and_finds_its_prefix_there(connect: Connect) -> None:
     async with connect("tied", "untied", stop_token_ids=[]) as engine:
-        await engine.publish(same_policy(), 1)
+        await publish(engine, same_policy(), 1)
 
         async def counts() -> NDArray[np.float64]:
             names = ("request_success_total", "prefix_cache_hits_total")
@@ -66,12 +67,12 @@ async def test_a_session_stays_on_one_server_and_finds_its_prefix_there(connect:
 async def test_where_one_server_fails_all_go_back(transfer: str, connect: Connect) -> None:
     new = unique_weights(sized("qwen3", 1))
     async with connect("tied", "untied", transfer=transfer, stop_token_ids=[]) as engine:
-        await engine.publish(same_policy(), 1)
+        await publish(engine, same_policy(), 1)
         ids = np.arange(100, 140, dtype=np.int32)
         before = [await server.score(ids) for server in engine._servers]
         engine._publication._connected = []  # servers are to forget what they expect
         with pytest.raises(EngineError, match=r"lm_head.*version 1 serves on"):
-            await engine.publish(new, 2)  # all that the tied server needs; the other one lacks its output layer
+            await publish(engine, new, 2)  # all that the tied server needs; the other one lacks its output layer
         for server, score in zip(engine._servers, before, strict=True):
             np.testing.assert_allclose(await server.score(ids), score, atol=1e-6)
         np.testing.assert_allclose(before[0], before[1], atol=1e-4)
@@ -101,20 +102,20 @@ async def test_a_server_that_ends_in_a_broadcast_is_left_behind(
     monkeypatch.setattr(collective, "_TIMEOUT", 3.0)
     with doomed(end) as url:
         async with connect("tied", urls=[url], transfer="collective", stop_token_ids=[]) as engine:
-            await engine.publish(unique_weights(old), 1)
+            await publish(engine, unique_weights(old), 1)
             before = await engine._servers[0].score(ids)
             started = time.monotonic()
-            await engine.publish(unique_weights(new), 2)
+            await publish(engine, unique_weights(new), 2)
             assert time.monotonic() - started < 30
             assert [server.is_lost for server in engine._servers] == [False, True]
             assert np.abs(await engine.score(ids) - before).max() > 0.01
-            await engine.publish(unique_weights(old), 3)
+            await publish(engine, unique_weights(old), 3)
             np.testing.assert_allclose(await engine.score(ids), before, atol=1e-6)
 
 
 async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connect, servers: dict[str, Served]) -> None:
     async with connect("tied", "untied", stop_token_ids=[]) as engine:
-        await engine.publish(same_policy(), 1)
+        await publish(engine, same_policy(), 1)
         undisturbed = await asyncio.gather(*(play(engine, number, 24) for number in range(6)))
         plays = [asyncio.ensure_future(play(engine, number, 24)) for number in range(6)]
         await under_way(engine._servers[1], 60)  # of 1440
@@ -124,7 +125,7 @@ async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connec
         for one, other in zip(undisturbed, disturbed, strict=True):
             assert [ids.tolist() for ids in one] == [ids.tolist() for ids in other]
         assert [server.is_lost for server in engine._servers] == [False, True]
-        await engine.publish(same_policy(), 2)  # to the one that is left
+        await publish(engine, same_policy(), 2)  # to the one that is left
         await play(engine, 0, 1)
         engine._servers[0].lose("played to be lost")
         with pytest.raises(EngineError, match=rf"no server is left: .*{servers['untied'].url} is lost: \w+Error"):
@@ -136,7 +137,7 @@ async def test_a_server_whose_engine_is_stopped_is_given_up(
 ) -> None:
     monkeypatch.setattr(vllm_engine, "_SILENCE", 2.0)
     async with connect("tied", stop_token_ids=[]) as engine:
-        await engine.publish(same_policy(), 1)
+        await publish(engine, same_policy(), 1)
         core = engine_core(servers["tied"])
         playing = asyncio.ensure_future(play(engine, 0, 8))
         await under_way(engine._servers[0], 40)  # of 160

@@ -21,11 +21,12 @@ from treadle.core.engine import Engine
 from treadle.core.errors import ConfigError
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig
+from treadle.orchestration.chat_interface import load_chat_interface
 from treadle.orchestration.config import load_recipe
-from treadle.orchestration.engines import open_engine
-from treadle.orchestration.policy import load_policy
+from treadle.orchestration.engines import open_serving
 from treadle.orchestration.validation import check_engine_config
 from treadle.training.config import ModelConfig
+from treadle.training.make import load_source
 
 _VOCABULARY = 704
 _PAD, _STOP = 0, 2
@@ -99,15 +100,16 @@ def _model_rows(
     repeats: int,
 ) -> list[Row]:
     """Every engine with one model, and `generate`."""
-    policy = replace(load_policy(model, seed=0), stop_token_ids=())  # all play to the full length
+    chat = replace(load_chat_interface(model), stop_token_ids=())  # all play to the full length
+    source = load_source(model, seed=0)
     players: dict[str, Player] = {}
     engines = []
     for config in configs:
-        engine = runner.run(open_engine(config, policy))
+        engine = runner.run(open_serving(config, chat, source))
         engines.append(engine)
         players[_NAMES[config.kind]] = partial(_play, runner, engine, True)
         players[f"{_NAMES[config.kind]}, no reuse"] = partial(_play, runner, engine, False)
-    players[_BASE] = partial(_generate, load_policy(model, seed=0).model.eval())
+    players[_BASE] = partial(_generate, source.module.eval())
     rows: list[Row] = []
     try:
         for count in sessions:
@@ -116,7 +118,7 @@ def _model_rows(
     finally:
         for engine in engines:
             runner.run(engine.close())
-    parameters = sum(p.numel() for p in policy.model.parameters()) / 1e6
+    parameters = source.model.parameters / 1e6
     return [{"model": f"{parameters:.2f}M", **row} for row in rows]
 
 

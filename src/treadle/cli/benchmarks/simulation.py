@@ -16,10 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from treadle.algorithms import estimators
-from treadle.algorithms.estimators import Advantage
 from treadle.core.draws import Stream, call_seed, token_uniforms
-from treadle.core.metrics import Measures
 from treadle.core.outcomes import as_trained
 from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
 from treadle.engines.fake import FakeEngine
@@ -33,7 +30,7 @@ from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.virtual_time import VirtualLoop
 from treadle.rollout.session import Address
-from treadle.training.learner import UpdateResult
+from treadle.training.fake import FakeTrainer
 
 Seconds = Callable[[float], float]
 """A distribution, as its quantile function: a draw in [0, 1) -> seconds."""
@@ -110,6 +107,13 @@ class Seen:
     published: list[tuple[float, float]] = field(default_factory=list)
     outstanding: frozenset[int] = frozenset()
 
+    def train(self, groups: Sequence[Group]) -> None:
+        """Note the groups of an update."""
+        live = {t.trajectory_id: as_trained(t).steps for group in groups for t in group.trajectories}
+        version = len(self.trained)
+        self.trained.append({name: len(steps) for name, steps in live.items()})
+        self.staleness += [version - int(s.policy_versions.min()) for steps in live.values() for s in steps]
+
     def fates(self, steps: int) -> Iterator[tuple[float, int, int]]:
         """(seconds, trained steps, dropped steps) of every trajectory whose group is done with."""
         trained = {name: count for update in self.trained for name, count in update.items()}
@@ -125,8 +129,6 @@ def simulate(world: World, way: Way) -> Seen:
 
 
 async def _simulate(world: World, way: Way) -> Seen:
-    clock = asyncio.get_running_loop()
-    assert isinstance(clock, VirtualLoop)
     seen = Seen()
     engine = _Engine(world, seen)
 
@@ -141,12 +143,11 @@ async def _simulate(world: World, way: Way) -> Seen:
             config=_config(world, way),
             run=run,
             ledger=ledger,
-            learner=_Learner(world, clock, seen),
-            engine=engine,
+            trainer=FakeTrainer(world.training, seen.train),
+            weight_sync=engine,
             rollouts=_Rollouts(world, engine, seen),
             train=[Task(f"task-{number}") for number in range(_TASKS)],
             held_out=(),
-            save=lambda _: "",
             state=LoopState(),
             clock=Clock(),
             progress=_Silent(),
@@ -184,9 +185,9 @@ class _Engine(FakeEngine):
         self._publication, self._seen = world.publication, seen
         self._running, self._worked, self._since = 0, 0.0, 0.0
 
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+    async def publish(self, version: int) -> None:
         await asyncio.sleep(self._publication)
-        await super().publish(weights, version)
+        await super().publish(version)
         if version:
             self._seen.published.append((asyncio.get_running_loop().time(), self._work()))
 
@@ -240,25 +241,6 @@ class _Rollouts:
         steps = await self._engine.sample(seconds, self._world.steps)
         taken, reward = sum(step.seconds for step in steps), float(a.attempt % 2)
         return Trajectory(name, task.task_id, a.attempt, tuple(steps), reward, Status.DONE, seconds=taken)
-
-
-class _Learner:
-    """Takes its time, and notes what it was given."""
-
-    def __init__(self, world: World, clock: VirtualLoop, seen: Seen) -> None:
-        self.advantage: Advantage = estimators.by_name("grpo")
-        self._seconds, self._clock, self._seen = world.training, clock, seen
-
-    def weights(self) -> Mapping[str, Any]:
-        return {}
-
-    def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
-        live = {t.trajectory_id: as_trained(t).steps for group in groups for t in group.trajectories}
-        version = len(self._seen.trained)
-        self._seen.trained.append({name: len(steps) for name, steps in live.items()})
-        self._seen.staleness += [version - int(s.policy_versions.min()) for steps in live.values() for s in steps]
-        self._clock.block(self._seconds)
-        return [UpdateResult(Measures(), {})]
 
 
 class _Silent:

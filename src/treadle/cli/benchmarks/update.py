@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -16,14 +18,13 @@ import torch
 from treadle.cli.benchmarks.report import Report, Row, cpu_seconds
 from treadle.core.errors import RunError
 from treadle.core.files import WrittenFile
+from treadle.core.trainer import Trainer, UpdateResult
 from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.rollout_store import read_shard
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.packing.layout import Packing
-from treadle.training.learner import Learner, UpdateResult
-from treadle.training.model import load_tokenizer, make_model
-from treadle.training.model_files import tokenizer_directory
+from treadle.training.make import make_trainer
 
 _VOCABULARY = 704
 
@@ -92,18 +93,22 @@ def measure(threads: int, repeats: int, tasks: int = 32, run: Path | None = None
     if run is not None:
         return _replay(run, threads, repeats)
     groups = recorded_groups(tasks)
-    learners = {
-        (packing, budget): _learner(load_recipe("demo"), _VOCABULARY, packing, budget)
+    trainers = {
+        (packing, budget): _trainer(load_recipe("demo"), packing, budget)
         for budget in (2048, 8192)
         for packing in Packing
     }
-    taken = cpu_seconds(
-        {f"{packing} {budget}": partial(own.train_batch, groups) for (packing, budget), own in learners.items()},
-        repeats,
-    )
+    with asyncio.Runner() as runner:
+        taken = cpu_seconds(
+            {
+                f"{packing} {budget}": partial(_update, runner, own, groups)
+                for (packing, budget), own in trainers.items()
+            },
+            repeats,
+        )
+        results = {way: _update(runner, own, groups) for way, own in trainers.items()}
     rows: list[Row] = []
-    for (packing, budget), learner in learners.items():
-        [result] = learner.train_batch(groups)
+    for (packing, budget), [result] in results.items():
         rows.append(_row(packing, budget, result, taken[f"{packing} {budget}"], taken[f"{Packing.STEP} {budget}"]))
     note = f"the demo's model and shape ({len(groups)} tasks x 8), median of {repeats}, {threads} thread(s)"
     return Report("update", note, rows)
@@ -112,17 +117,17 @@ def measure(threads: int, repeats: int, tasks: int = 32, run: Path | None = None
 def _replay(run: Path, threads: int, repeats: int) -> Report:
     """Each chosen update of the run, in turn under each packing; the medians over updates."""
     config = RunDirectory.open(run).config()
-    tokenizer = load_tokenizer(tokenizer_directory(config.model))
     budget = config.training.max_tokens_per_microbatch
-    learners = {packing: _learner(config, len(tokenizer), packing, budget) for packing in Packing}
+    trainers = {packing: _trainer(config, packing, budget) for packing in Packing}
     batches = replayed_batches(run, 5 * repeats)
     taken: dict[Packing, list[float]] = {packing: [] for packing in Packing}
     results: dict[Packing, list[UpdateResult]] = {packing: [] for packing in Packing}
-    for batch in [batches[0], *batches]:  # the first only warms up
-        for packing, learner in learners.items():
-            started = time.process_time()
-            results[packing] += learner.train_batch(batch)
-            taken[packing].append(time.process_time() - started)
+    with asyncio.Runner() as runner:
+        for batch in [batches[0], *batches]:  # the first only warms up
+            for packing, trainer in trainers.items():
+                started = time.process_time()
+                results[packing] += _update(runner, trainer, batch)
+                taken[packing].append(time.process_time() - started)
     step = median(taken[Packing.STEP][1:])
     rows = [
         _row(packing, budget, results[packing][len(batches) // 2], median(taken[packing][1:]), step)
@@ -143,8 +148,12 @@ def _row(packing: Packing, budget: int, result: UpdateResult, seconds: float, st
     }
 
 
-def _learner(config: RunConfig, vocabulary: int, packing: Packing, budget: int) -> Learner:
+def _trainer(config: RunConfig, packing: Packing, budget: int) -> Trainer:
     one = {"updates_per_batch": 1, "epochs_per_batch": 1}
     changed = {"packing": packing, "max_tokens_per_microbatch": budget, **one}
     training = config.training.model_copy(update=changed)
-    return Learner(make_model(config.model, vocabulary, seed=0), training, config.algorithm, updates=1000)
+    return make_trainer(replace(config.trainer, training=training, updates=1000, max_staleness=0, seed=0))
+
+
+def _update(runner: asyncio.Runner, trainer: Trainer, groups: Sequence[Group]) -> list[UpdateResult]:
+    return runner.run(trainer.train_batch(groups))

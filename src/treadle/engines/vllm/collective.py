@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from treadle.core.errors import EngineError
+from treadle.core.trainer import WeightSource
+from treadle.engines.staging import to_host
 from treadle.engines.vllm.server import Server
-from treadle.engines.vllm.weights_file import to_host
 from treadle.engines.vllm.worker.treadle_group import Group, listen, pack
 
 _BUCKET = 256 << 20  # bytes that one broadcast carries; a larger tensor goes alone
@@ -53,10 +54,10 @@ class Collective:
             steps=2,
         )
 
-    async def stage(self, weights: Mapping[str, Tensor]) -> Buckets:
-        """A copy in this machine's memory. Raises nothing."""
-        self._device = next((tensor.device for tensor in weights.values()), torch.device("cpu"))
-        return Buckets(self, await asyncio.to_thread(lambda: list(_packed(weights, self._dtype))))
+    async def stage(self, source: WeightSource) -> Buckets:
+        """See `Transfer`: a copy in this machine's memory."""
+        self._device, buckets = await source.stage(Packed(self._dtype))
+        return Buckets(self, buckets)
 
     def close(self) -> None:
         """Drop the group."""
@@ -95,11 +96,29 @@ class Bucket:
         return {"dtype": str(self.dtype).removeprefix("torch."), "shapes": self.shapes}
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The `WeightsDestination` of a broadcast: weights copied into buckets. dtype: of the servers' weights."""
+
+    dtype: torch.dtype
+
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[torch.device, list[Bucket]]:
+        """Return the device on which the weights are, and the buckets."""
+        here = dict(weights)
+        device = next((tensor.device for tensor in here.values()), torch.device("cpu"))
+        return device, list(_packed(here, self.dtype))
+
+
 class Buckets:
     """All weights, until `discard`. They may be broadcast again."""
 
     def __init__(self, transfer: Collective, buckets: list[Bucket]) -> None:
         self._transfer, self._buckets = transfer, buckets
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Staged`."""
+        return {name: shape for bucket in self._buckets for name, shape in bucket.shapes.items()}
 
     async def load(self, servers: Sequence[Server], label: str) -> None:
         """Have the servers load them and report this label. Raises EngineError; then servers may be half loaded."""

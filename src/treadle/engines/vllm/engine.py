@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
@@ -27,7 +26,7 @@ class VLLMEngine:
     """Sessions stay on the server that has their prefixes; calls of a lost server are made again on another.
 
     stop_token_ids: tokens that end a completion (they are part of it); nothing else does, whatever the model's own
-    configuration says. shapes: of the weights to be published, by name; others are refused. on_close: called last.
+    configuration says. on_close: called last.
 
     Invariant: a completion that is returned was sampled by admitted weights (see `Publication`).
     """
@@ -38,10 +37,9 @@ class VLLMEngine:
         publication: Publication,
         *,
         stop_token_ids: Sequence[int],
-        shapes: Mapping[str, tuple[int, ...]] | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._servers, self._publication, self._shapes = servers, publication, shapes
+        self._servers, self._publication = servers, publication
         self._stop, self._on_close = sorted(stop_token_ids), on_close
         self._sessions: dict[str, Server | None] = {}  # None until its first call
         self._closed = False
@@ -90,22 +88,6 @@ class VLLMEngine:
             raise EngineError(f"vLLM scores at temperatures of at least {_COLDEST}, not at {temperature}")
         await self._publication.settled()
         return await self._least_busy().score(np.asarray(ids), temperature, self._publication.salt(None))
-
-    async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Swap the weights in, under the completions in flight; returns when they are proven and admitted.
-
-        Raises EngineError: weights of another model (nothing has changed then), or a publication that failed; then the
-        old weights serve on, or, if even those could not be brought back, every further call fails.
-        """
-        if self._shapes is not None:
-            given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-            unfit = sorted(n for n in self._shapes.keys() | given.keys() if self._shapes.get(n) != given.get(n))
-            if unfit:
-                raise EngineError(
-                    f"publication of version {version}: {len(unfit)} weights do not fit the engine's, for example "
-                    f"{unfit[0]}: {given.get(unfit[0], 'absent')}, not {self._shapes.get(unfit[0], 'there')}"
-                )
-        await self._publication.publish(weights, version)
 
     async def close(self) -> None:
         """End the servers that were started for this engine; calls that wait fail. Idempotent."""

@@ -1,8 +1,8 @@
 """Changing the weights of running servers, completions in flight included.
 
-    stage -> [gate closed: pause -> load -> resume -> prove] -> admit
-                                     |               |
-                                     +--- failed: load the old weights again, or give the server up
+    stage -> score -> [gate closed: pause -> load -> resume -> prove] -> admit
+                                              |               |
+                                              +--- failed: load the old weights again, or give the server up
 
 Nobody gets a token of weights that were not proven: no call starts or returns while the gate is closed, and an answer
 that holds tokens of weights that were not admitted is an error.
@@ -18,10 +18,10 @@ from typing import Literal
 from uuid import uuid4
 
 import numpy as np
-from torch import Tensor
 
 from treadle.core.engine import VersionSpan
 from treadle.core.errors import EngineError
+from treadle.core.trainer import WeightSource
 from treadle.core.types import Floats, Ids
 from treadle.engines.config import InFlight
 from treadle.engines.vllm.server import Server, left, on_each
@@ -32,20 +32,20 @@ LOADING = "treadle: half loaded"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Proof:
-    """What new weights must score: log-probability of ids[1:] at temperature 1, by somebody who is sure to have them.
+class Probe:
+    """What new weights are proven with: servers must score `ids` int32[T] as the source does.
 
-    ids int32[T]; logprobs float32[T - 1]; tolerance: of the mean absolute difference.
+    tolerance: of the mean absolute difference of the log-probabilities of ids[1:] at temperature 1.
     """
 
     ids: Ids
-    logprobs: Floats
     tolerance: float
 
 
 class Publication:
-    """Which weights the servers have, and the way to new ones.
+    """The `WeightSync` of vLLM's servers: which weights they have, and the way to new ones.
 
+    source: whose weights are published. probe: ids that new weights are proven with; None: they are not.
     Every swap gets a label of its own, which the servers report for each token and which salts their prefix caches. A
     label that this object did not hand out says that somebody else changed the weights.
     """
@@ -54,12 +54,13 @@ class Publication:
         self,
         servers: Sequence[Server],
         transfer: Transfer,
+        source: WeightSource,
         *,
         in_flight: InFlight,
-        proof: Callable[[], Proof] | None,
+        probe: Probe | None = None,
     ) -> None:
-        self._servers, self._transfer = servers, transfer
-        self._in_flight, self._proof = in_flight, proof
+        self._servers, self._transfer, self._source = servers, transfer, source
+        self._in_flight, self._probe = in_flight, probe
         self._owner, self._swaps = uuid4().hex[:8], 0
         self._admitted: dict[str, int] = {}  # label -> version
         self._label = ""
@@ -93,13 +94,19 @@ class Publication:
             spans.append(VersionSpan(self._admitted[label], int(str(span["start"])), int(str(span["end"]))))
         return tuple(spans)
 
-    async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Load, prove and admit. Raises EngineError: the old weights serve on, or every server is given up."""
+    async def publish(self, version: int) -> None:
+        """Swap the weights in, under the completions in flight; returns when they are proven and admitted.
+
+        Raises EngineError: weights of another model (nothing has changed then), or a publication that failed; then the
+        old weights serve on, or, if even those could not be brought back, every further call fails.
+        """
         async with self._one:
-            staged = await self._transfer.stage(weights)
-            self._gate.clear()
+            staged = await self._transfer.stage(self._source)
             try:
-                await self._swap(staged, version)
+                self._check_shapes(staged, version)
+                expected = None if self._probe is None else await self._source.score(self._probe.ids)
+                self._gate.clear()
+                await self._swap(staged, expected, version)
             finally:
                 if staged is not self._staged:
                     staged.discard()
@@ -112,14 +119,22 @@ class Publication:
             self._staged = None
         self._transfer.close()
 
-    async def _swap(self, staged: Staged, version: int) -> None:
+    def _check_shapes(self, staged: Staged, version: int) -> None:
+        expected, given = self._source.model.shapes, staged.shapes
+        if unfit := sorted(n for n in expected.keys() | given.keys() if expected.get(n) != given.get(n)):
+            raise EngineError(
+                f"publication of version {version}: {len(unfit)} weights do not fit the engine's, for example "
+                f"{unfit[0]}: {given.get(unfit[0], 'absent')}, not {expected.get(unfit[0], 'there')}"
+            )
+
+    async def _swap(self, staged: Staged, expected: Floats | None, version: int) -> None:
         label = self._next_label()
         in_flight: Literal["keep", "abort"] = "keep"
         try:
             await self._load(staged, label, in_flight)
             in_flight = "abort"  # from here on, what is in flight may hold tokens of the new weights
             await self._resume()
-            await self._prove()
+            await self._prove(expected)
         except EngineError as error:
             await self._go_back(version, error, in_flight)
             raise EngineError(
@@ -155,17 +170,17 @@ class Publication:
             await self._each(lambda server: server.post("/reset_prefix_cache", reset_running_requests="true"))
         await self._each(lambda server: server.post("/resume"))
 
-    async def _prove(self) -> None:
-        if self._proof is None:
+    async def _prove(self, expected: Floats | None) -> None:
+        if self._probe is None or expected is None:
             return
-        proof = self._proof()
+        ids, tolerance = self._probe.ids, self._probe.tolerance
 
         async def prove(server: Server) -> None:
-            gap = float(np.abs(await server.score(proof.ids) - proof.logprobs).mean())
-            if not gap <= proof.tolerance:
+            gap = float(np.abs(await server.score(ids) - expected).mean())
+            if not gap <= tolerance:
                 raise EngineError(
                     f"{server} scores the new weights otherwise than the learner, by {gap:.2e} on average "
-                    f"({proof.tolerance:.0e} is allowed)"
+                    f"({tolerance:.0e} is allowed)"
                 )
 
         await self._each(prove)

@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from treadle.core.errors import EngineError
+from treadle.core.trainer import WeightSource
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.collective import Collective
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.vllm.launch import ServerProcess
-from treadle.engines.vllm.publication import LOADING, Proof, Publication
+from treadle.engines.vllm.publication import LOADING, Probe, Publication
 from treadle.engines.vllm.server import Server
+from treadle.engines.vllm.shared_memory import SharedMemory
 from treadle.engines.vllm.transfer import Transfer
-from treadle.engines.vllm.weights_file import SharedMemory
 
 
 async def open_engine(
     config: EngineConfig,
+    source: WeightSource,
     *,
     model: Path | None,
     stop_token_ids: Sequence[int],
     logs: Path,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    proof: Callable[[], Proof] | None = None,
+    probe: Probe | None = None,
     on_close: Callable[[], None] = lambda: None,
-) -> VLLMEngine:
-    """An engine whose servers answer, at version 0.
+) -> tuple[VLLMEngine, Publication]:
+    """An engine whose servers answer, at version 0, and the way to new weights, those of `source`.
 
-    model: directory that servers to be started load. logs: directory for their output. proof: what the weights being
-    published must score. Raises EngineError with the end of the log for a server that does not start, is no match for
+    model: directory that servers to be started load. logs: directory for their output. probe: what new weights are
+    proven with. Raises EngineError with the end of the log for a server that does not start, is no match for
     this engine or cannot take weights; ConfigError without vLLM.
     """
     servers: list[Server] = []
@@ -50,13 +51,13 @@ async def open_engine(
         if config.vllm.transfer == "collective":
             for server in servers:
                 server.workers = int((await server.get("/get_world_size"))["world_size"])
-        publication = Publication(servers, _transfer(config), in_flight=config.in_flight, proof=proof)
+        publication = Publication(servers, _transfer(config), source, in_flight=config.in_flight, probe=probe)
         await publication.begin(version=0)
     except BaseException:
         await asyncio.gather(*(server.close() for server in servers))
         on_close()
         raise
-    return VLLMEngine(servers, publication, stop_token_ids=stop_token_ids, shapes=shapes, on_close=on_close)
+    return VLLMEngine(servers, publication, stop_token_ids=stop_token_ids, on_close=on_close), publication
 
 
 def _transfer(config: EngineConfig) -> Transfer:

@@ -6,7 +6,8 @@ Shapes: see `treadle.training.attention`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -59,19 +60,27 @@ class Kernel(Protocol):
 KeysAndValues = tuple[Tensor, Tensor]  # [1, K, n, D] each, as layers make them
 
 
-@dataclass(slots=True)
 class Tree:
     """The forward pass's own argument to every attention layer (`tree=`).
 
     context: keys and values of the C nodes outside, by layer; none if C is 0.
     fresh: where layers leave the keys and values of the T nodes, if anybody asked.
     attended: layer -> the sliding window with which it attended.
+
+    It is no dataclass, nor a dict, on purpose: FSDP2 looks into those among a module's arguments and hands the module
+    copies, in which what layers leave would be lost.
     """
 
-    kernel: Kernel
-    context: Mapping[int, KeysAndValues] = field(default_factory=dict)
-    fresh: dict[int, KeysAndValues] | None = None
-    attended: dict[int, int | None] = field(default_factory=dict)
+    __slots__ = ("attended", "context", "fresh", "kernel")
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        context: Mapping[int, KeysAndValues] = MappingProxyType({}),
+        fresh: dict[int, KeysAndValues] | None = None,
+    ) -> None:
+        self.kernel, self.context, self.fresh = kernel, context, fresh
+        self.attended: dict[int, int | None] = {}
 
 
 def tree_attention(

@@ -1,0 +1,177 @@
+"""The interfaces to what learns: `Trainer`, which owns the weights, and `WeightSync`, which gets them to the engines.
+
+    groups -> Trainer.train_batch -> WeightSync.publish(version + 1) -> Trainer.stage(destination) -> engines
+
+Nothing here names a tensor library: what crosses these interfaces is plain picklable data, so that a trainer may be an
+object of this process, another process, or a group of them that shard one model.
+
+A trainer has three sets of weights. They coincide for a model that is trained whole in one process, and stop to do so
+with adapters and shards (`treadle.training.weights` has the definitions for a model that is at hand):
+
+    trained     what the optimizer moves
+    published   what engines serve: `stage`, `digest`, `score`
+    saved       what a checkpoint or an export holds: `save`, `load`, `export`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from treadle.core.manifest import Manifest
+from treadle.core.metrics import Measures
+from treadle.core.types import Floats, Group, Ids
+
+R_co = TypeVar("R_co", covariant=True)
+R = TypeVar("R")
+
+Conversation = Sequence[tuple[Ids, Ids]]
+"""(prompt ids, completion ids) of each assistant turn of a demonstration."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What one optimizer update did.
+
+    metrics: of what it trained (`training.metrics`). advantage: trajectory_id -> mean over its trainable tokens, if it
+    has any. refused: trajectory_id -> why it could not be trained.
+    """
+
+    metrics: Measures
+    advantage: dict[str, float]
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is known of a model without its weights.
+
+    vocabulary: ids are below it. context: most tokens of a sequence. parameters: their number, tied ones once.
+    shapes: of the published weights, by name.
+    """
+
+    vocabulary: int
+    context: int
+    parameters: int
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+class WeightsDestination(Protocol[R_co]):
+    """Where published weights are to go: a small picklable object that is used where the weights are."""
+
+    def write(self, weights: Iterable[tuple[str, Any]]) -> R_co:
+        """Take (name, tensor) pairs, in the order of names, and return what the caller of `stage` is to have.
+
+        The pairs come one at a time: a sharded tensor is gathered when it is its turn, and all must be consumed.
+        Tensors are the trainer's own, to be copied by whoever keeps them. The result must be picklable.
+        Raises EngineError.
+        """
+        ...
+
+
+class WeightSource(Protocol):
+    """A model whose weights engines can be given. A `Trainer` is one; so is a model that is only sampled from."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """What is known of the model."""
+        ...
+
+    async def stage(self, destination: WeightsDestination[R]) -> R:
+        """Have the destination write the published weights; returns what it returns, and raises what it raises."""
+        ...
+
+    async def score(self, ids: Ids) -> Floats:
+        """Return the log-probability of ids[1:] under the published weights: int32[T] -> float32[T - 1].
+
+        It is computed in float32 whatever the precision of training, which rounds by more than other weights may do.
+        """
+        ...
+
+    async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
+        """Write the saved weights as a new directory that transformers and `model.path` load.
+
+        The directory is complete, with tokenizer and manifest, or absent. more: further files, by name.
+        Raises CheckpointError if the directory exists or the disk refuses.
+        """
+        ...
+
+
+class Trainer(WeightSource, Protocol):
+    """Owns the weights that are trained, the optimizer and whatever else an update needs.
+
+    Calls are made one at a time: a trainer need not guard against a second one before the first has returned.
+    A trainer that computes on a thread or in processes of its own never blocks the event loop.
+    """
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About how much room on disk one checkpoint needs."""
+        ...
+
+    async def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
+        """Move the trained weights by the updates between two publications; returns one result an update.
+
+        Raises TrainingStopped where an update cannot be made; the weights are then those before it.
+        """
+        ...
+
+    async def supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:
+        """Move the trained weights by one step of the warm start, on assistant tokens only.
+
+        step: from 0; the optimizer is that of the warm start, and lasts from the first step to the last.
+        Returns the mean loss before the step, in nats a token. Raises TrainingStopped as `train_batch` does.
+        """
+        ...
+
+    async def digest(self) -> str:
+        """Return the SHA-256 (hex) of the published weights: names, dtypes, shapes and bytes, in the order of names."""
+        ...
+
+    async def save(self, directory: Path) -> str:
+        """Write a checkpoint: the saved weights and all that `load` needs besides to go on bit for bit.
+
+        The directory is complete, with its manifest, or absent; one of that name that nothing points to is replaced.
+        Returns the manifest's digest. Raises CheckpointError; then nothing of it is left.
+        """
+        ...
+
+    async def load(self, saved: Manifest) -> None:
+        """Go on from what `save` wrote, or begin with the weights that `export` wrote.
+
+        Raises DamageError for files that are damaged, CheckpointError for those of another model or tokenizer; a
+        trainer that raised is not to be used any more.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release threads, processes and memory. Idempotent."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Makes the engines serve what the trainer has.
+
+    A publication has these steps, in this order; implementations leave out those that do not apply to them:
+
+        1. stage    the trainer writes the published weights to where engines can get them; engines sample on
+        2. score    the trainer says what a probe must score under them (engines that are not proven by sharing code)
+        3. pause    engines stop between two tokens
+        4. load     engines copy the weights in
+        5. resume   calls in flight go on, with their caches kept or computed anew (`engine.in_flight`)
+        6. prove    engines must score the probe as the trainer did
+        7. admit    completions of the new weights are handed out, and report their version
+
+    What fails in step 1 or 2 changes nothing. What fails in 3 to 6 brings the version before back, which serves on, or,
+    where there is none or it cannot be brought back, leaves an engine that refuses every call. Nobody ever gets a
+    token of weights that were not admitted, and a token's version is that of the weights that sampled it.
+    """
+
+    async def publish(self, version: int) -> None:
+        """Make every engine serve the weights that the trainer has now, as this version.
+
+        Returns when they are admitted. Raises EngineError, as described above.
+        """
+        ...

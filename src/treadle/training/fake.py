@@ -1,0 +1,72 @@
+"""`FakeTrainer`: a trainer without a model, public, for tests and simulations of the loop. Needs no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+import numpy as np
+
+from treadle.core.manifest import Manifest
+from treadle.core.metrics import Measures
+from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
+from treadle.core.types import Floats, Group, Ids
+
+R = TypeVar("R")
+
+
+class FakeTrainer:
+    """Makes one update a batch, which takes `seconds` and changes nothing; there are no weights to publish or save.
+
+    on_batch: told of the groups of each batch before it takes its time. logprob: of every token.
+    """
+
+    checkpoint_bytes = 0
+    model = ModelInfo(vocabulary=2**31 - 1, context=2**31 - 1, parameters=0, shapes=MappingProxyType({}))
+
+    def __init__(
+        self,
+        seconds: float = 0.0,
+        on_batch: Callable[[Sequence[Group]], object] = lambda groups: None,
+        *,
+        logprob: float = -0.5,
+    ) -> None:
+        self._seconds, self._on_batch, self._logprob = seconds, on_batch, logprob
+
+    async def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
+        """Take its time; one update without metrics."""
+        self._on_batch(groups)
+        await asyncio.sleep(self._seconds)
+        return [UpdateResult(Measures(), {})]
+
+    async def supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:
+        """Nothing is learned; the loss is 0."""
+        return 0.0
+
+    async def stage(self, destination: WeightsDestination[R]) -> R:
+        """Have no weights written."""
+        return destination.write(())
+
+    async def score(self, ids: Ids) -> Floats:
+        """`logprob` for every token but the first."""
+        return np.full(len(ids) - 1, self._logprob, np.float32)
+
+    async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
+        """Nothing is written."""
+
+    async def digest(self) -> str:
+        """Of nothing."""
+        return ""
+
+    async def save(self, directory: Path) -> str:
+        """Nothing is written."""
+        return ""
+
+    async def load(self, saved: Manifest) -> None:
+        """Nothing is read."""
+
+    def close(self) -> None:
+        """Nothing to release."""

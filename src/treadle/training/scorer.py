@@ -1,0 +1,183 @@
+"""`Scorer`: the root module that every forward pass goes through, model, head and value head together.
+
+Shapes: T nodes of a micro-batch, P pairs of a tree, N completion tokens of an update, d hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from treadle.core.errors import ConfigError
+from treadle.packing.flat import Indices
+from treadle.packing.layout import MicroBatch
+from treadle.training.attention.interface import ATTENTION, Kernel, KeysAndValues, Tree
+from treadle.training.distribution import Head, pair_logprobs
+from treadle.training.support import native_only, slides
+
+
+class Pass:
+    """The one argument of `Scorer.forward`: a micro-batch, and how it is computed.
+
+    temperature [N]: of all pairs; its dtype is the result's. kernel: tree attention, of a model that shares prefixes.
+    context, fresh: see `Tree`. half: in bfloat16. entropy_grad: the entropy carries a gradient.
+
+    It is opaque to wrappers of modules, which look into dataclasses, dicts and lists (see `Tree`).
+    """
+
+    __slots__ = ("context", "entropy_grad", "fresh", "half", "kernel", "part", "temperature")
+
+    def __init__(
+        self,
+        part: MicroBatch,
+        temperature: Tensor,
+        kernel: Kernel | None,
+        *,
+        half: bool = False,
+        entropy_grad: bool = False,
+        context: Mapping[int, KeysAndValues] | None = None,
+        fresh: dict[int, KeysAndValues] | None = None,
+    ) -> None:
+        self.part, self.temperature, self.kernel = part, temperature, kernel
+        self.half, self.entropy_grad, self.context, self.fresh = half, entropy_grad, context or {}, fresh
+
+
+class Scorer(nn.Module):
+    """A causal language model, and a value head if there is one, that score the pairs of a micro-batch.
+
+    Everything is computed inside `forward`, so that hooks of this module, with which a wrapper gathers sharded
+    parameters and reduces gradients, run before and after every use of a weight.
+    value_head: from hidden states [P, d] to values [P, 1], in its own precision; a token's value is that of the state
+    in which it was sampled.
+
+    Invariant: making one changes nothing of the model; it computes as `ready` says only inside that context.
+    Raises ConfigError for a model that does not tell its decoder from its head.
+    """
+
+    def __init__(self, model: PreTrainedModel, value_head: nn.Linear | None = None) -> None:
+        super().__init__()
+        if model.get_decoder() is model:
+            raise ConfigError(f"{type(model).__name__} does not tell its decoder from its head; it cannot be trained")
+        self.model, self.value_head = model, value_head
+        self.why_not_shared = native_only(model.config)
+        self._head = Head.of(model)
+
+    @property
+    def shares(self) -> bool:
+        """Whether the model's layers can share prefixes; otherwise each sequence is a padded row."""
+        return self.why_not_shared is None
+
+    @contextmanager
+    def ready(self, gradient_checkpointing: bool = False) -> Iterator[None]:
+        """Within, the model trains through tree attention, or its own if it cannot; afterwards it is as it was.
+
+        The backward pass belongs inside, since it may compute layers again.
+        """
+        with self._as(ATTENTION if self.shares else None, gradient_checkpointing):
+            yield
+
+    def own_logits(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return logits [T, V] of each row int64[1, T] as the whole model computes them by itself."""
+        with self._as("eager" if self.shares else None):
+            return [self.model(row, use_cache=False).logits[0] for row in rows]
+
+    @contextmanager
+    def _as(self, attention: str | None, gradient_checkpointing: bool = False) -> Iterator[None]:
+        model, training = self.model, self.model.training
+        own: str = model.config._attn_implementation
+        if not training:
+            model.train()
+        if attention is not None:
+            model.set_attn_implementation(attention)
+        if gradient_checkpointing:
+            _checkpoint(model, enable=True)
+        try:
+            yield
+        finally:
+            if gradient_checkpointing:
+                _checkpoint(model, enable=False)
+            if attention is not None:
+                model.set_attn_implementation(own)
+            if not training:
+                model.eval()
+
+    def forward(self, call: Pass) -> tuple[Tensor, ...]:
+        """Return log-probabilities and entropies [P] in nats, and values [P] if there is a value head."""
+        part, device = call.part, self.model.device
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=call.half):
+            hidden = self._hidden_rows(part) if call.kernel is None else self._hidden(call, call.kernel)
+            sources = hidden.index_select(0, torch.from_numpy(part.source).to(device))
+            scores = pair_logprobs(
+                self._head,
+                sources,
+                torch.from_numpy(part.target_ids).long().to(device),
+                call.temperature[torch.from_numpy(part.flat)].to(device),
+                call.entropy_grad,
+            )
+        head = self.value_head
+        return scores if head is None else (*scores, head(sources.to(head.weight.dtype))[:, 0])
+
+    def logits(self, part: MicroBatch, kernel: Kernel | None) -> Tensor:
+        """Return logits [P, V], for comparison with the model's own while nothing wraps this module."""
+        hidden = self._hidden_rows(part) if kernel is None else self._hidden(Pass(part, torch.ones(0), kernel), kernel)
+        return self._head(hidden.index_select(0, torch.from_numpy(part.source).to(self.model.device)))
+
+    def _hidden(self, call: Pass, kernel: Kernel) -> Tensor:
+        """[T, d], all nodes in one row."""
+        tree, part, device = Tree(kernel, call.context, call.fresh), call.part, self.model.device
+        hidden: Tensor = self.model.get_decoder()(
+            input_ids=torch.from_numpy(part.token_ids).long()[None].to(device),
+            position_ids=torch.from_numpy(part.position_ids)[None].to(device),
+            use_cache=False,
+            tree=tree,
+        ).last_hidden_state
+        self._check(tree)
+        return hidden[0]
+
+    def _hidden_rows(self, part: MicroBatch) -> Tensor:
+        """[T, d], each sequence a row, padded behind, out of sight of a causal layer: it needs no mask."""
+        place, shape = rows(part)
+        ids = np.zeros(math.prod(shape), np.int64)
+        ids[place] = part.token_ids
+        device = self.model.device
+        hidden: Tensor = self.model.get_decoder()(
+            input_ids=torch.from_numpy(ids).view(shape).to(device), use_cache=False
+        ).last_hidden_state
+        return hidden.flatten(0, 1).index_select(0, torch.from_numpy(place).to(device))
+
+    def _check(self, tree: Tree) -> None:
+        """Raise ConfigError if a layer did not attend through the tree, or not through its window."""
+        config, name = self.model.config.get_text_config(), type(self.model).__name__
+        if len(tree.attended) != config.num_hidden_layers:
+            raise ConfigError(
+                f"{len(tree.attended)} of {config.num_hidden_layers} layers of {name} attended through the prefix "
+                "tree; the others would mix sequences"
+            )
+        for layer, window in tree.attended.items():
+            if slides(config, layer) and window is None:
+                raise ConfigError(f"layer {layer} of {name} has a sliding window that it does not tell its attention")
+
+
+def rows(part: MicroBatch) -> tuple[Indices, tuple[int, int]]:
+    """Where the nodes stand if each sequence is a row, padded behind: int64[T], and the (rows, width) of that."""
+    starts = np.append(np.flatnonzero(part.position_ids == 0), len(part.token_ids))
+    lengths = np.diff(starts)
+    width = int(lengths.max())
+    return np.repeat(np.arange(len(lengths)) * width, lengths) + part.position_ids, (len(lengths), width)
+
+
+def _checkpoint(model: PreTrainedModel, *, enable: bool) -> None:
+    """Switch gradient checkpointing; its methods were renamed in the course of transformers 5, and old names warn."""
+    if enable:
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)(
+            {"use_reentrant": False}
+        )
+    else:
+        (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()
+        model.disable_input_require_grads()  # which enabling did, and disabling forgets

@@ -1,0 +1,121 @@
+"""The trainer and the weight source of this process (`treadle.core.trainer`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from treadle.core.manifest import Manifest
+from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
+from treadle.core.types import Floats, Group, Ids
+from treadle.engines.compute import Compute
+from treadle.engines.weights import weights_digest
+from treadle.packing.flat import Call
+from treadle.packing.layout import Packing, Sharing
+from treadle.training.checkpoint import checkpoint_bytes, export_model, load_checkpoint, save_checkpoint
+from treadle.training.config import WarmStartConfig
+from treadle.training.forward import Forward
+from treadle.training.learner import Learner
+from treadle.training.sft import Supervised
+from treadle.training.weights import published
+
+R = TypeVar("R")
+
+
+class EmbeddedSource:
+    """The `WeightSource` that is a model in this process, its `module`.
+
+    tokenizer: directory of the files that go into an export. compute: where it computes. forward: the model's own;
+    default: made when it is needed, so that a model need not be fit for training.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, tokenizer: Path, compute: Compute, forward: Forward | None = None
+    ) -> None:
+        self.module, self._tokenizer, self._compute, self._forward = module, tokenizer, compute, forward
+        text = module.config.get_text_config()
+        self.model = ModelInfo(
+            vocabulary=int(text.vocab_size),
+            context=int(text.max_position_embeddings),
+            parameters=sum(parameter.numel() for parameter in module.parameters()),
+            shapes={name: tuple(tensor.shape) for name, tensor in published(module)},
+        )
+
+    async def stage(self, destination: WeightsDestination[R]) -> R:
+        """See `WeightSource`; written beside the event loop, whatever computes there."""
+        return await asyncio.to_thread(destination.write, published(self.module))
+
+    async def score(self, ids: Ids) -> Floats:
+        """See `WeightSource`."""
+        return await self._compute.run(self._score, ids)
+
+    async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
+        """See `WeightSource`."""
+        await self._compute.run(export_model, directory, self.module, self._tokenizer, more)
+
+    def _score(self, ids: Ids) -> Floats:
+        self._forward = self._forward or Forward(self.module, len(ids))
+        return exact_logprobs(self._forward, ids)
+
+
+class EmbeddedTrainer(EmbeddedSource):
+    """The `Trainer` that is a learner in this process. warm_start: whose optimizer supervised steps use."""
+
+    def __init__(
+        self, learner: Learner, tokenizer: Path, compute: Compute, warm_start: WarmStartConfig | None = None
+    ) -> None:
+        super().__init__(learner.model, tokenizer, compute, learner.forward)
+        self._learner, self._warm_start = learner, warm_start
+        self._supervised: Supervised | None = None
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """See `Trainer`."""
+        return checkpoint_bytes(self._learner)
+
+    async def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
+        """See `Trainer`."""
+        return await self._compute.run(self._learner.train_batch, groups)
+
+    async def supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:
+        """See `Trainer`."""
+        return await self._compute.run(self._supervised_step, conversations, step)
+
+    async def digest(self) -> str:
+        """See `Trainer`."""
+        return await self._compute.run(weights_digest, published(self.module))
+
+    async def save(self, directory: Path) -> str:
+        """See `Trainer`."""
+        return await self._compute.run(save_checkpoint, directory, self._learner, self._tokenizer)
+
+    async def load(self, saved: Manifest) -> None:
+        """See `Trainer`."""
+        await self._compute.run(load_checkpoint, saved, self._learner, self._tokenizer)
+
+    def close(self) -> None:
+        """See `Trainer`."""
+        self._compute.close()
+
+    def _supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:
+        assert self._warm_start is not None, "supervised steps belong to a warm start"
+        if self._supervised is None or step == 0:
+            self._supervised = Supervised(self._learner.forward, self._warm_start)
+        loss = self._supervised.step(conversations, step)
+        self._learner.begin_here()
+        if step + 1 == self._warm_start.steps:
+            self._supervised = None  # its moments are as large as two models
+        return loss
+
+
+def exact_logprobs(forward: Forward, ids: Ids) -> Floats:
+    """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1], in float32 whatever `forward` computes in."""
+    exact = forward.configured(len(ids))
+    [tree] = exact.trees([Call(ids, 1, 0)], Packing.STEP, Sharing.TRAJECTORY)
+    return np.asarray(exact.scores(tree, torch.ones(len(ids) - 1)).logp.cpu().numpy(), np.float32)
