@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from treadle.orchestration.curve import smoothed
+from treadle.orchestration.reporting.curve import smoothed
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "demo_seeds.json"

@@ -30,8 +30,8 @@ from treadle.core.config import build
 from treadle.core.metrics import Level
 from treadle.core.registry import names
 from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.failures import FailuresConfig
-from treadle.orchestration.metrics import DECLARED
+from treadle.orchestration.reporting.metrics import DECLARED
+from treadle.orchestration.sampling.retries import FailuresConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -110,7 +110,15 @@ def test_the_page_on_runs_lists_every_metric_as_declared() -> None:
 
 def simulated_table(rows: list[dict[str, Any]]) -> str:
     """Rows of benchmarks/results/async.json as docs/async.md shows them."""
-    head = ("`max_staleness`", "`late`", "trajectories/s", "times sync", "of the bound", "engine idle", "learner idle")
+    head = (
+        "`max_staleness`",
+        "`stale_policy`",
+        "trajectories/s",
+        "times sync",
+        "of the bound",
+        "engine idle",
+        "learner idle",
+    )
     names = (*head, "staleness, mean / max", "steps dropped", "s trained / dropped")
     cells: list[tuple[str, ...]] = [names, ("---",) * len(names)]
     for row in rows:
@@ -120,7 +128,15 @@ def simulated_table(rows: list[dict[str, Any]]) -> str:
         dropped = row["s dropped"] if row["s dropped"] == "-" else f"{row['s dropped']:.0f}"
         seconds = f"{row['s trained']:.0f} / {dropped}"
         cells.append(
-            (str(row["max_staleness"]), row["late"], *rates, *shares, staleness, f"{row['dropped']:.1%}", seconds)
+            (
+                str(row["max_staleness"]),
+                row["stale_policy"],
+                *rates,
+                *shares,
+                staleness,
+                f"{row['dropped']:.1%}",
+                seconds,
+            )
         )
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
@@ -136,7 +152,7 @@ def test_the_page_on_asynchronous_training_has_the_measured_table() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "async.json").read_text())["rows"]
     page = (ROOT / "docs" / "async.md").read_text(encoding="utf-8")
     assert simulated_table(rows) in page, f"the table must be:\n{simulated_table(rows)}"
-    usual = [row for row in rows if row["late"] == "mask_steps"]
+    usual = [row for row in rows if row["stale_policy"] == "mask_steps"]
     assert any(row["times sync"] >= 2 and row["of bound"] >= 0.9 for row in usual)
     assert all(row["staleness max"] <= row["max_staleness"] for row in rows)
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from treadle.core.config import apply_overrides, build
 from treadle.core.draws import Stream
 from treadle.core.types import Group, Message, SamplingParams, Step, StopReason, Task, Trajectory
-from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.config import RunConfig
 from treadle.rollout.attempt import RolloutConfig, Rollouts
@@ -21,6 +20,7 @@ from treadle.rollout.event_loop import run
 from treadle.rollout.isolated_environment import EnvironmentFactory
 from treadle.rollout.loop_monitor import LoopMonitor
 from treadle.rollout.session import Address
+from treadle.testing import FakeEngine
 
 ROOT = Path(__file__).parents[1]  # where `tests.worlds` can be imported
 END = 2  # the end-of-turn token of PlainTokenizer and of the shipped tokenizer

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from treadle.core.types import Group, Message, SamplingParams, Step, Task, Trajectory
     from treadle.envs.base import Environment, EnvStep
     from treadle.orchestration.api import train
-    from treadle.orchestration.callbacks import Callback
+    from treadle.orchestration.reporting.callbacks import Callback
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Callback": "treadle.orchestration.callbacks",
+    "Callback": "treadle.orchestration.reporting.callbacks",
     "ConfigError": "treadle.core.errors",
     "EnvStep": "treadle.envs.base",
     "Environment": "treadle.envs.base",

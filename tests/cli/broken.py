@@ -7,9 +7,9 @@ from tokenizers import Tokenizer
 import treadle.recipes
 from tests.worlds import END, chatml, make_group, make_step, tiny, tool, user
 from treadle.core.types import Message, Status, Trajectory
-from treadle.orchestration.ledger import Ledger
-from treadle.orchestration.rollout_store import write_shard
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.rollout_store import write_shard
+from treadle.orchestration.store.run_directory import RunDirectory
 
 _TOKENIZER = Tokenizer.from_file(str(Path(treadle.recipes.__file__).parent / "tokenizer" / "tokenizer.json"))
 Call = tuple[list[int], list[int]]  # (prompt, completion)
@@ -73,7 +73,7 @@ def record(path: Path) -> Path:
         for n, calls in enumerate(TRAJECTORIES)
     ]
     run = RunDirectory.create(path, tiny())
-    run.unlock()
+    run.close()
     group = make_group(0, *made)
     ledger = Ledger(run.ledger_file)
     ledger.record([group], "train", 0, write_shard(run.rollouts, "train-g000000", [group]))

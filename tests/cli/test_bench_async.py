@@ -39,18 +39,18 @@ def test_with_stragglers_staleness_doubles_the_rate_and_reaches_the_bound() -> N
     assert free["staleness max"] <= 8
 
 
-@pytest.mark.parametrize("late", ["mask_steps", "wait", "drop"])
+@pytest.mark.parametrize("policy", ["mask_steps", "wait", "drop_group"])
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_no_step_is_trained_beyond_the_bound_whatever_becomes_of_it(staleness: int, late: str) -> None:
+def test_no_step_is_trained_beyond_the_bound_whatever_becomes_of_it(staleness: int, policy: str) -> None:
     simulated = world(1.5)
-    seen = simulate(simulated, Way(staleness, late))  # type: ignore[arg-type]
+    seen = simulate(simulated, Way(staleness, policy))  # type: ignore[arg-type]
     found = figures(simulated, seen)
     assert max(seen.staleness) == staleness
-    assert (found["dropped"] == 0) == (late == "wait")
+    assert (found["dropped"] == 0) == (policy == "wait")
     assert len(seen.trained) == simulated.updates and found["of bound"] <= 1.05
     trained = sum(kept for _, kept, _ in seen.fates(simulated.steps))
     assert trained == sum(sum(update.values()) for update in seen.trained) == len(seen.staleness)
-    if late == "drop":
+    if policy == "drop_group":
         assert found["s dropped"] > found["s trained"]  # the length bias
 
 
@@ -72,9 +72,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench", "async", *sizes, "--output", str(output), "--plot", str(picture)]) == 0
     assert "treadle bench async" in capsys.readouterr().out
     rows = json.loads(output.read_text())["rows"]
-    assert [(row["max_staleness"], row["late"]) for row in rows[:4]] == [
+    assert [(row["max_staleness"], row["stale_policy"]) for row in rows[:4]] == [
         (0, "-"),
-        *((1, late) for late in ("mask_steps", "wait", "drop")),
+        *((1, policy) for policy in ("mask_steps", "wait", "drop_group")),
     ]
     assert len(rows) == 13 and rows[0]["times sync"] == 1
     assert picture.read_bytes().startswith(b"\x89PNG")

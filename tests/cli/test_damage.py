@@ -16,8 +16,8 @@ from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import Done, files, treadle
 from tests.orchestration.runs import shard_of
 from tests.sqlite_pages import content_bytes
-from treadle.orchestration.ledger import Ledger
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.run_directory import RunDirectory
 
 PLACES = 40
 TRAJECTORY = "g000005.2"

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.store.run_directory import RunDirectory
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

@@ -18,8 +18,8 @@ from tests.orchestration.runs import put_config, start
 from tests.worlds import Quiet
 from treadle.engines.weights import unique_weights, weights_sha256
 from treadle.orchestration.export import export_checkpoint
-from treadle.orchestration.ledger import Ledger
-from treadle.orchestration.retention import checkpoint_updates
+from treadle.orchestration.store.checkpoint_retention import checkpoint_updates
+from treadle.orchestration.store.ledger import Ledger
 from treadle.training.checkpoint import remove_others
 
 PLAIN = [

@@ -19,9 +19,9 @@ from treadle.core.types import Failure, Message, Status, Task, Trajectory
 from treadle.envs import arithmetic
 from treadle.envs.arithmetic import Arithmetic
 from treadle.envs.base import EnvStep
-from treadle.orchestration.ledger import Ledger
-from treadle.orchestration.rollout_store import write_shard
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.rollout_store import write_shard
+from treadle.orchestration.store.run_directory import RunDirectory
 
 EVIL = "\x1b[2J\x1b]52;c;cm0gLXJm\x07\r\x08\x9b31m\x7f\u202efdp.\u2066"
 ON_ONE_LINE = f"{EVIL}\nupdate 9/9  reward 1.000"  # would forge a line
@@ -72,7 +72,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[T
     recipe = TINY.replace("about: sums of", f"about: {json.dumps(EVIL)} # of").replace("table_by: a", "table_by: kind")
     (folder / "tiny.yaml").write_text(recipe)
     sources = [f"data.{split}.source={__name__}:tasks" for split in ("train", "held_out")]
-    words = ["orchestration.max_failed_fraction=1.0", "orchestration.updates=2"]
+    words = ["failures.max_failed_fraction=1.0", "orchestration.updates=2"]
     done = treadle("train", folder / "tiny.yaml", "--runs", folder, "--name", EVIL_NAME, *sources, *words)
     yield Trained(folder, folder / EVIL_NAME, done)
 
@@ -91,7 +91,7 @@ def replies(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Trajectory("g000000.1", "t0", 1, steps, None, Status.FAILED, failure=failure),
     ]
     run = RunDirectory.create(tmp_path_factory.mktemp("replies") / EVIL_NAME, tiny())
-    run.unlock()
+    run.close()
     group = make_group(0, *made)
     ledger = Ledger(run.ledger_file)
     ledger.record([group], "train", 0, write_shard(run.rollouts, "train-g000000", [group]))

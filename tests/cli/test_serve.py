@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.conftest import Trained
 from treadle.core.files import WrittenFile
-from treadle.orchestration.rollout_store import read_shard
+from treadle.orchestration.store.rollout_store import read_shard
 from treadle.training.model import file_sha256
 
 

@@ -11,7 +11,7 @@ from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import TakesTheRunDirectory, files, finish, playing, start_treadle, treadle
 from tests.orchestration.runs import change_ledger, put_config
 from treadle.cli.finish import print_result
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.store.run_directory import RunDirectory
 
 # --- a run that goes well ---------------------------------------------------------------------------------------------
 

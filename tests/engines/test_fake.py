@@ -8,7 +8,7 @@ import pytest
 from treadle.core.engine import Engine
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
-from treadle.engines.fake import FakeEngine
+from treadle.testing import FakeEngine
 
 PROMPT = np.array([1, 2], np.int32)
 

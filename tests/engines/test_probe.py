@@ -12,9 +12,9 @@ from tests.models import tiny
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams, StopReason
-from treadle.engines.fake import FakeEngine
 from treadle.engines.probe import EngineFacts, probe_engine
 from treadle.engines.torch_engine import TorchEngine
+from treadle.testing import FakeEngine
 
 PROMPT = np.array([3, 1, 4], np.int32)
 END = 2

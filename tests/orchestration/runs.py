@@ -9,18 +9,25 @@ from tests.worlds import Quiet, tiny
 from treadle.core.files import WrittenFile, write_atomically
 from treadle.core.types import Step
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.inputs import Inputs, load_inputs
-from treadle.orchestration.ledger import Ledger
-from treadle.orchestration.rollout_store import read_shard
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.runtime import Runtime
+from treadle.orchestration.setup.inputs import Inputs, load_inputs
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.rollout_store import read_shard
+from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.train import resume_run, start_run
 
 Summary = dict[str, Any]
 
 
-def start(path: Path, *overrides: str, inputs: Inputs | None = None, progress: Quiet | None = None) -> Summary:
+def start(
+    path: Path,
+    *overrides: str,
+    inputs: Inputs | None = None,
+    progress: Quiet | None = None,
+    runtime: Runtime | None = None,
+) -> Summary:
     config = tiny(*overrides)
-    return start_run(config, inputs or load_inputs(config), path, progress or Quiet())
+    return start_run(config, inputs or load_inputs(config), path, progress or Quiet(), runtime)
 
 
 def resume(
@@ -29,9 +36,10 @@ def resume(
     inputs: Inputs | None = None,
     config: RunConfig | None = None,
     progress: Quiet | None = None,
+    runtime: Runtime | None = None,
 ) -> Summary:
     config = config or RunDirectory.open(path).config()
-    return resume_run(config, inputs or load_inputs(config), path, progress or Quiet())
+    return resume_run(config, inputs or load_inputs(config), path, progress or Quiet(), runtime=runtime)
 
 
 def query(path: Path, sql: str, *values: Any) -> list[dict[str, Any]]:

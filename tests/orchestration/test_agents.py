@@ -14,8 +14,8 @@ from tests.worlds import CHATML, Quiet, tiny, user
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
 from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.inputs import load_inputs, make_inputs
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.setup.inputs import load_inputs, make_inputs
+from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.train import resume_run, start_run
 
 AGENTS = ["with_openai", "with_anthropic", "as_program"]
@@ -186,7 +186,7 @@ class Flaky:
 def test_every_step_of_failing_agents_is_accounted_for(tmp_path: Path) -> None:
     tasks = [Task(f"t{i}", (user(f"be brief {i}"),)) for i in range(4)]
     run = tmp_path / "run"
-    settings = {**SETTINGS, "training.group_size": 6, "orchestration.max_failed_fraction": 0.9}
+    settings = {**SETTINGS, "training.group_size": 6, "failures.max_failed_fraction": 0.9}
     treadle.train(Flaky(), tasks, model=MODEL, run=run, settings=settings, progress=Quiet())
     states = query(run, "SELECT state, reason, count(*) AS n FROM steps GROUP BY 1, 2 ORDER BY 1")
     assert [(row["state"], row["reason"], row["n"]) for row in states] == [

@@ -18,11 +18,11 @@ from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError, DataError, RunError, TrainingStopped
 from treadle.core.registry import names
 from treadle.core.types import Group, Trajectory
-from treadle.orchestration.callbacks import EVENTS, Callback, RunStart, load_callbacks
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.inputs import Inputs, load_inputs
-from treadle.orchestration.metrics import EvaluationResult
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.reporting.callbacks import EVENTS, Callback, RunStart, load_callbacks
+from treadle.orchestration.reporting.metrics import EvaluationResult
+from treadle.orchestration.setup.inputs import Inputs, load_inputs
+from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.train import resume_run, start_run
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.sqlite_pages import content_bytes
 from treadle.core.errors import DamageError, RunError
-from treadle.orchestration.checked_database import CheckedDatabase
+from treadle.orchestration.store.checked_database import CheckedDatabase
 
 SCHEMA = """
 CREATE TABLE fruit (name TEXT PRIMARY KEY, weight REAL, seeds INTEGER, checksum INTEGER);

@@ -18,9 +18,9 @@ from treadle.core.types import Task
 from treadle.engines.compute import Compute
 from treadle.engines.config import EngineConfig
 from treadle.engines.weight_sync import EmbeddedSync
-from treadle.orchestration.chat_interface import check_engine, load_chat_interface
-from treadle.orchestration.engines import embedded_engine
-from treadle.orchestration.inputs import Inputs, check_first_prompts, load_inputs, make_inputs
+from treadle.orchestration.setup.chat_interface import check_engine, load_chat_interface
+from treadle.orchestration.setup.engines import embedded_engine
+from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, load_inputs, make_inputs
 from treadle.packing.flat import flatten
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.learner import Learner

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.worlds import make_step
 from treadle.core.types import Status, Trajectory
-from treadle.orchestration.concurrency import Concurrency
-from treadle.orchestration.virtual_time import VirtualLoop
+from treadle.orchestration.sampling.concurrency import ConcurrencyController
+from treadle.testing import VirtualLoop
 
 
 def trajectory(seconds: float, *calls: float) -> Trajectory:
@@ -17,29 +17,29 @@ def trajectory(seconds: float, *calls: float) -> Trajectory:
 
 
 def test_at_first_an_attempt_counts_as_one_call() -> None:
-    limit = Concurrency(64)
-    assert limit.attempts == 64
-    limit.note(trajectory(0.0))  # nothing is learned from it
-    limit.note(trajectory(5.0))
-    assert limit.attempts == 64
+    limit = ConcurrencyController(64)
+    assert limit.limit == 64
+    limit.observe(trajectory(0.0))  # nothing is learned from it
+    limit.observe(trajectory(5.0))
+    assert limit.limit == 64
 
 
 @given(share=st.floats(0.01, 4), lengths=st.lists(st.floats(0.1, 1e4), min_size=1, max_size=40))
 def test_attempts_that_are_partly_elsewhere_leave_room_for_others(share: float, lengths: list[float]) -> None:
     """A share above 1: calls side by side."""
-    limit = Concurrency(64)
+    limit = ConcurrencyController(64)
     for seconds in lengths:
-        limit.note(trajectory(seconds, share * seconds / 2, share * seconds / 2))
-    assert limit.calls == pytest.approx(share)
-    assert limit.attempts == pytest.approx(64 / share, rel=1e-6, abs=1)
+        limit.observe(trajectory(seconds, share * seconds / 2, share * seconds / 2))
+    assert limit.engine_share == pytest.approx(share)
+    assert limit.limit == pytest.approx(64 / share, rel=1e-6, abs=1)
 
 
 @pytest.mark.parametrize(("engine", "environment"), [(1.0, 0.0), (1.0, 3.0), (2.0, 1.0), (0.5, 20.0)])
 def test_the_engine_is_kept_full_and_its_queue_short(engine: float, environment: float) -> None:
     """Attempts of four calls each, started as the limit allows, after a change from another world."""
-    capacity, limit = 8, Concurrency(8)
+    capacity, limit = 8, ConcurrencyController(8)
     for _ in range(200):
-        limit.note(trajectory(10.0, 9.0))
+        limit.observe(trajectory(10.0, 9.0))
 
     async def go() -> tuple[float, float]:
         clock, places = asyncio.get_running_loop(), asyncio.Semaphore(capacity)
@@ -57,11 +57,11 @@ def test_the_engine_is_kept_full_and_its_queue_short(engine: float, environment:
                 busy += engine
                 calls.append(clock.time() - asked)
                 await asyncio.sleep(environment)
-            limit.note(trajectory(clock.time() - started, *calls))
+            limit.observe(trajectory(clock.time() - started, *calls))
 
         running: set[asyncio.Task[None]] = set()
         for number in range(3000):
-            while len(running) >= limit.attempts:
+            while len(running) >= limit.limit:
                 _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             running.add(asyncio.create_task(attempt(number)))
             if number == 1000:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from treadle.orchestration.curve import draw_curve, smoothed
+from treadle.orchestration.reporting.curve import draw_curve, smoothed
 
 
 def draw(updates: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:

@@ -13,8 +13,8 @@ import pytest
 from tests.orchestration.runs import check_finished, query, resume, start
 from tests.worlds import Quiet
 from treadle.core.errors import DamageError
-from treadle.orchestration.ledger import Ledger
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.run_directory import RunDirectory
 
 ASYNCHRONOUS = ("orchestration.max_staleness=2", "orchestration.updates=5")
 

@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -20,10 +19,10 @@ from tests.worlds import END, Quiet, hang, tool, vowel_tasks
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause, CheckpointError, EngineError, TrajectoryFailure
 from treadle.core.types import Ids, Message, SamplingParams, Task
-from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
-from treadle.orchestration.inputs import make_inputs
-from treadle.orchestration.virtual_time import VirtualLoop
+from treadle.orchestration.runtime import Runtime
+from treadle.orchestration.setup.inputs import make_inputs
+from treadle.testing import FakeEngine, VirtualLoop
 
 UPDATES, TASKS, ATTEMPTS, STALENESS = 12, 3, 4, 2
 OUTAGE = (60.0, 100.0)  # virtual seconds
@@ -31,7 +30,7 @@ SETTINGS = (
     f"orchestration.updates={UPDATES}",
     "orchestration.checkpoint_every=4",
     f"orchestration.max_staleness={STALENESS}",
-    "orchestration.max_failed_fraction=1",  # an outage fails whatever is under way
+    "failures.max_failed_fraction=1",  # an outage fails whatever is under way
     f"training.tasks_per_update={TASKS}",
     f"training.group_size={ATTEMPTS}",
     "rollout.environment_timeout=30",
@@ -104,10 +103,8 @@ class Flaky(FakeEngine):
         self.left = asyncio.all_tasks() - {asyncio.current_task()}
 
 
-@pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> list[Flaky]:
+def flaky_runtime(made: list[Flaky]) -> Runtime:
     """Runs sample from these, in virtual time."""
-    made: list[Flaky] = []
 
     async def open_engine(*_: Any) -> tuple[Flaky, Flaky]:
         made.append(Flaky())
@@ -116,10 +113,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Flaky]:
     async def unchecked(*_: Any) -> None:
         """A fake engine has logprobs of its own."""
 
-    monkeypatch.setattr("treadle.orchestration.train.open_engine", open_engine)
-    monkeypatch.setattr("treadle.orchestration.train.check_engine", unchecked)
-    monkeypatch.setattr(asyncio, "Runner", partial(asyncio.Runner, loop_factory=VirtualLoop))
-    return made
+    return Runtime(open_engine=open_engine, check_engine=unchecked, new_event_loop=VirtualLoop)
 
 
 class Filling(Quiet):
@@ -138,18 +132,18 @@ class Filling(Quiet):
             self.monkeypatch.setattr("treadle.core.manifest.write_durably", full)
 
 
-def test_a_run_in_which_everything_fails_trains_what_is_left(
-    tmp_path: Path, engines: list[Flaky], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_which_everything_fails_trains_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[Flaky] = []
+    runtime = flaky_runtime(engines)
     path, threads = tmp_path / "run", threading.active_count()
     tasks = [replace(task, environment="world") for task in vowel_tasks("train", 8)]
     inputs = make_inputs(tasks, [], {"world": Unreliable})
     with monkeypatch.context() as disk:
         progress = Filling(disk, update=8)
         with pytest.raises(CheckpointError, match="No space left on device"):
-            start(path, *SETTINGS, inputs=inputs, progress=progress)
+            start(path, *SETTINGS, inputs=inputs, progress=progress, runtime=runtime)
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["step-000000", "step-000004"]
-    summary = resume(path, inputs=inputs)
+    summary = resume(path, inputs=inputs, runtime=runtime)
 
     # it ended, having trained
     assert (summary["updates"], summary["stopped_early"]) == (UPDATES, False)

@@ -16,9 +16,9 @@ from tests.worlds import Quiet, Vowels, user, vowel_tasks
 from treadle.core.errors import Cause, TrainingStopped, TrajectoryFailure
 from treadle.core.types import Message, Task
 from treadle.envs.base import EnvStep
-from treadle.orchestration.inputs import Inputs, make_inputs
+from treadle.orchestration.setup.inputs import Inputs, make_inputs
 
-OPTIONS = ("orchestration.max_failed_fraction=1", "failures.task_limit=1000")
+OPTIONS = ("failures.max_failed_fraction=1", "failures.task_limit=1000")
 
 
 @pytest.fixture(scope="module")

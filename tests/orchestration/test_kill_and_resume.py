@@ -173,19 +173,23 @@ def resumed(process: "subprocess.Popen[str]") -> int:
     return int(read_until(process, r"(\d+) finished trajectories \(\d+ steps\) of \d+ groups are reused")[1])
 
 
-@pytest.mark.parametrize("late", ["mask_steps", "wait", "drop"])
-def test_an_asynchronous_run_ends_with_nothing_undecided(late: str, tmp_path: Path) -> None:
-    start(tmp_path / "run", *ASYNCHRONOUS, f"orchestration.late={late}")
+@pytest.mark.parametrize("policy", ["mask_steps", "wait", "drop_group"])
+def test_an_asynchronous_run_ends_with_nothing_undecided(policy: str, tmp_path: Path) -> None:
+    start(tmp_path / "run", *ASYNCHRONOUS, f"orchestration.stale_policy={policy}")
     check_finished(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     ("kills", "options"),
     [
-        (2, "orchestration.late=wait"),
+        (2, "orchestration.stale_policy=wait"),
         *(
             pytest.param(20, options, marks=pytest.mark.slow)
-            for options in ("", "orchestration.late=wait", "orchestration.late=drop engine.own_process=true")
+            for options in (
+                "",
+                "orchestration.stale_policy=wait",
+                "orchestration.stale_policy=drop_group engine.own_process=true",
+            )
         ),
     ],
 )
@@ -234,7 +238,7 @@ from pathlib import Path
 from tests.orchestration.runs import check_finished, resume, start
 from treadle.engines import staging
 from treadle.engines.torch_model import CachedModel
-from treadle.orchestration.ledger import Ledger
+from treadle.orchestration.store.ledger import Ledger
 
 folder, options = Path(sys.argv[1]), sys.argv[2].split()
 counts, victim, committing = Counter(), None, False

@@ -16,8 +16,8 @@ from treadle.core.errors import Cause, RunError
 from treadle.core.files import WrittenFile
 from treadle.core.outcomes import DroppedStep, dropped_steps, leave_out
 from treadle.core.types import DropReason, Failure, Group, Status, Step, Trajectory
-from treadle.orchestration.checked_database import journal_mode
-from treadle.orchestration.ledger import Ledger, LoopState, TrainedBatch
+from treadle.orchestration.store.checked_database import journal_mode
+from treadle.orchestration.store.ledger import Ledger, LoopState, TrainedBatch
 
 
 @pytest.fixture

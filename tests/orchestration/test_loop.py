@@ -21,9 +21,9 @@ from treadle.core.errors import CheckpointError, ConfigError, DamageError, RunEr
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Task, Trajectory
 from treadle.envs.base import EnvStep
-from treadle.orchestration.inputs import Inputs, make_inputs
-from treadle.orchestration.metrics import DECLARED
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.reporting.metrics import DECLARED
+from treadle.orchestration.setup.inputs import Inputs, make_inputs
+from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.checks import set_aside
 
 
@@ -74,7 +74,7 @@ def test_what_the_learner_refuses_is_dropped_told_and_not_trained(
     told = [line for line in progress.lines if line.startswith("not trained: task ")]
     assert len(told) == 8 and all("the completion is empty" in line for line in told)
     with pytest.raises(TrainingStopped, match=r"2 of 6 trajectories of update 1 could not be trained .* is empty"):
-        start(tmp_path / "stricter", "orchestration.max_failed_fraction=0.3")
+        start(tmp_path / "stricter", "failures.max_failed_fraction=0.3")
 
 
 def test_no_two_calls_of_a_run_share_a_seed(reference: tuple[Path, Summary]) -> None:
@@ -245,7 +245,7 @@ def test_too_many_failures_stop_the_run_which_can_be_resumed(tmp_path: Path, ref
     assert isinstance(world, type)
     assert issubclass(world, Failing)
     with pytest.raises(TrainingStopped) as caught:
-        start(path, "orchestration.max_failed_fraction=0.4", inputs=inputs, progress=Breaking(world, after=3))
+        start(path, "failures.max_failed_fraction=0.4", inputs=inputs, progress=Breaking(world, after=3))
     assert "3 of 6 trajectories of update 4 failed" in str(caught.value)
     assert "most often (3x) environment: step raised LookupError: the page is gone" in str(caught.value)
     assert "A checkpoint of update 3 is saved" in str(caught.value)
@@ -264,7 +264,7 @@ def test_a_share_of_failures_below_the_limit_does_not_stop_a_run(tmp_path: Path)
     options = ("training.group_size=2", "training.min_group_size=1", "orchestration.updates=1")
     start(tmp_path / "half", *options, inputs=failing(2))
     with pytest.raises(TrainingStopped, match="2 of 4 trajectories"):
-        start(tmp_path / "less", *options, "orchestration.max_failed_fraction=0.49", inputs=failing(2))
+        start(tmp_path / "less", *options, "failures.max_failed_fraction=0.49", inputs=failing(2))
 
 
 def test_a_bug_ends_the_run_instead_of_hanging_it(tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ def test_a_run_killed_before_its_summary_is_finished_by_resuming(
 
 
 def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
-    RunDirectory.create(tmp_path / "run", tiny()).unlock()
+    RunDirectory.create(tmp_path / "run", tiny()).close()
     with pytest.raises(RunError, match="has recorded nothing yet: it is, or was stopped, in its warm start"):
         resume(tmp_path / "run")
     with pytest.raises(RunError, match="no config"):
@@ -514,7 +514,7 @@ def test_a_run_in_use_is_refused(stopped: Path) -> None:
     owner.lock()
     with pytest.raises(RunError, match="another process is training"):
         resume(stopped)
-    owner.unlock()
+    owner.close()
     with pytest.raises(RunError, match="already in use"):
         start(stopped)
 
@@ -593,7 +593,7 @@ def test_components_are_weighed_shaped_recorded_and_evaluated_raw(tmp_path: Path
 def test_overlong_trajectories_are_dropped_by_name_and_enter_nothing(tmp_path: Path) -> None:
     """Nothing but a stop token ends a reply before its five tokens: most are cut off, and none of those is trained."""
     options = ("orchestration.updates=1", "evaluation.success_at=0.2", "training.min_group_size=1")
-    start(tmp_path / "run", "rewards.overlong=drop", "orchestration.max_sampled=100", *options)
+    start(tmp_path / "run", "rewards.overlong=drop", "failures.max_sampled=100", *options)
     rows = query(
         tmp_path / "run",
         "SELECT t.trained_reward IS NULL AS out, t.reward IS NULL AS ungraded, t.advantage IS NULL AS no_advantage, "
@@ -736,7 +736,7 @@ def test_a_run_whose_groups_teach_nothing_stops_and_says_so(tmp_path: Path) -> N
 def test_attempts_that_are_made_again_do_not_stop_a_run(tmp_path: Path) -> None:
     """Every other one fails, and the next in its place does not: of those that count, none has failed."""
     options = ("failures.environment={retries: 5, backoff: 0}", "failures.retry_share=10")
-    start(tmp_path / "run", *options, "orchestration.max_failed_fraction=0.01", inputs=failing(2))
+    start(tmp_path / "run", *options, "failures.max_failed_fraction=0.01", inputs=failing(2))
     check_finished(tmp_path / "run")
     failed = query(tmp_path / "run", "SELECT count(*) AS n FROM trajectories WHERE status = 'failed'")
     assert failed[0]["n"] > 8

@@ -16,8 +16,14 @@ from treadle.core.metrics import Measures, Metric, measured
 from treadle.core.outcomes import as_played, leave_out, without_stale
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Failure, Status, StopReason, Task, Trajectory
-from treadle.orchestration.metrics import DECLARED, evaluation_result, pass_at, run_metrics, trajectory_metrics
-from treadle.orchestration.progress import PlainProgress, evaluation_lines, update_line
+from treadle.orchestration.reporting.metrics import (
+    DECLARED,
+    evaluation_result,
+    pass_at,
+    run_metrics,
+    trajectory_metrics,
+)
+from treadle.orchestration.reporting.progress import PlainProgress, evaluation_lines, update_line
 from treadle.packing.flat import flatten
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.engines.test_engine_restart import children, staged
 from tests.orchestration.runs import check_finished, query, start
 from tests.worlds import Quiet
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.store.run_directory import RunDirectory
 
 
 def test_the_engine_in_a_process_of_its_own_trains_the_same_weights(tmp_path: Path) -> None:

@@ -4,29 +4,27 @@ import asyncio
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worlds import Quiet, make_step, tiny, vowel_tasks
+from tests.worlds import tiny, vowel_tasks
 from treadle.core.draws import Stream
-from treadle.core.errors import Cause
 from treadle.core.files import WrittenFile
 from treadle.core.outcomes import as_trained
-from treadle.core.types import Failure, Group, SamplingParams, Status, Task, Trajectory, trajectory_id
-from treadle.engines.fake import FakeEngine
-from treadle.orchestration.callbacks import Callbacks
-from treadle.orchestration.ledger import Ledger, LoopState
-from treadle.orchestration.loop import Clock, Loop
-from treadle.orchestration.run_directory import RunDirectory
-from treadle.orchestration.stopping import StopRequest
-from treadle.orchestration.virtual_time import VirtualLoop
+from treadle.core.types import Group, Task
+from treadle.orchestration.loop.assembly import StartingPoint, make_loop
+from treadle.orchestration.reporting.callbacks import Callbacks
+from treadle.orchestration.setup.inputs import Inputs
+from treadle.orchestration.stop_request import StopRequest
+from treadle.orchestration.store.ledger import Ledger, LoopState
+from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.session import Address
-from treadle.training.fake import FakeTrainer
+from treadle.testing import FakeAttempt, FakeEngine, FakeRunner, FakeTrainer, VirtualLoop
 
 UPDATES = 8
 
@@ -48,38 +46,17 @@ class World:
     evaluating: list[float] = field(default_factory=list)
     playing: int = 0
 
-
-class Playing:
-    def __init__(self, world: World, engine: FakeEngine) -> None:
-        self.world, self.engine, self.sampling = world, engine, SamplingParams()
-
-    def start(
-        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
-    ) -> list[asyncio.Future[Trajectory]]:
-        return [asyncio.ensure_future(self._play(trajectory_id(group_id, a.attempt), task, a)) for a in addresses]
-
-    async def _play(self, name: str, task: Task, address: Address) -> Trajectory:
-        now = asyncio.get_running_loop().time
-        played = Trajectory(name, task.task_id, address.attempt, (), 1.0, Status.DONE)
+    def attempt(self, name: str, task: Task, address: Address) -> FakeAttempt:
+        """What the runner plays."""
+        now = asyncio.get_running_loop().time()
         if address.stream is not Stream.TRAIN:
-            self.world.evaluating.append(now())
-            await asyncio.sleep(self.world.held_out)
-            return played
-        self.world.begun.append(now())
-        self.world.playing += 1
-        draws, steps = random.Random(name), []
-        try:
-            for _ in range(draws.randint(1, 3)):
-                version, seconds = self.engine.version, draws.lognormvariate(0, self.world.spread)
-                await asyncio.sleep(seconds)
-                versions = np.array([version, self.engine.version], np.int32)
-                steps.append(replace(make_step(), policy_versions=versions, seconds=seconds))
-        finally:
-            self.world.playing -= 1
-        played = replace(played, steps=tuple(steps), seconds=sum(step.seconds for step in steps))
-        if draws.random() < self.world.failing:
-            return replace(played, reward=None, status=Status.FAILED, failure=Failure(Cause.ENGINE, "gone"))
-        return replace(played, reward=float(draws.random() < 0.7))
+            self.evaluating.append(now)
+            return FakeAttempt([self.held_out])
+        self.begun.append(now)
+        draws = random.Random(name)
+        seconds = [draws.lognormvariate(0, self.spread) for _ in range(draws.randint(1, 3))]
+        failed = draws.random() < self.failing
+        return FakeAttempt(seconds, None if failed else float(draws.random() < 0.7))
 
 
 class Training:
@@ -96,39 +73,37 @@ class Training:
         self.version += 1
 
 
+class Unwritten(RunStore):
+    """Puts attempts on record without their tokens."""
+
+    async def record(self, part: Group, version: int) -> None:
+        await asyncio.sleep(0)
+        self.ledger.record([part], "train", version, WrittenFile("shard", ""))
+
+
 def train(world: World, *overrides: str, held_out: Sequence[Task] = ()) -> tuple[LoopState, list[dict[str, Any]]]:
     """Run the loop to its end; the last state, and every step with its group. Raises what the loop raises."""
     steps: list[dict[str, Any]] = []
 
     async def go() -> LoopState:
-        engine, stop = FakeEngine(lambda prompt, sampling: ()), StopRequest()
-        ledger = Ledger(Path(":memory:"))
-
-        async def record(part: Group) -> None:
-            await asyncio.sleep(0)
-            ledger.record([part], "train", engine.version, WrittenFile("shard", ""))
-
+        engine, ledger = FakeEngine(lambda prompt, sampling: ()), Ledger(Path(":memory:"))
+        runner = FakeRunner(engine, world.attempt)
         with tempfile.TemporaryDirectory() as directory:
             run = RunDirectory(Path(directory))
             run.checkpoints.mkdir()
             run.rollouts.mkdir()
-            loop = Loop(
-                config=tiny(f"orchestration.updates={UPDATES}", "training.min_group_size=1", *overrides),
-                run=run,
-                ledger=ledger,
-                trainer=FakeTrainer(world.update, Training(world)),
-                weight_sync=engine,
-                rollouts=Playing(world, engine),
-                train=vowel_tasks("train", 7),
-                held_out=held_out,
-                state=LoopState(),
-                clock=Clock(),
-                progress=Quiet(),
-                stop=stop,
-                callbacks=Callbacks({}, stop),
-                record=record,
+            loop = make_loop(
+                tiny(f"orchestration.updates={UPDATES}", "training.min_group_size=1", *overrides),
+                Inputs(vowel_tasks("train", 7), list(held_out), {}),
+                FakeTrainer(world.update, Training(world)),
+                engine,
+                runner,
+                Unwritten(run, ledger),
+                Callbacks({}, StopRequest()),
+                StartingPoint(),
             )
-            state = await asyncio.wait_for(loop.run(), 1e6)
+            state = await asyncio.wait_for(loop.run(LoopState()), 1e6)
+            world.playing = runner.playing
         steps.extend(
             ledger.query(
                 "SELECT s.state, s.reason, t.reward, g.* FROM steps s JOIN trajectories t USING (trajectory_id) "
@@ -161,7 +136,7 @@ def test_groups_go_on_beside_an_evaluation_though_all_were_ready() -> None:
     failing=st.sampled_from([0.0, 0.3, 0.6]),
     update=st.sampled_from([0.1, 1.0, 5.0]),
     staleness=st.integers(1, 4),
-    late=st.sampled_from(["wait", "wait", "mask_steps", "drop"]),
+    policy=st.sampled_from(["wait", "wait", "mask_steps", "drop_group"]),
     groups=st.integers(1, 4),
     size=st.integers(2, 4),
     most=st.sampled_from(["null", "1", "2", "5"]),
@@ -177,7 +152,7 @@ def test_whatever_the_settings_every_step_ends_once_in_time_and_nothing_waits_fo
     failing: float,
     update: float,
     staleness: int,
-    late: str,
+    policy: str,
     groups: int,
     size: int,
     most: str,
@@ -193,10 +168,10 @@ def test_whatever_the_settings_every_step_ends_once_in_time_and_nothing_waits_fo
         world,
         f"seed={seed}",
         f"orchestration.max_staleness={staleness}",
-        f"orchestration.late={late}",
+        f"orchestration.stale_policy={policy}",
         f"orchestration.max_concurrent_groups={most}",
-        "orchestration.max_sampled=1000",
-        "orchestration.max_failed_fraction=1",
+        "failures.max_sampled=1000",
+        "failures.max_failed_fraction=1",
         f"training.tasks_per_update={groups}",
         f"training.group_size={size}",
         f"engine.batch={batch}",
@@ -216,5 +191,5 @@ def test_whatever_the_settings_every_step_ends_once_in_time_and_nothing_waits_fo
         if step["state"] == "trained":
             assert step["group_id"] in world.trained and step["reward"] is not None
     assert sum(step["state"] == "trained" for step in steps) == len(world.staleness)
-    if late == "wait":
+    if policy == "wait":
         assert not any(step["reason"] == "stale" for step in steps)

@@ -16,7 +16,7 @@ from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
 from treadle.core.rewards import Reward
 from treadle.core.types import Routing, SamplingParams, Status, Step, StopReason, Trajectory
-from treadle.orchestration.rollout_store import read_steps, write_shard
+from treadle.orchestration.store.rollout_store import read_steps, write_shard
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 amounts = st.floats(-1e11, 1e11)  # of rewards

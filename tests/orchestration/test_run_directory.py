@@ -14,13 +14,13 @@ import pytest
 from tests.worlds import ROOT, tiny
 from treadle.core.errors import RunError
 from treadle.core.manifest import new_directory
-from treadle.orchestration.ledger import Ledger, LoopState
-from treadle.orchestration.run_directory import RunDirectory, find_run, make_directory
+from treadle.orchestration.store.ledger import Ledger, LoopState
+from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory
 
 LOCKER = """
 import sys, time
 from pathlib import Path
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.store.run_directory import RunDirectory
 run = RunDirectory(Path(sys.argv[1]))
 run.lock()
 print("locked", flush=True)
@@ -35,7 +35,7 @@ def test_a_new_run_keeps_its_configuration(tmp_path: Path) -> None:
     assert run.checkpoints.is_dir()
     assert RunDirectory.open(tmp_path / "a" / "b").config() == config
     assert "# torch " in run.config_file.read_text()
-    run.unlock()
+    run.close()
 
 
 def test_a_directory_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_directory_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
 
 
 def test_an_empty_directory_will_do(tmp_path: Path) -> None:
-    RunDirectory.create(tmp_path, tiny()).unlock()
+    RunDirectory.create(tmp_path, tiny()).close()
     assert RunDirectory.open(tmp_path).config_file.is_file()
 
 
@@ -61,7 +61,7 @@ def test_what_is_no_run_cannot_be_opened(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, tiny())
-    run.unlock()
+    run.close()
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     with subprocess.Popen(
         [sys.executable, "-c", LOCKER, str(tmp_path)],
@@ -79,8 +79,8 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     run.lock()  # the lock died with its owner
     with pytest.raises(RunError, match="another process"):
         RunDirectory.open(tmp_path).lock()
-    run.unlock()
-    run.unlock()
+    run.close()
+    run.close()
 
 
 def update_row(number: int) -> dict[str, Any]:
@@ -165,11 +165,11 @@ def test_the_newest_unfinished_run_of_a_recipe_is_found(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for age, (name, recipe) in enumerate({"done": "tiny", "z": "other", "b": "tiny", "a": "tiny"}.items()):
         run = RunDirectory.create(tmp_path / name, tiny(f"recipe={recipe}"))
-        run.unlock()
+        run.close()
         commit(run)
         os.utime(run.config_file, (1000 - age, 1000 - age))
     (tmp_path / "done" / "summary.json").touch()
-    RunDirectory.create(tmp_path / "killed before its first checkpoint", tiny("recipe=tiny")).unlock()
+    RunDirectory.create(tmp_path / "killed before its first checkpoint", tiny("recipe=tiny")).close()
     assert find_run(tmp_path, "tiny").name == "b"
     assert find_run(tmp_path, "other").name == "z"
 

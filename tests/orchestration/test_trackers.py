@@ -17,9 +17,9 @@ from tests.orchestration.runs import check_finished, updates
 from tests.orchestration.test_callbacks import Recording, go, go_on
 from tests.worlds import Quiet
 from treadle.core.errors import ConfigError, RunError, TrainingStopped
-from treadle.orchestration.callbacks import Callback, RunStart
-from treadle.orchestration.run_directory import RunDirectory
-from treadle.orchestration.trackers import Outcome, Tracker, scalars
+from treadle.orchestration.reporting.callbacks import Callback, RunStart
+from treadle.orchestration.reporting.trackers import Outcome, Tracker, scalars
+from treadle.orchestration.store.run_directory import RunDirectory
 
 SERIES = ("loss", "reward_mean", "evaluation/success")
 

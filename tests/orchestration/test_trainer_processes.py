@@ -16,8 +16,9 @@ from treadle.core.errors import CheckpointError, TreadleError
 from treadle.core.manifest import Manifest
 from treadle.core.trainer import Conversation, Trainer, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids
-from treadle.orchestration.chat_interface import use_threads
-from treadle.orchestration.inputs import load_inputs
+from treadle.orchestration.runtime import Runtime
+from treadle.orchestration.setup.chat_interface import use_threads
+from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.train import resume_run, start_run
 from treadle.training.config import TrainerSpec
 from treadle.training.make import MakeTrainer, make_trainer
@@ -124,7 +125,9 @@ def play(path: Path, make: MakeTrainer) -> list[str]:
     for updates in (2, 4):
         config = tiny(*SETTINGS, f"orchestration.updates={updates}", "evaluation.every=0")
         run = start_run if updates == 2 else resume_run
-        digests.append(str(run(config, load_inputs(config), path, Quiet(), make_trainer=make)["weights_sha256"]))
+        digests.append(
+            str(run(config, load_inputs(config), path, Quiet(), runtime=Runtime(make_trainer=make))["weights_sha256"])
+        )
     check_finished(path)
     return digests
 

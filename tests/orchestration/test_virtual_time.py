@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.orchestration.virtual_time import VirtualLoop
+from treadle.testing import VirtualLoop
 
 
 def virtually(main: Coroutine[Any, Any, Any]) -> Any:

@@ -23,7 +23,6 @@ from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, EngineError, TrajectoryFailure
 from treadle.core.outcomes import as_played
 from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
-from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.agents import check_agent, load_agent
 from treadle.rollout.attempt import RolloutConfig, open_rollouts
@@ -31,6 +30,7 @@ from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.clients import anthropic_client
 from treadle.rollout.command import Command
 from treadle.rollout.session import Address
+from treadle.testing import FakeEngine
 
 AnyAgent = Callable[[Task, Any], Any]
 TASK = Task("t", (user("hello"),), agent="a")

@@ -34,11 +34,11 @@ from treadle.core.draws import Stream
 from treadle.core.errors import Cause, EngineError, TrajectoryFailure
 from treadle.core.outcomes import as_played
 from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
-from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.attempt import RolloutConfig, gather_group
 from treadle.rollout.foreign import UserCode
 from treadle.rollout.session import Address
+from treadle.testing import FakeEngine
 
 DONE = EnvStep(reward=1.0, done=True)
 MORE = EnvStep([tool("more")], reward=0.25)

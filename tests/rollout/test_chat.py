@@ -16,10 +16,10 @@ from tests.worlds import CHATML, END, PLAIN, PlainTokenizer, chatml, plain_ids, 
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.types import Message, SamplingParams, Step, StopReason
-from treadle.engines.fake import FakeEngine
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation, check_turns
 from treadle.rollout.session import Address, Session
+from treadle.testing import FakeEngine
 
 ADDRESS = Address(seed=1, stream=Stream.TRAIN, epoch=0, position=0, attempt=0)
 LONGEST = 5  # tokens of a completion

@@ -10,7 +10,7 @@ from treadle.core.metrics import Metric
 from treadle.core.types import Status, Trajectory
 from treadle.envs.base import EnvStep
 from treadle.envs.lookup import Lookup, tasks
-from treadle.orchestration.inputs import make_inputs
+from treadle.orchestration.setup.inputs import make_inputs
 from treadle.rollout.meter import check_metrics
 
 SEARCHES = Metric("searches", "trajectory", "mean", "searches")

@@ -13,9 +13,9 @@ from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import ContextExceeded, EngineError
 from treadle.core.types import Ids, Message, SamplingParams, StopReason
-from treadle.engines.fake import FakeEngine
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.session import Address, Session
+from treadle.testing import FakeEngine
 
 ADDRESS = Address(seed=3, stream=Stream.TRAIN, epoch=1, position=5, attempt=2)
 

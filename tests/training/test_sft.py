@@ -19,10 +19,10 @@ from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, DataError, TrainingStopped
 from treadle.core.types import Ids, Message, SamplingParams
 from treadle.engines.compute import Compute
-from treadle.engines.fake import FakeEngine
 from treadle.envs.lookup import demonstration
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.session import Address, Session
+from treadle.testing import FakeEngine
 from treadle.training.config import OptimizerConfig, TrainingConfig, WarmStartConfig
 from treadle.training.demonstrations import Demonstrations, demonstrated_calls, load_demonstrations
 from treadle.training.learner import Learner

@@ -11,7 +11,7 @@ from treadle.cli.live import make_progress
 from treadle.cli.options import Commands, add_command, add_json, add_overrides
 from treadle.core.errors import ConfigError
 from treadle.orchestration.evaluate_model import Evaluation, Subject, evaluate_model, find_subject, held_out_inputs
-from treadle.orchestration.metrics import shown
+from treadle.orchestration.reporting.metrics import shown
 
 _EXAMPLES = """examples:
   treadle eval runs/demo                                      its latest checkpoint, as the run evaluates

@@ -9,7 +9,7 @@ from pathlib import Path
 from treadle.cli.console import Console
 from treadle.cli.options import Commands, add_command
 from treadle.core.errors import ConfigError
-from treadle.orchestration.retention import find_checkpoint
+from treadle.orchestration.store.checkpoint_retention import find_checkpoint
 
 _EXAMPLES = """examples:
   treadle export runs/demo models/demo                        its latest checkpoint

@@ -21,9 +21,9 @@ from treadle.core.errors import DamageError, TreadleError
 from treadle.core.files import WrittenFile
 from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.types import BreakCause
-from treadle.orchestration.ledger import Ledger
-from treadle.orchestration.rollout_store import open_shard
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.rollout_store import open_shard
+from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.breaks import Kind, Relation, relations
 from treadle.packing.flat import Call
 from treadle.packing.layout import Packing, Sharing, arrange

@@ -10,8 +10,8 @@ from typing import Any
 from treadle.cli.console import Console, Table, make_table
 from treadle.cli.transcript import print_transcript
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.metrics import shown
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.reporting.metrics import shown
+from treadle.orchestration.store.run_directory import RunDirectory
 
 
 def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None:

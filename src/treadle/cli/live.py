@@ -21,8 +21,8 @@ from rich.progress import Progress as Bars
 from treadle.cli.console import Console
 from treadle.core.text import escape_line
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.metrics import EvaluationResult, shown
-from treadle.orchestration.progress import PlainProgress, Progress, evaluation_lines, has_line, update_line
+from treadle.orchestration.reporting.metrics import EvaluationResult, shown
+from treadle.orchestration.reporting.progress import PlainProgress, Progress, evaluation_lines, has_line, update_line
 
 _EVERY = 10  # updates between lines that stay; the bar shows each
 _WIDE = 110  # columns from which both times and a longer bar fit beside the figures

@@ -46,6 +46,6 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def require_record(run: Path) -> None:
     """Raise RunError, saying why, where there is no ledger to read."""
-    from treadle.orchestration.run_directory import RunDirectory
+    from treadle.orchestration.store.run_directory import RunDirectory
 
     RunDirectory.open(run).ledger().close()

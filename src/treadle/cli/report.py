@@ -13,9 +13,9 @@ from typing import Any
 from treadle.cli.console import Console, indented, make_table
 from treadle.cli.options import Commands, add_command, add_json, require_record
 from treadle.cli.show import shown_tokens
-from treadle.orchestration.ledger import no_checkpoint
-from treadle.orchestration.metrics import shown
-from treadle.orchestration.progress import update_line
+from treadle.orchestration.reporting.metrics import shown
+from treadle.orchestration.reporting.progress import update_line
+from treadle.orchestration.store.ledger import no_checkpoint
 
 _EXAMPLES = """examples:
   treadle report runs/demo
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the report."""
     require_record(options.run_directory)
     from treadle.cli.facts import failures, run_facts
-    from treadle.orchestration.run_directory import RunDirectory
+    from treadle.orchestration.store.run_directory import RunDirectory
 
     if options.failures:
         found = failures(RunDirectory(options.run_directory))

@@ -23,7 +23,7 @@ from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.types import Group, SamplingParams, Status, Task, Trajectory
 from treadle.engines.config import EngineConfig
-from treadle.orchestration.validation import check_engine_config
+from treadle.orchestration.setup.validation import check_engine_config
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.replies import parser_name, reply_parser
 from treadle.rollout.session import Address, Session
@@ -32,7 +32,7 @@ from treadle.training.model_files import require_model, require_template
 
 if TYPE_CHECKING:
     from treadle.core.engine import Engine
-    from treadle.orchestration.chat_interface import ChatInterface
+    from treadle.orchestration.setup.chat_interface import ChatInterface
     from treadle.training.trainer import EmbeddedSource
 
 _EXAMPLES = """examples:
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     from treadle.rollout.gateway.serving import serving  # FastAPI and uvicorn
 
     with _listen(options.host, options.port) as listening:
-        from treadle.orchestration.chat_interface import load_chat_interface
+        from treadle.orchestration.setup.chat_interface import load_chat_interface
         from treadle.training.make import load_source
 
         chat, source = load_chat_interface(model), load_source(model, seed=0)
@@ -131,7 +131,7 @@ async def _serve(
     gateway: Gateway,
     server: AbstractAsyncContextManager[str],
 ) -> None:
-    from treadle.orchestration.engines import open_serving
+    from treadle.orchestration.setup.engines import open_serving
 
     console, stop = Console(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -176,7 +176,7 @@ def _session(options: argparse.Namespace, chat: ChatInterface, context: int, eng
 
 def _write(directory: Path, session: Session) -> Path:
     """All steps as one trajectory, in a shard of its own."""
-    from treadle.orchestration.rollout_store import write_shard
+    from treadle.orchestration.store.rollout_store import write_shard
 
     directory.mkdir(parents=True, exist_ok=True)
     taken = (int(path.stem.removeprefix("serve-")) for path in directory.glob("serve-" + 6 * "[0-9]" + ".parquet"))

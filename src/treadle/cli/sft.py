@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     _check(config, options.recipe, options.out)
 
     with make_progress(config) as progress:
-        from treadle.orchestration.warm_start import make_warm_model
+        from treadle.orchestration.setup.warm_start import make_warm_model
 
         report = make_warm_model(config, options.out, progress)
     how = "read from the cache" if report.cached else f"{report.steps} steps in {report.seconds:.0f} s"

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 def newest(run: Path) -> list[dict[str, Any]]:
     """The last trajectories on record, newest first."""
-    from treadle.orchestration.run_directory import RunDirectory
+    from treadle.orchestration.store.run_directory import RunDirectory
 
     ledger = RunDirectory(run).ledger()
     rows = ledger.query(

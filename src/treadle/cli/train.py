@@ -13,12 +13,12 @@ from treadle.cli.console import Console
 from treadle.cli.live import make_progress
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import RunError
-from treadle.orchestration.changes import changes, check_changes
 from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.inputs import IN_MEMORY, Inputs, load_inputs
-from treadle.orchestration.retention import find_checkpoint
-from treadle.orchestration.run_directory import RunDirectory, find_run, make_directory
-from treadle.orchestration.validation import check_config
+from treadle.orchestration.setup.config_diff import changes, check_changes
+from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, load_inputs
+from treadle.orchestration.setup.validation import check_config
+from treadle.orchestration.store.checkpoint_retention import find_checkpoint
+from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory
 
 _EXAMPLES = """examples:
   treadle train demo
@@ -147,5 +147,5 @@ def _is_stub(run: RunDirectory) -> bool:
         run.lock()
     except RunError:
         return False
-    run.unlock()
+    run.close()
     return True

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 from treadle.cli.console import Console, Part
 from treadle.core.errors import DataError, RunError
 from treadle.core.types import Step
-from treadle.orchestration.retention import read_checkpoint
-from treadle.orchestration.rollout_store import read_steps
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.store.checkpoint_retention import read_checkpoint
+from treadle.orchestration.store.rollout_store import read_steps
+from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.breaks import Decode, Relation, relations
 from treadle.packing.flat import Call
 from treadle.training.model_files import tokenizer_directory

@@ -15,7 +15,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args
 
 import pydantic
 import pydantic_core
@@ -34,7 +34,11 @@ class Config(pydantic.BaseModel):
 
     Describe fields with `Field(description=...)` or a docstring below the field. Build one from plain data
     with `build`, which also takes YAML lists for tuples and strings for enums and paths.
+
+    renamed_keys: full path of a key that was there in the last release -> the one that took its place, for errors.
     """
+
+    renamed_keys: ClassVar[Mapping[str, str]] = {}
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True
@@ -322,6 +326,8 @@ def _purpose(cls: type[Config], keys: Location) -> str:
 def _unknown_key(cls: type[Config], keys: Location) -> str:
     """The complaint about one unknown key, with the nearest key beside it and the same key elsewhere."""
     *parents, leaf = map(str, keys)
+    if new := cls.renamed_keys.get(".".join([*parents, leaf])):
+        return f"{'.'.join([*parents, leaf])!r} is now {new!r}"
     known = list(_fields_at(cls, keys[:-1]))
     near = difflib.get_close_matches(leaf, known, n=1) or [name for name in known if leaf in name.split("_")]
     hints = [f"did you mean {'.'.join([*parents, near[0]])!r}?"] if near else []

@@ -16,12 +16,12 @@ from treadle.core.errors import ConfigError
 from treadle.core.types import Task
 from treadle.envs.single_turn import RewardFunction, SingleTurn, is_reward_function
 from treadle.envs.tasks import check_environment, load_environment, task_from_row
-from treadle.orchestration.callbacks import Callback, load_callbacks
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.inputs import IN_MEMORY, Split, load_split, make_inputs
-from treadle.orchestration.progress import PlainProgress, Progress
-from treadle.orchestration.threads import wait_passively
-from treadle.orchestration.validation import check_config
+from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
+from treadle.orchestration.reporting.progress import PlainProgress, Progress
+from treadle.orchestration.setup.inputs import IN_MEMORY, Split, load_split, make_inputs
+from treadle.orchestration.setup.threads import wait_passively
+from treadle.orchestration.setup.validation import check_config
 from treadle.rollout.agents import Agent, check_agent, is_agent
 from treadle.rollout.isolated_environment import EnvironmentFactory
 
@@ -53,7 +53,7 @@ def train(
     callbacks: told of what happens, beside those in `settings` (`treadle.Callback`).
 
     resume: go on from the latest checkpoint of `run`; tasks, environment and most settings must be the same
-    (`treadle.orchestration.changes`).
+    (`treadle.orchestration.setup.config_diff`).
 
     Raises ConfigError, DataError or RunError before anything is sampled, TrainingStopped later.
     """

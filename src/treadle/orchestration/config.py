@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config, build, load_yaml
 from treadle.core.errors import ConfigError
 from treadle.core.types import SamplingParams
 from treadle.engines.config import EngineConfig
-from treadle.orchestration.buffer import Late
-from treadle.orchestration.failures import FailuresConfig
+from treadle.orchestration.sampling.replay_buffer import StalePolicy
+from treadle.orchestration.sampling.retries import FailuresConfig
 from treadle.rollout.attempt import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import ModelConfig, TrainerSpec, TrainingConfig, WarmStartConfig
@@ -76,22 +78,16 @@ class OrchestrationConfig(Config):
 
     updates: int = Field(100, ge=1, description="optimizer updates of the run")
     max_staleness: int = Field(0, ge=0, description="policy versions a trained token may lag behind; 0 is synchronous")
-    late: Late = Field(
+    stale_policy: StalePolicy = Field(
         "mask_steps",
-        description="what becomes of steps that would be trained later than that: mask_steps leaves those out, drop "
-        "their whole group, wait waits for a group before it can happen",
+        description="what becomes of steps that would be trained later than that: mask_steps leaves those out, "
+        "drop_group their whole group, wait waits for a group before it can happen",
     )
     max_concurrent_groups: int | None = Field(
         None,
         ge=1,
         description="most groups sampled side by side, for example because each needs a container; without, as many as "
         "keep engine.batch full (synchronous: all of a batch)",
-    )
-    max_sampled: float = Field(
-        8.0,
-        ge=1,
-        description="most groups sampled for one batch, as a multiple of those trained, before the run stops because "
-        "too many are discarded (filtered, overlong, stale)",
     )
     log_every: int = Field(
         1, ge=1, description="updates between lines of output where there is no terminal; failures always have one"
@@ -104,12 +100,6 @@ class OrchestrationConfig(Config):
     keep_best: KeepBest | None = Field(
         None,
         description="a checkpoint is also made after each evaluation that is better than all before; the best is kept",
-    )
-    max_failed_fraction: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="stop, after a checkpoint, if more than this share of a batch's trajectories failed",
     )
 
 
@@ -127,6 +117,14 @@ class CallbackConfig(Config):
 
 class RunConfig(Config):
     """One training run."""
+
+    renamed_keys = MappingProxyType(
+        {
+            "orchestration.late": "orchestration.stale_policy",
+            "orchestration.max_sampled": "failures.max_sampled",
+            "orchestration.max_failed_fraction": "failures.max_failed_fraction",
+        }
+    )
 
     recipe: str = Field("custom", description="name of the recipe; run directories start with it")
     about: str = Field("", description="what the recipe does, in a line")
@@ -192,10 +190,10 @@ class RunConfig(Config):
                 "engine.lock_step is true with orchestration.max_staleness "
                 f"{self.orchestration.max_staleness}: waves would wait for every agent; leave engine.lock_step out"
             )
-        if not self.orchestration.max_staleness and self.orchestration.late != "mask_steps":
+        if not self.orchestration.max_staleness and self.orchestration.stale_policy != "mask_steps":
             raise ValueError(
-                f"orchestration.late is {self.orchestration.late!r}, but with max_staleness 0 nothing is ever late; "
-                "leave it out"
+                f"orchestration.stale_policy is {self.orchestration.stale_policy!r}, but with max_staleness 0 nothing "
+                "is ever stale; leave it out"
             )
         return self
 
@@ -231,6 +229,13 @@ class RunConfig(Config):
     def groups_per_batch(self) -> int:
         """Groups trained between two weight publications."""
         return self.training.tasks_per_update * self.training.updates_per_batch
+
+    @property
+    def min_group_size(self) -> int:
+        """Graded attempts that a group needs to be trained; by default two where it is compared within itself."""
+        configured, size = self.training.min_group_size, self.training.group_size
+        by_group = estimators.by_name(self.algorithm.advantage).by_group
+        return configured or (min(2, size) if by_group else 1)
 
 
 def recipe_names() -> list[str]:

@@ -13,13 +13,13 @@ from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.dump import write_dump
-from treadle.orchestration.evaluation import play_held_out
-from treadle.orchestration.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
-from treadle.orchestration.metrics import EvaluationResult, evaluation_result
-from treadle.orchestration.progress import Progress
-from treadle.orchestration.retention import checkpoint_update, find_checkpoint
-from treadle.orchestration.run_directory import RunDirectory
-from treadle.orchestration.validation import check_playing
+from treadle.orchestration.loop.evaluation import play_held_out
+from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result
+from treadle.orchestration.reporting.progress import Progress
+from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
+from treadle.orchestration.setup.validation import check_playing
+from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
+from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.attempt import open_rollouts
 from treadle.rollout.event_loop import run
 from treadle.rollout.rewards import RewardsConfig
@@ -27,7 +27,7 @@ from treadle.training.config import ModelConfig
 from treadle.training.model_files import check_model_files, require_model
 
 if TYPE_CHECKING:
-    from treadle.orchestration.chat_interface import ChatInterface
+    from treadle.orchestration.setup.chat_interface import ChatInterface
     from treadle.training.trainer import EmbeddedSource
 
 
@@ -112,7 +112,7 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
 
     dump: a file for all trajectories, one a line (`orchestration.dump`).
     """
-    from treadle.orchestration.chat_interface import load_chat_interface, use_threads
+    from treadle.orchestration.setup.chat_interface import load_chat_interface, use_threads
     from treadle.training.make import load_source
 
     config = subject.config
@@ -132,7 +132,7 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
 async def _play(
     subject: Subject, inputs: Inputs, chat: ChatInterface, source: EmbeddedSource, progress: Progress
 ) -> list[Group]:
-    from treadle.orchestration.engines import open_serving
+    from treadle.orchestration.setup.engines import open_serving
 
     config, finished = subject.config, 0
 

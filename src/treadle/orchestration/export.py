@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from treadle.core.errors import CheckpointError
-from treadle.orchestration.retention import read_checkpoint
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.store.checkpoint_retention import read_checkpoint
+from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.checkpoint import export_files, read_model_files
 from treadle.training.model import load_tokenizer

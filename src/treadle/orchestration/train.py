@@ -6,80 +6,73 @@ load_inputs -> ChatInterface, Trainer -> warm start or checkpoint -> Engine, Wei
 from __future__ import annotations
 
 import json
-from contextlib import closing
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
 from treadle.core.manifest import Manifest, read_proven
-from treadle.core.outcomes import interrupted_reason
 from treadle.core.trainer import Trainer
-from treadle.core.types import DropReason, Group
-from treadle.orchestration.callbacks import Callbacks, JsonLines, RunStart
-from treadle.orchestration.changes import Change, changes, check_changes
-from treadle.orchestration.chat_interface import ChatInterface, check_engine, load_chat_interface, use_threads
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.curve import draw_curve
-from treadle.orchestration.engines import open_engine
-from treadle.orchestration.inputs import Inputs, check_first_prompts
-from treadle.orchestration.ledger import Ledger, LoopState
-from treadle.orchestration.loop import Clock, Loop
-from treadle.orchestration.progress import Progress
-from treadle.orchestration.retention import checkpoint_name, checkpoint_updates, find_checkpoint, retained
-from treadle.orchestration.reuse import reusable
-from treadle.orchestration.rollout_store import remove_other_shards
-from treadle.orchestration.run_directory import RunDirectory
-from treadle.orchestration.stopping import StopRequest, stop_on_signals
-from treadle.orchestration.threads import available_cores
-from treadle.orchestration.validation import check_config
-from treadle.orchestration.warm_start import WarmStartReport, check_demonstrations, run_warm_start
+from treadle.orchestration.loop.assembly import StartingPoint, make_loop
+from treadle.orchestration.loop.loop import Loop
+from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, RunStart
+from treadle.orchestration.reporting.clock import Clock
+from treadle.orchestration.reporting.curve import draw_curve
+from treadle.orchestration.reporting.progress import Progress, ProgressCallback
+from treadle.orchestration.reporting.summary import run_summary
+from treadle.orchestration.runtime import Runtime
+from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_interface, use_threads
+from treadle.orchestration.setup.config_diff import Change, changes, check_changes
+from treadle.orchestration.setup.inputs import Inputs, check_first_prompts
+from treadle.orchestration.setup.threads import available_cores
+from treadle.orchestration.setup.validation import check_config
+from treadle.orchestration.setup.warm_start import WarmStartReport, check_demonstrations, run_warm_start
+from treadle.orchestration.stop_request import StopRequest, stop_on_signals
+from treadle.orchestration.store.checkpoint_retention import find_checkpoint
+from treadle.orchestration.store.ledger import Ledger, LoopState
+from treadle.orchestration.store.resume import roll_back
+from treadle.orchestration.store.rollout_store import remove_other_shards
+from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.attempt import open_rollouts
 from treadle.rollout.event_loop import run as run_event_loop
 from treadle.rollout.replies import reply_parser
-from treadle.training.checkpoint import remove_others
-from treadle.training.make import MakeTrainer, load_model, make_trainer
 from treadle.training.optimizer import learning_rate
 
 _WARM_START = "warm_start.json"
 
 
 def start_run(
-    config: RunConfig, inputs: Inputs, path: Path, progress: Progress, make_trainer: MakeTrainer = make_trainer
+    config: RunConfig, inputs: Inputs, path: Path, progress: Progress, runtime: Runtime | None = None
 ) -> dict[str, Any]:
     """Train from the beginning in a new run directory; returns the summary. Raises TreadleError."""
-    clock = Clock()
+    clock, runtime = Clock(), runtime or Runtime()
     check_config(config)
     chat = load_chat_interface(config.model)
-    with closing(make_trainer(config.trainer)) as trainer:
+    with closing(runtime.make_trainer(config.trainer)) as trainer:
         config = _with_threads(config, use_threads(config.training.threads, trainer.model.parameters))
         check_first_prompts(inputs, chat.renderer, config, trainer.model.context, progress.say)
         check_demonstrations(config, chat.renderer)
         run = RunDirectory.create(path, config)
-        try:
-            progress.say(f"run directory: {path} ({_computing(config)})")
+        with closing(run):
+            progress.say(f"run directory: {path} ({_threads_line(config)})")
             if problem := _tools_problem(inputs, chat, config):
                 progress.say(f"agents' calls with tools will be refused: {problem}")
-            run.require_space(trainer.checkpoint_bytes, _kept_at_least(config))
-            told = Callbacks({run.metrics_file.name: JsonLines(run), **inputs.callbacks}, StopRequest())
 
-            async def work() -> dict[str, Any]:
+            async def begin(cleanup: ExitStack) -> _Beginning:
                 report = await run_warm_start(trainer, chat.renderer, config, progress)
-                warm_start = None if report is None else asdict(report)
                 if report is not None:
                     progress.say(_warm_start_line(report))
-                    run.write(_WARM_START, json.dumps(warm_start).encode())
-                return await _train(config, inputs, run, chat, trainer, LoopState(), clock, progress, told, warm_start)
+                    run.write(_WARM_START, json.dumps(asdict(report)).encode())
+                ledger = cleanup.enter_context(closing(Ledger(run.ledger_file)))
+                ledger.note_files(run.written)
+                return _Beginning(ledger, StartingPoint(clock=clock), None if report is None else asdict(report))
 
-            return told.around(
-                RunStart(path, config, 0, progress.say), lambda: run_event_loop(work(), progress.say, told.stop.ask)
-            )
-        finally:
-            run.unlock()
+            return _Session(config, inputs, run, chat, trainer, progress, runtime).train(0, begin)
 
 
 def resume_run(
@@ -88,7 +81,7 @@ def resume_run(
     path: Path,
     progress: Progress,
     checkpoint: str | None = None,
-    make_trainer: MakeTrainer = make_trainer,
+    runtime: Runtime | None = None,
 ) -> dict[str, Any]:
     """Go on from the latest checkpoint, or an earlier one by name; returns the summary.
 
@@ -97,11 +90,11 @@ def resume_run(
     is not), in use, or never reached its first checkpoint; DamageError if the ledger, the checkpoint or the
     configuration is not as it was written; ConfigError for a change of configuration that a run cannot go on with.
     """
-    clock = Clock()
+    clock, runtime = Clock(), runtime or Runtime()
     check_config(config)
     run = RunDirectory.open(path)
     run.lock()
-    try:
+    with closing(run):
         found, state = _where_to_resume(run, checkpoint)
         warm_start = _recorded_warm_start(run)
         updates = config.orchestration.updates
@@ -112,23 +105,107 @@ def resume_run(
         changed = changes(before, config)
         check_changes(changed, state.update)
         chat = load_chat_interface(config.model)
-        with closing(make_trainer(config.trainer)) as trainer:
+        with closing(runtime.make_trainer(config.trainer)) as trainer:
             config = _with_threads(config, use_threads(config.training.threads, trainer.model.parameters))
-            progress.say(f"resuming {path} after {state.update} of {updates} updates ({_computing(config)})")
-            _tell_changes(changed, config, state.update, progress)
-            clock = replace(clock, wall_before=state.wall_seconds, cpu_before=state.cpu_seconds)
-            run.require_space(trainer.checkpoint_bytes, _kept_at_least(config))
-            told = Callbacks({run.metrics_file.name: JsonLines(run), **inputs.callbacks}, StopRequest())
+            progress.say(f"resuming {path} after {state.update} of {updates} updates ({_threads_line(config)})")
+            _report_changes(changed, config, state.update, progress)
+            clock.wall_before, clock.cpu_before = state.wall_seconds, state.cpu_seconds
 
-            async def work() -> dict[str, Any]:
-                return await _train(config, inputs, run, chat, trainer, state, clock, progress, told, warm_start, found)
+            async def begin(cleanup: ExitStack) -> _Beginning:
+                ledger = cleanup.enter_context(closing(Ledger(run.ledger_file)))
+                await trainer.load(found)
+                run.summary_file.unlink(missing_ok=True)
+                if changes(run.config(), config):
+                    run.change_config(config, ledger)
+                remove_other_shards(run.rollouts, ledger.shards())
+                restored = roll_back(config, run, ledger, found.directory.name, state, progress.say)
+                return _Beginning(ledger, StartingPoint(state, restored, clock), warm_start)
 
-            return told.around(
-                RunStart(path, config, state.update, progress.say),
-                lambda: run_event_loop(work(), progress.say, told.stop.ask),
+            return _Session(config, inputs, run, chat, trainer, progress, runtime).train(state.update, begin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """What a session begins with. warm_start: the report of it, if there was one."""
+
+    ledger: Ledger
+    start: StartingPoint
+    warm_start: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """One process's work on a run, whose directory is locked and whose trainer is made."""
+
+    config: RunConfig
+    inputs: Inputs
+    run: RunDirectory
+    chat: ChatInterface
+    trainer: Trainer
+    progress: Progress
+    runtime: Runtime
+
+    def train(self, update: int, begin: Callable[[ExitStack], Awaitable[_Beginning]]) -> dict[str, Any]:
+        """Train to the end or a stop; returns the summary. update: that it begins after."""
+        section = self.config.orchestration
+        self.run.require_space(self.trainer.checkpoint_bytes, section.keep_last + (section.keep_best is not None))
+        members = {
+            self.run.metrics_file.name: JsonLines(self.run),
+            **self.inputs.callbacks,
+            "progress": ProgressCallback(self.progress, section.updates),
+        }
+        callbacks = Callbacks(members, StopRequest())
+
+        def work() -> dict[str, Any]:
+            return run_event_loop(
+                self._train(begin, callbacks), self.progress.say, callbacks.stop.request, self.runtime.new_event_loop
             )
-    finally:
-        run.unlock()
+
+        return callbacks.around(RunStart(self.run.path, self.config, update, self.progress.say), work)
+
+    async def _train(self, begin: Callable[[ExitStack], Awaitable[_Beginning]], callbacks: Callbacks) -> dict[str, Any]:
+        with ExitStack() as cleanup:
+            beginning = await begin(cleanup)
+            loop = await self._run_loop(beginning, callbacks)
+        summary = run_summary(
+            self.config,
+            self.run.path,
+            loop.state,
+            weights_sha256=await self.trainer.digest(),
+            stopped_early=not loop.finished,
+            warm_start=beginning.warm_start,
+        )
+        if loop.finished:
+            title = f"{self.config.recipe}, seed {self.config.seed}"
+            draw_curve(self.run.metrics(), self.run.curve_file, title)
+            write_atomically(self.run.summary_file, json.dumps(summary, indent=2).encode())
+        return summary
+
+    async def _run_loop(self, beginning: _Beginning, callbacks: Callbacks) -> Loop:
+        """Run the loop; returns it as it ended. Raises what stopped it, if something went wrong."""
+        config, chat, log = self.config, self.chat, self.progress.say
+        engine, weight_sync = await self.runtime.open_engine(config, chat, self.trainer, self.run.path, log)
+        try:
+            async with open_rollouts(
+                engine,
+                chat.renderer,
+                self.inputs.environments,
+                self.inputs.agents,
+                config.rollout,
+                config.rewards,
+                log,
+            ) as runner:
+                store = RunStore(self.run, beginning.ledger, callbacks.rollout)
+                loop = make_loop(
+                    config, self.inputs, self.trainer, weight_sync, runner, store, callbacks, beginning.start
+                )
+                await self.runtime.check_engine(engine, weight_sync, self.trainer, chat, 10 * config.engine.tolerance)
+                with stop_on_signals(callbacks.stop):
+                    await loop.run(beginning.start.state)
+        finally:
+            await engine.close()
+        callbacks.stop.raise_reason(loop.state.update)
+        return loop
 
 
 def _where_to_resume(run: RunDirectory, checkpoint: str | None) -> tuple[Manifest, LoopState]:
@@ -161,14 +238,14 @@ def _tools_problem(inputs: Inputs, chat: ChatInterface, config: RunConfig) -> st
     return chat.renderer.tools_problem(parse=reply_parser(config.rollout.reply_parser, chat.renderer.source))
 
 
-def _computing(config: RunConfig) -> str:
+def _threads_line(config: RunConfig) -> str:
     """`2 threads`, and what is odd about them here."""
     threads, cores = config.training.threads or 1, available_cores()
     odd = f"; this process may use {cores} cores, but other threads give other bits" if threads > cores else ""
     return f"{threads} thread{'s' * (threads > 1)}{odd}"
 
 
-def _tell_changes(changed: list[Change], config: RunConfig, update: int, progress: Progress) -> None:
+def _report_changes(changed: list[Change], config: RunConfig, update: int, progress: Progress) -> None:
     """What changed, and what else follows from another number of updates."""
     for change in changed:
         progress.say(f"changed: {change}")
@@ -182,167 +259,6 @@ def _tell_changes(changed: list[Change], config: RunConfig, update: int, progres
                 progress.say(f"the entropy bonus follows: it is {end:g} after {change.new} updates")
 
 
-def _kept_at_least(config: RunConfig) -> int:
-    """Checkpoints on disk at a time, but for those kept for ever."""
-    return config.orchestration.keep_last + (config.orchestration.keep_best is not None)
-
-
-async def _train(
-    config: RunConfig,
-    inputs: Inputs,
-    run: RunDirectory,
-    chat: ChatInterface,
-    trainer: Trainer,
-    state: LoopState,
-    clock: Clock,
-    progress: Progress,
-    callbacks: Callbacks,
-    warm_start: dict[str, Any] | None,
-    resume_from: Manifest | None = None,
-) -> dict[str, Any]:
-    ledger, kept = Ledger(run.ledger_file), dict[int, Group]()
-    try:
-        if resume_from is None:
-            ledger.note_files(run.written)
-        else:
-            await trainer.load(resume_from)
-            run.summary_file.unlink(missing_ok=True)
-            if changes(run.config(), config):
-                run.change_config(config, ledger)
-            remove_other_shards(run.rollouts, ledger.shards())
-            kept = _roll_back(config, run, ledger, resume_from.directory.name, state, progress)
-        state, stopped = await _run_loop(
-            config, inputs, run, chat, trainer, ledger, state, clock, progress, callbacks, kept
-        )
-    finally:
-        ledger.close()
-    summary = _summary(config, run, await trainer.digest(), state, stopped, warm_start)
-    if not stopped:
-        draw_curve(run.metrics(), run.curve_file, f"{config.recipe}, seed {config.seed}")
-        write_atomically(run.summary_file, json.dumps(summary, indent=2).encode())
-    return summary
-
-
-def _roll_back(
-    config: RunConfig, run: RunDirectory, ledger: Ledger, name: str, state: LoopState, progress: Progress
-) -> dict[int, Group]:
-    """Drop what was recorded after the checkpoint; returns the groups that are gone on with all the same."""
-    latest = ledger.latest_checkpoint()
-    if latest is not None and latest[0] != name:
-        steps = ledger.return_to(name)
-        progress.say(f"back from {latest[0]} to {name}: {steps} steps are dropped as {DropReason.ROLLED_BACK}")
-    committed = ledger.checkpoint_names()  # a directory that no row of the ledger points to is removed
-    there = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]
-    remove_others(run.checkpoints, {name, *retained(there, config, state.evaluations)})
-    staleness = config.orchestration.max_staleness
-    on_record = reusable(ledger, run.rollouts, state, staleness)
-    for shard, damaged in on_record.damaged.items():
-        steps = ledger.note_damaged(damaged)
-        progress.say(
-            f"{run.rollouts / shard} is damaged or gone: {len(damaged)} trajectories ({steps} steps) that waited in it "
-            f"are dropped as {DropReason.DAMAGED}, and their tasks are sampled again"
-        )
-    kept = on_record.groups
-    reason = interrupted_reason(staleness)
-    dropped = ledger.roll_back(state, reason, [group.group_id for group in kept.values()])
-    if problem := run.roll_back_metrics(state.update, state.evaluations):
-        progress.say(f"{problem}; the run goes on without")
-    if dropped:
-        progress.say(f"{dropped} steps recorded after that checkpoint are dropped as {reason}")
-    if staleness:
-        trajectories = [t for group in kept.values() for t in group.trajectories]
-        steps = sum(len(t.steps) for t in trajectories)
-        progress.say(f"{len(trajectories)} finished trajectories ({steps} steps) of {len(kept)} groups are reused")
-    return kept
-
-
-async def _run_loop(
-    config: RunConfig,
-    inputs: Inputs,
-    run: RunDirectory,
-    chat: ChatInterface,
-    trainer: Trainer,
-    ledger: Ledger,
-    state: LoopState,
-    clock: Clock,
-    progress: Progress,
-    callbacks: Callbacks,
-    kept: dict[int, Group],
-) -> tuple[LoopState, bool]:
-    """Returns the final state and whether the run was asked to stop before its end."""
-    engine, weight_sync = await open_engine(
-        config.engine_in_training,
-        chat,
-        trainer,
-        partial(load_model, config.model, config.seed),
-        run.path,
-        config.training.routing_replay,
-        progress.say,
-    )
-    try:
-        async with open_rollouts(
-            engine, chat.renderer, inputs.environments, inputs.agents, config.rollout, config.rewards, progress.say
-        ) as rollouts:
-            loop = Loop(
-                config=config,
-                run=run,
-                ledger=ledger,
-                trainer=trainer,
-                weight_sync=weight_sync,
-                rollouts=rollouts,
-                train=inputs.train,
-                held_out=inputs.held_out,
-                state=state,
-                clock=clock,
-                progress=progress,
-                stop=callbacks.stop,
-                callbacks=callbacks,
-                kept=kept,
-            )
-            await check_engine(engine, weight_sync, trainer, chat, 10 * config.engine.tolerance)
-            with stop_on_signals(callbacks.stop):
-                final = await loop.run()
-    finally:
-        await engine.close()
-    callbacks.stop.raise_reason(final.update)
-    return final, not loop.finished
-
-
 def _warm_start_line(report: WarmStartReport) -> str:
     how = "read from the cache" if report.cached else f"{report.seconds:.0f} s"
     return f"warm start: loss {report.loss:.3f} after {report.steps} steps ({how})"
-
-
-def _summary(
-    config: RunConfig,
-    run: RunDirectory,
-    weights_sha256: str,
-    state: LoopState,
-    stopped: bool,
-    warm_start: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """What summary.json holds. Held-out figures are at `evaluation.temperature`, the greedy ones beside them."""
-    sampled = [e for e in state.evaluations if e["temperature"] == config.evaluation.temperature]
-    greedy = [e for e in state.evaluations if e["temperature"] == 0]
-
-    def success(results: list[dict[str, Any]], which: int) -> float | None:
-        return results[which]["success"] if len(results) > 1 else None
-
-    return {
-        "run": str(run.path),
-        "recipe": config.recipe,
-        "seed": config.seed,
-        "updates": state.update,
-        "stopped_early": stopped,
-        "held_out_success_before": sampled[0]["success"] if sampled else None,
-        "held_out_success_after": None if stopped else success(sampled, -1),
-        "held_out_greedy_before": greedy[0]["success"] if greedy else None,
-        "held_out_greedy_after": None if stopped else success(greedy, -1),
-        "held_out_tasks": sampled[0]["tasks"] if sampled else 0,
-        "evaluations": list(state.evaluations),
-        "warm_start": warm_start,
-        "threads": torch.get_num_threads(),
-        "wall_seconds": round(state.wall_seconds, 1),
-        "cpu_seconds": round(state.cpu_seconds, 1),
-        "weights_sha256": weights_sha256,
-    }

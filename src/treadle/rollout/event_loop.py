@@ -24,15 +24,20 @@ _GRACE = 5.0  # seconds that tasks of user code have to end once they are cancel
 _left_behind: list[asyncio.Task[Any]] = []  # tasks that did not: kept, as collecting them would run their code
 
 
-def run(main: Coroutine[Any, Any, T], say: Callable[[str], None], on_culprit: Callable[[str], None] | None = None) -> T:
-    """Run `main` as asyncio.run does; returns its result.
+def run(
+    main: Coroutine[Any, Any, T],
+    say: Callable[[str], None],
+    on_culprit: Callable[[str], None] | None = None,
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> T:
+    """Run `main` as asyncio.run does, on a new event loop, and return its result.
 
     Where user code stops the loop, or tries to exit the process in a callback, the loop goes on, and `on_culprit`
     (default: `say`) is told who it was. What tasks of user code raise and nobody awaits is said in a line. Those that
     do not end when they are cancelled at the end are named and left behind. Raises KeyboardInterrupt after a Ctrl-C,
     which cancels `main`.
     """
-    with asyncio.Runner() as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         loop = runner.get_loop()
         loop.set_default_executor(DaemonThreads())
         loop.set_exception_handler(_UnawaitedErrors(say))

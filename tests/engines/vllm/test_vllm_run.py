@@ -11,7 +11,7 @@ from tests.orchestration.runs import check_finished, query, start
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError
 from treadle.orchestration.evaluate_model import Subject, evaluate_model
-from treadle.orchestration.inputs import load_held_out
+from treadle.orchestration.setup.inputs import load_held_out
 
 pytestmark = pytest.mark.xdist_group("vllm")
 

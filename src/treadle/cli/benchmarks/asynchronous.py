@@ -11,11 +11,11 @@ from typing import Any
 from treadle.cli.benchmarks.report import Report, Row
 from treadle.cli.benchmarks.simulation import Seconds, Way, World, figures, lognormal, replayed, simulate
 from treadle.core.errors import ConfigError, RunError
-from treadle.orchestration.buffer import Late
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.sampling.replay_buffer import StalePolicy
+from treadle.orchestration.store.run_directory import RunDirectory
 
-_LATE: tuple[Late, ...] = ("mask_steps", "wait", "drop")
-_COLOURS = {"mask_steps": "#2f6db5", "wait": "#5a9e6f", "drop": "#d1603d"}
+_POLICIES: tuple[StalePolicy, ...] = ("mask_steps", "wait", "drop_group")
+_COLOURS = {"mask_steps": "#2f6db5", "wait": "#5a9e6f", "drop_group": "#d1603d"}
 _GENERATION = "lognormal:60:1"
 
 
@@ -29,14 +29,14 @@ def measure(
     staleness: Sequence[int] = (0, 1, 2, 4, 8),
     **sizes: Any,
 ) -> Report:
-    """A row for each `max_staleness` and each way to treat what is late; `threads` and `repeats` have no say here.
+    """A row for each `max_staleness` and each way to treat what is stale; `threads` and `repeats` have no say here.
 
     generation: `lognormal:MEAN:SIGMA`; run: draw from the seconds of its trajectories instead. plot: a PNG to write.
     sizes: of the `World`. Raises ConfigError and RunError.
     """
     seconds, mean, text = _of_run(run) if run is not None else _of_text(generation or _GENERATION)
     world = World(seconds, mean, **sizes)
-    ways = [Way(s, late) for s in staleness for late in (_LATE if s else _LATE[:1])]
+    ways = [Way(s, policy) for s in staleness for policy in (_POLICIES if s else _POLICIES[:1])]
     found = [figures(world, simulate(world, way)) for way in ways]
     rows = [_row(way, own, found[0]) for way, own in zip(ways, found, strict=True)]
     if plot is not None:
@@ -47,9 +47,9 @@ def measure(
 def _row(way: Way, found: dict[str, float], first: dict[str, float]) -> Row:
     rate = found["trajectories/s"]
     ratio = {"trajectories/s": rate, "times sync": rate / first["trajectories/s"]}
-    late = way.late if way.max_staleness else "-"
+    policy = way.stale_policy if way.max_staleness else "-"
     dropped = {"s dropped": found["s dropped"] or "-"}
-    return {"max_staleness": way.max_staleness, "late": late, **ratio, **found, **dropped}
+    return {"max_staleness": way.max_staleness, "stale_policy": policy, **ratio, **found, **dropped}
 
 
 def _of_text(text: str) -> tuple[Seconds, float, str]:
@@ -97,10 +97,10 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = (("of bound", "trajectories/s, share of the bound"), ("dropped", "share of steps dropped"))
     for axes, (column, label) in zip(figure.subplots(1, 2), panels, strict=True):
-        for late, colour in _COLOURS.items():
-            own = [row for row in rows if row["late"] in (late, "-")]
+        for policy, colour in _COLOURS.items():
+            own = [row for row in rows if row["stale_policy"] in (policy, "-")]
             x, y = [row["max_staleness"] for row in own], [row[column] for row in own]
-            axes.plot(x, y, "o-", color=colour, markersize=4, label=f"late: {late}")
+            axes.plot(x, y, "o-", color=colour, markersize=4, label=f"stale_policy: {policy}")
         axes.set(xlabel="max_staleness", ylabel=label, ylim=(0, None))
         axes.grid(alpha=0.25)
     axes.legend(loc="best", frameon=False)

@@ -24,12 +24,12 @@ from treadle.cli.benchmarks.report import Report, Row
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.types import Ids, Message, SamplingParams
-from treadle.engines.fake import FakeEngine
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.gateway.serving import serving
 from treadle.rollout.session import Address, Session
+from treadle.testing import FakeEngine
 from treadle.training.config import ModelConfig
 from treadle.training.model import load_tokenizer
 from treadle.training.model_files import tokenizer_directory

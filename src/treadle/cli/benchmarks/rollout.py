@@ -21,10 +21,10 @@ from treadle.core.engine import Engine
 from treadle.core.errors import ConfigError
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig
-from treadle.orchestration.chat_interface import load_chat_interface
 from treadle.orchestration.config import load_recipe
-from treadle.orchestration.engines import open_serving
-from treadle.orchestration.validation import check_engine_config
+from treadle.orchestration.setup.chat_interface import load_chat_interface
+from treadle.orchestration.setup.engines import open_serving
+from treadle.orchestration.setup.validation import check_engine_config
 from treadle.training.config import ModelConfig
 from treadle.training.make import load_source
 

@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
 from treadle.core.draws import Stream, call_seed, token_uniforms
 from treadle.core.outcomes import as_trained
-from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
-from treadle.engines.fake import FakeEngine
-from treadle.orchestration.buffer import Late
-from treadle.orchestration.callbacks import Callbacks
+from treadle.core.types import Group, Task
 from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.ledger import Ledger, LoopState
-from treadle.orchestration.loop import Clock, Loop
-from treadle.orchestration.metrics import EvaluationResult
-from treadle.orchestration.run_directory import RunDirectory
-from treadle.orchestration.stopping import StopRequest
-from treadle.orchestration.virtual_time import VirtualLoop
+from treadle.orchestration.loop.assembly import StartingPoint, make_loop
+from treadle.orchestration.reporting.callbacks import Callbacks
+from treadle.orchestration.sampling.replay_buffer import StalePolicy
+from treadle.orchestration.setup.inputs import Inputs
+from treadle.orchestration.stop_request import StopRequest
+from treadle.orchestration.store.ledger import Ledger, LoopState
+from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.session import Address
-from treadle.training.fake import FakeTrainer
+from treadle.testing import FakeAttempt, FakeEngine, FakeRunner, FakeTrainer, VirtualLoop
 
 Seconds = Callable[[float], float]
 """A distribution, as its quantile function: a draw in [0, 1) -> seconds."""
@@ -87,7 +86,7 @@ class Way:
     """How it is trained."""
 
     max_staleness: int
-    late: Late = "mask_steps"
+    stale_policy: StalePolicy = "mask_steps"
 
 
 @dataclass(slots=True)
@@ -130,33 +129,25 @@ def simulate(world: World, way: Way) -> Seen:
 
 async def _simulate(world: World, way: Way) -> Seen:
     seen = Seen()
-    engine = _Engine(world, seen)
-
-    async def record(part: Group) -> None:
-        seen.groups |= {t.trajectory_id: part.index for t in part.trajectories}
-
-    with tempfile.TemporaryDirectory(prefix="treadle-simulation-") as directory:
+    with (
+        tempfile.TemporaryDirectory(prefix="treadle-simulation-") as directory,
+        closing(Ledger(Path(":memory:"))) as ledger,
+    ):
         run = RunDirectory(Path(directory))
         run.checkpoints.mkdir()
-        ledger, stop = Ledger(Path(":memory:")), StopRequest()
-        loop = Loop(
-            config=_config(world, way),
-            run=run,
-            ledger=ledger,
-            trainer=FakeTrainer(world.training, seen.train),
-            weight_sync=engine,
-            rollouts=_Rollouts(world, engine, seen),
-            train=[Task(f"task-{number}") for number in range(_TASKS)],
-            held_out=(),
-            state=LoopState(),
-            clock=Clock(),
-            progress=_Silent(),
-            stop=stop,
-            callbacks=Callbacks({}, stop),
-            record=record,
+        engine = FakeEngine(lambda prompt, sampling: ())
+        runner = FakeRunner(engine, _script(world, seen), world.engine_capacity)
+        loop = make_loop(
+            _config(world, way),
+            Inputs([Task(f"task-{number}") for number in range(_TASKS)], [], {}),
+            FakeTrainer(world.training, seen.train),
+            _Publication(world.publication, engine, runner, seen),
+            runner,
+            _Unwritten(run, ledger, seen),
+            Callbacks({}, StopRequest()),
+            StartingPoint(),
         )
-        state = await loop.run()
-        ledger.close()
+        state = await loop.run(LoopState())
     seen.outstanding = frozenset((*state.outstanding, *range(state.cursor, max(seen.groups.values()) + 1)))
     return seen
 
@@ -171,90 +162,48 @@ def _config(world: World, way: Way) -> RunConfig:
         "orchestration.updates": world.updates,
         "orchestration.checkpoint_every": world.updates,
         "orchestration.max_staleness": way.max_staleness,
-        "orchestration.late": way.late,
+        "orchestration.stale_policy": way.stale_policy,
     }
     return load_recipe("demo", [f"{key}={value}" for key, value in settings.items()])
 
 
-class _Engine(FakeEngine):
-    """Places for steps, and how much they were used."""
+def _script(world: World, seen: Seen) -> Callable[[str, Task, Address], FakeAttempt]:
+    """Attempts of drawn length, keyed by their address, in equal steps; every other one succeeds."""
 
-    def __init__(self, world: World, seen: Seen) -> None:
-        super().__init__(lambda prompt, sampling: ())
-        self._places = asyncio.Semaphore(world.engine_capacity)
-        self._publication, self._seen = world.publication, seen
-        self._running, self._worked, self._since = 0, 0.0, 0.0
+    def script(name: str, task: Task, a: Address) -> FakeAttempt:
+        address = call_seed(a.seed, Stream.BENCH, a.epoch, a.position, a.attempt, 0)
+        seconds = world.generation(float(token_uniforms(np.array([address], np.uint64), 0)[0]))
+        seen.seconds[name] = seconds
+        return FakeAttempt([seconds / world.steps] * world.steps, float(a.attempt % 2))
+
+    return script
+
+
+@dataclass(frozen=True, slots=True)
+class _Publication:
+    """Weights that take their time to get to the engine."""
+
+    seconds: float
+    engine: FakeEngine
+    runner: FakeRunner
+    seen: Seen
 
     async def publish(self, version: int) -> None:
-        await asyncio.sleep(self._publication)
-        await super().publish(version)
+        await asyncio.sleep(self.seconds)
+        await self.engine.publish(version)
         if version:
-            self._seen.published.append((asyncio.get_running_loop().time(), self._work()))
-
-    def _work(self) -> float:
-        """Steps x seconds so far."""
-        now = asyncio.get_running_loop().time()
-        self._worked += self._running * (now - self._since)
-        self._since = now
-        return self._worked
-
-    async def sample(self, seconds: float, steps: int) -> list[Step]:
-        """The steps of one trajectory."""
-        return [await self._step(seconds / steps) for _ in range(steps)]
-
-    async def _step(self, seconds: float) -> Step:
-        clock = asyncio.get_running_loop()
-        asked = clock.time()
-        async with self._places:
-            self._work()
-            self._running += 1
-            first = self.version
-            try:
-                await asyncio.sleep(seconds)
-            finally:
-                self._work()
-                self._running -= 1
-        versions, waited = np.array([first, self.version], np.int32), clock.time() - asked
-        return Step(_PROMPT, _COMPLETION, _LOGPROBS, versions, _SAMPLING, StopReason.STOP, seconds=waited)
+            self.seen.published.append((asyncio.get_running_loop().time(), self.runner.step_seconds()))
 
 
-_PROMPT, _COMPLETION = np.array([0], np.int32), np.array([1, 2], np.int32)
-_LOGPROBS, _SAMPLING = np.full(2, -0.5, np.float32), SamplingParams(max_tokens=2)
+class _Unwritten(RunStore):
+    """Remembers which group an attempt is of, and writes nothing."""
 
+    def __init__(self, run: RunDirectory, ledger: Ledger, seen: Seen) -> None:
+        super().__init__(run, ledger)
+        self._seen = seen
 
-class _Rollouts:
-    """Plays trajectories of drawn length, keyed by their address; every other attempt succeeds."""
-
-    def __init__(self, world: World, engine: _Engine, seen: Seen) -> None:
-        self._world, self._engine, self._seen = world, engine, seen
-        self.sampling = SamplingParams()
-
-    def start(
-        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
-    ) -> list[asyncio.Future[Trajectory]]:
-        return [asyncio.ensure_future(self._play(trajectory_id(group_id, a.attempt), task, a)) for a in addresses]
-
-    async def _play(self, name: str, task: Task, a: Address) -> Trajectory:
-        address = call_seed(a.seed, Stream.BENCH, a.epoch, a.position, a.attempt, 0)
-        seconds = self._world.generation(float(token_uniforms(np.array([address], np.uint64), 0)[0]))
-        self._seen.seconds[name] = seconds
-        steps = await self._engine.sample(seconds, self._world.steps)
-        taken, reward = sum(step.seconds for step in steps), float(a.attempt % 2)
-        return Trajectory(name, task.task_id, a.attempt, tuple(steps), reward, Status.DONE, seconds=taken)
-
-
-class _Silent:
-    """Progress that nobody watches."""
-
-    def say(self, line: str) -> None: ...
-
-    def phase(self, name: str, total: int) -> None: ...
-
-    def advance(self, done: int, note: str = "") -> None: ...
-
-    def updated(self, row: Mapping[str, Any], updates: int) -> None: ...
-
-    def evaluated(self, result: EvaluationResult) -> None: ...
+    async def record(self, part: Group, version: int) -> None:
+        self._seen.groups |= {t.trajectory_id: part.index for t in part.trajectories}
 
 
 def figures(world: World, seen: Seen) -> dict[str, float]:

@@ -21,8 +21,8 @@ from treadle.core.files import WrittenFile
 from treadle.core.trainer import Trainer, UpdateResult
 from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory
 from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.rollout_store import read_shard
-from treadle.orchestration.run_directory import RunDirectory
+from treadle.orchestration.store.rollout_store import read_shard
+from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.layout import Packing
 from treadle.training.make import make_trainer
 

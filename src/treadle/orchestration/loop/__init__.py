@@ -1,0 +1,1 @@
+"""The loop itself, and what it decides: evaluations, checkpoints, when to stop."""

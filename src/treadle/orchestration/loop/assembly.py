@@ -1,0 +1,69 @@
+"""Putting a loop together from a configuration and what it works with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from treadle.core.trainer import Trainer, WeightSync
+from treadle.core.types import Group
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.loop.checkpointing import Checkpointer
+from treadle.orchestration.loop.evaluation import Evaluator
+from treadle.orchestration.loop.loop import Loop
+from treadle.orchestration.reporting.callbacks import Callbacks
+from treadle.orchestration.reporting.clock import Clock
+from treadle.orchestration.reporting.reporter import Reporter
+from treadle.orchestration.sampling.concurrency import ConcurrencyController
+from treadle.orchestration.sampling.intake import GroupIntake
+from treadle.orchestration.sampling.quarantine import TaskQuarantine
+from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
+from treadle.orchestration.sampling.retries import Retries
+from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler, SamplingLimits
+from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
+from treadle.orchestration.setup.inputs import Inputs
+from treadle.orchestration.store.ledger import LoopState
+from treadle.orchestration.store.run_store import RunStore
+from treadle.rollout.attempt import Player
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """Where a run starts or goes on from. restored: index -> group of which some attempts need not be sampled again."""
+
+    state: LoopState = field(default_factory=LoopState)
+    restored: Mapping[int, Group] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+
+
+def make_loop(
+    config: RunConfig,
+    inputs: Inputs,
+    trainer: Trainer,
+    weight_sync: WeightSync,
+    runner: Player,
+    store: RunStore,
+    callbacks: Callbacks,
+    start: StartingPoint,
+) -> Loop:
+    """Return the loop that trains on the inputs' tasks; `loop.run(start.state)` runs it.
+
+    weight_sync: makes the engines that `runner` plays with serve the trainer's weights.
+    """
+    reporter = Reporter(config, callbacks, start.clock)
+    section, state = config.orchestration, start.state
+    quarantine = TaskQuarantine(config.failures.task_limit, state.failed_tasks)
+    buffer = ReplayBuffer(section.max_staleness, section.stale_policy)
+    backlog = Backlog(state.cursor, state.outstanding, start.restored, store.ledger.times_sampled())
+    scheduler = RolloutScheduler(
+        TaskQueue(TaskOrder(inputs.train, config.seed, config.data.shuffle), quarantine, backlog),
+        runner,
+        buffer,
+        GroupIntake(config, store, buffer, quarantine, reporter),
+        Retries(config.failures),
+        ConcurrencyController(config.engine.capacity),
+        SamplingLimits.of(config),
+    )
+    evaluator = Evaluator(config, runner, inputs.held_out, store, reporter)
+    checkpointer = Checkpointer(config, trainer, store, reporter)
+    return Loop(config, trainer, weight_sync, scheduler, evaluator, checkpointer, reporter, callbacks.stop)

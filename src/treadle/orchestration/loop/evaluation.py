@@ -1,0 +1,104 @@
+"""Playing held-out tasks with the weights that the engines serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+from treadle.core.draws import Stream
+from treadle.core.types import Group, Task
+from treadle.orchestration.config import EvaluationConfig, RunConfig
+from treadle.orchestration.loop.schedule import pending_evaluations
+from treadle.orchestration.reporting.metrics import evaluation_result
+from treadle.orchestration.reporting.reporter import Reporter
+from treadle.orchestration.stop_request import StopRequest
+from treadle.orchestration.store.ledger import LoopState
+from treadle.orchestration.store.run_store import RunStore
+from treadle.rollout.attempt import Player, gather_group
+from treadle.rollout.session import Address
+
+
+class Evaluator:
+    """Makes the evaluations of a run, and puts them on record."""
+
+    def __init__(
+        self, config: RunConfig, runner: Player, tasks: Sequence[Task], store: RunStore, reporter: Reporter
+    ) -> None:
+        self._config, self._runner, self._tasks = config, runner, tasks
+        self._store, self._reporter = store, reporter
+
+    def pending(self, state: LoopState) -> list[float]:
+        """Return the temperatures at which the present weights are still to be evaluated."""
+        return pending_evaluations(self._config, state) if self._tasks else []
+
+    async def evaluate(self, state: LoopState, stop: StopRequest) -> LoopState:
+        """Make the evaluations that are pending; return the state with them.
+
+        Where a stop is requested first, they stay pending until the run is resumed.
+        """
+        section = self._config.evaluation
+        for temperature in self.pending(state):
+            name = self._name(state.update, temperature)
+            self._reporter.begin("evaluation", len(self._tasks) * section.attempts_at(temperature))
+            playing = play_held_out(
+                self._runner,
+                self._tasks,
+                name=name,
+                seed=self._config.seed,
+                epoch=state.update,
+                temperature=temperature,
+                config=section,
+                on_trajectory=lambda: self._reporter.advance("evaluation"),
+            )
+            groups = await stop.unless_requested(playing)
+            if groups is None:
+                return state
+            self._store.record_evaluation(name, groups, state.version)
+            result = evaluation_result(
+                groups, state.update, temperature, section.success_at, self._config.data.table_by, section.success_of
+            )
+            self._reporter.callbacks.evaluate(result)
+            state = replace(state, evaluations=(*state.evaluations, asdict(result)))
+        return state
+
+    def _name(self, update: int, temperature: float) -> str:
+        """The prefix of group ids, another one for each time that an evaluation is made anew."""
+        name = f"e{update:06d}" + ("g" if temperature == 0 else "")
+        times = len(
+            self._store.ledger.query(
+                "SELECT 1 FROM groups WHERE group_id = ? OR group_id GLOB ?", f"{name}-0000", f"{name}r*-0000"
+            )
+        )
+        return f"{name}r{times}" if times else name
+
+
+async def play_held_out(
+    rollouts: Player,
+    tasks: Sequence[Task],
+    *,
+    name: str,
+    seed: int,
+    epoch: int,
+    temperature: float,
+    config: EvaluationConfig,
+    on_trajectory: Callable[[], None],
+) -> list[Group]:
+    """`config.attempts` at each task, `config.concurrency` side by side in fixed cohorts (so that batches repeat).
+
+    name: prefix of group ids. epoch keys the draws together with the seed: it is the update evaluated at.
+    """
+    groups: list[Group] = []
+    attempts, sampling = config.attempts_at(temperature), config.sampling(rollouts.sampling, temperature)
+    cohort = max(1, config.concurrency // attempts)
+    for start in range(0, len(tasks), cohort):
+        running = []
+        for position, task in enumerate(tasks[start : start + cohort], start):
+            group = f"{name}-{position:04d}"
+            addresses = [Address(seed, Stream.EVALUATE, epoch, position, attempt) for attempt in range(attempts)]
+            started = rollouts.start(group, task, addresses, sampling)
+            for attempt in started:
+                attempt.add_done_callback(lambda _: on_trajectory())
+            running.append(gather_group(group, position, epoch, position, task, started))
+        groups += await asyncio.gather(*running)
+    return groups

@@ -1,0 +1,144 @@
+"""The loop. A group's states, and who moves it from one to the next:
+
+    TaskQueue -> RolloutScheduler -> GroupIntake ---> ReplayBuffer -> Trainer.train_batch -> WeightSync.publish
+    (queued)     (being sampled)     (on record)      (ready)         (being trained)        (trained)
+                     ^                    |  dropped: failed, filtered, stale                    |
+                     +--------------------+------------- start_groups(version + 1) --------------+
+
+After each publication, in this order: metrics, evaluation if due, checkpoint if due, then the next groups are started.
+At the end the checkpoint comes first: an evaluation that is cut short is made when the run is resumed.
+At `max_staleness` 0 nothing else is under way meanwhile: evaluations and checkpoints cannot change what is sampled. At
+any other, groups go on beside all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from treadle.core.errors import TrainingStopped
+from treadle.core.outcomes import leave_out
+from treadle.core.trainer import Trainer, WeightSync
+from treadle.core.types import DropReason, Group
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.loop.checkpointing import Checkpointer
+from treadle.orchestration.loop.evaluation import Evaluator
+from treadle.orchestration.loop.schedule import is_last
+from treadle.orchestration.reporting.reporter import Reporter
+from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler
+from treadle.orchestration.sampling.stop_conditions import StopConditionMet, check_refusal_rate
+from treadle.orchestration.stop_request import StopRequest
+from treadle.orchestration.store.ledger import LoopState
+
+T = TypeVar("T")
+
+
+class Loop:
+    """Trains until `orchestration.updates`, a stop request or a stop condition.
+
+    Invariant: `state` describes exactly the trainer's weights whenever a checkpoint is written.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        weight_sync: WeightSync,
+        scheduler: RolloutScheduler,
+        evaluator: Evaluator,
+        checkpointer: Checkpointer,
+        reporter: Reporter,
+        stop: StopRequest,
+    ) -> None:
+        self.config, self.trainer, self.weight_sync, self.scheduler = config, trainer, weight_sync, scheduler
+        self.evaluator, self.checkpointer, self.reporter, self.stop = evaluator, checkpointer, reporter, stop
+        self.state = LoopState()
+
+    async def run(self, state: LoopState) -> LoopState:
+        """Run from this state to the end, and return the last one.
+
+        Raises TrainingStopped (after a checkpoint where a stop condition was met), RunError or CheckpointError.
+        """
+        self.state = state
+        try:
+            await self._run()
+        except StopConditionMet as condition:
+            await self._save()
+            raise TrainingStopped(
+                f"{condition}. A checkpoint of update {self.state.update} is saved: fix the cause, then --resume"
+            ) from None
+        return self.state
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do: all updates are made, and the last weights are evaluated."""
+        return is_last(self.config, self.state) and not self.evaluator.pending(self.state)
+
+    async def _run(self) -> None:
+        await self.weight_sync.publish(self.state.version)
+        self.reporter.callbacks.publish(self.state.version)
+        await self._evaluate()
+        if not self.checkpointer.has_any:
+            await self._save()
+        async with self.scheduler.sampling():
+            await self._train()
+        await self._save()
+        if is_last(self.config, self.state) and not self.finished:
+            await self._evaluate()
+            await self._save()
+
+    async def _train(self) -> None:
+        while not is_last(self.config, self.state) and not self.stop.requested:
+            groups = await self._next_batch()
+            if groups is None:
+                return
+            await self._train_batch(groups)
+            if is_last(self.config, self.state):
+                return
+            if self.config.orchestration.max_staleness:
+                self.scheduler.start_groups(self.state.version)  # what follows is no reason to wait
+            await self._evaluate()
+            if self.checkpointer.is_due(self.state):
+                await self._save()
+
+    async def _next_batch(self) -> Sequence[Group] | None:
+        """The groups that are trained next; None if a stop is requested first."""
+        self.scheduler.start_groups(self.state.version)
+        with self.reporter.timed("rollout"):
+            self.reporter.begin("rollout", self.config.groups_per_batch * self.config.training.group_size)
+            return await self._unless_stopped(self.scheduler.next_batch(self.state))
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result, or None if a stop is requested first: what has finished until then is on record and restored.
+
+        At max_staleness 0 it would be sampled again, so that it is worth waiting for.
+        """
+        return await (work if self.config.orchestration.max_staleness == 0 else self.stop.unless_requested(work))
+
+    async def _train_batch(self, groups: Sequence[Group]) -> None:
+        before = self.state
+        self.reporter.callbacks.batch(groups, before.version)
+        with self.reporter.timed("update"):
+            self.reporter.begin("update", 1)
+            results = await self.trainer.train_batch(groups)
+        with self.reporter.timed("publish"):
+            await self.weight_sync.publish(before.version + 1)
+        self.scheduler.trained()
+        refused = {t: why for result in results for t, why in result.refused.items()}
+        groups = [leave_out(group, DropReason.REFUSED, refused) for group in groups]
+        self.checkpointer.note_trained(groups, results, before.version)
+        self.reporter.refusals(refused)
+        self.reporter.updates(groups, results, before)
+        self.state = self.scheduler.note(
+            replace(before, update=before.update + len(results), version=before.version + 1)
+        )
+        self.reporter.callbacks.publish(self.state.version)
+        everyone = sum(len(group.trajectories) for group in groups)
+        check_refusal_rate(refused, everyone, self.config, self.state.update)
+
+    async def _evaluate(self) -> None:
+        self.state = await self.evaluator.evaluate(self.state, self.stop)
+
+    async def _save(self) -> None:
+        self.state = await self.checkpointer.save(self.state, self.finished)

@@ -1,0 +1,102 @@
+"""What a loop reports: rows of metrics, phases for whoever watches, and each complaint once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from treadle.algorithms import estimators
+from treadle.core.trainer import UpdateResult
+from treadle.core.types import Group
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.reporting.callbacks import Callback
+from treadle.orchestration.reporting.clock import Clock
+from treadle.orchestration.reporting.metrics import run_metrics, trajectory_metrics
+from treadle.orchestration.reporting.reward_notes import reward_notes
+from treadle.orchestration.store.ledger import LoopState
+from treadle.rollout.threads import abandoned_threads
+
+_MOST_COMPLAINTS = 20  # of a run
+
+
+class Reporter:
+    """Turns what happens in the loop into events of `callbacks`; it decides nothing.
+
+    seconds: of the phases of the batch at hand, by name.
+    """
+
+    def __init__(self, config: RunConfig, callbacks: Callback, clock: Clock) -> None:
+        self.callbacks, self.clock = callbacks, clock
+        self.seconds: dict[str, float] = {}
+        self._config = config
+        self._phase, self._done, self._total = "", 0, 0
+        self._reported: set[str] = set()
+
+    # --- phases ------------------------------------------------------------------------------------------------------
+
+    def begin(self, phase: str, total: int) -> None:
+        """Report that a phase of `total` equal pieces begins."""
+        self._phase, self._done, self._total = phase, 0, total
+        self.callbacks.phase(phase, 0, total)
+
+    def advance(self, phase: str) -> None:
+        """Report another piece of a phase, if that is the present one: rollouts also end beside updates."""
+        if phase == self._phase:
+            self._done = min(self._done + 1, self._total)
+            self.callbacks.phase(phase, self._done, self._total)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Measure what is inside, for the row of the updates that follow."""
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] = time.perf_counter() - started
+
+    # --- complaints --------------------------------------------------------------------------------------------------
+
+    def message(self, line: str) -> None:
+        """Report a line."""
+        self.callbacks.message(line)
+
+    def batch(self, groups: Sequence[Group], first: bool) -> None:
+        """Report what is wrong with the attempts and rewards of a batch. first: of the run."""
+        self.failures(groups)
+        for text in reward_notes(groups, self._config, estimators.by_name(self._config.algorithm.advantage), first):
+            self._once(text, text)
+
+    def failures(self, groups: Sequence[Group]) -> None:
+        """Report each new failure or warning."""
+        for trajectory in (t for group in groups for t in group.trajectories):
+            text = trajectory.failure.message if trajectory.failure else trajectory.warning
+            self._once(text, f"task {trajectory.task_id}, trajectory {trajectory.trajectory_id}: {text}")
+
+    def refusals(self, refused: Mapping[str, str]) -> None:
+        """Report why trajectories could not be trained: trajectory_id -> why."""
+        for why in refused.values():
+            self._once(why, f"not trained: {why}")
+
+    def _once(self, text: str, line: str) -> None:
+        if text and text not in self._reported and len(self._reported) < _MOST_COMPLAINTS:
+            self._reported.add(text)
+            self.message(line)
+
+    # --- metrics -----------------------------------------------------------------------------------------------------
+
+    def updates(self, groups: Sequence[Group], results: Sequence[UpdateResult], state: LoopState) -> None:
+        """Report a row for each update of a batch, about its own groups. state: before the batch."""
+        size, section = self._config.training.tasks_per_update, self._config.evaluation
+        phases = {phase: seconds / len(results) for phase, seconds in self.seconds.items()}
+        self.seconds = {}
+        of_run = run_metrics(phases, *self.clock.read(), len(abandoned_threads()))
+        for number, result in enumerate(results):
+            first = number * size % len(groups)  # each epoch goes through them again
+            own = groups[first : first + size]
+            played = trajectory_metrics(own, section.success_at, state.version, section.success_of)
+            row = {
+                "kind": "update",
+                "update": state.update + number + 1,
+                "version": state.version,
+                **(played + result.metrics + of_run),
+            }
+            self.callbacks.update(row)

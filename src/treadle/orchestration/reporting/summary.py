@@ -1,0 +1,47 @@
+"""summary.json: what a run comes to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.store.ledger import LoopState
+
+
+def run_summary(
+    config: RunConfig,
+    run: Path,
+    state: LoopState,
+    *,
+    weights_sha256: str,
+    stopped_early: bool,
+    warm_start: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what summary.json holds; held-out figures are at `evaluation.temperature`, the greedy ones beside them."""
+    sampled = [e for e in state.evaluations if e["temperature"] == config.evaluation.temperature]
+    greedy = [e for e in state.evaluations if e["temperature"] == 0]
+
+    def success(results: list[dict[str, Any]], which: int) -> float | None:
+        return results[which]["success"] if len(results) > 1 else None
+
+    return {
+        "run": str(run),
+        "recipe": config.recipe,
+        "seed": config.seed,
+        "updates": state.update,
+        "stopped_early": stopped_early,
+        "held_out_success_before": sampled[0]["success"] if sampled else None,
+        "held_out_success_after": None if stopped_early else success(sampled, -1),
+        "held_out_greedy_before": greedy[0]["success"] if greedy else None,
+        "held_out_greedy_after": None if stopped_early else success(greedy, -1),
+        "held_out_tasks": sampled[0]["tasks"] if sampled else 0,
+        "evaluations": list(state.evaluations),
+        "warm_start": warm_start,
+        "threads": torch.get_num_threads(),
+        "wall_seconds": round(state.wall_seconds, 1),
+        "cpu_seconds": round(state.cpu_seconds, 1),
+        "weights_sha256": weights_sha256,
+    }

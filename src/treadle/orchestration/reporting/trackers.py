@@ -1,0 +1,258 @@
+"""Trackers: callbacks that hand a run's figures to a tracking library, under the names of metrics.jsonl.
+
+An update's figures have its number as their step; those of an evaluation are `evaluation/...`, or
+`evaluation/greedy/...` at temperature 0 where that is not `evaluation.temperature`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar, Literal
+
+from treadle.core.checked_json import checked_json, parse_checked_json
+from treadle.core.config import describe, dump_yaml
+from treadle.core.errors import ConfigError, DamageError
+from treadle.core.extras import how_to_install
+from treadle.core.files import write_atomically
+from treadle.orchestration.reporting.callbacks import Callback, RunStart
+from treadle.orchestration.reporting.metrics import EvaluationResult
+from treadle.rollout.foreign import raised
+
+Outcome = Literal["finished", "stopped", "failed"]
+
+
+class Tracker(Callback):
+    """What the trackers share: names, the tracker's own id of the run, and what becomes of a library's errors.
+
+    What the library raises at the start ends the run before it begins. Later it is told once and the run goes on:
+    no outage of a server is worth a run, and metrics.jsonl has everything.
+    """
+
+    package: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._library = _required(self.package)
+        self._run: RunStart | None = None
+        self._told = False
+
+    @abstractmethod
+    def open(self, run: RunStart, known: str | None) -> str:
+        """Begin, or go on with the run that the tracker knows by this id; returns the id."""
+
+    @abstractmethod
+    def log(self, figures: Mapping[str, float], update: int) -> None:
+        """Take these figures; must return soon."""
+
+    @abstractmethod
+    def close(self, outcome: Outcome) -> None:
+        """All is logged."""
+
+    def start(self, run: RunStart) -> None:
+        """Open it. Its id is kept in tracking.json of the run directory. Raises DamageError if that is damaged."""
+        file = run.directory / "tracking.json"
+        known = parse_checked_json(file.read_bytes()) if file.is_file() else {}
+        if known is None:
+            raise DamageError(f"{file} is damaged: restore it, or remove it to go on as a new run of the tracker")
+        ids = {**known, self.package: self.open(run, known.get(self.package))}
+        write_atomically(file, checked_json(ids).encode())
+        self._run = run
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Log it."""
+        figures = {name: value for name, value in scalars(row) if name != "update"}
+        self._survive(lambda: self.log(figures, row["update"]))
+
+    def evaluate(self, result: EvaluationResult) -> None:
+        """Log it."""
+        assert self._run is not None
+        greedy = result.temperature == 0 != self._run.config.evaluation.temperature
+        figures = asdict(result)
+        update = figures.pop("update")
+        named = dict(scalars(figures, "evaluation/greedy/" if greedy else "evaluation/"))
+        self._survive(lambda: self.log(named, update))
+
+    def end(self, summary: Mapping[str, Any] | None, error: BaseException | None) -> None:
+        """Close it, if it was opened."""
+        outcome: Outcome = "failed" if summary is None else "stopped" if summary["stopped_early"] else "finished"
+        if self._run is not None:
+            self._survive(lambda: self.close(outcome))
+
+    def _survive(self, call: Callable[[], None]) -> None:
+        """The seam: an error of the tracking library is told once, and ends nothing."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  # foreign code
+            if not self._told and self._run is not None:
+                self._told = True
+                self._run.say(f"{raised(self.package, error)}; the run goes on, and metrics.jsonl has everything")
+
+
+class TensorBoard(Tracker):
+    """Event files in `tensorboard/` of the run directory."""
+
+    package = "tensorboard"
+
+    def open(self, run: RunStart, known: str | None) -> str:
+        """What was logged after the checkpoint that is resumed from is hidden."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run.directory / "tensorboard"
+        self._writer = SummaryWriter(str(folder), purge_step=None if known is None else run.update + 1)
+        if known is None:
+            lines = dump_yaml(run.config).splitlines()
+            self._writer.add_text("config", "\n".join(f"    {line}" for line in lines), 0)
+        return folder.name
+
+    def log(self, figures: Mapping[str, float], update: int) -> None:
+        """Written at once, so that a killed run has it."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, update)
+        self._writer.flush()
+
+    def close(self, outcome: Outcome) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class WandB(Tracker):
+    """Weights & Biases. mode: online, offline or disabled (default: what WANDB_MODE says).
+
+    Updates are the x axis of every figure, not W&B's own steps, which cannot go back when a run is resumed.
+    """
+
+    package = "wandb"
+
+    def __init__(
+        self,
+        project: str = "treadle",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        mode: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._where = {"project": project, "entity": entity, "group": group, "tags": list(tags), "mode": mode}
+
+    def open(self, run: RunStart, known: str | None) -> str:
+        """Its files are in `wandb/` of the run directory."""
+        self._open = self._library.init(
+            **self._where,
+            name=run.directory.name,
+            id=known,
+            resume="allow",
+            dir=str(run.directory),
+            config=run.config.model_dump(mode="json"),
+            settings=self._library.Settings(console="off"),  # the terminal's live line stays as it is
+        )
+        self._open.define_metric("update")
+        self._open.define_metric("*", step_metric="update")
+        return str(self._open.id)
+
+    def log(self, figures: Mapping[str, float], update: int) -> None:
+        """Sent by W&B's own process."""
+        self._open.log({**figures, "update": update})
+
+    def close(self, outcome: Outcome) -> None:
+        """Wait until all is sent."""
+        self._open.finish(exit_code=0 if outcome == "finished" else 1)
+
+
+class Trackio(Tracker):
+    """Trackio, local or, with `space_id`, on a Hugging Face Space."""
+
+    package = "trackio"
+
+    def __init__(self, project: str = "treadle", group: str | None = None, space_id: str | None = None) -> None:
+        super().__init__()
+        self._where = {"project": project, "group": group, "space_id": space_id}
+
+    def open(self, run: RunStart, known: str | None) -> str:
+        """Runs are known by their names."""
+        self._open = self._library.init(
+            **self._where,
+            name=known or run.directory.name,
+            resume="never" if known is None else "allow",
+            config=run.config.model_dump(mode="json"),
+            embed=False,
+        )
+        return str(self._open.name)
+
+    def log(self, figures: Mapping[str, float], update: int) -> None:
+        """Sent by a thread of Trackio."""
+        self._open.log(dict(figures), step=update)
+
+    def close(self, outcome: Outcome) -> None:
+        """Wait until all is sent."""
+        self._open.finish()
+
+
+class MLflow(Tracker):
+    """MLflow. tracking_uri: of the server or store (default: what MLFLOW_TRACKING_URI says, or MLflow's own)."""
+
+    package = "mlflow"
+
+    def __init__(self, experiment: str = "treadle", tracking_uri: str | None = None) -> None:
+        super().__init__()
+        self._experiment, self._uri = experiment, tracking_uri
+        self._sending: list[Any] = []
+
+    def open(self, run: RunStart, known: str | None) -> str:
+        """A new run in the experiment, which is made if need be."""
+        self._client = self._library.MlflowClient(tracking_uri=self._uri)
+        if known is not None:
+            self._client.update_run(known, status="RUNNING")
+            self._id = known
+            return known
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+        self._id = str(self._client.create_run(number, run_name=run.directory.name).info.run_id)
+        parameters = [self._library.entities.Param(line.path, str(line.value)[:500]) for line in describe(run.config)]
+        for first in range(0, len(parameters), 100):  # as many as MLflow takes at once
+            self._client.log_batch(self._id, params=parameters[first : first + 100])
+        return self._id
+
+    def log(self, figures: Mapping[str, float], update: int) -> None:
+        """Sent by a thread of MLflow. Characters that it does not take in names become `_`."""
+        now = int(time.time() * 1000)
+        metrics = [
+            self._library.entities.Metric(re.sub(r"[^\w\-. /:]", "_", name), value, now, update)
+            for name, value in figures.items()
+        ]
+        self._sending.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
+
+    def close(self, outcome: Outcome) -> None:
+        """Wait until all is sent."""
+        try:
+            for sent in self._sending:
+                sent.wait()
+        finally:
+            status = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[outcome]
+            self._client.set_terminated(self._id, status)
+
+
+def scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(name, number) of what is a number; what lies deeper is `name/key`. `null` is left out."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield prefix + name, float(value)
+
+
+def _required(package: str) -> Any:
+    """The library; an empty folder of its name is none. Raises ConfigError naming the extra."""
+    try:
+        library = importlib.import_module(package)
+        found = library.__file__ is not None
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        found = False
+    if not found:
+        raise ConfigError(f"callbacks: {package!r} is not installed; {how_to_install(package)}")
+    return library

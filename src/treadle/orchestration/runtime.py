@@ -1,0 +1,49 @@
+"""What a run computes with, each part replaceable: the door for another trainer, engine or event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from treadle.core.engine import Engine
+from treadle.core.trainer import Trainer, WeightSync
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.setup.chat_interface import ChatInterface, check_engine
+from treadle.orchestration.setup.engines import open_engine
+from treadle.training.make import MakeTrainer, make_trainer
+
+
+class OpenEngine(Protocol):
+    """Opens the engine of a run: `setup.engines.open_engine`, or yours."""
+
+    async def __call__(
+        self, config: RunConfig, chat: ChatInterface, trainer: Trainer, logs: Path, log: Callable[[str], None], /
+    ) -> tuple[Engine, WeightSync]:
+        """Return the engine, and what makes it serve the trainer's weights. log: for lines in the run's output."""
+        ...
+
+
+class CheckEngine(Protocol):
+    """Proves an engine before the first rollout: `setup.chat_interface.check_engine`, or yours."""
+
+    async def __call__(
+        self, engine: Engine, weight_sync: WeightSync, trainer: Trainer, chat: ChatInterface, tolerance: float, /
+    ) -> object:
+        """Raise EngineError if the engine cannot be trained with."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Holds what makes the parts of a run; the default is what the configuration says.
+
+    new_event_loop: for example `treadle.testing.VirtualLoop`; default: asyncio's own.
+    """
+
+    make_trainer: MakeTrainer = make_trainer
+    open_engine: OpenEngine = open_engine
+    check_engine: CheckEngine = check_engine
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None

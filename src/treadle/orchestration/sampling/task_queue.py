@@ -1,0 +1,94 @@
+"""Which group is started next: `TaskOrder`, an endless sequence of tasks, and `TaskQueue`, where a run stands in it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from treadle.core.draws import permutation
+from treadle.core.errors import DataError
+from treadle.core.types import Group, Task, group_id
+from treadle.orchestration.sampling.quarantine import TaskQuarantine
+from treadle.packing.flat import Indices
+
+
+class TaskOrder:
+    """Tasks in the order of training, for ever: each epoch has its own shuffle, a pure function of seed and epoch.
+
+    No epoch has the order of the one before it: where chance would have it so, it is turned by one.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool) -> None:
+        if not tasks:
+            raise DataError("there are no training tasks")
+        self.tasks, self._seed, self._shuffle = tasks, seed, shuffle
+        self._epoch, self._order = -1, np.arange(0)
+
+    def at(self, index: int) -> tuple[int, int, Task]:
+        """Return (epoch, position in the dataset, task) of the group with this submission index."""
+        epoch, place = divmod(index, len(self.tasks))
+        position = int(self._shuffled(epoch)[place]) if self._shuffle else place
+        return epoch, position, self.tasks[position]
+
+    def _shuffled(self, epoch: int) -> Indices:
+        if epoch < self._epoch:
+            self._epoch, self._order = -1, np.arange(0)
+        while self._epoch < epoch:
+            self._epoch += 1
+            order = permutation(len(self.tasks), self._seed, self._epoch)
+            self._order = np.roll(order, 1) if np.array_equal(order, self._order) else order
+        return self._order
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Where a run stood when it was left; the default is a new one.
+
+    next_index: of the first group that was never started. requeued: indices of earlier ones that were not trained, and
+    are sampled again. restored: index -> group of which some attempts are on record; only the others are played.
+    times_sampled: index -> how often a group of it is on record, so that the next one gets a name of its own.
+    """
+
+    next_index: int = 0
+    requeued: Sequence[int] = ()
+    restored: Mapping[int, Group] = field(default_factory=dict)
+    times_sampled: Mapping[int, int] = field(default_factory=dict)
+
+
+class TaskQueue:
+    """Hands out groups to be played: those of the backlog that are sampled again, then the order of tasks.
+
+    next_index, requeued: see `Backlog`; as the run stands now.
+    """
+
+    def __init__(self, order: TaskOrder, quarantine: TaskQuarantine, backlog: Backlog | None = None) -> None:
+        backlog = backlog or Backlog()
+        self._order, self.quarantine = order, quarantine
+        self.next_index, self.requeued = backlog.next_index, deque(backlog.requeued)
+        self._restored, self._times_sampled = dict(backlog.restored), backlog.times_sampled
+
+    def pop(self) -> Group | None:
+        """Return the next group, with the attempts it has on record; None if all tasks are in quarantine.
+
+        A group on record is handed out although its task is in quarantine: its steps would else count as trained.
+        """
+        if self.requeued:
+            return self._group(self.requeued.popleft())
+        for _ in range(len(self._order.tasks)):
+            on_record = self.next_index in self._restored
+            group = self._group(self.next_index)
+            self.next_index += 1
+            if on_record or not self.quarantine.contains(group.task):
+                return group
+        return None
+
+    def _group(self, index: int) -> Group:
+        if index in self._restored:
+            return self._restored.pop(index)
+        epoch, position, task = self._order.at(index)
+        times = self._times_sampled.get(index, 0)
+        name = group_id(index) + (f"r{times}" if times else "")
+        return Group(name, index, epoch, position, task, ())

@@ -1,0 +1,80 @@
+"""What stands between messages and a model's token ids, and the proof that an engine samples what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from treadle.core.engine import Engine
+from treadle.core.errors import EngineError
+from treadle.core.trainer import Trainer, WeightSync
+from treadle.engines.probe import EngineFacts, probe_engine
+from treadle.engines.stop_strings import Decode
+from treadle.orchestration.setup.threads import available_cores, default_threads
+from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.conversation import Conversation
+from treadle.training.config import ModelConfig
+from treadle.training.model import load_tokenizer
+from treadle.training.model_files import tokenizer_directory
+
+
+@dataclass(frozen=True, slots=True)
+class ChatInterface:
+    """How a model is talked to in text. It holds no weights.
+
+    stop_token_ids: after which a completion ends. decode: ids -> text, special tokens included.
+    """
+
+    renderer: ChatRenderer
+    stop_token_ids: tuple[int, ...]
+    decode: Decode
+
+
+def load_chat_interface(config: ModelConfig) -> ChatInterface:
+    """Return that of the configured tokenizer and chat template. Raises ConfigError or DamageError."""
+    tokenizer = load_tokenizer(tokenizer_directory(config))
+    stop = (int(tokenizer.eos_token_id),)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    renderer = ChatRenderer(
+        tokenizer, stop, chat_template=config.chat_template, chat_template_kwargs=config.chat_template_kwargs
+    )
+    return ChatInterface(renderer, stop, decode)
+
+
+def use_threads(threads: int | None, parameters: int) -> int:
+    """Fix torch's thread count and ask for deterministic kernels: same seed, machine and threads, same bits.
+
+    threads: default: `default_threads` for a model of so many parameters. Returns the number.
+    """
+    number = threads or default_threads(parameters, available_cores())
+    torch.set_num_threads(number)
+    torch.use_deterministic_algorithms(True)
+    return number
+
+
+async def check_engine(
+    engine: Engine, weight_sync: WeightSync, trainer: Trainer, chat: ChatInterface, tolerance: float = 1e-3
+) -> EngineFacts:
+    """Publish to the engine, probe it and have the trainer score what it sampled: they must be the same policy.
+
+    Raises EngineError, before the first rollout, where their log-probabilities differ by more than the tolerance, or
+    the engine lacks what training needs (`probe_engine`).
+    """
+    await weight_sync.publish(0)
+    prompt = Conversation(chat.renderer).render([{"role": "user", "content": "ok"}]).ids
+    facts = await probe_engine(engine, prompt, stop_token_ids=chat.stop_token_ids, version=0, tolerance=tolerance)
+    ids = np.concatenate([prompt, facts.sampled.token_ids])
+    learned = (await trainer.score(ids))[len(prompt) - 1 :]
+    gap = float(np.abs(facts.sampled.logprobs - learned).max())
+    if not gap < tolerance:
+        raise EngineError(
+            f"{facts.engine} reports log-probabilities that differ from those of the learner by up to {gap:.2e}; "
+            "it must serve the published weights in the learner's precision"
+        )
+    return facts

@@ -1,0 +1,83 @@
+"""What may change in a run's configuration when it is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from treadle.core.config import as_override, describe
+from treadle.core.errors import ConfigError
+from treadle.orchestration.config import RunConfig
+
+CHANGEABLE = (
+    "orchestration.updates",
+    "orchestration.log_every",
+    "orchestration.checkpoint_every",
+    "orchestration.keep_last",
+    "orchestration.keep_every",
+    "orchestration.keep_best",
+    "orchestration.max_concurrent_groups",
+    "evaluation.*",
+    "failures.*",
+    "data.table_by",
+    "engine.in_flight",
+    "engine.vllm.*",
+    "engine.batch",
+    "engine.own_process",
+    "rollout.agent_timeout",
+    "rollout.environment_timeout",
+    "rollout.trajectory_timeout",
+    "callbacks",
+    "training.threads",
+    "training.packing",
+    "training.sharing",
+    "training.max_tokens_per_microbatch",
+    "training.gradient_checkpointing",
+)
+"""Paths, and sections with all below them: pace, cost, what is kept and what is looked at; never what is learned."""
+
+_REASONS = {
+    "seed": "it keys every draw",
+    "data": "the data cursor counts its tasks",
+    "model": "the checkpoint is of that model",
+    "algorithm": "a run has one objective",
+    "training": "the optimizer's state belongs to it",
+    "rewards": "rewards on record would no longer compare",
+}
+
+
+class Change(NamedTuple):
+    """`Change("orchestration.updates", 100, 200)`; None also stands for a section that is not there."""
+
+    path: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.path} {as_override(self.old)} -> {as_override(self.new)}"
+
+
+def changes(before: RunConfig, after: RunConfig) -> list[Change]:
+    """What differs, in order of declaration."""
+    old, new = ({line.path: line.value for line in describe(config)} for config in (before, after))
+    return [Change(path, old.get(path), new.get(path)) for path in {**new, **old} if old.get(path) != new.get(path)]
+
+
+def check_changes(found: Sequence[Change], updates_done: int = 0) -> None:
+    """Raise ConfigError, naming the first one, for changes that would make it another run.
+
+    updates_done: at the checkpoint, as far as that is known.
+    """
+    for path, old, new in found:
+        if not _may_change(path):
+            reason = _REASONS.get(path.partition(".")[0], "what is sampled depends on it")
+            raise ConfigError(
+                f"{path} is {as_override(new)}, the run was started with {as_override(old)}: {reason}; start a new run "
+                f"(model.path may be an export of this one). What may change: {', '.join(CHANGEABLE)}"
+            )
+        if path == "orchestration.updates" and new < updates_done:
+            raise ConfigError(f"{path} is {new}, but the checkpoint has {updates_done} updates; give at least as many")
+
+
+def _may_change(path: str) -> bool:
+    return any(path.startswith(a[:-1]) if a.endswith("*") else path == a for a in CHANGEABLE)

@@ -1,0 +1,173 @@
+"""What a run is given: tasks, environments, agents, callbacks; checked before anything expensive starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
+
+from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
+from treadle.core.types import Message, Task
+from treadle.envs.tasks import load_environment, load_generator, load_tasks, with_player
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
+from treadle.orchestration.setup.validation import check_context
+from treadle.rollout.agents import Agent, load_agent
+from treadle.rollout.attempt import user_code
+from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.conversation import Conversation, check_turns
+from treadle.rollout.event_loop import run
+from treadle.rollout.isolated_environment import EnvironmentFactory, IsolatedEnvironment
+from treadle.rollout.loop_monitor import LoopMonitor
+from treadle.rollout.meter import check_metrics
+from treadle.training.demonstrations import load_demonstrations
+
+Split = Literal["train", "held_out"]
+
+IN_MEMORY = "in memory"
+"""`data.train.source` of a run whose tasks were made in Python: no recipe can name them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Tasks, the environments and agents they name, and what follows the run (name -> callback)."""
+
+    train: list[Task]
+    held_out: list[Task]
+    environments: dict[str, EnvironmentFactory]
+    agents: dict[str, Agent] = field(default_factory=dict)
+    callbacks: dict[str, Callback] = field(default_factory=dict)
+
+
+def load_inputs(config: RunConfig) -> Inputs:
+    """Load tasks, environments, agents and callbacks as configured, and look at a demonstration. Needs no torch.
+
+    Raises ConfigError or DataError.
+    """
+    if config.warm_start is not None:
+        load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
+    train, held_out = load_split(config, "train"), load_split(config, "held_out")
+    inputs = make_inputs(train, held_out, callbacks=load_callbacks(config.callbacks))
+    if config.agent and config.agent not in {task.agent for task in train}:
+        first = train[0]
+        raise ConfigError(
+            f"agent {config.agent!r} would play nothing: each task names its own environment or agent, for example "
+            f"{first.task_id} {first.environment or first.agent!r}; use tasks that name none"
+        )
+    return inputs
+
+
+def load_held_out(config: RunConfig) -> Inputs:
+    """Only what an evaluation needs. Needs no torch. Raises ConfigError or DataError."""
+    if config.data.held_out is None:
+        raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
+    return _with_players([], load_split(config, "held_out"), {}, {})
+
+
+def make_inputs(
+    train: Sequence[Task],
+    held_out: Sequence[Task],
+    environments: Mapping[str, EnvironmentFactory] = MappingProxyType({}),
+    agents: Mapping[str, Agent] = MappingProxyType({}),
+    callbacks: Mapping[str, Callback] = MappingProxyType({}),
+) -> Inputs:
+    """From tasks in memory; environments and agents not given are looked up in the registry.
+
+    The one that is given, if any, plays the tasks that name none. Raises DataError for no training tasks or a held-out
+    task that is trained on, ConfigError for an environment or agent.
+    """
+    if not train:
+        raise DataError("there are no training tasks")
+    if shared := sorted({t.task_id for t in train} & {t.task_id for t in held_out}):
+        raise DataError(
+            f"{len(shared)} held-out tasks are training tasks too, for example {shared[0]!r}; keep them apart"
+        )
+    default = next(iter(environments), ""), next(iter(agents), "")
+    train, held_out = ([with_player(task, *default) for task in tasks] for tasks in (train, held_out))
+    return replace(_with_players(train, held_out, environments, agents), callbacks=dict(callbacks))
+
+
+def _with_players(
+    train: list[Task],
+    held_out: list[Task],
+    environments: Mapping[str, EnvironmentFactory],
+    agents: Mapping[str, Agent],
+) -> Inputs:
+    named = {(task.environment, task.agent) for task in (*train, *held_out)}
+    if ("", "") in named:
+        raise ConfigError(
+            "some tasks name neither an environment nor an agent; "
+            "set 'environment' or 'agent' in the recipe or in each task"
+        )
+    players = {name: environments.get(name) or load_environment(name) for name, _ in sorted(named) if name}
+    check_metrics(players)
+    return Inputs(
+        train,
+        held_out,
+        players,
+        {name: agents.get(name) or load_agent(name) for _, name in sorted(named) if name},
+    )
+
+
+def load_split(
+    config: RunConfig, split: Split, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
+) -> list[Task]:
+    """The tasks of `data.train` or `data.held_out`, none if it is not set.
+
+    The run's seed is the generator's too, if it takes one and the recipe sets none. environments: by name, ones that
+    the registry need not know. Raises ConfigError or DataError.
+    """
+    section = config.data.train if split == "train" else config.data.held_out
+    if section is None:
+        return []
+    options = dict(section.options)
+    if not section.source.endswith(".jsonl"):
+        parameters = inspect.signature(load_generator(section.source, split)).parameters
+        options = {"seed": config.seed, **options} if "seed" in parameters else options
+    return load_tasks(section.source, split, options, config.environment, config.agent, environments)
+
+
+def check_first_prompts(
+    inputs: Inputs, renderer: ChatRenderer, config: RunConfig, context: int, say: Callable[[str], None]
+) -> None:
+    """Raise ConfigError now for what would fail every attempt later.
+
+    context: the model's. Checks that prompt and completion fit it, that an environment can be reset (three tasks may
+    try), and that the first prompt is within `rollout.max_input_tokens`. What an agent will ask first is unknown.
+    say: told of environments that block the event loop, or do not end.
+    """
+    check_context(config, context)
+    problems = []
+    for task in [task for task in inputs.train if task.environment][:3]:
+        try:
+            messages = run(_first_messages(inputs.environments[task.environment], task, config, say), say)
+        except TrajectoryFailure as failure:
+            problems.append(f"task {task.task_id}: {failure}")
+            continue
+        tokens = len(Conversation(renderer).render(messages).ids)
+        if tokens > config.rollout.max_input_tokens:
+            raise ConfigError(
+                f"the first prompt of task {task.task_id} has {tokens} tokens, rollout.max_input_tokens is "
+                f"{config.rollout.max_input_tokens}; raise it or shorten the prompt"
+            )
+        check_turns(renderer, messages, several=config.rollout.max_steps > 1 and config.rollout.conversation == "turns")
+        return
+    if problems:
+        raise ConfigError("no environment could be started; " + "; ".join(problems))
+
+
+async def _first_messages(
+    factory: EnvironmentFactory, task: Task, config: RunConfig, say: Callable[[str], None]
+) -> tuple[Message, ...]:
+    monitor = LoopMonitor(say)
+    user = user_code(task, "as a check", monitor)
+    environment = IsolatedEnvironment(task.environment, factory, user, config.rollout.environment_timeout)
+    with monitor.watching():
+        try:
+            await environment.make()
+            return await environment.reset(task.copy())
+        finally:
+            await environment.close()  # what that raises is only a warning, as in an attempt
+            user.release()

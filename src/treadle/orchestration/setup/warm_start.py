@@ -1,0 +1,146 @@
+"""The warm start of a run, cached: the same demonstrations, model, seed and software are learned once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import json
+import os
+import platform
+import shutil
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from treadle.core.errors import CheckpointError, RunError
+from treadle.core.manifest import Manifest
+from treadle.core.registry import resolve
+from treadle.core.trainer import Trainer
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.reporting.progress import Progress
+from treadle.orchestration.setup.chat_interface import load_chat_interface, use_threads
+from treadle.rollout.chat import ChatRenderer
+from treadle.training.config import WarmStartConfig
+from treadle.training.demonstrations import demonstrated_calls, load_demonstrations
+from treadle.training.make import make_trainer
+from treadle.training.model import file_sha256
+from treadle.training.model_files import tokenizer_directory
+from treadle.training.sft import warm_start
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartReport:
+    """What the warm start did, when it was learned. seconds: of wall clock, for reading if it was cached."""
+
+    loss: float
+    steps: int
+    seconds: float
+    cached: bool
+
+
+def check_demonstrations(config: RunConfig, renderer: ChatRenderer) -> None:
+    """Raise ConfigError or DataError now if there are no demonstrations to learn from. Renders the first one."""
+    if config.warm_start is not None:
+        section = config.warm_start
+        first = load_demonstrations(section.demonstrations, section.options, config.seed)(0)
+        demonstrated_calls(first, renderer)
+
+
+def make_warm_model(config: RunConfig, directory: Path, progress: Progress) -> WarmStartReport:
+    """Write the configured model, warm-started, into a new directory. Raises TrainingStopped or CheckpointError."""
+    chat = load_chat_interface(config.model)
+    with closing(make_trainer(config.trainer)) as trainer:
+        use_threads(config.training.threads, trainer.model.parameters)
+
+        async def work() -> WarmStartReport | None:
+            report = await run_warm_start(trainer, chat.renderer, config, progress)
+            await trainer.export(directory)
+            return report
+
+        report = asyncio.run(work())
+    assert report is not None, "the configuration has a warm start"
+    return report
+
+
+async def run_warm_start(
+    trainer: Trainer, renderer: ChatRenderer, config: RunConfig, progress: Progress
+) -> WarmStartReport | None:
+    """Warm-start the trainer, from the cache if it is there; None if the run has no warm start.
+
+    Raises TrainingStopped if it did not learn (nothing is cached then).
+    """
+    if config.warm_start is None:
+        return None
+    started = time.perf_counter()
+    entry = cache_directory() / "warm_start" / _key(config, config.warm_start, tokenizer_directory(config.model))
+    if cached := await _from_cache(entry, trainer, progress):
+        return replace(cached, cached=True, seconds=time.perf_counter() - started)
+    section = config.warm_start
+    demonstrations = load_demonstrations(section.demonstrations, section.options, config.seed)
+    progress.phase("warm start", section.steps)
+    result = await warm_start(
+        trainer,
+        renderer,
+        demonstrations,
+        section,
+        lambda step, loss: progress.advance(step, f"loss {loss:.3f}"),
+    )
+    report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)
+    try:
+        await trainer.export(entry, {"report.json": json.dumps(asdict(report)).encode()})
+    except CheckpointError as error:  # another run was quicker, or the disk refuses: no reason to lose what is learned
+        progress.say(f"the warm start was not cached: {error}")
+    return report
+
+
+async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> WarmStartReport | None:
+    """Load the cached weights into the trainer, if they are there; what is damaged is removed, to be learned again."""
+    if not entry.is_dir():
+        return None
+    try:
+        cached = Manifest.load(entry, remedy="it is learned again")
+        report = WarmStartReport(**json.loads(cached.read("report.json")))
+        cached.prove(("model.safetensors", "config.json"))
+    except RunError as error:
+        progress.say(f"the warm start in the cache is not used: {error}")
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
+    await trainer.load(cached)
+    return report
+
+
+def cache_directory() -> Path:
+    """`$TREADLE_CACHE`, else `~/.cache/treadle`."""
+    return Path(os.environ.get("TREADLE_CACHE") or Path.home() / ".cache" / "treadle")
+
+
+def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
+    """Everything the result depends on, down to what rounds differently."""
+    facts = {
+        "warm_start": section.model_dump(mode="json"),
+        "model": config.model.model_dump(mode="json"),
+        "model_files": _model_files(config.model.path),
+        "seed": config.seed,
+        "tokenizer": [file_sha256(f) for f in sorted(tokenizer.iterdir()) if f.suffix in (".json", ".jinja")],
+        "demonstrations": file_sha256(_source_file(section.demonstrations)),
+        "threads": torch.get_num_threads(),
+        "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
+        "software": [platform.python_version(), *map(version, ("torch", "transformers", "tokenizers", "numpy"))],
+        "treadle": [file_sha256(f) for f in sorted(Path(str(files("treadle"))).rglob("*.py"))],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _model_files(path: str | None) -> list[tuple[str, int, int]]:
+    files = sorted(Path(path).glob("*")) if path else []
+    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+
+
+def _source_file(source: str) -> Path:
+    return Path(source) if source.endswith(".jsonl") else Path(inspect.getfile(resolve("demonstrations", source)))

@@ -1,0 +1,84 @@
+"""Ctrl-C and SIGTERM: finish the update, save, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from treadle.core.errors import TrainingStopped
+from treadle.rollout.interrupts import InterruptHandler
+
+T = TypeVar("T")
+
+
+class StopRequest:
+    """Set by Ctrl-C or SIGTERM, or by what goes wrong: the loop finishes its update, checkpoints and leaves."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._reason: tuple[str, BaseException | None] | None = None
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def request(self, reason: str = "", error: BaseException | None = None) -> None:
+        """Ask, also from a signal handler or another thread. reason: what went wrong, and the error that it was."""
+        self.requested = True
+        if reason and self._reason is None:
+            self._reason = reason, error
+        if self._waiting is not None:
+            loop, event = self._waiting
+            loop.call_soon_threadsafe(event.set)
+
+    def raise_reason(self, update: int) -> None:
+        """Raise TrainingStopped if something went wrong: the run was asked to stop then, and saved at this update."""
+        if self._reason is not None:
+            what, error = self._reason
+            raise TrainingStopped(
+                f"{what}. A checkpoint of update {update} is saved: fix the cause, then --resume"
+            ) from error
+
+    async def unless_requested(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of the work; None, and the work is cancelled, if a stop is asked for before it is done."""
+        event = asyncio.Event()
+        self._waiting = asyncio.get_running_loop(), event
+        if self.requested:
+            event.set()
+        tasks = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return tasks[0].result() if tasks[0].done() else None
+        finally:
+            self._waiting = None
+            for task in tasks:
+                task.cancel()
+
+
+@contextmanager
+def stop_on_signals(stop: StopRequest) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM asks the loop to finish its update and save; the second one interrupts at once.
+
+    Plain handlers rather than the event loop's, which would wait for an update to end. They are put back afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals are not ours
+        yield
+        return
+    handled = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in handled}
+
+    def ask() -> None:
+        stop.request()
+        # a signal may come in the middle of a print, which must not be entered again
+        os.write(2, b"\nstopping: finishing this update, then saving a checkpoint (once more: stop at once)\n")
+
+    interrupts = InterruptHandler(ask)
+    try:
+        for number in handled:
+            signal.signal(number, interrupts)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

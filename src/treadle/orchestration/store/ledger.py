@@ -1,0 +1,376 @@
+"""The ledger: what happened to every group, trajectory and step, and which checkpoint is the latest.
+
+SQLite, one transaction per event. A step is `recorded` once its tokens are durable; a checkpoint's transaction marks
+what it contains as `trained` and makes it the latest. Both happen together or not at all.
+
+Every row carries a checksum (`checked_database`), and the table `files` holds the SHA-256 of the run's other files.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from treadle.core.errors import RunError
+from treadle.core.files import WrittenFile
+from treadle.core.manifest import MANIFEST
+from treadle.core.outcomes import DroppedStep, as_played, as_trained, dropped_steps, outcome_when_recorded
+from treadle.core.types import DropReason, Group, StepState, Trajectory
+from treadle.orchestration.store.checked_database import CheckedDatabase
+
+_SCHEMA = """
+CREATE TABLE groups (
+  group_id TEXT PRIMARY KEY, idx INTEGER NOT NULL, split TEXT NOT NULL, epoch INTEGER NOT NULL,
+  position INTEGER NOT NULL, batch INTEGER NOT NULL, task TEXT NOT NULL, trained_version INTEGER,
+  checksum INTEGER);
+CREATE TABLE trajectories (
+  trajectory_id TEXT PRIMARY KEY, group_id TEXT NOT NULL REFERENCES groups, attempt INTEGER NOT NULL,
+  status TEXT NOT NULL, reward REAL, advantage REAL, failure_cause TEXT, failure_message TEXT, warning TEXT NOT NULL,
+  steps INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, oldest_version INTEGER, newest_version INTEGER,
+  seconds REAL NOT NULL, shard TEXT NOT NULL, metrics TEXT NOT NULL,
+  trained_reward REAL, components TEXT NOT NULL, failure_traceback TEXT, blocked_seconds REAL NOT NULL,
+  checksum INTEGER);
+CREATE TABLE steps (
+  trajectory_id TEXT NOT NULL REFERENCES trajectories, step INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT,
+  prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, stop_reason TEXT NOT NULL, reward REAL NOT NULL,
+  checksum INTEGER, PRIMARY KEY (trajectory_id, step)) WITHOUT ROWID;
+CREATE TABLE checkpoints (
+  number INTEGER PRIMARY KEY, update_number INTEGER NOT NULL, directory TEXT NOT NULL,
+  state TEXT NOT NULL, checksum INTEGER);
+CREATE TABLE files (name TEXT PRIMARY KEY, sha256 TEXT NOT NULL, checksum INTEGER);
+CREATE INDEX groups_idx ON groups (split, idx);
+CREATE INDEX trajectories_group ON trajectories (group_id);
+"""
+
+
+def salvage(run: Path) -> str:
+    """What can be done about a run whose ledger is of no use, for an error message."""
+    checkpoints = sorted(path for path in (run / "checkpoints").glob("step-*") if path.is_dir())
+    if not checkpoints:
+        return "restore it from a copy, or start a new run"
+    return (
+        f"restore it from a copy, or start a new run from a checkpoint: model.path={checkpoints[-1]} model.build=null"
+    )
+
+
+def no_checkpoint(run: Path) -> str:
+    """`has no checkpoint yet`; and what can be done, where there are directories that the ledger does not know."""
+    if any((run / "checkpoints").glob("step-*")):
+        return f"has no checkpoint on record, only directories; {salvage(run)}"
+    return "has no checkpoint yet: there is nothing to resume"
+
+
+_UNTAKEN = "g.idx >= ? OR g.idx IN (SELECT value FROM json_each(?))"  # cursor, outstanding
+
+
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """Where the loop stands; with the weights and the optimizer all that resuming needs.
+
+    cursor: groups started so far, in submission order; outstanding: those of them that were not taken for training.
+    evaluations: held-out results so far, for the summary. failed_tasks: task_id -> groups in a row with too few
+    graded attempts.
+    """
+
+    update: int = 0
+    version: int = 0
+    cursor: int = 0
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    evaluations: tuple[dict[str, Any], ...] = ()
+    outstanding: tuple[int, ...] = ()
+    failed_tasks: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBatch:
+    """Groups that were trained together.
+
+    version: of the policy that was updated, so that staleness is this less a token's own. groups: their ids.
+    dropped_steps: those of them that were not trained.
+    """
+
+    version: int
+    groups: tuple[str, ...]
+    dropped_steps: tuple[DroppedStep, ...]
+
+
+class Ledger:
+    """The durable record of one run. `read_only` for looking at a run that may be in progress.
+
+    Raises DamageError wherever it meets a row that is not as it was written.
+    """
+
+    def __init__(self, path: Path, read_only: bool = False) -> None:
+        if read_only and not path.is_file():
+            raise RunError(f"no ledger at {path}; is {path.parent} a run directory?")
+        self._db = CheckedDatabase(path, _SCHEMA, salvage(path.parent), read_only)
+
+    # --- writing -------------------------------------------------------------------------------------------------
+
+    def record(self, groups: Sequence[Group], split: str, batch: int, shard: WrittenFile) -> None:
+        """Note finished trajectories whose tokens are already durable in `shard`; of a group, some or all.
+
+        batch: the policy version of the moment. Evaluated steps are in their terminal state at once, and so are dropped
+        ones and those of ungraded trajectories.
+        """
+        with self._db.transaction() as db:
+            _insert(db, "OR REPLACE INTO files", [{"name": f"rollouts/{shard.name}", "sha256": shard.sha256}])
+            for group in groups:
+                _insert(db, "OR IGNORE INTO groups", [_group_row(group, split, batch)])
+                for trajectory in group.trajectories:
+                    _insert(db, "INTO trajectories", [_trajectory_row(group, trajectory, shard.name, split)])
+                    _insert(db, "INTO steps", _step_rows(trajectory, split))
+
+    def note_files(self, written: Iterable[WrittenFile]) -> None:
+        """Note files of the run by their names in its directory: what they must be when they are read."""
+        with self._db.transaction() as db:
+            _insert(db, "OR REPLACE INTO files", (file._asdict() for file in written))
+
+    def note_advantages(self, advantages: Mapping[str, float]) -> None:
+        """trajectory_id -> advantage it was trained with."""
+        with self._db.transaction() as db:
+            db.executemany(
+                "UPDATE trajectories SET advantage = ? WHERE trajectory_id = ?",
+                [(a, t) for t, a in advantages.items()],
+            )
+
+    def note_dropped(self, group: Group) -> None:
+        """Record that the group will not be trained, as `leave_out` has marked it."""
+        with self._db.transaction() as db:
+            self._drop_steps(db, dropped_steps([group]))
+
+    def note_damaged(self, trajectories: Sequence[str]) -> int:
+        """Record that the tokens of these are lost: steps that wait will not be trained. Returns how many that are."""
+        with self._db.transaction() as db:
+            return db.executemany(
+                "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ? AND state = ?",
+                [(StepState.DROPPED, DropReason.DAMAGED, name, StepState.RECORDED) for name in trajectories],
+            ).rowcount
+
+    def note_refused(self, refused: Mapping[str, str]) -> None:
+        """trajectory_id -> why the learner could not train it. Its steps are dropped with the next checkpoint."""
+        with self._db.transaction() as db:
+            db.executemany(
+                "UPDATE trajectories SET warning = ? WHERE trajectory_id = ?",
+                [(message, trajectory) for trajectory, message in refused.items()],
+            )
+
+    def commit_checkpoint(
+        self,
+        directory: str,
+        state: LoopState,
+        batches: Sequence[TrainedBatch] = (),
+        finished: bool = False,
+        manifest_sha256: str | None = None,
+    ) -> None:
+        """One transaction: recorded steps of groups taken so far are trained, and this checkpoint is the latest.
+
+        batches: those since the checkpoint before. finished: nothing will be trained any more, so that whatever is
+        left is unused. manifest_sha256: of its directory, if that was written anew.
+        """
+        with self._db.transaction() as db:
+            for batch in batches:
+                db.executemany(
+                    "UPDATE groups SET trained_version = ? WHERE group_id = ?",
+                    [(batch.version, group) for group in batch.groups],
+                )
+                self._drop_steps(db, batch.dropped_steps)
+            which = "g.idx < ? AND g.idx NOT IN (SELECT value FROM json_each(?))"
+            self._move_steps(db, StepState.TRAINED, None, which, state.cursor, json.dumps(state.outstanding))
+            if finished:
+                self._move_steps(db, StepState.DROPPED, DropReason.UNUSED, "true")
+            row = {"update_number": state.update, "directory": directory, "state": json.dumps(asdict(state))}
+            _insert(db, "INTO checkpoints", [row])
+            if manifest_sha256 is not None:
+                manifest = {"name": _manifest_name(directory), "sha256": manifest_sha256}
+                _insert(db, "OR REPLACE INTO files", [manifest])
+
+    def roll_back(self, state: LoopState, reason: DropReason, keep: Sequence[str] = ()) -> int:
+        """Drop what was recorded and is not in the checkpoint that is resumed from, but for the groups to `keep`.
+
+        Returns how many steps that were. Their groups stay on record under their own names.
+        """
+        with self._db.transaction() as db:
+            which = f"({_UNTAKEN}) AND g.group_id NOT IN (SELECT value FROM json_each(?))"
+            outstanding = json.dumps(state.outstanding)
+            return self._move_steps(
+                db, StepState.DROPPED, reason, which, state.cursor, outstanding, json.dumps(list(keep))
+            )
+
+    def return_to(self, directory: str) -> int:
+        """One transaction: this checkpoint is the latest again, and all that came after it is rolled back.
+
+        Returns how many steps that were, trained ones among them.
+        """
+        state = self.checkpoint(directory)
+        with self._db.transaction() as db:
+            last = "SELECT max(number) FROM checkpoints WHERE directory = ?"
+            db.execute(f"DELETE FROM checkpoints WHERE number > ({last})", (directory,))
+            where = (_UNTAKEN, state.cursor, json.dumps(state.outstanding))
+            which = f"UPDATE groups AS g SET trained_version = NULL WHERE split = 'train' AND ({_UNTAKEN})"
+            db.execute(which, where[1:])
+            return sum(
+                self._move_steps(db, StepState.DROPPED, DropReason.ROLLED_BACK, *where, moved=moved)
+                for moved in (StepState.RECORDED, StepState.TRAINED)
+            )
+
+    def _drop_steps(self, db: sqlite3.Connection, steps: Iterable[DroppedStep]) -> None:
+        """Those that are in no terminal state yet."""
+        db.executemany(
+            "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ? AND step = ? AND state = ?",
+            [(StepState.DROPPED, s.reason, s.trajectory_id, s.step, StepState.RECORDED) for s in steps],
+        )
+
+    def _move_steps(
+        self,
+        db: sqlite3.Connection,
+        state: StepState,
+        reason: str | None,
+        which: str,
+        *values: object,
+        moved: StepState = StepState.RECORDED,
+    ) -> int:
+        done = db.execute(
+            "UPDATE steps SET state = ?, reason = ? WHERE state = ? AND trajectory_id IN (SELECT t.trajectory_id FROM "
+            f"trajectories t JOIN groups g USING (group_id) WHERE g.split = 'train' AND ({which}))",
+            (state, reason, moved, *values),
+        )
+        return done.rowcount
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def latest_checkpoint(self) -> tuple[str, LoopState] | None:
+        """(directory name, state), or None before the first checkpoint."""
+        rows = self.query("SELECT directory, state FROM checkpoints ORDER BY number DESC LIMIT 1")
+        return (rows[0]["directory"], _loop_state(rows[0]["state"])) if rows else None
+
+    def checkpoint(self, directory: str) -> LoopState:
+        """The state of a checkpoint. Raises RunError if no such one was committed, or it was rolled back."""
+        rows = self.query("SELECT state FROM checkpoints WHERE directory = ? ORDER BY number DESC LIMIT 1", directory)
+        if not rows:
+            raise RunError(f"the ledger knows no checkpoint {directory!r}; resume from another one")
+        return _loop_state(rows[0]["state"])
+
+    def checkpoint_names(self) -> set[str]:
+        """Directories of all checkpoints that were committed and not rolled back."""
+        return {row["directory"] for row in self.query("SELECT directory FROM checkpoints")}
+
+    def untaken(self, state: LoopState) -> list[dict[str, Any]]:
+        """Trajectories on record that are not in the checkpoint, of each group its newest name; in order of groups.
+
+        waiting: steps of it that may still be trained.
+        """
+        return self.query(
+            "SELECT g.*, t.*, (SELECT count(*) FROM steps s WHERE s.trajectory_id = t.trajectory_id AND s.state = "
+            f"'recorded') AS waiting FROM trajectories t JOIN groups g USING (group_id) WHERE split = 'train' AND "
+            f"({_UNTAKEN}) AND g.rowid = (SELECT max(rowid) FROM groups h WHERE h.split = 'train' AND h.idx = g.idx) "
+            "ORDER BY g.idx, t.attempt",
+            state.cursor,
+            json.dumps(state.outstanding),
+        )
+
+    def shards(self) -> dict[str, WrittenFile]:
+        """The files that hold the tokens of what is on record, by their names in `rollouts/`."""
+        rows = self.query("SELECT substr(name, 10) AS name, sha256 FROM files WHERE name GLOB 'rollouts/*'")
+        return {row["name"]: WrittenFile(**row) for row in rows}
+
+    def manifest_sha256(self, directory: str) -> str | None:
+        """Of the checkpoint in this directory, as it was written last."""
+        return self.file_sha256(_manifest_name(directory))
+
+    def file_sha256(self, name: str) -> str | None:
+        """Of a file of the run by its name in the run's directory; None if it is not on record."""
+        rows = self.query("SELECT sha256 FROM files WHERE name = ?", name)
+        return rows[0]["sha256"] if rows else None
+
+    def times_sampled(self) -> dict[int, int]:
+        """Group index -> how often it is on record; a resumed run names the next sample apart."""
+        rows = self.query("SELECT idx, count(*) AS times FROM groups WHERE split = 'train' GROUP BY idx")
+        return {row["idx"]: row["times"] for row in rows}
+
+    def query(self, sql: str, *values: Any) -> list[dict[str, Any]]:
+        """Rows of a SELECT, as dicts."""
+        return self._db.query(sql, *values)
+
+    def prove(self) -> None:
+        """Raise DamageError unless all of it is as it was written."""
+        self._db.prove()
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+
+def _manifest_name(directory: str) -> str:
+    return f"checkpoints/{directory}/{MANIFEST}"
+
+
+def _loop_state(text: str) -> LoopState:
+    state = json.loads(text)
+    for name in ("evaluations", "outstanding"):
+        state[name] = tuple(state[name])
+    return LoopState(**state)
+
+
+def _insert(db: sqlite3.Connection, into: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Insert rows by the names of their columns: `_insert(db, "INTO files", [{"name": "a", "sha256": "b"}])`."""
+    for row in rows:
+        names, values = ", ".join(row), ", ".join(f":{name}" for name in row)
+        db.execute(f"INSERT {into} ({names}) VALUES ({values})", row)
+
+
+def _group_row(group: Group, split: str, batch: int) -> dict[str, Any]:
+    return {
+        "group_id": group.group_id,
+        "idx": group.index,
+        "split": split,
+        "epoch": group.epoch,
+        "position": group.position,
+        "batch": batch,
+        "task": json.dumps(asdict(group.task)),
+    }
+
+
+def _trajectory_row(group: Group, t: Trajectory, shard: str, split: str) -> dict[str, Any]:
+    happened = as_played(t)
+    return {
+        "trajectory_id": t.trajectory_id,
+        "group_id": group.group_id,
+        "attempt": t.attempt,
+        "status": t.status,
+        "reward": t.reward,
+        "failure_cause": t.failure.cause if t.failure else None,
+        "failure_message": t.failure.message if t.failure else None,
+        "warning": t.warning,
+        "steps": len(t.steps),
+        "completion_tokens": happened.completion_tokens,
+        "oldest_version": happened.oldest_version,
+        "newest_version": happened.newest_version,
+        "seconds": t.seconds,
+        "shard": shard,
+        "metrics": json.dumps(t.metrics.as_json()),
+        "trained_reward": as_trained(t).reward if split == "train" else None,
+        "components": json.dumps(happened.components),
+        "failure_traceback": t.failure.traceback if t.failure else None,
+        "blocked_seconds": t.blocked_seconds,
+    }
+
+
+def _step_rows(t: Trajectory, split: str) -> Iterator[dict[str, Any]]:
+    for number, step in enumerate(t.steps):
+        outcome = outcome_when_recorded(t, step, split)
+        yield {
+            "trajectory_id": t.trajectory_id,
+            "step": number,
+            "state": outcome.state,
+            "reason": outcome.reason,
+            "prompt_tokens": len(step.prompt_ids),
+            "completion_tokens": len(step.completion_ids),
+            "stop_reason": step.stop_reason,
+            "reward": step.reward,
+        }

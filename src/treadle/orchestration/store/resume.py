@@ -1,0 +1,142 @@
+"""Going back to a checkpoint: what came after it is dropped, but for finished attempts that it still admits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from treadle.core.errors import Cause, DamageError
+from treadle.core.files import WrittenFile
+from treadle.core.metrics import Measures
+from treadle.core.outcomes import interrupted_reason, reason_on_record
+from treadle.core.types import DropReason, Failure, Group, Status, Step, Task, Trajectory
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.store.checkpoint_retention import checkpoint_name, checkpoint_updates, retained
+from treadle.orchestration.store.ledger import Ledger, LoopState
+from treadle.orchestration.store.rollout_store import read_shard
+from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.training.checkpoint import remove_others
+
+
+@dataclass(frozen=True, slots=True)
+class Restorable:
+    """Holds what is on record beyond what a checkpoint contains, and could be trained by its next update.
+
+    groups: with their attempts, by index. damaged: shard -> ids of attempts in it that cannot be read.
+    """
+
+    groups: dict[int, Group] = field(default_factory=dict)
+    damaged: dict[str, list[str]] = field(default_factory=dict)
+
+
+def restorable_groups(ledger: Ledger, rollouts: Path, state: LoopState, max_staleness: int) -> Restorable:
+    """Return the groups whose attempts on record can all be trained by the checkpoint's next update.
+
+    Tokens may be `max_staleness` versions old, and none may be of a version that the checkpoint has not reached: its
+    weights were lost. At max_staleness 0 a batch is sampled again whole, so that it repeats bit for bit. An attempt
+    that is damaged takes its group along: the others would be compared with something else.
+    """
+    found = Restorable()
+    if max_staleness == 0:
+        return found
+    shards, oldest = _Shards(rollouts, ledger.shards()), state.version - max_staleness
+    for index, rows in itertools.groupby(ledger.untaken(state), lambda row: row["idx"]):
+        attempts = list(rows)
+        if not all(_admitted(row, oldest, state.version) for row in attempts):
+            continue
+        damaged = [row for row in attempts if shards.is_damaged(row["shard"])]
+        for row in damaged:
+            found.damaged.setdefault(row["shard"], []).append(row["trajectory_id"])
+        if not damaged:
+            found.groups[index] = _group(attempts, shards)
+    return found
+
+
+def roll_back(
+    config: RunConfig, run: RunDirectory, ledger: Ledger, name: str, state: LoopState, log: Callable[[str], None]
+) -> dict[int, Group]:
+    """Drop what was recorded after the checkpoint `name`, whose state this is; return the groups that are restored."""
+    latest = ledger.latest_checkpoint()
+    if latest is not None and latest[0] != name:
+        steps = ledger.return_to(name)
+        log(f"back from {latest[0]} to {name}: {steps} steps are dropped as {DropReason.ROLLED_BACK}")
+    committed = ledger.checkpoint_names()  # a directory that no row of the ledger points to is removed
+    there = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]
+    remove_others(run.checkpoints, {name, *retained(there, config, state.evaluations)})
+    staleness = config.orchestration.max_staleness
+    on_record = restorable_groups(ledger, run.rollouts, state, staleness)
+    for shard, damaged in on_record.damaged.items():
+        steps = ledger.note_damaged(damaged)
+        log(
+            f"{run.rollouts / shard} is damaged or gone: {len(damaged)} trajectories ({steps} steps) that waited in it "
+            f"are dropped as {DropReason.DAMAGED}, and their tasks are sampled again"
+        )
+    restored = on_record.groups
+    reason = interrupted_reason(staleness)
+    dropped = ledger.roll_back(state, reason, [group.group_id for group in restored.values()])
+    if problem := run.roll_back_metrics(state.update, state.evaluations):
+        log(f"{problem}; the run goes on without")
+    if dropped:
+        log(f"{dropped} steps recorded after that checkpoint are dropped as {reason}")
+    if staleness:
+        trajectories = [t for group in restored.values() for t in group.trajectories]
+        steps = sum(len(t.steps) for t in trajectories)
+        log(f"{len(trajectories)} finished trajectories ({steps} steps) of {len(restored)} groups are reused")
+    return restored
+
+
+def _admitted(row: Mapping[str, Any], oldest: int, newest: int) -> bool:
+    if row["trained_reward"] is None or row["oldest_version"] is None:  # nothing of it is trained: of any version
+        return True
+    return bool(row["waiting"] and oldest <= row["oldest_version"] and row["newest_version"] <= newest)
+
+
+class _Shards:
+    """Shards that are read once each, when they are asked for."""
+
+    def __init__(self, folder: Path, files: Mapping[str, WrittenFile]) -> None:
+        self._folder, self._files = folder, files
+        self._steps: dict[str, dict[str, list[Step]] | None] = {}
+
+    def is_damaged(self, shard: str) -> bool:
+        """Whether it is gone or not as it was written."""
+        if shard not in self._steps:
+            try:
+                self._steps[shard] = read_shard(self._folder, self._files[shard])
+            except DamageError:
+                self._steps[shard] = None
+        return self._steps[shard] is None
+
+    def steps(self, shard: str, trajectory_id: str) -> list[Step]:
+        """The steps of one trajectory, in call order; none of a damaged shard."""
+        read = None if self.is_damaged(shard) else self._steps[shard]
+        return (read or {}).get(trajectory_id, [])
+
+
+def _group(rows: list[dict[str, Any]], shards: _Shards) -> Group:
+    first = rows[0]
+    task = Task(**json.loads(first["task"]))
+    trajectories = tuple(_trajectory(row, task.task_id, shards) for row in rows)
+    return Group(first["group_id"], first["idx"], first["epoch"], first["position"], task, trajectories)
+
+
+def _trajectory(row: Mapping[str, Any], task_id: str, shards: _Shards) -> Trajectory:
+    cause = row["failure_cause"]
+    return Trajectory(
+        trajectory_id=row["trajectory_id"],
+        task_id=task_id,
+        attempt=row["attempt"],
+        steps=tuple(shards.steps(row["shard"], row["trajectory_id"])),
+        reward=row["reward"],
+        status=Status(row["status"]),
+        failure=Failure(Cause(cause), row["failure_message"], row["failure_traceback"]) if cause else None,
+        warning=row["warning"],
+        seconds=row["seconds"],
+        metrics=Measures.from_json(json.loads(row["metrics"])),
+        dropped=reason_on_record(row["reward"], row["trained_reward"]),
+        blocked_seconds=row["blocked_seconds"],
+    )

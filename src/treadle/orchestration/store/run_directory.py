@@ -1,0 +1,259 @@
+"""A run is a directory: who owns it, what lies where.
+
+runs/<name>/config.yaml  ledger.sqlite  rollouts/*.parquet  checkpoints/step-000040/  metrics.jsonl  summary.json
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import platform
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+from treadle.core.checked_json import checked_json, is_unfinished, parse_checked_json
+from treadle.core.config import build, dump_yaml, parse_yaml
+from treadle.core.errors import DamageError, RunError
+from treadle.core.files import WrittenFile, sha256_of, write_atomically
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.store.ledger import Ledger, no_checkpoint, salvage
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsLog:
+    """What metrics.jsonl holds.
+
+    rows: of the lines that can be read, in order. unreadable: the numbers of the other lines, from 1.
+    """
+
+    rows: list[dict[str, Any]]
+    unreadable: list[int]
+
+    def problem(self, updates: int) -> str | None:
+        """Return in a sentence what is damaged, or missing of updates 1 to `updates`; None if nothing is."""
+        logged = {row["update"] for row in self.rows if row["kind"] == "update"}
+        missing = [update for update in range(1, updates + 1) if update not in logged]
+        said = [f"cannot be read in line {_listed(self.unreadable)}"] if self.unreadable else []
+        said += [f"has no line of update {_listed(missing)}"] if missing else []
+        return f"metrics.jsonl {' and '.join(said)}" if said else None
+
+
+class RunDirectory:
+    """Paths of one run, and the lock that its training process holds."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.yaml"
+        self.ledger_file = path / "ledger.sqlite"
+        self.rollouts = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+        self.metrics_file = path / "metrics.jsonl"
+        self.summary_file = path / "summary.json"
+        self.curve_file = path / "curve.png"
+        self.written: list[WrittenFile] = []  # by this process, for the ledger
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig) -> RunDirectory:
+        """A new run, locked. Raises RunError if the directory holds anything already."""
+        run = cls(path)
+        try:
+            if path.exists() and any(path.iterdir()):
+                raise RunError(f"run directory {str(path)!r} is already in use; resume it, or choose another name")
+            run.rollouts.mkdir(parents=True)
+            run.checkpoints.mkdir()
+            run.lock()
+            run.write(run.config_file.name, _config_content(config))
+        except FileExistsError as error:  # by another process, just now
+            raise RunError(f"run directory {str(path)!r} is already in use; choose another name") from error
+        except OSError as error:
+            raise RunError(f"could not create run directory {str(path)!r}: {error}") from error
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """An existing run, not locked. Raises RunError if there is none."""
+        run = cls(path)
+        if not run.config_file.is_file():
+            raise RunError(f"{str(path)!r} is no run directory: it has no config.yaml")
+        return run
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file that is read later, so that the ledger can vouch for it (`written`). Raises OSError."""
+        self.written.append(WrittenFile(name, write_atomically(self.path / name, content)))
+
+    def ledger(self) -> Ledger:
+        """Open the ledger to read it. Raises RunError, with what can be done, where there is none."""
+        if not self.ledger_file.is_file():
+            if any(self.checkpoints.glob("step-*")):
+                raise RunError(f"run {str(self.path)!r} has no ledger any more; {salvage(self.path)}")
+            raise RunError(f"run {str(self.path)!r} has recorded nothing yet: it is, or was stopped, in its warm start")
+        return Ledger(self.ledger_file, read_only=True)
+
+    def config(self, overrides: Sequence[str] = ()) -> RunConfig:
+        """The resolved configuration it was started with, or goes on with since.
+
+        Raises ConfigError; DamageError unless it is what the ledger says, if there is one.
+        """
+        return build(RunConfig, self.config_data(), str(self.config_file), overrides)
+
+    def config_data(self) -> dict[str, Any]:
+        """Return what config.yaml holds, before anything is checked but that it is as it was written."""
+        content = self.config_file.read_bytes()
+        known = self._known_configs()
+        if known and sha256_of(content) not in known:
+            raise DamageError(
+                f"{self.config_file} is damaged, or was changed by hand: restore it; what may change is changed on the "
+                "command line (treadle train RECIPE --resume key.path=value)"
+            )
+        return parse_yaml(content, str(self.config_file))
+
+    def _known_configs(self) -> set[str]:
+        """SHA-256 of config.yaml, and of what it was before its changes: one of them may have been cut short."""
+        if not self.ledger_file.is_file():
+            return set()
+        with closing(self.ledger()) as ledger:
+            return {row["sha256"] for row in ledger.query("SELECT sha256 FROM files WHERE name GLOB 'config*.yaml'")}
+
+    def latest_checkpoint(self) -> str | None:
+        """Return the name of the latest checkpoint on record; None before the first. Raises RunError."""
+        with closing(self.ledger()) as ledger:
+            latest = ledger.latest_checkpoint()
+        return None if latest is None else latest[0]
+
+    def change_config(self, config: RunConfig, ledger: Ledger) -> None:
+        """Go on with another configuration; the old one stays as config-1.yaml, config-2.yaml, ..."""
+        older = f"config-{1 + len(list(self.path.glob('config-*.yaml')))}.yaml"
+        before, after = self.config_file.read_bytes(), _config_content(config)
+        named = {older: before, self.config_file.name: after}
+        ledger.note_files(WrittenFile(name, sha256_of(content)) for name, content in named.items())
+        try:
+            for name, content in named.items():
+                write_atomically(self.path / name, content)
+        except OSError as error:
+            raise RunError(f"could not write {self.config_file}: {error}; free disk space, then --resume") from error
+
+    def lock(self) -> None:
+        """Claim the run for this process. Raises RunError if another process is training it."""
+        file = (self.path / "lock").open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise RunError(f"another process is training in {str(self.path)!r}; wait for it or stop it") from error
+        self._lock = file
+
+    def close(self) -> None:
+        """Release the lock. Idempotent."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def require_space(self, checkpoint_bytes: int, keep: int) -> None:
+        """Raise RunError now if the disk could not take `keep` checkpoints and one being written."""
+        free, needed = shutil.disk_usage(self.path).free, (keep + 1) * checkpoint_bytes
+        if free < needed:
+            raise RunError(
+                f"{free / 1e6:.0f} MB free at {str(self.path)!r}, {keep + 1} checkpoints need {needed / 1e6:.0f} MB; "
+                "free some space, lower orchestration.keep_last or choose another --runs directory"
+            )
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl."""
+        try:
+            with self.metrics_file.open("a", encoding="utf-8") as file:
+                file.write(checked_json(row) + "\n")
+        except OSError as error:
+            raise RunError(f"could not write {self.metrics_file}: {error}; free disk space, then --resume") from error
+
+    def metrics_log(self) -> MetricsLog:
+        """Read metrics.jsonl. A last line that a kill left unfinished is none."""
+        if not self.metrics_file.is_file():
+            return MetricsLog([], [])
+        *lines, last = self.metrics_file.read_bytes().split(b"\n")
+        lines += [] if is_unfinished(last) else [last]
+        rows = dict(enumerate(map(parse_checked_json, lines), 1))
+        return MetricsLog(
+            [row for row in rows.values() if row is not None], [n for n, row in rows.items() if row is None]
+        )
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All lines of metrics.jsonl that can be read."""
+        return self.metrics_log().rows
+
+    def roll_back_metrics(self, update: int, evaluations: Sequence[Mapping[str, Any]]) -> str | None:
+        """Forget what was logged after a checkpoint; the resumed run logs it again.
+
+        update: of the checkpoint. evaluations: those in its state; one that was made after it is forgotten though its
+        update is not. Returns what is damaged or missing, in a sentence.
+        """
+        log = self.metrics_log()
+        made = [{"kind": "evaluation", **row} for row in evaluations]
+        kept = [row for row in log.rows if row["kind"] == "update" and row["update"] <= update] + made
+        kept.sort(key=lambda row: (row["update"], row["kind"] == "evaluation"))
+        write_atomically(self.metrics_file, "".join(checked_json(row) + "\n" for row in kept).encode())
+        return log.problem(update)
+
+
+def _listed(numbers: Sequence[int], most: int = 5) -> str:
+    """`3, 4, 9`, or `1, 2, 3, 4, 5 and 7 more`."""
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return ", ".join(map(str, numbers[:most])) + more
+
+
+def find_run(runs: Path, recipe: str) -> Path:
+    """Return the newest run of a recipe under `runs` that can go on: not finished, with a checkpoint on record.
+
+    Raises RunError if there is none, and where it cannot be told because a run is damaged.
+    """
+    started = [run for run in map(RunDirectory, runs.glob("*")) if any(run.checkpoints.glob("step-*"))]
+    unfinished = [run for run in started if run.config_file.is_file() and not run.summary_file.is_file()]
+    try:
+        own = [run for run in unfinished if run.config_data().get("recipe") == recipe]
+        ready = [run for run in own if run.latest_checkpoint() is not None]
+    except RunError as error:
+        raise type(error)(f"{error}; another run is chosen with --name") from error
+    if not ready:
+        others = "".join(f"; {str(run.path)!r} {no_checkpoint(run.path)}" for run in own)
+        none = f"no unfinished run of {recipe!r} under {str(runs)!r} to resume"
+        raise RunError(f"{none}{others or '; start one without --resume'}")
+    return max(ready, key=lambda run: run.config_file.stat().st_mtime).path
+
+
+def make_directory(runs: Path, config: RunConfig) -> Path:
+    """Make and return an empty directory for a run: `runs/demo-seed0-20260102-030405`, of recipe, seed and time.
+
+    Whoever starts in the same second, in whatever process, gets `...-2`, `...-3`. Raises RunError.
+    """
+    name = f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    while True:
+        path = runs / next(names)
+        try:
+            path.mkdir(parents=True)
+            return path
+        except OSError as error:
+            if not path.is_dir():
+                what = error.strerror or error
+                raise RunError(f"could not create run directory {str(path)!r}: {what}; choose other --runs") from error
+
+
+def _config_content(config: RunConfig) -> bytes:
+    return (_versions_header() + dump_yaml(config)).encode()
+
+
+def _versions_header() -> str:
+    lines = [f"# python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores"]
+    for package in ("treadle", "torch", "transformers", "tokenizers", "numpy"):
+        try:
+            lines.append(f"# {package} {version(package)}")
+        except PackageNotFoundError:
+            lines.append(f"# {package} not installed")
+    return "\n".join(lines) + "\n"

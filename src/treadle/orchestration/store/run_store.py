@@ -1,0 +1,66 @@
+"""Where a loop writes what it has made: token arrays first, then one ledger transaction that vouches for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from treadle.core.types import Group, Trajectory
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.rollout_store import write_shard
+from treadle.orchestration.store.run_directory import RunDirectory
+
+
+class RunStore:
+    """A run's directory and ledger, and the way of finished attempts into both.
+
+    It writes beside the event loop. What finishes while something is being written goes together, into one shard.
+    on_recorded: called with each training attempt once it is durable.
+    """
+
+    def __init__(
+        self, run: RunDirectory, ledger: Ledger, on_recorded: Callable[[Trajectory], None] = lambda trajectory: None
+    ) -> None:
+        self.run, self.ledger, self._on_recorded = run, ledger, on_recorded
+        self._pending: list[Group] = []
+        self._version = 0
+        self._turn = asyncio.Lock()
+        self._writing: asyncio.Future[None] | None = None
+
+    async def record(self, part: Group, version: int) -> None:
+        """Record a group's newly finished attempts; returns once they are durable. version: the policy's at the time.
+
+        Raises RunError, then and ever after: who came with those that could not be written must not think theirs were.
+        """
+        self._pending.append(part)
+        self._version = version
+        async with self._turn:
+            await asyncio.sleep(0)  # for those that finish at the same moment
+            parts, self._pending = self._pending, []
+            if parts and not self._has_failed():  # otherwise somebody has written ours, or could not
+                self._writing = asyncio.ensure_future(self._record_all(parts))
+            assert self._writing is not None  # of somebody
+            await asyncio.shield(self._writing)
+
+    async def settled(self) -> None:
+        """Wait for what is being written, also where nobody waits for it any more."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+
+    def record_evaluation(self, name: str, groups: Sequence[Group], version: int) -> None:
+        """Record held-out groups, which are in their terminal state at once. Raises RunError."""
+        self._write(f"evaluation-{name}", groups, "held_out", version)
+
+    def _has_failed(self) -> bool:
+        writing = self._writing
+        return writing is not None and writing.done() and writing.exception() is not None
+
+    async def _record_all(self, parts: list[Group]) -> None:
+        name = f"train-{parts[0].trajectories[0].trajectory_id}"
+        await asyncio.to_thread(self._write, name, parts, "train", self._version)
+        for trajectory in [t for part in parts for t in part.trajectories]:
+            self._on_recorded(trajectory)
+
+    def _write(self, name: str, groups: Sequence[Group], split: str, version: int) -> None:
+        shard = write_shard(self.run.rollouts, name, groups)
+        self.ledger.record(groups, split, version, shard)

@@ -1,0 +1,11 @@
+"""Fakes of Treadle's protocols, and an event loop in virtual time: for tests and simulations, yours as well.
+
+Nothing here needs torch, and nothing that trains imports it.
+"""
+
+from treadle.testing.engine import FakeEngine
+from treadle.testing.runner import FakeAttempt, FakeRunner
+from treadle.testing.trainer import FakeTrainer
+from treadle.testing.virtual_time import VirtualLoop
+
+__all__ = ["FakeAttempt", "FakeEngine", "FakeRunner", "FakeTrainer", "VirtualLoop"]

@@ -1,0 +1,57 @@
+"""Which checkpoints stay."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.orchestration.runs import check_finished, start
+from tests.worlds import tiny
+from treadle.orchestration.store.checkpoint_retention import best_update, checkpoint_updates, retained
+from treadle.orchestration.store.run_directory import RunDirectory
+
+
+def evaluation(update: int, success: float | None, temperature: float = 1.0) -> dict[str, Any]:
+    return {"update": update, "temperature": temperature, "success": success, "reward_mean": success}
+
+
+SEEN = [evaluation(0, 0.1), evaluation(4, 0.5), evaluation(4, 0.9, 0.0), evaluation(8, 0.5), evaluation(10, None)]
+
+
+def test_the_best_is_the_earliest_of_equals_at_the_evaluations_temperature() -> None:
+    assert best_update(SEEN, "held_out_success", 1.0) == 4
+    assert best_update(SEEN, "held_out_reward", 1.0, among=[0, 8, 10]) == 8
+    assert best_update(SEEN, "held_out_success", 0.5) is None
+    assert best_update(SEEN, "held_out_success", 1.0, among=[]) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ((), [9, 10]),
+        (("orchestration.keep_last=1",), [10]),
+        (("orchestration.keep_every=3",), [3, 6, 9, 10]),
+        (("orchestration.keep_best=held_out_success",), [4, 9, 10]),
+        (("orchestration.keep_every=5", "orchestration.keep_best=held_out_reward"), [4, 5, 9, 10]),
+    ],
+)
+def test_what_is_retained(options: tuple[str, ...], kept: list[int]) -> None:
+    names = retained(range(11), tiny(*options), SEEN)
+    assert names == [f"step-{update:06d}" for update in kept]
+
+
+def test_a_batch_of_several_updates_may_step_over_a_multiple() -> None:
+    config = tiny("training.updates_per_batch=2", "orchestration.keep_every=3", "orchestration.keep_last=1")
+    assert retained([0, 2, 4, 6, 8, 10], config, []) == ["step-000004", "step-000006", "step-000010"]
+
+
+def test_a_run_keeps_the_best_and_every_so_many(tmp_path: Path) -> None:
+    options = ("evaluation.every=1", "orchestration.keep_best=held_out_reward", "orchestration.keep_last=1")
+    start(tmp_path, *options, "orchestration.keep_every=3", "orchestration.checkpoint_every=100")
+    run = RunDirectory.open(tmp_path)
+    rows = [row for row in run.metrics() if row["kind"] == "evaluation"]
+    assert [row["update"] for row in rows] == [0, 1, 2, 3, 4]
+    best = best_update(rows, "held_out_reward", 1.0)
+    assert best is not None
+    assert checkpoint_updates(run.checkpoints) == sorted({best, 3, 4})
+    check_finished(tmp_path)

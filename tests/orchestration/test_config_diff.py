@@ -1,0 +1,190 @@
+"""Going on with other settings, and from earlier checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.orchestration.runs import check_finished, query, start, updates
+from tests.worlds import Quiet, tiny
+from treadle.core.config import apply_overrides, build, load_yaml
+from treadle.core.errors import ConfigError, RunError
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.setup.config_diff import CHANGEABLE, Change, changes, check_changes
+from treadle.orchestration.setup.inputs import load_inputs
+from treadle.orchestration.store.checkpoint_retention import checkpoint_updates
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.train import resume_run
+
+
+def go_on(path: Path, *overrides: str, checkpoint: str | None = None) -> tuple[dict[str, Any], Quiet]:
+    config, progress = RunDirectory.open(path).config(overrides), Quiet()
+    return resume_run(config, load_inputs(config), path, progress, checkpoint=checkpoint), progress
+
+
+# Changes
+
+
+def test_changes_are_found_in_sections_too() -> None:
+    found = changes(tiny(), tiny("seed=3", "algorithm.kl.coef=0.1", "engine.vllm.args={a: 1}"))
+    assert Change("seed", 0, 3) in found
+    assert Change("algorithm.kl.coef", None, 0.1) in found
+    assert Change("engine.vllm.args", {}, {"a": 1}) in found
+    assert changes(tiny(), tiny()) == []
+
+
+def test_every_path_that_may_change_is_there() -> None:
+    paths = set(load_paths(tiny().model_dump()))
+    for allowed in CHANGEABLE:
+        assert any(path.startswith(allowed[:-1]) if allowed.endswith("*") else path == allowed for path in paths)
+
+
+def load_paths(data: Any, prefix: str = "") -> list[str]:
+    if not isinstance(data, dict):
+        return [prefix[:-1]]
+    return [path for key, value in data.items() for path in load_paths(value, f"{prefix}{key}.")]
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("training.packing=chain", "training.packing tree -> chain"),
+        ("orchestration.keep_best=held_out_reward", "orchestration.keep_best null -> held_out_reward"),
+        ("engine.own_process=true", "engine.own_process false -> true"),
+        ("callbacks=[tensorboard]", "callbacks [] -> [{name: tensorboard, options: {}}]"),
+        ("rollout.stop=[a, b]", "rollout.stop [] -> [a, b]"),
+    ],
+)
+def test_a_change_is_told_as_one_would_write_it(override: str, told: str) -> None:
+    assert [str(change) for change in changes(tiny(), tiny(override))] == [told]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "orchestration.updates=8",
+        "orchestration.updates=3",
+        "orchestration.keep_best=held_out_success",
+        "evaluation.every=7",
+        "failures.agent.retries=3",
+        "training.threads=2",
+        "training.packing=step",
+        "engine.vllm.servers=2",
+        "data.table_by=kind",
+    ],
+)
+def test_what_may_change(override: str) -> None:
+    check_changes(changes(tiny(), tiny(override)), 3)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=3", "seed is 3, the run was started with 0: it keys every draw"),
+        ("data.train.options.count=7", "data.train.options is .* the data cursor counts its tasks"),
+        ("training.group_size=4", "training.group_size is 4, the run was started with 3"),
+        ("algorithm.kl.coef=0.1", "algorithm.kl.* a run has one objective"),
+        ("orchestration.max_staleness=1", "orchestration.max_staleness is 1"),
+        ("rollout.max_steps=2", "what is sampled depends on it"),
+        ("orchestration.updates=2", "orchestration.updates is 2, but the checkpoint has 3 updates"),
+    ],
+)
+def test_what_may_not(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_changes(changes(tiny(), tiny(override)), 3)
+
+
+def test_a_longer_run_is_the_run_that_was_longer_from_the_start(tmp_path: Path) -> None:
+    constant = ("training.optimizer.decay_from=1.0", "algorithm.entropy_coef_end=0.01")
+    long = start(tmp_path / "long", *constant, "orchestration.updates=6")
+    start(tmp_path / "run", *constant)
+    old = (tmp_path / "run" / "config.yaml").read_bytes()
+    summary, progress = go_on(tmp_path / "run", "orchestration.updates=6", "training.packing=tree")
+    assert summary["weights_sha256"] == long["weights_sha256"]
+    assert "changed: orchestration.updates 4 -> 6" in progress.lines
+    assert not any("follows" in line for line in progress.lines)
+    assert (tmp_path / "run" / "config-1.yaml").read_bytes() == old
+    config = build(RunConfig, apply_overrides(load_yaml(tmp_path / "run" / "config.yaml"), []))
+    assert config == tiny(*constant, "orchestration.updates=6")
+    check_finished(tmp_path / "run")
+
+
+def test_a_learning_rate_that_follows_is_told(tmp_path: Path) -> None:
+    start(tmp_path)
+    _, progress = go_on(tmp_path, "orchestration.updates=8")
+    assert "the learning rate follows: at the next update it is 0.003 instead of 0" in progress.lines
+    assert "the entropy bonus follows: it is 0 after 8 updates" in progress.lines
+    assert updates(tmp_path)[4]["learning_rate"] == 0.003
+    with pytest.raises(RunError, match=r"is finished \(8 updates\)"):
+        go_on(tmp_path)
+    assert not (tmp_path / "config-2.yaml").exists()
+
+
+# Earlier checkpoints
+
+KEPT = ("orchestration.checkpoint_every=1", "orchestration.keep_every=2", "evaluation.every=1")
+
+
+@pytest.mark.parametrize("options", [(), ("orchestration.max_staleness=2",), ("training.updates_per_batch=2",)])
+def test_going_back_rolls_back_what_came_later(options: tuple[str, ...], tmp_path: Path) -> None:
+    before = start(tmp_path, *options, *KEPT, "orchestration.keep_last=1")
+    run = RunDirectory.open(tmp_path)
+    assert checkpoint_updates(run.checkpoints) == [2, 4]
+    [first] = query(tmp_path, "SELECT state FROM checkpoints WHERE update_number = 2")
+    trained = query(tmp_path, "SELECT trajectory_id, step FROM steps WHERE state = 'trained'")
+    total = len(query(tmp_path, "SELECT 1 FROM steps"))
+    summary, progress = go_on(tmp_path, checkpoint="step-000002")
+    [back] = [line for line in progress.lines if line.startswith("back from step-000004 to step-000002: ")]
+    rolled = query(tmp_path, "SELECT trajectory_id, step FROM steps WHERE reason = 'rolled back'")
+    assert f"{len(rolled)} steps are dropped as rolled back" in back
+    kept = [row for row in trained if row not in rolled]
+    now = query(tmp_path, "SELECT trajectory_id, step FROM steps WHERE state = 'trained'")
+    assert kept and all(row in now for row in kept)
+    assert len(query(tmp_path, "SELECT 1 FROM steps")) > total
+    assert first in query(tmp_path, "SELECT state FROM checkpoints WHERE update_number = 2")
+    assert [e["update"] for e in summary["evaluations"]] == [e["update"] for e in before["evaluations"]]
+    rows = [row for row in run.metrics() if row["kind"] == "evaluation"]
+    assert [row["update"] for row in rows] == [e["update"] for e in before["evaluations"]]
+    assert [row["update"] for row in updates(tmp_path)] == [1, 2, 3, 4]
+    if "orchestration.max_staleness=2" not in options:
+        assert summary["weights_sha256"] == before["weights_sha256"]
+        assert len(kept) == len(trained) // 2  # of updates 1 and 2
+        assert len(now) == len(trained)
+        check_finished(tmp_path)
+
+
+def test_killed_after_going_back_it_is_still_back(tmp_path: Path) -> None:
+    before = start(tmp_path, *KEPT)
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    assert ledger.return_to("step-000002") > 0
+    ledger.close()
+    (tmp_path / "summary.json").unlink()
+    summary, progress = go_on(tmp_path)
+    assert any("after 2 of 4 updates" in line for line in progress.lines)
+    assert summary["weights_sha256"] == before["weights_sha256"]
+    check_finished(tmp_path)
+
+
+def test_an_earlier_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    start(tmp_path)
+    with pytest.raises(RunError, match="has no checkpoint 'step-000001'; it has step-000002, step-000004"):
+        go_on(tmp_path, checkpoint="step-000001")
+    assert (tmp_path / "summary.json").is_file()
+
+
+def test_with_other_settings_from_an_earlier_checkpoint(tmp_path: Path) -> None:
+    start(tmp_path)
+    summary, _ = go_on(tmp_path, "orchestration.updates=3", checkpoint="step-000002")
+    assert summary["updates"] == 3
+    check_finished(tmp_path)
+
+
+def test_a_run_that_is_to_end_where_its_checkpoint_is_has_its_last_evaluation(tmp_path: Path) -> None:
+    start(tmp_path)
+    summary, _ = go_on(tmp_path, "orchestration.updates=2", checkpoint="step-000002")
+    assert [e["update"] for e in summary["evaluations"]] == [0, 2]
+    assert summary["held_out_success_after"] is not None
+    check_finished(tmp_path)
+    with pytest.raises(RunError, match=r"is finished \(2 updates\)"):
+        go_on(tmp_path)

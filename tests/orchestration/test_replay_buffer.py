@@ -1,0 +1,120 @@
+"""Which groups make a batch, when, and what is left of those that are stale."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.worlds import make_group, make_step
+from treadle.core.errors import Cause
+from treadle.core.outcomes import as_trained, without_stale
+from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
+from treadle.orchestration.sampling.replay_buffer import ReplayBuffer, StalePolicy
+
+
+def sampled_by(index: int, *versions: int) -> Group:
+    """A group of one trajectory, with a step of each version."""
+    steps = [replace(make_step(), policy_versions=np.full(2, version, np.int32)) for version in versions]
+    return make_group(index, Trajectory(f"g{index:06d}.0", "t", 0, tuple(steps), 1.0, Status.DONE))
+
+
+def indices(batch: list[Group] | None) -> list[int] | None:
+    return None if batch is None else [group.index for group in batch]
+
+
+def live(group: Group) -> list[int]:
+    return [len(as_trained(t).steps) for t in group.trajectories]
+
+
+def test_the_oldest_come_first_and_a_batch_is_in_order_of_submission() -> None:
+    buffer = ReplayBuffer(3, "mask_steps")
+    for index, version in ((0, 1), (1, 0), (2, 0), (3, 1)):
+        buffer.start(index, version)
+    assert (buffer.running, buffer.under_way, buffer.take(2, 1)) == (4, 4, None)
+    for index in (3, 1, 0):
+        buffer.finish(sampled_by(index, 1))
+    assert indices(buffer.take(2, 1)) == [0, 1]
+    assert (buffer.outstanding, buffer.under_way) == ((2, 3), 4)  # until what was taken is published
+    buffer.trained()
+    assert buffer.under_way == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected", "left", "dropped"),
+    [
+        ("mask_steps", [0, 1], [[2], [1]], []),
+        ("drop_group", None, [], [1]),
+    ],
+)
+def test_what_is_stale(policy: StalePolicy, expected: Any, left: Any, dropped: Any) -> None:
+    buffer = ReplayBuffer(1, policy)
+    for index in range(2):
+        buffer.start(index, 0)
+    buffer.finish(sampled_by(0, 2, 3))
+    buffer.finish(sampled_by(1, 1, 2))
+    discarded = indices(buffer.drop_stale(3))
+    batch = buffer.take(2, 3)
+    assert (indices(batch), [live(group) for group in batch or ()], discarded) == (expected, left, dropped)
+
+
+FAILED = Trajectory("g000000.1", "t", 1, (make_step(),), None, Status.FAILED, Failure(Cause.TIMEOUT, "slow"))
+CUT_OFF = Trajectory("g000000.1", "t", 1, (make_step(),), 1.0, Status.MAX_STEPS, dropped=DropReason.OVERLONG)
+
+
+@pytest.mark.parametrize("others", [(), (FAILED,), (CUT_OFF,)])
+def test_a_group_of_which_nothing_is_left_makes_room(others: tuple[Trajectory, ...]) -> None:
+    """Whatever attempts it has beside that train nothing anyway: their steps are of any version."""
+    fresh = [replace(t, steps=(replace(t.steps[0], policy_versions=np.full(2, 3, np.int32)),)) for t in others]
+    group = sampled_by(0, 0, 1)
+    buffer = ReplayBuffer(1, "mask_steps")
+    buffer.start(0, 0)
+    buffer.finish(replace(group, trajectories=(*group.trajectories, *fresh)))
+    assert indices(buffer.drop_stale(3)) == [0]
+    assert (buffer.take(1, 3), buffer.under_way) == (None, 0)
+
+
+def test_one_waits_for_a_group_whose_last_chance_this_is() -> None:
+    buffer = ReplayBuffer(1, "wait")
+    buffer.start(0, 0)
+    buffer.start(1, 1)
+    buffer.finish(sampled_by(1, 1))
+    assert buffer.take(1, 1) is None  # after this one, version 0 would be two versions old
+    buffer.finish(sampled_by(0, 0))
+    assert indices(buffer.take(1, 1)) == [0]
+    buffer.trained()
+    buffer.start(2, 2)
+    buffer.start(3, 1)
+    assert indices(buffer.take(1, 2)) == [1]  # 3 could be in no better batch
+
+
+def test_one_waits_for_groups_that_could_not_all_be_trained_in_time_otherwise() -> None:
+    """Two of version 0 are left for two updates: a third one must not be trained before."""
+    buffer = ReplayBuffer(2, "wait")
+    for index in range(3):
+        buffer.start(index, 0)
+    buffer.finish(sampled_by(0, 0))
+    assert indices(buffer.take(1, 0)) == [0]
+    buffer.trained()
+    buffer.start(3, 1)
+    buffer.finish(sampled_by(3, 1))
+    assert buffer.take(1, 1) is None
+    buffer.finish(sampled_by(2, 0))
+    assert indices(buffer.take(1, 1)) == [2]
+    buffer.trained()
+    buffer.finish(sampled_by(1, 0))
+    assert [indices(buffer.take(1, version)) for version in (2, 3)] == [[1], [3]]
+
+
+@given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=4), st.integers(0, 6))
+def test_no_live_step_is_older_than_allowed_and_no_other_is_touched(versions: list[list[int]], oldest: int) -> None:
+    trajectories = [t for number, own in enumerate(versions) for t in sampled_by(number, *own).trajectories]
+    group = make_group(0, *trajectories)
+    fresh = without_stale(group, oldest)
+    for before, after in zip(group.trajectories, fresh.trajectories, strict=True):
+        assert (after.reward, len(after.steps)) == (before.reward, len(before.steps))
+        for step, kept in zip(before.steps, after.steps, strict=True):
+            assert kept.dropped is (DropReason.STALE if step.policy_versions.min() < oldest else None)
+    assert (fresh is group) == all(version >= oldest for own in versions for version in own)

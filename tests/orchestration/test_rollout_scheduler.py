@@ -1,0 +1,416 @@
+"""Task order, admission, and what is sampled in place of what."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.worlds import make_step, plain_rollouts, saying, user
+from treadle.core.errors import Cause, DataError, TrajectoryFailure
+from treadle.core.types import DropReason, Failure, Group, Ids, Message, SamplingParams, Status, Task, Trajectory
+from treadle.envs.base import Environment, EnvStep
+from treadle.orchestration.sampling.concurrency import ConcurrencyController
+from treadle.orchestration.sampling.intake import GroupIntake
+from treadle.orchestration.sampling.quarantine import TaskQuarantine
+from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
+from treadle.orchestration.sampling.retries import FailurePolicy, FailuresConfig, Retries
+from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler, SamplingLimits
+from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
+from treadle.testing import FakeEngine
+
+
+def make_tasks(count: int) -> list[Task]:
+    return [Task(f"t{i}", (user(str(i)),), "world") for i in range(count)]
+
+
+# TaskOrder
+
+
+@given(size=st.integers(1, 30), seed=st.integers(0, 2**48 - 1), shuffle=st.booleans(), epochs=st.integers(1, 4))
+def test_every_epoch_plays_every_task_once(size: int, seed: int, shuffle: bool, epochs: int) -> None:
+    cursor = TaskOrder(make_tasks(size), seed, shuffle)
+    for epoch in range(epochs):
+        met = [cursor.at(epoch * size + place) for place in range(size)]
+        assert {e for e, _, _ in met} == {epoch}
+        assert sorted(position for _, position, _ in met) == list(range(size))
+        assert [task.task_id for _, _, task in met] == [f"t{position}" for _, position, _ in met]
+        if not shuffle:
+            assert [position for _, position, _ in met] == list(range(size))
+
+
+def order(seed: int, epoch: int, size: int = 20) -> list[int]:
+    cursor = TaskOrder(make_tasks(size), seed, shuffle=True)
+    return [cursor.at(epoch * size + place)[1] for place in range(size)]
+
+
+def test_each_epoch_and_seed_has_its_own_shuffle() -> None:
+    orders = [order(seed, epoch) for seed in range(2) for epoch in range(3)]
+    assert len({tuple(o) for o in orders}) == 6
+    assert order(0, 1) == orders[1]
+
+
+@given(st.integers(1, 12), st.lists(st.integers(0, 60), max_size=10))
+def test_a_cursor_gives_the_same_task_whenever_it_is_asked(size: int, indices: list[int]) -> None:
+    """A resumed run starts in the middle, and must neither skip nor repeat."""
+    straight = TaskOrder(make_tasks(size), 5, shuffle=True)
+    expected = {index: straight.at(index) for index in range(61)}
+    jumping = TaskOrder(make_tasks(size), 5, shuffle=True)
+    assert [jumping.at(index) for index in indices] == [expected[index] for index in indices]
+
+
+@given(size=st.integers(2, 4), seed=st.integers(0, 2**48 - 1))
+def test_no_shuffle_comes_twice_in_a_row(size: int, seed: int) -> None:
+    """Of few tasks, chance would soon repeat one."""
+    orders = [order(seed, epoch, size) for epoch in range(12)]
+    assert all(before != after for before, after in itertools.pairwise(orders))
+    straight = TaskOrder(make_tasks(size), seed, shuffle=True)
+    assert [[straight.at(epoch * size + place)[1] for place in range(size)] for epoch in range(12)] == orders
+
+
+def test_no_tasks_are_refused() -> None:
+    with pytest.raises(DataError, match="no training tasks"):
+        TaskOrder([], 0, True)
+
+
+# RolloutScheduler
+
+
+class Slow(Environment):
+    """The later a task was submitted, the sooner it is done."""
+
+    async def step(self, text: str) -> EnvStep:
+        await asyncio.sleep(0.02 / (1 + int(self.task.prompt[0]["content"])))
+        return EnvStep(reward=1.0, done=True)
+
+
+Judge = Callable[[Group], DropReason | None]
+
+
+class Intake(GroupIntake):
+    """Records nothing, and drops what `judge` gives a reason for. recorded: attempts, and whether they are retried."""
+
+    def __init__(self, buffer: ReplayBuffer, judge: Judge = lambda group: None) -> None:
+        self.buffer, self.judge = buffer, judge
+        self.recorded: list[tuple[Trajectory, bool]] = []
+
+    async def attempt(self, part: Group, version: int, retried: bool) -> None:
+        await asyncio.sleep(0)
+        self.recorded += [(trajectory, retried) for trajectory in part.trajectories]
+
+    def group(self, group: Group) -> None:
+        if self.judge(group) is None:
+            self.buffer.finish(group)
+        else:
+            self.buffer.drop(group)
+
+
+class Full(ConcurrencyController):
+    """So many attempts fill the engine, whatever they do."""
+
+    limit = 0
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def observe(self, trajectory: Trajectory) -> None:
+        """Nothing is learned."""
+
+
+@dataclass
+class Sampling:
+    """A scheduler of 40 tasks, and what it works with."""
+
+    scheduler: RolloutScheduler
+    buffer: ReplayBuffer
+    intake: Intake
+    engine: FakeEngine
+
+    async def next_batch(self, size: int, version: int = 0) -> list[Group]:
+        while (batch := self.buffer.take(size, version)) is None:
+            self.scheduler.start_groups(version)
+            await asyncio.wait_for(self.buffer.arrival(), 5)
+        return batch
+
+
+def sampling(
+    judge: Judge = lambda group: None,
+    *,
+    seed: int = 1,
+    group_size: int = 2,
+    capacity: int = 3,
+    synchronous: bool = True,
+    max_groups: int | None = None,
+    attempts: int = 2**31,
+    staleness: int = 0,
+    backlog: Backlog | None = None,
+    quarantined: Sequence[str] = (),
+    retries: FailuresConfig | None = None,
+    world: type[Environment] = Slow,
+    engine: FakeEngine | None = None,
+) -> Sampling:
+    buffer, engine = ReplayBuffer(staleness), engine or saying("a")
+    intake = Intake(buffer, judge)
+    quarantine = TaskQuarantine(1, dict.fromkeys(quarantined, 1))
+    scheduler = RolloutScheduler(
+        TaskQueue(TaskOrder(make_tasks(40), 1, shuffle=False), quarantine, backlog),
+        plain_rollouts(engine, world),
+        buffer,
+        intake,
+        Retries(retries or FailuresConfig()),
+        Full(attempts),
+        SamplingLimits(seed, group_size, capacity, max_groups, synchronous),
+    )
+    return Sampling(scheduler, buffer, intake, engine)
+
+
+def one_batch(size: int = 3, **settings: Any) -> list[Group]:
+    async def go() -> list[Group]:
+        made = sampling(**settings)
+        async with made.scheduler.sampling():
+            return await made.next_batch(size)
+
+    return asyncio.run(go())
+
+
+def batches(versions: int, judge: Judge = lambda group: None, **settings: Any) -> list[tuple[list[int], list[int]]]:
+    """For each version, what is under way right after it is published, and what is trained: three groups."""
+
+    async def go() -> list[tuple[list[int], list[int]]]:
+        made = sampling(judge, **settings)
+        seen: list[tuple[list[int], list[int]]] = []
+        async with made.scheduler.sampling():
+            for version in range(versions):
+                await made.engine.publish(version)
+                made.scheduler.start_groups(version)
+                started = list(made.buffer.outstanding)
+                seen.append((started, [group.index for group in await made.next_batch(3, version)]))
+                made.scheduler.trained()
+        return seen
+
+    return asyncio.run(go())
+
+
+def test_synchronous_admission_is_exactly_the_next_batch() -> None:
+    expected = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert batches(3) == [(indices, indices) for indices in expected]
+
+
+def test_what_is_under_way_never_exceeds_the_capacity() -> None:
+    """Two versions of staleness: three batches' worth, refilled as groups are trained."""
+    seen = batches(4, staleness=2, capacity=9, synchronous=False)
+    assert [len(started) for started, _ in seen] == [9] * 4
+    trained = [index for _, batch in seen for index in batch]
+    assert len(set(trained)) == 12 and max(trained) < 18
+
+
+def test_groups_run_side_by_side_only_as_far_as_allowed() -> None:
+    seen = batches(2, staleness=2, capacity=9, synchronous=False, max_groups=2)
+    assert len(seen[0][0]) == 2
+    assert len({index for _, batch in seen for index in batch}) == 6
+
+
+def test_groups_start_while_fewer_attempts_than_allowed_are_played() -> None:
+    """Of two attempts each; one that ends makes room for another group, though its sibling goes on."""
+    seen = batches(2, staleness=2, capacity=9, synchronous=False, attempts=5)
+    assert len(seen[0][0]) == 3
+    events: list[str] = []
+
+    class Apart(Environment):
+        async def reset(self, task: Task) -> list[Message]:
+            events.append(f"{task.task_id} begins")
+            self.slow, self.name = len(events) == 1, task.task_id
+            return [user("go")]
+
+        async def step(self, text: str) -> EnvStep:
+            await asyncio.sleep(0.1 if self.slow else 0)
+            events.append(f"{self.name} ends")
+            return EnvStep(reward=1.0, done=True)
+
+    batches(1, capacity=9, synchronous=False, world=Apart, attempts=2)
+    assert events[:3] == ["t0 begins", "t0 begins", "t0 ends"]
+    assert events.index("t1 begins") == 3
+
+
+def test_a_resumed_scheduler_goes_on_where_the_run_stood() -> None:
+    assert batches(2, backlog=Backlog(6)) == [([6, 7, 8], [6, 7, 8]), ([9, 10, 11], [9, 10, 11])]
+    requeued = batches(2, backlog=Backlog(6, requeued=(2, 4)))
+    assert requeued == [([2, 4, 6], [2, 4, 6]), ([7, 8, 9], [7, 8, 9])]
+
+
+def test_others_take_the_place_of_what_is_discarded_in_order_and_exactly() -> None:
+    """Every third group is of no use: a batch of three takes the first three others."""
+
+    def judge(group: Group) -> DropReason | None:
+        return DropReason.FILTERED if group.index % 3 == 0 else None
+
+    assert [batch for _, batch in batches(3, judge=judge)] == [[1, 2, 4], [5, 7, 8], [10, 11, 13]]
+
+
+def test_tasks_in_quarantine_are_passed_over() -> None:
+    taken = batches(2, quarantined=("t1", "t4"))
+    assert [batch for _, batch in taken] == [[0, 2, 3], [5, 6, 7]]
+
+
+def test_nothing_starts_if_all_tasks_are_in_quarantine() -> None:
+    async def go() -> bool:
+        made = sampling(quarantined=[f"t{number}" for number in range(40)])
+        async with made.scheduler.sampling():
+            return made.scheduler.start_groups(0)
+
+    assert not asyncio.run(go())
+
+
+def test_only_the_attempts_that_a_restored_group_lacks_are_made() -> None:
+    made = Trajectory("g000001.0", "t1", 0, (make_step(),), 1.0, Status.DONE)
+    restored = {1: Group("g000001", 1, 0, 1, make_tasks(2)[1], (made,))}
+    batch = one_batch(backlog=Backlog(restored=restored, times_sampled={1: 1}))
+    assert [t.trajectory_id for t in batch[1].trajectories] == ["g000001.0", "g000001.1"]
+    assert batch[1].trajectories[0] is made
+
+
+@pytest.mark.parametrize(("retries", "attempts"), [(0, [0, 1, 2]), (1, [0, 1, 2]), (2, [0, 1, 2, 4])])
+def test_a_failed_attempt_of_a_restored_group_is_retried_if_it_would_have_been(
+    retries: int, attempts: list[int]
+) -> None:
+    """Two attempts; the first failed, and so did the one in its place."""
+    gone = Failure(Cause.INFRASTRUCTURE, "gone")
+    made = tuple(Trajectory(f"g000001.{n}", "t1", n, (make_step(),), None, Status.FAILED, gone) for n in (0, 2))
+    restored = {1: Group("g000001", 1, 0, 1, make_tasks(2)[1], made)}
+    policy = FailuresConfig(infrastructure=FailurePolicy(retries=retries))
+    group = one_batch(backlog=Backlog(restored=restored), retries=policy)[1]
+    assert [t.attempt for t in group.trajectories] == attempts
+
+
+def test_what_is_on_record_is_gone_on_with_though_its_task_is_in_quarantine_by_now() -> None:
+    """Passed over, its steps would end as if they had been trained."""
+    restored = {1: Group("g000001", 1, 0, 1, make_tasks(2)[1], ())}
+    taken = batches(1, backlog=Backlog(restored=restored), quarantined=("t1", "t2"))
+    assert [batch for _, batch in taken] == [[0, 1, 3]]
+
+
+class Flaky(Environment):
+    """Fails as often as told, over all attempts, then is right."""
+
+    left = 0
+
+    async def step(self, text: str) -> EnvStep:
+        if type(self).left:
+            type(self).left -= 1
+            raise TrajectoryFailure(Cause.INFRASTRUCTURE, "gone")
+        return EnvStep(reward=1.0, done=True)
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"), [(0, [1.0]), (1, [None, 1.0]), (2, [None, None, 1.0]), (3, [None, None, None])]
+)
+def test_a_failed_attempt_is_retried_as_its_cause_allows(failures: int, expected: list[float | None]) -> None:
+    class World(Flaky):
+        left = failures
+
+    policy = FailuresConfig(infrastructure=FailurePolicy(retries=2, backoff=0.001), retry_share=3.0)
+    [group] = one_batch(1, group_size=1, capacity=1, world=World, retries=policy)
+    assert [t.reward for t in group.trajectories] == expected
+    assert [t.attempt for t in group.trajectories] == list(range(len(expected)))
+    seeds = {s.sampling.seed for t in group.trajectories for s in t.steps}
+    assert len(seeds) == len(expected)  # each has draws of its own
+
+
+def test_retries_end_with_their_budget() -> None:
+    retries = Retries(FailuresConfig(infrastructure=FailurePolicy(retries=1, backoff=2.0), retry_share=0.25))
+    failed = Trajectory("t", "t", 0, (), None, Status.FAILED, Failure(Cause.INFRASTRUCTURE, "gone"))
+    assert [retries.seconds_before(failed, 1) for _ in range(8)] == [2.0, None, None, None, 2.0, None, None, None]
+
+
+def test_a_failure_may_be_graded() -> None:
+    retries = Retries(FailuresConfig(agent=FailurePolicy(then="grade", reward=-1.0)))
+    failed = Trajectory("t", "t", 0, (make_step(),), None, Status.FAILED, Failure(Cause.AGENT, "oops"))
+    graded = retries.final(failed)
+    assert (graded.reward, graded.status, graded.warning) == (-1.0, Status.DONE, "graded after a failure: agent: oops")
+    other = replace(failed, failure=Failure(Cause.ENGINE, "gone"))
+    assert retries.final(other) is other
+
+
+def test_groups_leave_in_order_with_their_attempts_names_and_tasks() -> None:
+    arrival: list[int] = []
+
+    def judge(group: Group) -> None:
+        arrival.append(group.index)
+
+    async def go() -> tuple[list[Group], int]:
+        made = sampling(judge, backlog=Backlog(times_sampled={1: 2}))
+        async with made.scheduler.sampling():
+            return await made.next_batch(3), len(made.intake.recorded)
+
+    batch, recorded = asyncio.run(go())
+    assert arrival == [2, 1, 0]  # the worlds above see to that
+    assert [g.group_id for g in batch] == ["g000000", "g000001r2", "g000002"]
+    assert [g.task.task_id for g in batch] == ["t0", "t1", "t2"]
+    assert [t.trajectory_id for t in batch[1].trajectories] == ["g000001r2.0", "g000001r2.1"]
+    assert recorded == 6
+    seeds = {s.sampling.seed for g in batch for t in g.trajectories for s in t.steps}
+    assert len(seeds) == 6
+
+
+def test_seeds_depend_on_the_address_not_on_how_often_a_group_was_sampled() -> None:
+    def seeds(**settings: Any) -> list[int]:
+        return [s.sampling.seed for g in one_batch(**settings) for t in g.trajectories for s in t.steps]
+
+    assert seeds() == seeds(backlog=Backlog(times_sampled={0: 1, 2: 5}))
+    assert seeds() != seeds(seed=2)
+
+
+def test_a_bug_ends_the_run_with_its_own_exception() -> None:
+    """Not a failed trajectory, not a batch that never fills."""
+
+    def reply(prompt: Ids, sampling: SamplingParams) -> list[int]:
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        one_batch(engine=FakeEngine(reply), capacity=1)
+
+
+async def test_whatever_ends_a_group_ends_attempts_that_were_retried_too() -> None:
+    """One of two fails and is retried, for long; then recording the other one raises."""
+
+    class World(Environment):
+        made = 0
+
+        async def step(self, text: str) -> EnvStep:
+            type(self).made += 1
+            if type(self).made == 1:
+                raise TrajectoryFailure(Cause.INFRASTRUCTURE, "gone")
+            await asyncio.sleep(0.01 if type(self).made == 2 else 10)
+            return EnvStep(reward=1.0, done=True)
+
+    class Failing(Intake):
+        async def attempt(self, part: Group, version: int, retried: bool) -> None:
+            if part.trajectories[0].reward is not None:
+                raise ZeroDivisionError("a bug")
+
+    policy = FailuresConfig(infrastructure=FailurePolicy(retries=1, backoff=0))
+    made = sampling(world=World, capacity=1, retries=policy)
+    made.scheduler._intake = Failing(made.buffer)
+    with pytest.raises(ZeroDivisionError):
+        async with made.scheduler.sampling():
+            made.scheduler.start_groups(0)
+            await asyncio.sleep(20)
+    assert World.made == 3 and not made.engine.open
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("ticks", range(4))
+async def test_attempts_end_with_their_scheduler_even_if_nobody_waits_for_them_yet(ticks: int) -> None:
+    made = sampling()
+    async with made.scheduler.sampling():
+        made.scheduler.start_groups(0)
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        assert made.engine.open
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not made.engine.open
