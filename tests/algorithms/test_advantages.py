@@ -28,8 +28,8 @@ from treadle.algorithms.advantages import (
     step_return,
     whiten,
 )
-from treadle.algorithms.config import AlgorithmConfig, advantages
-from treadle.algorithms.estimators import Rewards, Signals, by_name, equal_states
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.estimators import Rewards, Signals, advantages, by_name, equal_states
 from treadle.core.errors import DataError
 from treadle.core.registry import names
 from treadle.core.types import DropReason, Group, Step, Trajectory

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from tests.models import full, make_group, make_step, ragged_groups
 from treadle.algorithms.advantages import grpo
-from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.estimators import advantages
 from treadle.algorithms.losses import clipped, ppo_clip
-from treadle.algorithms.reductions import seq_mean_token_sum_norm, token_mean, unit_mean
+from treadle.algorithms.reductions import seq_mean_token_sum_norm, token_mean, token_weights, unit_mean
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.core.types import Group

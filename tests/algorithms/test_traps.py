@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from tests.models import distance, exact, make_group, make_step, norm, random_groups
 from tests.training.reference import accumulated, algorithm_with, earlier_policy, make_learner
-from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, GspoConfig, advantages, token_weights
+from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, GspoConfig
 from treadle.algorithms.corrections import corrected
-from treadle.algorithms.estimators import Signals, by_name
+from treadle.algorithms.estimators import Signals, advantages, by_name
 from treadle.algorithms.losses import Tokens
+from treadle.algorithms.reductions import token_weights
 from treadle.core.registry import names
 from treadle.core.types import Group, Step
 from treadle.packing.flat import FlatBatch, flatten

@@ -25,13 +25,12 @@ from treadle.algorithms.config import (
     KlConfig,
     PpoClipConfig,
     SapoConfig,
-    advantages,
-    token_weights,
 )
 from treadle.algorithms.corrections import corrected
-from treadle.algorithms.estimators import Signals
+from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens, by_name
+from treadle.algorithms.reductions import token_weights
 from treadle.packing.flat import FlatBatch, flatten
 from treadle.training.objective import Objective, Scores
 

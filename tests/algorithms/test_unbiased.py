@@ -18,8 +18,9 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.models import make_group, make_step
-from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
-from treadle.algorithms.estimators import Signals
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.estimators import Signals, advantages
+from treadle.algorithms.reductions import token_weights
 from treadle.core.types import DropReason, Group, Step
 from treadle.packing.flat import FlatBatch, flatten
 

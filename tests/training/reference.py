@@ -21,11 +21,12 @@ from tests.models import (
     step_logprobs,
 )
 from treadle.algorithms import estimators, losses
-from treadle.algorithms.config import AlgorithmConfig, ValueConfig, advantages, token_weights
+from treadle.algorithms.config import AlgorithmConfig, ValueConfig
 from treadle.algorithms.corrections import corrected
-from treadle.algorithms.estimators import Signals
+from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens
+from treadle.algorithms.reductions import token_weights
 from treadle.core.metrics import Measures
 from treadle.core.registry import names
 from treadle.core.types import Group, Ids, Step

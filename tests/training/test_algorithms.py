@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from tests.models import distance, exact, full, make_group, make_step, norm, random_groups, same_bits, tiny, weights_of
 from tests.training.reference import ADVANTAGES, accumulated, earlier_policy, make_learner
-from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig, ValueConfig, advantages
-from treadle.algorithms.estimators import Signals
+from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig, ValueConfig
+from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.kl import k1
 from treadle.algorithms.losses import by_name
 from treadle.core.errors import ConfigError

@@ -57,8 +57,8 @@ from treadle.algorithms.config import (
     KlConfig,
     PpoClipConfig,
     ValueConfig,
-    advantages,
 )
+from treadle.algorithms.estimators import advantages
 from treadle.core.types import Group, Trajectory
 from treadle.packing.flat import flatten
 from treadle.packing.layout import Packing

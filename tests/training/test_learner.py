@@ -24,7 +24,8 @@ from tests.models import (
     tiny,
     weights_of,
 )
-from treadle.algorithms.config import AlgorithmConfig, advantages
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.estimators import advantages
 from treadle.core.registry import names
 from treadle.core.types import Group, SamplingParams, Step
 from treadle.packing.flat import flatten

@@ -33,7 +33,9 @@ from tests.models import (
 )
 from tests.sources import publish
 from tests.training.reference import LAYOUTS, accumulated, forked_groups, make_learner, over_ranks, scale
-from treadle.algorithms.config import AlgorithmConfig, advantages, token_weights
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.estimators import advantages
+from treadle.algorithms.reductions import token_weights
 from treadle.core.errors import ConfigError
 from treadle.core.types import Group, Ids, SamplingParams, Step
 from treadle.engines.torch_engine import TorchEngine

@@ -19,7 +19,8 @@ from tests.training.reference import (
     make_learner,
     separate_gradient,
 )
-from treadle.algorithms.config import AlgorithmConfig, advantages
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.estimators import advantages
 from treadle.core.types import Group
 from treadle.packing.flat import flatten
 from treadle.training.forward import Forward

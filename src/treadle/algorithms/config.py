@@ -1,17 +1,12 @@
-"""The `algorithm` section of a configuration, and what it selects. Needs no torch."""
+"""The `algorithm` section of a configuration. Needs no torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, model_validator
 
-from treadle.algorithms.estimators import Signals, by_name
-from treadle.algorithms.reductions import seq_mean_token_sum_norm, token_mean, unit_mean
 from treadle.core.config import Config
-from treadle.packing.flat import Doubles, FlatBatch
 
 Scope = Literal["trajectory", "step"]
 
@@ -143,6 +138,9 @@ class AlgorithmConfig(Config):
     """How rewards become a loss: an advantage, a policy loss with its options, corrections, KL and a reduction."""
 
     advantage: str = Field("grpo", description="advantage estimator: a registered name or module:attribute")
+    advantage_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of an advantage estimator that is not Treadle's own"
+    )
     norm_by_std: bool = Field(True, description="divide by the group's standard deviation (false: Dr. GRPO)")
     gamma: float = Field(
         1.0, gt=0, le=1, description="discount: per step (step_return, gigpo) or trained token (reinforce++, gae)"
@@ -151,6 +149,9 @@ class AlgorithmConfig(Config):
     gigpo_weight: float = Field(1.0, ge=0, description="weight of the step advantage (gigpo)")
     value: ValueConfig = Field(ValueConfig(), description="the value head (gae)")
     policy_loss: str = Field("ppo_clip", description="loss of each token: a registered name or module:attribute")
+    policy_loss_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of a policy loss that is not Treadle's own"
+    )
     ppo_clip: PpoClipConfig = Field(PpoClipConfig(), description="options of ppo_clip")
     gspo: GspoConfig = Field(GspoConfig(), description="options of gspo")
     cispo: CispoConfig = Field(CispoConfig(), description="options of cispo")
@@ -180,25 +181,3 @@ class AlgorithmConfig(Config):
                 "seq_mean_token_sum_norm needs it (for example the longest expected response), the others have none"
             )
         return self
-
-
-def advantages(batch: FlatBatch, config: AlgorithmConfig, signals: Signals | None = None) -> Doubles:
-    """float64[N], the advantage of each token."""
-    return by_name(config.advantage).per_token(batch, signals or Signals(), config)
-
-
-def token_weights(batch: FlatBatch, config: AlgorithmConfig, mask: NDArray[np.bool_] | None = None) -> Doubles:
-    """float64[N], the reduction's weight of each token. mask bool[N]: what is trained, the batch's own by default."""
-    mask = batch.mask if mask is None else mask
-    match config.reduction:
-        case "token_mean":
-            return token_mean(mask)
-        case "trajectory_mean":
-            return unit_mean(mask, batch.trajectory_id)
-        case "step_mean":
-            return unit_mean(mask, batch.step_id)
-        case "task_mean":
-            return unit_mean(mask, batch.group_id)
-    assert config.length_norm is not None  # validated above
-    unit = batch.trajectory_id if config.scope == "trajectory" else batch.step_id
-    return seq_mean_token_sum_norm(mask, unit, config.length_norm)

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from treadle.algorithms.config import CorrectionConfig
 from treadle.algorithms.losses import Tokens
-from treadle.algorithms.segments import unit_mean, unit_of, unit_sum
-
-if TYPE_CHECKING:
-    from treadle.algorithms.config import CorrectionConfig
+from treadle.algorithms.segments import unit_mean, unit_sum
 
 
 def token_tis(log_rho: Tensor, cap: float) -> Tensor:
@@ -82,7 +79,7 @@ def corrected(
     the reduction's denominators over the tokens kept.
     """
     log_rho = tokens.logp_old - tokens.logp_rollout
-    unit, mask = unit_of(tokens, config.scope), tokens.mask
+    unit, mask = tokens.unit(config.scope), tokens.mask
     factor, keep = torch.ones_like(log_rho), torch.ones_like(mask)
     if config.token_tis is not None:
         factor = token_tis(log_rho, config.token_tis)

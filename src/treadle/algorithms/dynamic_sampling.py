@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from treadle.algorithms.config import AlgorithmConfig, advantages
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.estimators import advantages
 from treadle.core.types import Group
 from treadle.packing.flat import flatten
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,13 +25,12 @@ from treadle.algorithms.advantages import (
     rloo,
     step_return,
 )
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.core.config import Config
 from treadle.core.errors import ConfigError
 from treadle.core.registry import resolve
 from treadle.packing.branches import callers
 from treadle.packing.flat import Doubles, FlatBatch, Indices
-
-if TYPE_CHECKING:
-    from treadle.algorithms.config import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +76,8 @@ class Advantage:
     """A registered advantage estimator (entry points `treadle.advantages`).
 
     per_token: (batch, signals, config) -> advantage float64[N]; values at untrainable tokens are of no effect.
-    options: fields of the configuration that it reads.
+    options: fields of the configuration that it reads. options_type: what `advantage_options` must make
+    (`core.config.build`), for one with options of its own.
     needs_values: `Signals.values`, of a value head, which then learns values + advantage: no whitened one.
     by_group: has a baseline over the group, so that a group of one trains nothing.
     by_step: uses when a reward came; the others use a trajectory's sum alone. by_token: uses those of single tokens.
@@ -90,6 +89,7 @@ class Advantage:
     by_group: bool = True
     by_step: bool = False
     by_token: bool = False
+    options_type: type[Config] | None = None
 
 
 @cache
@@ -99,6 +99,11 @@ def by_name(name: str) -> Advantage:
     if not isinstance(found, Advantage):
         raise ConfigError(f"algorithm.advantage: {name!r} is of type {type(found).__name__}; make it an `Advantage`")
     return found
+
+
+def advantages(batch: FlatBatch, config: AlgorithmConfig, signals: Signals | None = None) -> Doubles:
+    """Return float64[N], the advantage of each token, by the configured estimator."""
+    return by_name(config.advantage).per_token(batch, signals or Signals(), config)
 
 
 def equal_states(batch: FlatBatch) -> Indices:

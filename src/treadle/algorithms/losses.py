@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from treadle.algorithms.segments import unit_mean, unit_of
+from treadle.algorithms.config import AlgorithmConfig, Scope
+from treadle.algorithms.segments import unit_mean
+from treadle.core.config import Config
 from treadle.core.errors import ConfigError
 from treadle.core.registry import resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from treadle.algorithms.config import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,12 @@ class Tokens:
     trajectory: Tensor
     logp_ref: Tensor | None = None
 
+    def unit(self, scope: Scope) -> Tensor:
+        """Return the unit of each token under `scope`, int64[N]."""
+        return self.trajectory if scope == "trajectory" else self.step
+
     def at(self, index: Tensor) -> Tokens:
-        """These tokens only. index int64[n]."""
+        """Return these tokens only. index int64[n]."""
         values = (getattr(self, f.name) for f in fields(self))
         return Tokens(*(None if value is None else value[index] for value in values))  # type: ignore[arg-type]
 
@@ -60,7 +64,8 @@ class PolicyLoss:
     couples: a token's loss depends on other tokens' log-probabilities, so that it must see the whole batch at once. A
     loss with a `scope` couples the tokens of each unit.
     anchor: the log-probabilities that it compares with; only `old` needs a pass before the first of several updates.
-    options: the sections of the configuration that it reads. clipped: (logp, tokens, config) -> bool[N], tokens whose
+    options: the sections of the configuration that it reads. options_type: what `policy_loss_options` must make
+    (`core.config.build`), for a loss with options of its own. clipped: (logp, tokens, config) -> bool[N], tokens whose
     ratio was bounded.
     """
 
@@ -69,6 +74,7 @@ class PolicyLoss:
     anchor: Literal["old", "rollout", "none"] = "old"
     options: tuple[str, ...] = ()
     clipped: TokenFunction | None = None
+    options_type: type[Config] | None = None
 
 
 @cache
@@ -215,13 +221,13 @@ PPO_CLIP = PolicyLoss(
 
 def _gspo(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
     section = config.gspo
-    unit = unit_of(tokens, section.scope)
+    unit = tokens.unit(section.scope)
     return gspo(logp, tokens.logp_old, tokens.advantage, tokens.mask, unit, section.eps_low, section.eps_high)
 
 
 def _gspo_clipped(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
     section = config.gspo
-    ratio = sequence_log_ratio(logp, tokens.logp_old, tokens.mask, unit_of(tokens, section.scope))
+    ratio = sequence_log_ratio(logp, tokens.logp_old, tokens.mask, tokens.unit(section.scope))
     return clipped(ratio, ratio.new_zeros(len(ratio)), tokens.advantage, section.eps_low, section.eps_high)
 
 

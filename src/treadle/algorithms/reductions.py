@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.packing.flat import Doubles, Indices
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.packing.flat import Doubles, FlatBatch, Indices
 
 
 def token_mean(mask: NDArray[np.bool_]) -> Doubles:
@@ -36,3 +37,23 @@ def seq_mean_token_sum_norm(mask: NDArray[np.bool_], unit: Indices, length_norm:
     """
     units = len(np.unique(unit[mask]))
     return mask / (max(units, 1) * length_norm)
+
+
+def token_weights(batch: FlatBatch, config: AlgorithmConfig, mask: NDArray[np.bool_] | None = None) -> Doubles:
+    """Return float64[N], the weight of each token under the configured reduction.
+
+    mask bool[N]: what is trained; default: the batch's own.
+    """
+    mask = batch.mask if mask is None else mask
+    match config.reduction:
+        case "token_mean":
+            return token_mean(mask)
+        case "trajectory_mean":
+            return unit_mean(mask, batch.trajectory_id)
+        case "step_mean":
+            return unit_mean(mask, batch.step_id)
+        case "task_mean":
+            return unit_mean(mask, batch.group_id)
+    assert config.length_norm is not None  # validated above
+    unit = batch.trajectory_id if config.scope == "trajectory" else batch.step_id
+    return seq_mean_token_sum_norm(mask, unit, config.length_norm)

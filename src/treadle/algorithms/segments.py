@@ -7,14 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from treadle.algorithms.config import Scope
-    from treadle.algorithms.losses import Tokens
-
-
-def unit_of(tokens: Tokens, scope: Scope) -> Tensor:
-    """int64[N]: the unit of each token under `scope`."""
-    return tokens.trajectory if scope == "trajectory" else tokens.step
-
 
 def unit_sum(values: Tensor, mask: Tensor, unit: Tensor) -> Tensor:
     """The sum over the trainable tokens of each token's unit. values, mask, unit [N] -> [N]."""

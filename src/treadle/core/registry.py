@@ -28,16 +28,28 @@ def resolve(group: str, name: str, setting: str = "") -> Any:
     `resolve("environments", "my_module:Outer.Inner")` imports `my_module`, also from the current directory.
     Raises ConfigError: an unknown name, a module that cannot be imported, a missing attribute.
     """
-    where = f"{setting or group}: {name!r}"
-    if ":" in name:
-        return _load(name, where)
+    where = _where(group, name, setting)
+    return _load(name if ":" in name else _target(group, name, where), where)
+
+
+def check_name(group: str, name: str, setting: str = "") -> None:
+    """Raise ConfigError, as `resolve` does, for a name that is not registered. Imports nothing."""
+    if ":" not in name:
+        _target(group, name, _where(group, name, setting))
+
+
+def _where(group: str, name: str, setting: str) -> str:
+    return f"{setting or group}: {name!r}"
+
+
+def _target(group: str, name: str, where: str) -> str:
     registered = _registered(group)
     if name not in registered:
         raise ConfigError(f"{where} is not registered{_hint(name, sorted(registered))}")
     targets = registered[name]
     if len(targets) > 1:
         raise ConfigError(f"{where} is registered as {' and '.join(sorted(targets))}; write the one you mean")
-    return _load(targets.pop(), where)
+    return targets.pop()
 
 
 def names(group: str) -> list[str]:

@@ -49,7 +49,11 @@ class VLLMConfig(Config):
 class EngineConfig(Config):
     """Which inference engine samples."""
 
-    kind: Literal["torch", "vllm"] = Field("torch", description="torch: embedded; vllm: servers beside this process")
+    kind: str = Field(
+        "torch",
+        description="torch: embedded; vllm: servers beside this process; or another registered name or module:function",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="settings of a kind that is not Treadle's own")
     batch: int = Field(256, ge=1, description="most sequences that are decoded together")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine's weights")
     in_flight: InFlight = Field(
@@ -69,17 +73,22 @@ class EngineConfig(Config):
     vllm: VLLMConfig = Field(VLLMConfig(), description="for kind vllm")
 
     @model_validator(mode="after")
-    def _own_process_is_for_torch(self) -> EngineConfig:
-        if self.own_process and self.kind == "vllm":
+    def _settings_are_of_this_kind(self) -> EngineConfig:
+        if self.own_process and self.kind != "torch":
             raise ValueError(
-                "engine.own_process is for engine.kind=torch: vLLM's servers are processes of their own; leave it out"
+                f"engine.own_process is for engine.kind=torch, and it is {self.kind!r}: vLLM's servers are processes "
+                "anyway; leave it out"
+            )
+        if self.options and self.kind in ("torch", "vllm"):
+            raise ValueError(
+                f"engine.options is for other kinds of engines than {self.kind!r}, whose settings are keys"
             )
         return self
 
     @property
     def capacity(self) -> int:
         """Sequences that are decoded together, by all servers."""
-        return self.batch * (1 if self.kind == "torch" else len(self.vllm.urls) or self.vllm.servers)
+        return self.batch * (len(self.vllm.urls) or self.vllm.servers if self.kind == "vllm" else 1)
 
     @property
     def tolerance(self) -> float:

@@ -5,25 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from treadle.core.engine import Engine
 from treadle.core.trainer import Trainer, WeightSync
-from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import ChatInterface, check_engine
-from treadle.orchestration.setup.engines import open_engine
+from treadle.orchestration.setup.engines import OpenEngine, open_engine
 from treadle.training.make import MakeTrainer, make_trainer
-
-
-class OpenEngine(Protocol):
-    """Opens the engine of a run: `setup.engines.open_engine`, or yours."""
-
-    async def __call__(
-        self, config: RunConfig, chat: ChatInterface, trainer: Trainer, logs: Path, log: Callable[[str], None], /
-    ) -> tuple[Engine, WeightSync]:
-        """Return the engine, and what makes it serve the trainer's weights. log: for lines in the run's output."""
-        ...
 
 
 class CheckEngine(Protocol):

@@ -27,6 +27,7 @@ from treadle.orchestration.reporting.summary import run_summary
 from treadle.orchestration.runtime import Runtime
 from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_interface, use_threads
 from treadle.orchestration.setup.config_diff import Change, changes, check_changes
+from treadle.orchestration.setup.engines import training_engine
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts
 from treadle.orchestration.setup.threads import available_cores
 from treadle.orchestration.setup.validation import check_config
@@ -184,7 +185,8 @@ class _Session:
     async def _run_loop(self, beginning: _Beginning, callbacks: Callbacks) -> Loop:
         """Run the loop; returns it as it ended. Raises what stopped it, if something went wrong."""
         config, chat, log = self.config, self.chat, self.progress.say
-        engine, weight_sync = await self.runtime.open_engine(config, chat, self.trainer, self.run.path, log)
+        spec = training_engine(config, chat, self.trainer, self.run.path, log)
+        engine, weight_sync = await self.runtime.open_engine(spec)
         try:
             async with open_rollouts(
                 engine,

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.algorithms import estimators, losses
-from treadle.algorithms.config import AlgorithmConfig, token_weights
+from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.corrections import corrected
 from treadle.algorithms.estimators import Advantage, Signals
 from treadle.algorithms.kl import ESTIMATORS, KlController
 from treadle.algorithms.losses import PolicyLoss, Tokens
+from treadle.algorithms.reductions import token_weights
 from treadle.algorithms.values import ValueTargets
 from treadle.core.errors import ConfigError
 from treadle.core.metrics import Measures, measured

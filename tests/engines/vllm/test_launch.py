@@ -22,7 +22,7 @@ from treadle.engines.vllm.launch import WORKER, command, environment, find_pytho
 from treadle.engines.vllm.start import open_engine
 from treadle.orchestration.config import load_recipe
 from treadle.orchestration.setup.chat_interface import load_chat_interface
-from treadle.orchestration.setup.engines import open_source
+from treadle.orchestration.setup.engines import EngineSpec, open_vllm
 from treadle.training.make import load_source
 
 
@@ -120,7 +120,7 @@ async def test_nothing_is_written_for_servers_that_have_a_model(
     chat, source = load_chat_interface(model), load_source(model, seed=0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     with pytest.raises(EngineError, match="does not answer /health"):
-        await open_source(config(urls=["http://127.0.0.1:9"]), chat, source, lambda: source.module, tmp_path)
+        await open_vllm(EngineSpec(config(urls=["http://127.0.0.1:9"]), chat, source, lambda: source.module, tmp_path))
 
 
 def group_members(group: int) -> list[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from treadle.core.engine import Engine
-from treadle.core.trainer import Trainer, WeightSource, WeightSync
+from treadle.core.registry import resolve
+from treadle.core.trainer import WeightSource, WeightSync
 from treadle.engines.config import EngineConfig
 from treadle.engines.engine_process import start_engine
 from treadle.engines.staging import new_directory
@@ -28,46 +30,68 @@ from treadle.training.trainer import EmbeddedSource
 _PROBE = 64  # tokens that new weights are proven with
 
 
-async def open_engine(
-    config: RunConfig, chat: ChatInterface, trainer: Trainer, logs: Path, log: Callable[[str], None]
-) -> tuple[Engine, WeightSync]:
-    """Return the engine of a training run, and what makes it serve the trainer's weights: publish before it samples.
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine is made from: `open_engine(EngineSpec(config.engine, chat, trainer, load_model))`.
 
-    logs: directory for those of other processes. log: told of an own process that was started again.
-    Raises ConfigError, EngineError or CheckpointError.
+    source: whose weights it serves. load_model: returns a model like the source's, with any weights, which an engine in
+    this process copies. logs: directory where other processes write theirs; default: a temporary one, which stays.
+    routing: it is to tell which experts were chosen. log: takes lines for the run's output.
     """
-    load = partial(load_model, config.model, config.seed)
-    return await open_source(config.engine_in_training, chat, trainer, load, logs, config.training.routing_replay, log)
+
+    config: EngineConfig
+    chat: ChatInterface
+    source: WeightSource
+    load_model: Callable[[], PreTrainedModel]
+    logs: Path | None = None
+    routing: bool = False
+    log: Callable[[str], None] = lambda line: None
+
+    def log_directory(self) -> Path:
+        """Return where other processes write their logs."""
+        return self.logs or Path(tempfile.mkdtemp(prefix="treadle-logs-"))
 
 
-async def open_source(
-    config: EngineConfig,
-    chat: ChatInterface,
-    source: WeightSource,
-    load_model: Callable[[], PreTrainedModel],
-    logs: Path | None = None,
-    routing: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> tuple[Engine, WeightSync]:
-    """Return an engine for any source's model, and what makes it serve the source's weights, as `open_engine` does.
+OpenEngine = Callable[[EngineSpec], Awaitable[tuple[Engine, WeightSync]]]
+"""What is registered as an engine (entry points `treadle.engines`, chosen by `engine.kind`).
 
-    load_model: returns a model like the source's, with any weights, which an engine in this process copies.
-    logs: where other processes write theirs; default: a temporary directory, which stays. routing: kind torch tells
-    which experts are chosen; with others, a run refuses it. say: told of an own process that was started again.
-    Raises ConfigError, EngineError or CheckpointError.
-    """
-    if config.kind == "torch" and not config.own_process:
-        embedded = embedded_engine(config, chat, load_model(), routing)
-        return embedded, EmbeddedSync(source, embedded)
-    logs = logs or Path(tempfile.mkdtemp(prefix="treadle-logs-"))
-    if config.kind == "torch":
-        return await _own_process(config, chat, source, logs, routing, say)
-    return await _vllm(config, chat, source, logs)
+It returns the engine, and what makes it serve the source's weights, which is called before it samples. Its own settings
+are `engine.options`. Raises ConfigError, EngineError or CheckpointError.
+"""
+
+
+def training_engine(
+    config: RunConfig, chat: ChatInterface, trainer: WeightSource, logs: Path, log: Callable[[str], None]
+) -> EngineSpec:
+    """Return what the engine of a training run is made from."""
+    return EngineSpec(
+        config=config.engine_in_training,
+        chat=chat,
+        source=trainer,
+        load_model=partial(load_model, config.model, config.seed),
+        logs=logs,
+        routing=config.training.routing_replay,
+        log=log,
+    )
+
+
+async def open_engine(spec: EngineSpec) -> tuple[Engine, WeightSync]:
+    """Open the engine that is registered as `engine.kind`; see `OpenEngine`."""
+    opened: OpenEngine = resolve("engines", spec.config.kind, "engine.kind")
+    return await opened(spec)
+
+
+async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
+    """Open Treadle's own engine, in this process or one of its own; see `OpenEngine`."""
+    if spec.config.own_process:
+        return await _own_process(spec)
+    embedded = embedded_engine(spec.config, spec.chat, spec.load_model(), spec.routing)
+    return embedded, EmbeddedSync(spec.source, embedded)
 
 
 async def open_serving(config: EngineConfig, chat: ChatInterface, source: EmbeddedSource) -> Engine:
     """Return an engine that serves a model which is not trained. Raises as `open_engine`."""
-    engine, weight_sync = await open_source(config, chat, source, lambda: source.module)
+    engine, weight_sync = await open_engine(EngineSpec(config, chat, source, lambda: source.module))
     try:
         await weight_sync.publish(0)  # servers that run already may have any weights
     except BaseException:
@@ -98,47 +122,40 @@ def embedded_engine(
     )
 
 
-async def _own_process(
-    config: EngineConfig,
-    chat: ChatInterface,
-    source: WeightSource,
-    logs: Path,
-    routing: bool,
-    say: Callable[[str], None],
-) -> tuple[Engine, WeightSync]:
+async def _own_process(spec: EngineSpec) -> tuple[Engine, WeightSync]:
+    config = spec.config
     with ExitStack() as cleanup:
         folder = _directory(cleanup)
-        await source.export(folder)
+        await spec.source.export(folder)
         engine = await start_engine(
             folder,
-            stop_token_ids=chat.stop_token_ids,
-            log=logs / "engine.log",
+            stop_token_ids=spec.chat.stop_token_ids,
+            log=spec.log_directory() / "engine.log",
             max_batch=config.batch,
             dtype=config.dtype,
             lock_step=config.lock_step is not False,
             in_flight=config.in_flight,
-            routing=routing,
-            say=say,
+            routing=spec.routing,
+            say=spec.log,
             on_close=cleanup.pop_all().close,
         )
-    return engine, SharedMemorySync(source, engine)
+    return engine, SharedMemorySync(spec.source, engine)
 
 
-async def _vllm(
-    config: EngineConfig, chat: ChatInterface, source: WeightSource, logs: Path
-) -> tuple[Engine, WeightSync]:
+async def open_vllm(spec: EngineSpec) -> tuple[Engine, WeightSync]:
+    """Open the client of vLLM's servers, which are started unless they run already; see `OpenEngine`."""
     from treadle.engines.vllm.publication import Probe  # httpx, which only this needs
     from treadle.engines.vllm.start import open_engine as start
 
-    known = source.model
+    config, known = spec.config, spec.source.model
     ids = np.random.default_rng(0).integers(0, known.vocabulary, min(_PROBE, known.context - 1)).astype(np.int32)
-    probe = Probe(ids, config.tolerance)
-    connected = partial(start, config, source, stop_token_ids=chat.stop_token_ids, logs=logs, probe=probe)
+    probe, stop = Probe(ids, config.tolerance), spec.chat.stop_token_ids
+    connected = partial(start, config, spec.source, stop_token_ids=stop, logs=spec.log_directory(), probe=probe)
     if config.vllm.urls:  # servers that have a model
         return await connected(model=None)
     with ExitStack() as cleanup:
         folder = _directory(cleanup)
-        await source.export(folder)
+        await spec.source.export(folder)
         return await connected(model=folder, on_close=cleanup.pop_all().close)
 
 

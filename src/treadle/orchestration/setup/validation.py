@@ -6,6 +6,7 @@ import importlib.util
 
 from treadle.core.errors import ConfigError
 from treadle.core.extras import how_to_install
+from treadle.core.registry import check_name
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.launch import find_python
 from treadle.orchestration.config import RunConfig
@@ -48,6 +49,7 @@ def check_context(config: RunConfig, context: int) -> None:
 
 def check_engine_config(config: EngineConfig) -> None:
     """Raise ConfigError for what an engine could not be started with."""
+    check_name("engines", config.kind, "engine.kind")
     if config.kind != "vllm":
         return
     if importlib.util.find_spec("httpx") is None:
