@@ -80,9 +80,7 @@ class EngineConfig(Config):
                 "anyway; leave it out"
             )
         if self.options and self.kind in ("torch", "vllm"):
-            raise ValueError(
-                f"engine.options is for other kinds of engines than {self.kind!r}, whose settings are keys"
-            )
+            raise ValueError(f"engine.options is set, but engine.kind {self.kind!r} reads none; leave it out")
         return self
 
     @property
