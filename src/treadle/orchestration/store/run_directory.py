@@ -24,6 +24,7 @@ from treadle.core.errors import DamageError, RunError
 from treadle.core.files import WrittenFile, sha256_of, write_atomically
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.store.ledger import Ledger, no_checkpoint, salvage
+from treadle.orchestration.store.schema import SCHEMA_VERSION, migrated
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +99,17 @@ class RunDirectory:
         return Ledger(self.ledger_file, read_only=True)
 
     def config(self, overrides: Sequence[str] = ()) -> RunConfig:
-        """The resolved configuration it was started with, or goes on with since.
+        """Return the resolved configuration it was started with, or goes on with since.
 
         Raises ConfigError; DamageError unless it is what the ledger says, if there is one.
         """
         return build(RunConfig, self.config_data(), str(self.config_file), overrides)
 
     def config_data(self) -> dict[str, Any]:
-        """Return what config.yaml holds, before anything is checked but that it is as it was written."""
+        """Return what config.yaml holds, in terms of this version of Treadle (`schema.migrated`).
+
+        Nothing is checked but that it is as it was written. Raises DamageError; RunError for a newer version's run.
+        """
         content = self.config_file.read_bytes()
         known = self._known_configs()
         if known and sha256_of(content) not in known:
@@ -113,7 +117,7 @@ class RunDirectory:
                 f"{self.config_file} is damaged, or was changed by hand: restore it; what may change is changed on the "
                 "command line (treadle train RECIPE --resume key.path=value)"
             )
-        return parse_yaml(content, str(self.config_file))
+        return migrated(parse_yaml(content, str(self.config_file)), str(self.config_file))
 
     def _known_configs(self) -> set[str]:
         """SHA-256 of config.yaml, and of what it was before its changes: one of them may have been cut short."""
@@ -246,7 +250,7 @@ def make_directory(runs: Path, config: RunConfig) -> Path:
 
 
 def _config_content(config: RunConfig) -> bytes:
-    return (_versions_header() + dump_yaml(config)).encode()
+    return f"{_versions_header()}schema_version: {SCHEMA_VERSION}\n{dump_yaml(config)}".encode()
 
 
 def _versions_header() -> str:

@@ -1,0 +1,40 @@
+"""Runs of other versions of Treadle: what has changed in config.yaml since, and which cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from treadle.core.errors import RunError
+from treadle.orchestration.config import RunConfig
+
+SCHEMA_VERSION = 1
+"""Of the runs that are written now; config.yaml says it as `schema_version`. Runs from before it was there have 0."""
+
+_RENAMED_VALUES = {("orchestration.stale_policy", "drop"): "drop_group"}
+
+
+def migrated(data: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return what a run's config.yaml holds in terms of this version, whose keys it has then.
+
+    source: the file, for errors. Raises RunError for a run of a newer version.
+    """
+    current = dict(data)
+    version = current.pop("schema_version", 0)
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        raise RunError(
+            f"{source}: the run has schema_version {version!r}, and this Treadle reads up to {SCHEMA_VERSION}; use the "
+            "version of Treadle that wrote it"
+        )
+    return current if version == SCHEMA_VERSION else _from_0(current)
+
+
+def _from_0(data: dict[str, Any]) -> dict[str, Any]:
+    for old, new in RunConfig.renamed_keys.items():
+        (section, key), (new_section, new_key) = old.split("."), new.split(".")
+        if key in (data.get(section) or {}):
+            rest = dict(data[section])
+            value = rest.pop(key)
+            data[section] = rest
+            data[new_section] = {**(data.get(new_section) or {}), new_key: _RENAMED_VALUES.get((new, value), value)}
+    return data
