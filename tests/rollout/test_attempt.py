@@ -36,8 +36,9 @@ from treadle.core.outcomes import as_played
 from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.engines.fake import FakeEngine
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.attempt import RolloutConfig, gather_group
-from treadle.rollout.foreign import UserCode
+from treadle.rollout.attempt import gather_group
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.isolation import UserCode
 from treadle.rollout.session import Address
 
 DONE = EnvStep(reward=1.0, done=True)

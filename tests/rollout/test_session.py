@@ -15,14 +15,14 @@ from treadle.core.errors import ContextExceeded, EngineError
 from treadle.core.types import Ids, Message, SamplingParams, StopReason
 from treadle.engines.fake import FakeEngine
 from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.session import Address, Session
+from treadle.rollout.session import Address, Session, SessionSpec
 
 ADDRESS = Address(seed=3, stream=Stream.TRAIN, epoch=1, position=5, attempt=2)
 
 
 def open_session(engine: FakeEngine, longest: int = 1000, **sampling: Any) -> Session:
     renderer = ChatRenderer(PLAIN, [END])
-    return Session("s", engine, renderer, SamplingParams(**sampling), longest, ADDRESS)
+    return Session(SessionSpec("s", engine, renderer, SamplingParams(**sampling), longest, ADDRESS))
 
 
 def talk(session: Session, calls: int) -> list[Message]:

@@ -24,7 +24,7 @@ from treadle.orchestration.config import CallbackConfig, RunConfig
 from treadle.orchestration.metrics import EvaluationResult
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest
-from treadle.rollout.foreign import raised
+from treadle.rollout.isolation import raised
 
 
 @dataclass(frozen=True, slots=True)

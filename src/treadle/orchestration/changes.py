@@ -28,6 +28,7 @@ CHANGEABLE = (
     "engine.own_process",
     "rollout.agent_timeout",
     "rollout.environment_timeout",
+    "rollout.gateway.*",
     "rollout.trajectory_timeout",
     "callbacks",
     "training.threads",

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from treadle.core.draws import Stream
 from treadle.core.types import Group, Task
 from treadle.orchestration.config import EvaluationConfig
-from treadle.rollout.attempt import Player, gather_group
+from treadle.rollout.attempt import RolloutRunner, gather_group
 from treadle.rollout.session import Address
 
 
 async def play_held_out(
-    rollouts: Player,
+    rollouts: RolloutRunner,
     tasks: Sequence[Task],
     *,
     name: str,

@@ -44,7 +44,7 @@ from treadle.orchestration.rewards import reward_notes
 from treadle.orchestration.rollout_store import write_shard
 from treadle.orchestration.run_directory import RunDirectory
 from treadle.orchestration.stopping import StopRequest
-from treadle.rollout.attempt import Player
+from treadle.rollout.attempt import RolloutRunner
 from treadle.rollout.threads import abandoned_threads
 from treadle.training.checkpoint import remove_others
 
@@ -86,7 +86,7 @@ class Loop:
         ledger: Ledger,
         trainer: Trainer,
         weight_sync: WeightSync,
-        rollouts: Player,
+        rollouts: RolloutRunner,
         train: Sequence[Task],
         held_out: Sequence[Task],
         state: LoopState,

@@ -18,7 +18,7 @@ from treadle.core.types import Group, Task, Trajectory, group_id
 from treadle.orchestration.buffer import GroupBuffer
 from treadle.orchestration.failures import Retries
 from treadle.packing.flat import Indices
-from treadle.rollout.attempt import Player
+from treadle.rollout.attempt import RolloutRunner
 from treadle.rollout.session import Address
 
 
@@ -68,7 +68,7 @@ class Producer:
     def __init__(
         self,
         cursor: TaskCursor,
-        rollouts: Player,
+        rollouts: RolloutRunner,
         buffer: GroupBuffer,
         tasks: asyncio.TaskGroup,
         *,

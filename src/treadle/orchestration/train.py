@@ -156,7 +156,7 @@ def _with_threads(config: RunConfig, threads: int | None) -> RunConfig:
 
 def _tools_problem(inputs: Inputs, chat: ChatInterface, config: RunConfig) -> str:
     """Why agents cannot use tools; "" if they can, or there are none."""
-    if not inputs.agents:
+    if not inputs.players.agents:
         return ""
     return chat.renderer.tools_problem(parse=reply_parser(config.rollout.reply_parser, chat.renderer.source))
 
@@ -281,7 +281,7 @@ async def _run_loop(
     )
     try:
         async with open_rollouts(
-            engine, chat.renderer, inputs.environments, inputs.agents, config.rollout, config.rewards, progress.say
+            engine, chat.renderer, inputs.players, config.rollout, config.rewards, progress.say
         ) as rollouts:
             loop = Loop(
                 config=config,
