@@ -55,7 +55,7 @@ def tasks(split: str, count: int) -> list[Task]:
 
 
 def config(*overrides: str) -> RunConfig:
-    return tiny("environment=null", "environment=", f"data.train.source={HERE}:tasks", "data.held_out=null", *overrides)
+    return tiny('environment=""', f"data.train.source={HERE}:tasks", "data.held_out=null", *overrides)
 
 
 def start(path: Path, *overrides: str) -> dict[str, Any]:
