@@ -14,8 +14,10 @@ from treadle.core.draws import Stream
 from treadle.core.types import Group, Message, SamplingParams, Step, StopReason, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.config import RunConfig
-from treadle.rollout.attempt import RolloutConfig, Rollouts
+from treadle.rollout.attempt import Rollouts
 from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.drivers.environment import EnvironmentDriver
 from treadle.rollout.event_loop import run
 from treadle.rollout.isolated_environment import EnvironmentFactory
 from treadle.rollout.loop_monitor import LoopMonitor
@@ -249,8 +251,9 @@ def plain_rollouts(
     **settings: Any,
 ) -> Rollouts:
     settings = {"max_completion_tokens": 16, "environment_timeout": 5.0, **settings}
-    renderer = ChatRenderer(tokenizer or PLAIN, [END])
-    return Rollouts(engine, renderer, {"world": make}, RolloutConfig(**settings), monitor=monitor)
+    config = RolloutConfig(**settings)
+    drivers = {("environment", "world"): EnvironmentDriver({"world": make}, config)}
+    return Rollouts(engine, ChatRenderer(tokenizer or PLAIN, [END]), drivers, config, monitor=monitor)
 
 
 # Records without playing

@@ -113,6 +113,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "serve model": ("MODEL_DIR: no tokenizer.json in 'model'",),
     "serve served --port 65536": ("--port 65536: ports lie in [0, 65535]",),
     "serve served --port BUSY": ("--port BUSY is in use; choose another, or --port 0 for any free one",),
+    "serve served --advertised-url box:80": ("treadle serve: advertised_url: 'box:80' is no base URL; write scheme",),
+    "train tiny.yaml rollout.gateway.port=BUSY": ("rollout.gateway.port=BUSY is in use; choose another, or",),
     "serve served --host 203.0.113.1": ("--host 203.0.113.1: cannot listen there: ",),
     "serve served --temperature -1": ("--temperature -1.0: must be",),
     "serve served --max-tokens 0": ("--max-tokens 0: must be at least 1",),

@@ -42,7 +42,7 @@ def test_a_file_gives_its_rows_in_order(tmp_path: Path) -> None:
         {"prompt": HELLO},
     ]
     source = write(tmp_path / "data.jsonl", rows[0], "", rows[1])
-    assert load_tasks(source, "train", {}, "fallback") == [
+    assert load_tasks(source, "train", {}, ("environment", "fallback")) == [
         Task("a", ({"role": "user", "content": "Hello"},), "e", [1, None], {"k": 1}),
         Task("data-000003", ({"role": "user", "content": "Hello"},), "fallback"),
     ]
@@ -89,7 +89,7 @@ def test_bytes_that_are_no_utf8_are_named_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("environment", [{"environment": f"{LOOKUP}:Lookup"}, {}])
 def test_an_environment_that_makes_its_prompt_needs_none(tmp_path: Path, environment: dict[str, str]) -> None:
     source = write(tmp_path / "data.jsonl", {"ground_truth": "x", **environment})
-    (task,) = load_tasks(source, "train", {}, f"{LOOKUP}:Lookup")
+    (task,) = load_tasks(source, "train", {}, ("environment", f"{LOOKUP}:Lookup"))
     assert task.prompt == ()
     assert task.environment == f"{LOOKUP}:Lookup"
 
@@ -134,7 +134,7 @@ def test_the_default_environment_is_for_tasks_that_name_none(mine: ModuleType) -
         return (Task(f"{split}-1"), Task(f"{split}-2", environment="own"))
 
     mine.generate = generate  # type: ignore[attr-defined]
-    tasks = load_tasks(f"{mine.__name__}:generate", "train", {}, "fallback")
+    tasks = load_tasks(f"{mine.__name__}:generate", "train", {}, ("environment", "fallback"))
     assert tasks == [Task("train-1", environment="fallback"), Task("train-2", environment="own")]
 
 

@@ -17,6 +17,7 @@ from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.setup.inputs import load_inputs, make_inputs
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.train import resume_run, start_run
+from treadle.rollout.attempt import Players
 
 AGENTS = ["with_openai", "with_anthropic", "as_program"]
 SMALL = [
@@ -150,7 +151,7 @@ def test_a_task_is_played_by_one_of_the_two() -> None:
     with pytest.raises(ConfigError, match="name neither an environment nor an agent"):
         make_inputs([PLAIN], [])
     inputs = make_inputs([PLAIN], [], agents={"a": solve})
-    assert (inputs.train[0].agent, inputs.environments, inputs.agents) == ("a", {}, {"a": solve})
+    assert (inputs.train[0].agent, inputs.players) == ("a", Players({}, {"a": solve}, {}))
 
 
 @pytest.mark.parametrize(

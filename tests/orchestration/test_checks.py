@@ -22,6 +22,7 @@ from treadle.orchestration.setup.chat_interface import check_engine, load_chat_i
 from treadle.orchestration.setup.engines import embedded_engine
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, load_inputs, make_inputs
 from treadle.packing.flat import flatten
+from treadle.rollout.attempt import Players
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.learner import Learner
 from treadle.training.make import load_model
@@ -42,7 +43,7 @@ def test_a_task_without_an_environment_is_refused() -> None:
 
 def test_environments_that_are_not_given_are_looked_up() -> None:
     inputs = make_inputs([Task("t", (user("?"),), "arithmetic"), Task("u", (user("?"),), "w")], [], {"w": Ragged})
-    assert sorted(inputs.environments) == ["arithmetic", "w"]
+    assert sorted(inputs.players.environments) == ["arithmetic", "w"]
     with pytest.raises(ConfigError, match="'nowhere' is not registered"):
         make_inputs([Task("t", (user("?"),), "nowhere")], [], {})
 
@@ -67,7 +68,7 @@ def test_inputs_are_loaded_as_configured() -> None:
 def check(*worlds: Told, context: int = 128, **settings: Any) -> None:
     queue = list(worlds)
     tasks = [Task(f"t{i}", (user("?"),), "w") for i in range(4)]
-    inputs = Inputs(tasks, [], {"w": lambda: queue.pop(0)})
+    inputs = Inputs(tasks, [], Players({"w": lambda: queue.pop(0)}))
     overrides = [f"rollout.{key}={value}" for key, value in settings.items()]
     check_first_prompts(inputs, ChatRenderer(PLAIN, [END]), tiny(*overrides), context, print)
 

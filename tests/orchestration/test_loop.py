@@ -241,7 +241,7 @@ class Breaking(Quiet):
 def test_too_many_failures_stop_the_run_which_can_be_resumed(tmp_path: Path, reference: tuple[Path, Summary]) -> None:
     path = tmp_path / "run"
     inputs = failing(0)
-    world = inputs.environments["world"]
+    world = inputs.players.environments["world"]
     assert isinstance(world, type)
     assert issubclass(world, Failing)
     with pytest.raises(TrainingStopped) as caught:

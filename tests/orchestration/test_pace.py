@@ -94,7 +94,7 @@ def train(world: World, *overrides: str, held_out: Sequence[Task] = ()) -> tuple
             run.rollouts.mkdir()
             loop = make_loop(
                 tiny(f"orchestration.updates={UPDATES}", "training.min_group_size=1", *overrides),
-                Inputs(vowel_tasks("train", 7), list(held_out), {}),
+                Inputs(vowel_tasks("train", 7), list(held_out)),
                 FakeTrainer(world.update, Training(world)),
                 engine,
                 runner,

@@ -25,10 +25,11 @@ from treadle.core.outcomes import as_played
 from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.agents import check_agent, load_agent
-from treadle.rollout.attempt import RolloutConfig, open_rollouts
+from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.clients import anthropic_client
 from treadle.rollout.command import Command
+from treadle.rollout.config import RolloutConfig
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 
@@ -37,12 +38,17 @@ TASK = Task("t", (user("hello"),), agent="a")
 
 
 async def played(
-    agents: Mapping[str, Any], engine: FakeEngine, tasks: list[Task], worlds: Any = None, **settings: Any
+    agents: Mapping[str, Any],
+    engine: FakeEngine,
+    tasks: list[Task],
+    worlds: Any = None,
+    tokenizer: PlainTokenizer | None = None,
+    **settings: Any,
 ) -> list[Trajectory]:
     """One attempt at each task, side by side; every session must be closed afterwards."""
     config = RolloutConfig(**{"max_completion_tokens": 16, "agent_timeout": 20.0, **settings})
-    renderer = ChatRenderer(PlainTokenizer(), [END])
-    async with open_rollouts(engine, renderer, worlds or {}, agents, config) as rollouts:
+    renderer = ChatRenderer(tokenizer or PlainTokenizer(), [END])
+    async with open_rollouts(engine, renderer, Players(worlds or {}, agents), config) as rollouts:
         running = [
             rollouts.start(f"g{n}", task, [Address(1, Stream.TRAIN, 0, n, 0)])[0] for n, task in enumerate(tasks)
         ]
@@ -505,7 +511,8 @@ def test_the_client_is_of_no_use_afterwards() -> None:
 
         agents = {"first": keeping, "late": late}
         config = RolloutConfig(max_completion_tokens=16)
-        async with open_rollouts(engine, ChatRenderer(PlainTokenizer(), [END]), {}, agents, config) as rollouts:
+        renderer, players = ChatRenderer(PlainTokenizer(), [END]), Players(agents=agents)
+        async with open_rollouts(engine, renderer, players, config) as rollouts:
             for name in agents:
                 task = Task(name, (user("hello"),), agent=name)
                 trajectory = await rollouts.start(name, task, [Address(1, Stream.TRAIN, 0, 0, 0)])[0]

@@ -35,8 +35,9 @@ from treadle.core.errors import Cause, EngineError, TrajectoryFailure
 from treadle.core.outcomes import as_played
 from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.attempt import RolloutConfig, gather_group
-from treadle.rollout.foreign import UserCode
+from treadle.rollout.attempt import gather_group
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.isolation import UserCode
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 

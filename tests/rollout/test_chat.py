@@ -18,7 +18,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.types import Message, SamplingParams, Step, StopReason
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation, check_turns
-from treadle.rollout.session import Address, Session
+from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 
 ADDRESS = Address(seed=1, stream=Stream.TRAIN, epoch=0, position=0, attempt=0)
@@ -76,7 +76,7 @@ def converse(
     sampling = SamplingParams(max_tokens=LONGEST, stop=stop)
 
     async def talk() -> tuple[list[Step], list[list[Message]]]:
-        session = Session("s", engine, words.renderer, sampling, 10**6, ADDRESS)
+        session = Session(SessionSpec("s", engine, words.renderer, sampling, 10**6, ADDRESS))
         conversation, seen = [user("begin")], []
         for _, observations in turns:
             seen.append(list(conversation))

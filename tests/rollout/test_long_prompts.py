@@ -11,11 +11,11 @@ from tests.worlds import END, PLAIN, saying, user
 from treadle.core.draws import Stream
 from treadle.core.errors import ContextExceeded, StepsExceeded
 from treadle.core.types import BreakCause, SamplingParams
-from treadle.rollout.agents import AgentSession
 from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.drivers.agent import AgentSession
 from treadle.rollout.rendering import structure
 from treadle.rollout.rendering.causes import agents_change
-from treadle.rollout.session import Address, Reply, Session
+from treadle.rollout.session import Address, Reply, Session, SessionSpec
 
 LONG = 200_000  # characters
 Call = Callable[[Session, str], Awaitable[Any]]
@@ -30,7 +30,7 @@ each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def open_session(longest: int, engine: Any = None, name: str = "s") -> Session:
     address = Address(seed=0, stream=Stream.TRAIN, epoch=0, position=0, attempt=0)
     renderer = ChatRenderer(PLAIN, [END])
-    return Session(name, engine or saying("ok"), renderer, SamplingParams(), longest, address)
+    return Session(SessionSpec(name, engine or saying("ok"), renderer, SamplingParams(), longest, address))
 
 
 class Encodings:
@@ -103,7 +103,7 @@ async def test_calls_of_a_session_are_numbered_as_they_arrived() -> None:
 
 async def test_calls_are_limited_however_many_are_rendered_at_a_time() -> None:
     renderer, address = ChatRenderer(PLAIN, [END]), Address(0, Stream.TRAIN, 0, 0, 0)
-    session = AgentSession("s", saying("ok"), renderer, SamplingParams(), 10 * LONG, address, max_calls=1)
+    session = AgentSession(SessionSpec("s", saying("ok"), renderer, SamplingParams(), 10 * LONG, address), max_calls=1)
     calls = [session.chat([user("x" * LONG)]) for _ in range(3)]
     found = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(one) for one in found] == [Reply, StepsExceeded, StepsExceeded]

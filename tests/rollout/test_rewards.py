@@ -19,18 +19,20 @@ from treadle.core.outcomes import as_played, as_trained
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Status, Step, StopReason, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.attempt import RolloutConfig, Rollouts
+from treadle.rollout.attempt import Rollouts
 from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.foreign import UserCode
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.drivers.environment import EnvironmentDriver
+from treadle.rollout.isolation import UserCode
 from treadle.rollout.rewards import (
     LengthPenaltyConfig,
-    Rewarding,
     RewardsConfig,
-    decided,
+    RewardShaper,
+    apply_overlong_policy,
+    apply_weights,
     is_overlong,
     length_penalty,
     load_shaping,
-    weighed,
 )
 from treadle.rollout.session import Address
 
@@ -49,10 +51,10 @@ def trained(trajectory: Trajectory) -> list[float]:
 
 
 def shape(trajectory: Trajectory, timeout: float = 5.0, **settings: Any) -> Trajectory:
-    rewarding = Rewarding(build(RewardsConfig, settings, "rewards"), timeout)
+    shaper = RewardShaper(build(RewardsConfig, settings, "rewards"), timeout)
 
     async def shaped() -> Trajectory:
-        return await rewarding.shaped(TASK, rewarding.weighed(trajectory), UserCode("code", Cause.ENVIRONMENT))
+        return await shaper.shape(TASK, shaper.apply_weights(trajectory), UserCode("code", Cause.ENVIRONMENT))
 
     return asyncio.run(shaped())
 
@@ -61,7 +63,7 @@ def shape(trajectory: Trajectory, timeout: float = 5.0, **settings: Any) -> Traj
 
 
 def test_weights_make_the_reward_and_the_record_keeps_what_was_given() -> None:
-    found = weighed(rewarded(PAGE, ANSWER), {"page": 2.0, "brevity": 0.0})
+    found = apply_weights(rewarded(PAGE, ANSWER), {"page": 2.0, "brevity": 0.0})
     assert [s.reward for s in found.steps] == [1.0, 1.0]
     assert (found.reward, as_trained(found).reward) == (2.0, 2.0)
     assert as_played(found).components == {"page": 0.5, "answer": 1.0, "brevity": 0.25}
@@ -231,11 +233,11 @@ def test_a_limit_below_what_is_free_is_refused() -> None:
 def test_what_a_limit_on_tokens_cut_off_is_overlong(status: Status, stop: StopReason, overlong: bool) -> None:
     played = rewarded(PAGE, ANSWER, status=status, stop=stop)
     assert is_overlong(played) is overlong
-    assert decided(played, "keep") is played
-    dropped = decided(played, "drop")
+    assert apply_overlong_policy(played, "keep") is played
+    dropped = apply_overlong_policy(played, "drop")
     assert (dropped.dropped is DropReason.OVERLONG, as_trained(dropped).reward is None) == (overlong, overlong)
     assert dropped.reward == 1.75
-    assert (as_trained(decided(played, "zero_reward")).reward == 0) is overlong
+    assert (as_trained(apply_overlong_policy(played, "zero_reward")).reward == 0) is overlong
 
 
 @given(
@@ -262,7 +264,8 @@ def test_a_zeroed_trajectory_trains_exactly_nothing_at_any_level(given_: list[Re
 
 def rollouts(world: Environment, rewards: RewardsConfig, **settings: Any) -> Rollouts:
     config = RolloutConfig(max_completion_tokens=16, environment_timeout=5.0, **settings)
-    return Rollouts(saying("a"), ChatRenderer(PLAIN, [END]), {"world": lambda: world}, config, None, rewards)
+    drivers = {("environment", "world"): EnvironmentDriver({"world": lambda: world}, config)}
+    return Rollouts(saying("a"), ChatRenderer(PLAIN, [END]), drivers, config, rewards)
 
 
 def attempt(world: Environment, stream: Stream, **rewards: Any) -> Trajectory:

@@ -14,7 +14,7 @@ from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import ContextExceeded, EngineError
 from treadle.core.types import Ids, Message, SamplingParams, StopReason
 from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.session import Address, Session
+from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 
 ADDRESS = Address(seed=3, stream=Stream.TRAIN, epoch=1, position=5, attempt=2)
@@ -22,7 +22,7 @@ ADDRESS = Address(seed=3, stream=Stream.TRAIN, epoch=1, position=5, attempt=2)
 
 def open_session(engine: FakeEngine, longest: int = 1000, **sampling: Any) -> Session:
     renderer = ChatRenderer(PLAIN, [END])
-    return Session("s", engine, renderer, SamplingParams(**sampling), longest, ADDRESS)
+    return Session(SessionSpec("s", engine, renderer, SamplingParams(**sampling), longest, ADDRESS))
 
 
 def talk(session: Session, calls: int) -> list[Message]:

@@ -21,7 +21,7 @@ from treadle.recipes.agents.questions import TOOL, parse_reply
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation
 from treadle.rollout.replies import ReplyParser, hermes, plain, qwen_xml, reply_parser, thinking
-from treadle.rollout.session import Address, CallOptions, Session
+from treadle.rollout.session import Address, CallOptions, Session, SessionSpec
 
 EVERY = {**FAMILIES, **WRITING_TOOLS}
 READ = {"hermes": "qwen2_5 qwen3 qwen3_nothink qwen3_instruct_2507"}
@@ -73,7 +73,7 @@ def test_who_reads_its_calls_is_found_out(name: str) -> None:
 def open_session(template: str, parse: ReplyParser) -> Session:
     address = Address(0, Stream.TRAIN, 0, 0, 0)
     engine, shown = saying("ab"), ChatRenderer(PlainTokenizer(template), [END])
-    return Session("s", engine, shown, SamplingParams(), 10_000, address, parse)
+    return Session(SessionSpec("s", engine, shown, SamplingParams(), 10_000, address), parse)
 
 
 @pytest.mark.parametrize(("template", "parse", "why"), REFUSED)

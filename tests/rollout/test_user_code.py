@@ -22,10 +22,10 @@ from tests.worlds import Told, ToldPlain, hang, play, saying, tool
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout import foreign
+from treadle.rollout import isolation
 from treadle.rollout.event_loop import run
-from treadle.rollout.foreign import UserCode, attributed
 from treadle.rollout.interrupts import Interrupt, InterruptHandler
+from treadle.rollout.isolation import UserCode, attributed
 from treadle.rollout.threads import DaemonThreads, abandoned_threads
 
 DONE = EnvStep(reward=1.0, done=True)
@@ -425,14 +425,15 @@ def test_plain_methods_share_one_thread_for_each_attempt() -> None:
 async def _start(environments: dict[str, Any], task: Task, count: int, **settings: Any) -> list[Trajectory]:
     from tests.worlds import END, PLAIN
     from treadle.core.draws import Stream
-    from treadle.rollout.attempt import RolloutConfig, Rollouts
+    from treadle.rollout.attempt import Players, open_rollouts
     from treadle.rollout.chat import ChatRenderer
+    from treadle.rollout.config import RolloutConfig
     from treadle.rollout.session import Address
 
     config = RolloutConfig(**{"max_completion_tokens": 16, "environment_timeout": 5.0, **settings})
-    rollouts = Rollouts(saying("a"), ChatRenderer(PLAIN, [END]), environments, config)
     addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(count)]
-    return list(await asyncio.gather(*rollouts.start("g000000", task, addresses)))
+    async with open_rollouts(saying("a"), ChatRenderer(PLAIN, [END]), Players(environments), config) as rollouts:
+        return list(await asyncio.gather(*rollouts.start("g000000", task, addresses)))
 
 
 class Mixed(Told):
@@ -497,7 +498,7 @@ def test_a_stuck_thread_is_abandoned_and_closes_its_environment_when_it_is_free(
 def test_no_more_threads_are_started_once_too_many_are_stuck(
     released: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foreign, "MOST_ABANDONED", 2)
+    monkeypatch.setattr(isolation, "MOST_ABANDONED", 2)
     stuck = play([lambda: ToldPlain(opening=released.wait)] * 2, saying("a"), environment_timeout=0.5)
     assert [t.failure.cause for t in stuck if t.failure] == [Cause.TIMEOUT] * 2
     refused, healthy = play([lambda: ToldPlain(DONE), lambda: Told(DONE)], saying("a"))

@@ -21,7 +21,7 @@ from treadle.core.types import Ids, Message, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.envs.lookup import demonstration
 from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.session import Address, Session
+from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 from treadle.training.config import OptimizerConfig, TrainingConfig, WarmStartConfig
 from treadle.training.demonstrations import Demonstrations, demonstrated_calls, load_demonstrations
@@ -55,7 +55,7 @@ async def test_calls_are_what_a_session_would_have_recorded(index: int) -> None:
     answers = iter([completion for _, completion in calls])
     engine = FakeEngine(lambda prompt, sampling: next(answers).tolist())
     address = Address(0, Stream.TRAIN, 0, 0, 0)
-    session = Session("s", engine, renderer(), SamplingParams(max_tokens=99), 9999, address)
+    session = Session(SessionSpec("s", engine, renderer(), SamplingParams(max_tokens=99), 9999, address))
     for at, message in enumerate(messages):
         if message["role"] == "assistant":
             assert (await session.chat(messages[:at])).message == message

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import gc
 import math
 import secrets
 import signal
-import socket
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,9 +22,10 @@ from treadle.core.errors import ConfigError
 from treadle.core.types import Group, SamplingParams, Status, Task, Trajectory
 from treadle.engines.config import EngineConfig
 from treadle.orchestration.setup.validation import check_engine_config
+from treadle.rollout.gateway.address import GatewayConfig, listen
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.replies import parser_name, reply_parser
-from treadle.rollout.session import Address, Session
+from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.training.config import ModelConfig
 from treadle.training.model_files import require_model, require_template
 
@@ -62,6 +61,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="directory of a Hugging Face causal LM")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: 8000)")
+    parser.add_argument(
+        "--advertised-url", metavar="URL", help="base URL to print, where clients reach it under another name"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="of requests that name none (default: 1)")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of replies that name no limit (default: 1024)")
     parser.add_argument("--parser", default="auto", help="how replies are read: a registered name or module:function")
@@ -79,14 +81,15 @@ def run(options: argparse.Namespace) -> int:
     _check(options, engine)
     from treadle.rollout.gateway.serving import serving  # FastAPI and uvicorn
 
-    with _listen(options.host, options.port) as listening:
+    address = _address(options)
+    with listen(address, "--{} {}") as listening:
         from treadle.orchestration.setup.chat_interface import load_chat_interface
         from treadle.training.make import load_source
 
         chat, source = load_chat_interface(model), load_source(model, seed=0)
         gc.freeze()  # the libraries stay: searching them for garbage would halt every request for some 200 ms
         gateway = Gateway(model=options.model.name)
-        asyncio.run(_serve(options, engine, chat, source, gateway, serving(gateway, listening)))
+        asyncio.run(_serve(options, engine, chat, source, gateway, serving(gateway, address, listening)))
     return 0
 
 
@@ -105,22 +108,12 @@ def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
     check_engine_config(engine)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """The socket that is served on; taken now, so that a busy one is told before a model is loaded."""
-    from treadle.rollout.gateway.serving import listen
-
-    if not 0 <= port < 2**16:
-        raise ConfigError(f"--port {port}: ports lie in [0, 65535]")
-    try:
-        return listen(host, port)
-    except OSError as error:
-        match error.errno:
-            case errno.EADDRINUSE:
-                raise ConfigError(f"--port {port} is in use; choose another, or --port 0 for any free one") from error
-            case errno.EACCES:
-                raise ConfigError(f"--port {port} needs special rights; choose one from 1024 on") from error
-            case _:
-                raise ConfigError(f"--host {host}: cannot listen there: {error.strerror or error}") from error
+def _address(options: argparse.Namespace) -> GatewayConfig:
+    """Where it listens, as the options say. Raises ConfigError."""
+    if not 0 <= options.port < 2**16:
+        raise ConfigError(f"--port {options.port}: ports lie in [0, 65535]")
+    given = {"host": options.host, "port": options.port, "advertised_url": options.advertised_url}
+    return build(GatewayConfig, given, "treadle serve")
 
 
 async def _serve(
@@ -161,13 +154,16 @@ def _reading(session: Session) -> str:
 
 def _session(options: argparse.Namespace, chat: ChatInterface, context: int, engine: Engine) -> Session:
     """The one session that everybody who has the key shares."""
-    return Session(
+    spec = SessionSpec(
         "serve",
         engine,
         chat.renderer,
         SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens),
         context - 1,
         Address(secrets.randbits(47), Stream.SERVE, 0, 0, 0),
+    )
+    return Session(
+        spec,
         reply_parser(options.parser, chat.renderer.source),
         callers_sampling=True,
         context=context,

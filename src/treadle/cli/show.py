@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.cli.console import Console, Table, indented, make_table
 from treadle.cli.options import Commands, add_command, add_json, require_record
+from treadle.core.types import PLAYERS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -139,8 +140,8 @@ def _print_trajectory(console: Console, found: dict[str, Any]) -> None:
 
     task = found["task"]
     console.line((found["trajectory_id"], "bold"), f"   {found['split']}, {ending(found)}")
-    player = f"agent {task['agent']}" if task.get("agent") else f"environment {task['environment']}"
-    console.line(f"task {task['task_id']}, {player}")
+    kind = next((kind for kind in PLAYERS if task.get(kind)), "environment")
+    console.line(f"task {task['task_id']}, {kind} {task[kind]}")
     if task["ground_truth"] is not None:
         console.line(f"ground truth {task['ground_truth']!r}")
     advantage = "" if found["advantage"] is None else f", advantage {found['advantage']:.4f}"

@@ -66,6 +66,15 @@ class Message(TypedDict):
     name: NotRequired[str]
 
 
+PLAYERS = ("environment", "agent", "driver")
+"""The fields of a task, and the keys of a recipe, that name what plays it."""
+
+
+def named_players(row: object) -> dict[str, str]:
+    """Return what a task or a recipe names as what plays it, by kind: `{"environment": "lookup"}`, or nothing."""
+    return {kind: name for kind in PLAYERS if (name := getattr(row, kind))}
+
+
 class StopReason(StrEnum):
     """Why a completion ended."""
 
@@ -204,7 +213,7 @@ class Task:
     """One dataset row. `task_id` is stable; everything in it is plain JSON data.
 
     prompt: the messages an agent starts from, unless the environment's `reset` makes its own.
-    environment, agent: which of the two plays it, at most one of them (a registered name or `module:attribute`); both
+    environment, agent, driver: what plays it, at most one of them (a registered name or `module:attribute`); all
     empty: the recipe's. ground_truth, extras: whatever that needs to run and grade it.
 
     Raises DataError for what breaks this.
@@ -216,20 +225,24 @@ class Task:
     ground_truth: Any = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     agent: str = ""
+    driver: str = ""
 
     def __post_init__(self) -> None:
         if not self.task_id:
             raise DataError("a task needs a task_id")
-        if self.environment and self.agent:
-            raise DataError(
-                f"task {self.task_id} names both the environment {self.environment!r} and the agent {self.agent!r}; "
-                "leave one out"
-            )
+        if len(named := named_players(self)) > 1:
+            both = " and ".join(f"the {kind} {name!r}" for kind, name in named.items())
+            raise DataError(f"task {self.task_id} names both {both}; leave one out")
         object.__setattr__(self, "prompt", as_messages(self.prompt, f"task {self.task_id}: prompt"))
         try:
             json.dumps([self.ground_truth, dict(self.extras)])
         except (TypeError, ValueError) as error:
             raise DataError(f"task {self.task_id}: ground_truth and extras must be plain JSON data: {error}") from error
+
+    @property
+    def player(self) -> tuple[str, str]:
+        """Return what plays it, and its name: `("environment", "lookup")`. The name is "" if it names nothing."""
+        return next(iter(named_players(self).items()), ("environment", ""))
 
     def copy(self) -> Task:
         """Return a task that shares nothing with this one: who plays it may change what is in it."""

@@ -18,12 +18,12 @@ from typing import Any, cast
 
 from treadle.core import registry
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.types import Task, as_messages
+from treadle.core.types import PLAYERS, Task, as_messages
 from treadle.envs.base import Environment
 
 SPLITS = ("train", "held_out")
 
-_KEYS = ("task_id", "prompt", "environment", "agent", "ground_truth", "extras")
+_KEYS = ("task_id", "prompt", *PLAYERS, "ground_truth", "extras")
 _METHODS = {"reset": "task", "step": "text", "close": ""}  # name -> what it takes besides self
 
 
@@ -31,8 +31,7 @@ def load_tasks(
     source: str,
     split: str,
     options: Mapping[str, Any],
-    default_environment: str = "",
-    default_agent: str = "",
+    player: tuple[str, str] = ("environment", ""),
     environments: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Task]:
     """All tasks of `source`, in order: never none, and no `task_id` twice.
@@ -40,7 +39,7 @@ def load_tasks(
     source: the path of a `.jsonl` file (one file a split: `split` selects nothing in it, and it takes no
     options), or a generator's registered name or `module:attribute`, called as
     `generator(split=split, **options)`.
-    default_environment, default_agent: for tasks that name neither an environment nor an agent.
+    player: what plays the tasks that name nothing themselves, and its name (`Task.player`).
     environments: by name, classes or other makers that the registry need not know.
 
     Raises ConfigError: no such file or generator, or options it does not take. DataError: a row, or what a
@@ -48,7 +47,7 @@ def load_tasks(
     """
     if source.endswith(".jsonl"):
         rows = _read_jsonl(Path(source), f"data.{split}.source")
-        rows = {where: with_player(task, default_environment, default_agent) for where, task in rows.items()}
+        rows = {where: with_player(task, player) for where, task in rows.items()}
         _check_prompts(rows, environments)
         tasks = list(rows.values())
         if options:
@@ -57,16 +56,17 @@ def load_tasks(
                 f"remove them (data.{split}.options={{}})"
             )
     else:
-        tasks = [with_player(task, default_environment, default_agent) for task in _generate(source, split, options)]
+        tasks = [with_player(task, player) for task in _generate(source, split, options)]
     if not tasks:
         raise DataError(f"{source} has no tasks (split {split!r}, options {dict(options)})")
     _check_distinct(source, tasks)
     return tasks
 
 
-def with_player(task: Task, environment: str, agent: str) -> Task:
-    """The task, played by this environment or agent if it names neither itself."""
-    return task if task.environment or task.agent else replace(task, environment=environment, agent=agent)
+def with_player(task: Task, player: tuple[str, str]) -> Task:
+    """Return the task, played by this environment, agent or driver if it names nothing itself."""
+    named: dict[str, Any] = dict([player])
+    return task if task.player[1] else replace(task, **named)
 
 
 def load_environment(name: str) -> type[Environment]:
@@ -197,22 +197,24 @@ def task_from_row(row: Any, where: str, task_id: str) -> Task:
     if unknown := [key for key in row if key not in _KEYS]:
         raise DataError(f"{where}: unknown key {unknown[0]!r}; keys are {', '.join(_KEYS)} (put your own into extras)")
     task_id = _typed(row, "task_id", task_id, str, where)
-    environment, agent = _typed(row, "environment", "", str, where), _typed(row, "agent", "", str, where)
+    players = {kind: name for kind in PLAYERS if (name := _typed(row, kind, "", str, where))}
     prompt = as_messages(_typed(row, "prompt", [], list, where), f"{where}: prompt")
     extras = _typed(row, "extras", {}, dict, where)
     if not task_id:
         raise DataError(f"{where}: task_id must not be empty; leave it out to get one from the row's number")
-    if environment and agent:
-        raise DataError(f"{where}: names both environment {environment!r} and agent {agent!r}; leave one out")
-    return Task(task_id, prompt, environment, row.get("ground_truth"), extras, agent)
+    if len(players) > 1:
+        named = " and ".join(f"{kind} {name!r}" for kind, name in players.items())
+        raise DataError(f"{where}: names both {named}; leave one out")
+    return Task(task_id, prompt, ground_truth=row.get("ground_truth"), extras=extras, **players)
 
 
 def _check_prompts(tasks: Mapping[str, Task], environments: Mapping[str, Any]) -> None:
-    """Raise DataError for a task without a prompt, unless an agent or its environment's `reset` makes one."""
+    """Raise DataError for a task without a prompt, unless an agent, a driver or its environment's `reset` makes one."""
     needing: dict[str, str] = {}  # environment -> the first row that relies on it for the prompt
     for where, task in tasks.items():
-        if not task.prompt and not task.agent:
-            needing.setdefault(task.environment, where)
+        kind, name = task.player
+        if not task.prompt and kind == "environment":
+            needing.setdefault(name, where)
     for environment, where in needing.items():
         maker = environments.get(environment) or (load_environment(environment) if environment else Environment)
         if getattr(maker, "reset", None) is Environment.reset:

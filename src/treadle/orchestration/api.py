@@ -23,13 +23,14 @@ from treadle.orchestration.setup.inputs import IN_MEMORY, Split, load_split, mak
 from treadle.orchestration.setup.threads import wait_passively
 from treadle.orchestration.setup.validation import check_config
 from treadle.rollout.agents import Agent, check_agent, is_agent
+from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver
 from treadle.rollout.isolated_environment import EnvironmentFactory
 
 Tasks = Iterable[Task | Mapping[str, Any]] | str | os.PathLike[str]
 
 
 def train(
-    environment: EnvironmentFactory | Agent | RewardFunction | str,
+    environment: EnvironmentFactory | Agent | RewardFunction | DriverFactory | str,
     tasks: Tasks,
     *,
     model: str | Path | dict[str, Any],
@@ -44,7 +45,8 @@ def train(
 
     environment: called once per attempt, for a fresh `Environment` (the class itself will do), or the name of one, as
     in a recipe; or a function `def reward(task, text)`, async or not, which grades one reply to a task's prompt; or an
-    agent program, `def agent(task, client)`, async or not, which plays an attempt (`treadle.rollout.agents`).
+    agent program, `def agent(task, client)`, async or not, which plays an attempt (`treadle.rollout.agents`); or an
+    `AttemptDriver`'s class (`treadle.rollout.drivers.driver`).
     tasks: `Task`s, or dicts with their fields; or, as in a recipe, a .jsonl file or the name of a generator.
     model: directory of a Hugging Face causal LM, or a `model` section (`{"build": {...}, "tokenizer": "demo"}`).
     run: directory of the new run. held_out: tasks to evaluate on before and after.
@@ -79,6 +81,7 @@ def train(
         environments,
         {name: player} if kind == "agent" else {},
         load_callbacks(config.callbacks, _several(callbacks)),
+        {name: player} if kind == "driver" else {},
     )
 
     progress = progress or PlainProgress(config.orchestration.log_every, config.data.table_by)
@@ -112,6 +115,8 @@ def _player(given: Any) -> tuple[str, str, Any]:
         return "environment", name, partial(SingleTurn, given)
     if is_agent(given):
         return "agent", name, check_agent(given, name)
+    if is_driver(given):
+        return "driver", name, check_driver(given, name)
     if inspect.isclass(given):
         return "environment", name, check_environment(given, name)
     if not callable(given):

@@ -16,11 +16,11 @@ from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config, build, load_yaml
 from treadle.core.errors import ConfigError
-from treadle.core.types import SamplingParams
+from treadle.core.types import SamplingParams, named_players
 from treadle.engines.config import EngineConfig
 from treadle.orchestration.sampling.replay_buffer import StalePolicy
 from treadle.orchestration.sampling.retries import FailuresConfig
-from treadle.rollout.attempt import RolloutConfig
+from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import ModelConfig, TrainerSpec, TrainingConfig, WarmStartConfig
 
@@ -129,8 +129,9 @@ class RunConfig(Config):
     recipe: str = Field("custom", description="name of the recipe; run directories start with it")
     about: str = Field("", description="what the recipe does, in a line")
     seed: int = Field(0, ge=0, lt=2**48, description="keys every random draw of the run")
-    environment: str = Field("", description="environment of tasks that name neither an environment nor an agent")
+    environment: str = Field("", description="environment of tasks that name nothing that plays them")
     agent: str = Field("", description="agent program of such tasks, instead of an environment")
+    driver: str = Field("", description="attempt driver of such tasks, instead of either")
     data: DataConfig = Field(description="tasks")
     model: ModelConfig = Field(description="the trained model")
     warm_start: WarmStartConfig | None = Field(None, description="supervised learning before RL")
@@ -146,11 +147,9 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _one_player(self) -> RunConfig:
-        if self.environment and self.agent:
-            raise ValueError(
-                f"environment {self.environment!r} and agent {self.agent!r} are both set; "
-                "leave one out (a task may name another of its own)"
-            )
+        if len(named := named_players(self)) > 1:
+            both = " and ".join(f"{kind} {name!r}" for kind, name in named.items())
+            raise ValueError(f"{both} are both set; leave one out (a task may name another of its own)")
         return self
 
     @model_validator(mode="after")
@@ -203,6 +202,11 @@ class RunConfig(Config):
         if least is not None and least > size:
             raise ValueError(f"training.min_group_size is {least}, training.group_size {size}; lower the first")
         return self
+
+    @property
+    def player(self) -> tuple[str, str]:
+        """What plays the tasks that name nothing themselves, as `Task.player`."""
+        return next(iter(named_players(self).items()), ("environment", ""))
 
     @property
     def trainer(self) -> TrainerSpec:

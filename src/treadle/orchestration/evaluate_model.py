@@ -147,7 +147,7 @@ async def _play(
     try:
         rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
         async with open_rollouts(
-            engine, chat.renderer, inputs.environments, inputs.agents, config.rollout, rewards, progress.say
+            engine, chat.renderer, inputs.players, config.rollout, rewards, progress.say
         ) as rollouts:
             return await play_held_out(
                 rollouts,

@@ -191,8 +191,7 @@ class _Session:
             async with open_rollouts(
                 engine,
                 chat.renderer,
-                self.inputs.environments,
-                self.inputs.agents,
+                self.inputs.players,
                 config.rollout,
                 config.rewards,
                 log,
@@ -235,7 +234,7 @@ def _with_threads(config: RunConfig, threads: int | None) -> RunConfig:
 
 def _tools_problem(inputs: Inputs, chat: ChatInterface, config: RunConfig) -> str:
     """Why agents cannot use tools; "" if they can, or there are none."""
-    if not inputs.agents:
+    if not inputs.players.agents:
         return ""
     return chat.renderer.tools_problem(parse=reply_parser(config.rollout.reply_parser, chat.renderer.source))
 

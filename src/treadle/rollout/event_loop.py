@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from treadle.core.errors import TrajectoryFailure
-from treadle.rollout.foreign import current_user_code, raised, user_code_of
 from treadle.rollout.interrupts import Interrupt, InterruptHandler, is_interrupt
+from treadle.rollout.isolation import current_user_code, raised, user_code_of
 from treadle.rollout.threads import DaemonThreads, abandoned_threads
 from treadle.rollout.tracebacks import coroutine_place, error_place, user_place
 

@@ -15,8 +15,8 @@ from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, Task, as_messages
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.foreign import UserCode, is_async
-from treadle.rollout.meter import Meter
+from treadle.rollout.env_metrics import EnvMetrics
+from treadle.rollout.isolation import UserCode, is_async
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class IsolatedEnvironment:
     def __init__(self, name: str, factory: EnvironmentFactory, user: UserCode, timeout: float) -> None:
         self._name, self._factory, self._user, self._timeout = name, factory, user, timeout
         self._environment: Environment | None = None
-        self._meter: Meter | None = None
+        self._metrics: EnvMetrics | None = None
 
     async def make(self) -> None:
         """Make it. On the event loop nothing is awaited, so that cancelling leaves none behind."""
@@ -68,11 +68,11 @@ class IsolatedEnvironment:
 
     def metrics(self) -> Measures:
         """What it has measured."""
-        return Measures() if self._meter is None else self._meter.read()
+        return Measures() if self._metrics is None else self._metrics.measured()
 
     def _made(self) -> None:
         self._environment = self._factory()
-        self._meter = Meter(self._name, self._environment)
+        self._metrics = EnvMetrics(self._name, self._environment)
 
     async def _call(self, method: str, *arguments: Any, check: Callable[[Any], T]) -> T:
         function = self._user.run(partial(getattr, self._environment, method), method)
@@ -86,8 +86,8 @@ class IsolatedEnvironment:
 
     def _checked_step(self, value: object) -> EnvStep:
         step = _checked_step(value)
-        assert self._meter is not None
-        self._meter.note(step.info)
+        assert self._metrics is not None
+        self._metrics.record(step.info)
         return step if step.done else step._replace(observations=checked_messages(step.observations, "step"))
 
 

@@ -22,7 +22,7 @@ from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.outcomes import as_played, as_trained, was_played
 from treadle.core.rewards import TOKENS, Reward, reward_sum
 from treadle.core.types import DropReason, Failure, Status, Step, StopReason, Task, Trajectory
-from treadle.rollout.foreign import UserCode
+from treadle.rollout.isolation import UserCode
 
 SHAPING, LENGTH_PENALTY, OVERLONG = "shaping", "length_penalty", "overlong"
 """Names of the components that shaping adds: the hook's plain numbers, the penalty, what `zero_reward` takes away."""
@@ -76,7 +76,7 @@ class RewardsConfig(Config):
         return self.shaping is not None or self.length_penalty is not None or self.overlong != "keep"
 
 
-class Rewarding:
+class RewardShaper:
     """Applies a `RewardsConfig` to finished attempts. Raises ConfigError for a hook that is not there.
 
     timeout: of a call of the hook, seconds.
@@ -86,14 +86,14 @@ class Rewarding:
         self._config, self._timeout = config, timeout
         self._hook = None if config.shaping is None else load_shaping(config.shaping)
 
-    def weighed(self, trajectory: Trajectory) -> Trajectory:
+    def apply_weights(self, trajectory: Trajectory) -> Trajectory:
         """With the weights applied. What adds up to more than a reward can be fails."""
         try:
-            return weighed(trajectory, self._config.weights)
+            return apply_weights(trajectory, self._config.weights)
         except DataError as error:
             return _failed(trajectory, Cause.ENVIRONMENT, str(error))
 
-    async def shaped(self, task: Task, trajectory: Trajectory, user: UserCode) -> Trajectory:
+    async def shape(self, task: Task, trajectory: Trajectory, user: UserCode) -> Trajectory:
         """As training uses it. A hook that raises, hangs or gives something else fails the attempt (verifier).
 
         user: the user code of the attempt, which the hook is part of.
@@ -105,12 +105,12 @@ class Rewarding:
                 trajectory = await self._by_hook(self._hook, task, trajectory, user)
             if self._config.length_penalty is not None:
                 taken = length_penalty(as_played(trajectory).completion_tokens, self._config.length_penalty)
-                trajectory = penalised(trajectory, taken)
+                trajectory = apply_length_penalty(trajectory, taken)
         except TrajectoryFailure as error:
             return _failed(trajectory, error.cause, error.message, error.traceback)
         except DataError as error:
             return _failed(trajectory, Cause.VERIFIER, f"rewards.shaping: {error}")
-        return decided(trajectory, self._config.overlong)
+        return apply_overlong_policy(trajectory, self._config.overlong)
 
     async def _by_hook(self, hook: Hook, task: Task, trajectory: Trajectory, user: UserCode) -> Trajectory:
         """On the event loop even if it is no `async def`: one call at a time, of a function that may keep count."""
@@ -131,7 +131,7 @@ class Rewarding:
             cause=Cause.VERIFIER,
             in_thread=False,
         )
-        return plus(trajectory, found, self._config.weights)
+        return add_rewards(trajectory, found, self._config.weights)
 
 
 def load_shaping(name: str) -> Hook:
@@ -146,7 +146,7 @@ def load_shaping(name: str) -> Hook:
     return found  # type: ignore[no-any-return]
 
 
-def weighed(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
+def apply_weights(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     """Each step's reward is the weighted sum of its components, and the trajectory's their sum.
 
     Raises DataError where a sum is too large for a reward.
@@ -173,18 +173,18 @@ def length_penalty(tokens: int, config: LengthPenaltyConfig) -> float:
     return config.max * min(max((tokens - config.free) / (config.limit - config.free), 0.0), 1.0)
 
 
-def plus(trajectory: Trajectory, added: Sequence[Reward], weights: Mapping[str, float]) -> Trajectory:
+def add_rewards(trajectory: Trajectory, added: Sequence[Reward], weights: Mapping[str, float]) -> Trajectory:
     """With a reward added to each step, dropped ones included, to which only nothing can be added.
 
     Raises DataError for another number of them or of tokens, or for sums that are too large.
     """
     if len(added) != len(trajectory.steps):
         raise DataError(f"there are {len(added)} rewards for {len(trajectory.steps)} steps")
-    steps = tuple(_plus(step, more, weights) for step, more in zip(trajectory.steps, added, strict=True))
+    steps = tuple(_add_reward(step, more, weights) for step, more in zip(trajectory.steps, added, strict=True))
     return _checked(replace(trajectory, steps=steps))
 
 
-def _plus(step: Step, more: Reward, weights: Mapping[str, float]) -> Step:
+def _add_reward(step: Step, more: Reward, weights: Mapping[str, float]) -> Step:
     if not more:
         return step
     if not was_played(step):
@@ -192,13 +192,13 @@ def _plus(step: Step, more: Reward, weights: Mapping[str, float]) -> Step:
     return replace(step, given=step.given.plus(more), shaping=step.shaping + more.total(weights))
 
 
-def penalised(trajectory: Trajectory, taken: float) -> Trajectory:
+def apply_length_penalty(trajectory: Trajectory, taken: float) -> Trajectory:
     """With the length penalty taken off the last step that was played."""
     last = max((number for number, step in enumerate(trajectory.steps) if was_played(step)), default=None)
     if not taken or last is None:
         return trajectory
     penalty = {last: Reward({LENGTH_PENALTY: -taken})}
-    return plus(trajectory, [penalty.get(number, Reward()) for number in range(len(trajectory.steps))], {})
+    return add_rewards(trajectory, [penalty.get(number, Reward()) for number in range(len(trajectory.steps))], {})
 
 
 def is_overlong(trajectory: Trajectory) -> bool:
@@ -210,7 +210,7 @@ def is_overlong(trajectory: Trajectory) -> bool:
     return trajectory.status is Status.CONTEXT or (bool(steps) and steps[-1].stop_reason is StopReason.LENGTH)
 
 
-def decided(trajectory: Trajectory, overlong: str) -> Trajectory:
+def apply_overlong_policy(trajectory: Trajectory, overlong: str) -> Trajectory:
     """Keep, drop or zero the trajectory if it is overlong. Zeroing leaves nothing of its steps' and tokens' rewards."""
     if overlong == "keep" or not is_overlong(trajectory):
         return trajectory

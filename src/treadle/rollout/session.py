@@ -40,15 +40,31 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """What a session needs to be opened, whatever plays on it.
+
+    name: the trajectory's id, and the engine's name of the session. sampling: of every call. max_input_tokens: longest
+    prompt. address: keys its draws.
+    """
+
+    name: str
+    engine: Engine
+    renderer: ChatRenderer
+    sampling: SamplingParams
+    max_input_tokens: int
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
 class CallOptions:
     """What a caller may say about one call, beside messages and tools.
 
-    wishes: fields of SamplingParams by name, as the caller would like them (`{"temperature": 0.2, "stop": ("x",)}`).
+    sampling_overrides: fields of SamplingParams by name, as the caller would like them: `{"temperature": 0.2}`.
     tool_calls: whether tool calls are looked for in the reply. parallel_tool_calls: whether more than the first counts.
     template_kwargs, continue_final_message: for the chat template. on_rendered: called once the prompt stands.
     """
 
-    wishes: Mapping[str, Any] = field(default_factory=dict)
+    sampling_overrides: Mapping[str, Any] = field(default_factory=dict)
     tool_calls: bool = True
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] | None = None
@@ -76,37 +92,32 @@ class Session:
     in the order in which calls arrived; several may be in flight. Long prompts are rendered beside the event loop, and
     later calls of the session wait for them. The engine session is opened on construction and must be closed.
 
-    sampling: of every call. callers_sampling: what a caller asks for takes its place, call by call; otherwise a caller
+    callers_sampling: what a caller asks for takes the place of the spec's sampling, call by call; otherwise a caller
     only adds stop strings, and `overridden` counts the calls that asked for something else.
-    context: most tokens of prompt and completion together, if that bounds a call's `max_tokens`.
+    parse: reads replies. context: most tokens of prompt and completion together, if that bounds a call's `max_tokens`.
     """
 
     def __init__(
         self,
-        name: str,
-        engine: Engine,
-        renderer: ChatRenderer,
-        sampling: SamplingParams,
-        max_input_tokens: int,
-        address: Address,
+        spec: SessionSpec,
         parse: ReplyParser = plain,
         *,
         callers_sampling: bool = False,
         context: int | None = None,
     ) -> None:
-        self.name = name
-        self.renderer = renderer
+        self.name = spec.name
+        self.renderer = spec.renderer
         self.overridden = 0
         self.parse = parse
-        self._engine, self._sampling = engine, sampling
-        self._max_input_tokens, self._address = max_input_tokens, address
+        self._engine, self._sampling = spec.engine, spec.sampling
+        self._max_input_tokens, self._address = spec.max_input_tokens, spec.address
         self._callers_sampling, self._context = callers_sampling, context
-        self._conversation = Conversation(renderer, self._check_least)
-        self._raw = RawPrompts(renderer, self._check_least)
+        self._conversation = Conversation(spec.renderer, self._check_least)
+        self._raw = RawPrompts(spec.renderer, self._check_least)
         self._order = asyncio.Lock()  # of rendering: first come, first served
         self._calls = 0
         self._steps: dict[int, Step] = {}  # by the call's number
-        engine.open_session(name)
+        spec.engine.open_session(spec.name)
 
     @property
     def steps(self) -> list[Step]:
@@ -140,9 +151,9 @@ class Session:
         Text that carries on an earlier call's, prompt and completion, keeps the ids of that call.
         """
         async with self._order:
-            asked = Prompt(await off_loop(len(prompt), self._raw.ids, prompt))
-            number = self._numbered(asked)
-        step, text, stop = await self._sample(number, asked, options)
+            rendered = Prompt(await off_loop(len(prompt), self._raw.ids, prompt))
+            number = self._numbered(rendered)
+        step, text, stop = await self._sample(number, rendered, options)
         self._raw.record(step)
         return Reply(Message(role="assistant", content=text), step, number, stop)
 
@@ -164,12 +175,12 @@ class Session:
             self._steps[number] = replace(self._steps[number], dropped=dropped)
 
     def reward_last(self, given: Reward) -> None:
-        """Note what the environment gave for the last step, of those that count.
+        """Note what was given for the last step of those that count; without any, it is given to none.
 
         Raises DataError for rewards of more or fewer tokens than it has.
         """
-        if given:
-            last = max(number for number, step in self._steps.items() if was_played(step))
+        last = max((number for number, step in self._steps.items() if was_played(step)), default=None)
+        if given and last is not None:
             self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
 
     def set_state(self, number: int, state: str) -> None:
@@ -206,7 +217,7 @@ class Session:
         """Step, text and stop string of a call."""
         if options.on_rendered:
             options.on_rendered()
-        sampling = self._sampling_of(number, options.wishes, len(prompt.ids))
+        sampling = self._sampling_of(number, options.sampling_overrides, len(prompt.ids))
         started = time.perf_counter()
         try:
             completion = await self._engine.generate(prompt.ids, sampling, session=self.name)
@@ -219,19 +230,21 @@ class Session:
         end, stop = min(((text.index(s), s) for s in sampling.stop if s in text), default=(len(text), None))
         return step, text[:end], stop
 
-    def _sampling_of(self, number: int, wishes: Mapping[str, Any], prompt_tokens: int) -> SamplingParams:
+    def _sampling_of(self, number: int, overrides: Mapping[str, Any], prompt_tokens: int) -> SamplingParams:
         a, own = self._address, self._sampling
         seeded = replace(own, seed=call_seed(a.seed, a.stream, a.epoch, a.position, a.attempt, number))
         if self._callers_sampling:
-            if unknown := sorted(wishes.keys() - _SAMPLING):
-                raise DataError(f"{unknown[0]} is {wishes[unknown[0]]}; no engine here samples that way, leave it out")
-            sampling = replace(seeded, **wishes)
+            if unknown := sorted(overrides.keys() - _SAMPLING):
+                raise DataError(
+                    f"{unknown[0]} is {overrides[unknown[0]]}; no engine here samples that way, leave it out"
+                )
+            sampling = replace(seeded, **overrides)
         else:
-            others = {name: value for name, value in wishes.items() if name != "stop"}
+            others = {name: value for name, value in overrides.items() if name != "stop"}
             self.overridden += any(
                 name == "seed" or getattr(own, name, None) != value for name, value in others.items()
             )
-            sampling = replace(seeded, stop=tuple(dict.fromkeys((*own.stop, *wishes.get("stop", ())))))
+            sampling = replace(seeded, stop=tuple(dict.fromkeys((*own.stop, *overrides.get("stop", ())))))
         if self._context is None:
             return sampling
         return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._context - prompt_tokens)))

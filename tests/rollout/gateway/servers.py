@@ -18,7 +18,7 @@ from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.gateway.gateway import Gateway, SessionAddress
 from treadle.rollout.gateway.serving import serving
 from treadle.rollout.replies import ReplyParser, hermes
-from treadle.rollout.session import Address, Session
+from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 
 C = TypeVar("C", openai.AsyncOpenAI, anthropic.AsyncAnthropic)
@@ -84,7 +84,8 @@ class Served:
         sampling = SamplingParams(max_tokens=settings.pop("max_tokens", 500))
         address = Address(0, Stream.TRAIN, 0, len(self.sessions), 0)
         longest = settings.pop("longest", 10_000)
-        session = Session(name, self.engine, self.renderer, sampling, longest, address, parse, **settings)
+        spec = SessionSpec(name, self.engine, self.renderer, sampling, longest, address)
+        session = Session(spec, parse, **settings)
         self.sessions[name] = session
         return self.gateway.attach(session)
 

@@ -28,7 +28,7 @@ from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.gateway.serving import serving
-from treadle.rollout.session import Address, Session
+from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 from treadle.training.config import ModelConfig
 from treadle.training.model import load_tokenizer
@@ -120,7 +120,7 @@ def conversation(renderer: ChatRenderer) -> list[Message]:
 
 def _session(engine: FakeEngine, renderer: ChatRenderer, number: int) -> Session:
     sampling, address = SamplingParams(max_tokens=_REPLY + 1), Address(0, Stream.BENCH, 0, number, 0)
-    return Session(f"{number}", engine, renderer, sampling, 10**6, address)
+    return Session(SessionSpec(f"{number}", engine, renderer, sampling, 10**6, address))
 
 
 async def _direct(load: Load, renderer: ChatRenderer, messages: list[Message]) -> Measured:

@@ -35,7 +35,7 @@ _NAMES = {"torch": "TorchEngine", "vllm": "VLLMEngine"}
 _BASE = "transformers generate"
 EMBEDDED = EngineConfig(kind="torch", lock_step=False)
 
-Player = Callable[["Work"], object]
+RolloutRunner = Callable[["Work"], object]
 """Plays all sessions of some work."""
 
 
@@ -102,7 +102,7 @@ def _model_rows(
     """Every engine with one model, and `generate`."""
     chat = replace(load_chat_interface(model), stop_token_ids=())  # all play to the full length
     source = load_source(model, seed=0)
-    players: dict[str, Player] = {}
+    players: dict[str, RolloutRunner] = {}
     engines = []
     for config in configs:
         engine = runner.run(open_serving(config, chat, source))
@@ -122,7 +122,7 @@ def _model_rows(
     return [{"model": f"{parameters:.2f}M", **row} for row in rows]
 
 
-def _rows(players: Mapping[str, Player], work: Work, repeats: int) -> list[Row]:
+def _rows(players: Mapping[str, RolloutRunner], work: Work, repeats: int) -> list[Row]:
     runs = {name: partial(play, work) for name, play in players.items()}
     for run in runs.values():
         run()

@@ -139,7 +139,7 @@ async def _simulate(world: World, way: Way) -> Seen:
         runner = FakeRunner(engine, _script(world, seen), world.engine_capacity)
         loop = make_loop(
             _config(world, way),
-            Inputs([Task(f"task-{number}") for number in range(_TASKS)], [], {}),
+            Inputs([Task(f"task-{number}") for number in range(_TASKS)], []),
             FakeTrainer(world.training, seen.train),
             _Publication(world.publication, engine, runner, seen),
             runner,

@@ -24,7 +24,7 @@ from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQu
 from treadle.orchestration.setup.inputs import Inputs
 from treadle.orchestration.store.ledger import LoopState
 from treadle.orchestration.store.run_store import RunStore
-from treadle.rollout.attempt import Player
+from treadle.rollout.attempt import RolloutRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def make_loop(
     inputs: Inputs,
     trainer: Trainer,
     weight_sync: WeightSync,
-    runner: Player,
+    runner: RolloutRunner,
     store: RunStore,
     callbacks: Callbacks,
     start: StartingPoint,

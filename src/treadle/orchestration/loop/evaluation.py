@@ -15,7 +15,7 @@ from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.stop_request import StopRequest
 from treadle.orchestration.store.ledger import LoopState
 from treadle.orchestration.store.run_store import RunStore
-from treadle.rollout.attempt import Player, gather_group
+from treadle.rollout.attempt import RolloutRunner, gather_group
 from treadle.rollout.session import Address
 
 
@@ -23,7 +23,7 @@ class Evaluator:
     """Makes the evaluations of a run, and puts them on record."""
 
     def __init__(
-        self, config: RunConfig, runner: Player, tasks: Sequence[Task], store: RunStore, reporter: Reporter
+        self, config: RunConfig, runner: RolloutRunner, tasks: Sequence[Task], store: RunStore, reporter: Reporter
     ) -> None:
         self._config, self._runner, self._tasks = config, runner, tasks
         self._store, self._reporter = store, reporter
@@ -74,7 +74,7 @@ class Evaluator:
 
 
 async def play_held_out(
-    rollouts: Player,
+    rollouts: RolloutRunner,
     tasks: Sequence[Task],
     *,
     name: str,

@@ -21,7 +21,7 @@ from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
 from treadle.orchestration.sampling.retries import Retries
 from treadle.orchestration.sampling.task_queue import TaskQueue
 from treadle.orchestration.store.ledger import LoopState
-from treadle.rollout.attempt import Player
+from treadle.rollout.attempt import RolloutRunner
 from treadle.rollout.session import Address
 
 
@@ -63,7 +63,7 @@ class RolloutScheduler:
     def __init__(
         self,
         queue: TaskQueue,
-        runner: Player,
+        runner: RolloutRunner,
         buffer: ReplayBuffer,
         intake: GroupIntake,
         retries: Retries,

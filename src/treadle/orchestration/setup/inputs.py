@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Message, Task
@@ -15,16 +15,20 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.validation import check_context
 from treadle.rollout.agents import Agent, load_agent
-from treadle.rollout.attempt import user_code
+from treadle.rollout.attempt import Players, user_code
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation, check_turns
+from treadle.rollout.drivers.driver import DriverFactory, load_driver
+from treadle.rollout.env_metrics import check_metrics
 from treadle.rollout.event_loop import run
 from treadle.rollout.isolated_environment import EnvironmentFactory, IsolatedEnvironment
 from treadle.rollout.loop_monitor import LoopMonitor
-from treadle.rollout.meter import check_metrics
 from treadle.training.demonstrations import load_demonstrations
 
+T = TypeVar("T")
 Split = Literal["train", "held_out"]
+
+_NOBODY = Players()
 
 IN_MEMORY = "in memory"
 """`data.train.source` of a run whose tasks were made in Python: no recipe can name them."""
@@ -32,17 +36,16 @@ IN_MEMORY = "in memory"
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tasks, the environments and agents they name, and what follows the run (name -> callback)."""
+    """Tasks, what they name as what plays them, and what follows the run (name -> callback)."""
 
     train: list[Task]
     held_out: list[Task]
-    environments: dict[str, EnvironmentFactory]
-    agents: dict[str, Agent] = field(default_factory=dict)
+    players: Players = field(default_factory=Players)
     callbacks: dict[str, Callback] = field(default_factory=dict)
 
 
 def load_inputs(config: RunConfig) -> Inputs:
-    """Load tasks, environments, agents and callbacks as configured, and look at a demonstration. Needs no torch.
+    """Load tasks, what plays them, and callbacks as configured, and look at a demonstration. Needs no torch.
 
     Raises ConfigError or DataError.
     """
@@ -50,11 +53,12 @@ def load_inputs(config: RunConfig) -> Inputs:
         load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
     train, held_out = load_split(config, "train"), load_split(config, "held_out")
     inputs = make_inputs(train, held_out, callbacks=load_callbacks(config.callbacks))
-    if config.agent and config.agent not in {task.agent for task in train}:
+    kind, name = config.player
+    if name and kind != "environment" and config.player not in {task.player for task in train}:
         first = train[0]
         raise ConfigError(
-            f"agent {config.agent!r} would play nothing: each task names its own environment or agent, for example "
-            f"{first.task_id} {first.environment or first.agent!r}; use tasks that name none"
+            f"{kind} {name!r} would play nothing: each task names its own environment, agent or driver, for example "
+            f"{first.task_id} {first.player[1]!r}; use tasks that name nothing"
         )
     return inputs
 
@@ -63,7 +67,8 @@ def load_held_out(config: RunConfig) -> Inputs:
     """Only what an evaluation needs. Needs no torch. Raises ConfigError or DataError."""
     if config.data.held_out is None:
         raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
-    return _with_players([], load_split(config, "held_out"), {}, {})
+    held_out = load_split(config, "held_out")
+    return Inputs([], held_out, load_players(held_out))
 
 
 def make_inputs(
@@ -72,11 +77,12 @@ def make_inputs(
     environments: Mapping[str, EnvironmentFactory] = MappingProxyType({}),
     agents: Mapping[str, Agent] = MappingProxyType({}),
     callbacks: Mapping[str, Callback] = MappingProxyType({}),
+    drivers: Mapping[str, DriverFactory] = MappingProxyType({}),
 ) -> Inputs:
-    """From tasks in memory; environments and agents not given are looked up in the registry.
+    """From tasks in memory; environments, agents and drivers not given are looked up in the registry.
 
-    The one that is given, if any, plays the tasks that name none. Raises DataError for no training tasks or a held-out
-    task that is trained on, ConfigError for an environment or agent.
+    The one that is given, if any, plays the tasks that name nothing. Raises DataError for no training tasks or a
+    held-out task that is trained on, ConfigError for what cannot play.
     """
     if not train:
         raise DataError("there are no training tasks")
@@ -84,31 +90,29 @@ def make_inputs(
         raise DataError(
             f"{len(shared)} held-out tasks are training tasks too, for example {shared[0]!r}; keep them apart"
         )
-    default = next(iter(environments), ""), next(iter(agents), "")
-    train, held_out = ([with_player(task, *default) for task in tasks] for tasks in (train, held_out))
-    return replace(_with_players(train, held_out, environments, agents), callbacks=dict(callbacks))
+    given = {"environment": environments, "agent": agents, "driver": drivers}
+    default = next(((kind, name) for kind, named in given.items() for name in named), ("environment", ""))
+    train, held_out = ([with_player(task, default) for task in tasks] for tasks in (train, held_out))
+    players = load_players([*train, *held_out], Players(environments, agents, drivers))
+    return Inputs(train, held_out, players, dict(callbacks))
 
 
-def _with_players(
-    train: list[Task],
-    held_out: list[Task],
-    environments: Mapping[str, EnvironmentFactory],
-    agents: Mapping[str, Agent],
-) -> Inputs:
-    named = {(task.environment, task.agent) for task in (*train, *held_out)}
-    if ("", "") in named:
+def load_players(tasks: Sequence[Task], given: Players = _NOBODY) -> Players:
+    """Return what the tasks name as what plays them, looked up where it is not given. Raises ConfigError."""
+    named = sorted({task.player for task in tasks})
+    if ("environment", "") in named:
         raise ConfigError(
             "some tasks name neither an environment nor an agent; "
             "set 'environment' or 'agent' in the recipe or in each task"
         )
-    players = {name: environments.get(name) or load_environment(name) for name, _ in sorted(named) if name}
-    check_metrics(players)
-    return Inputs(
-        train,
-        held_out,
-        players,
-        {name: agents.get(name) or load_agent(name) for _, name in sorted(named) if name},
-    )
+
+    def found(wanted: str, known: Mapping[str, T], load: Callable[[str], T]) -> dict[str, T]:
+        return {name: known.get(name) or load(name) for kind, name in named if kind == wanted}
+
+    environments = found("environment", given.environments, load_environment)
+    check_metrics(environments)
+    agents = found("agent", given.agents, load_agent)
+    return Players(environments, agents, found("driver", given.drivers, load_driver))
 
 
 def load_split(
@@ -126,7 +130,7 @@ def load_split(
     if not section.source.endswith(".jsonl"):
         parameters = inspect.signature(load_generator(section.source, split)).parameters
         options = {"seed": config.seed, **options} if "seed" in parameters else options
-    return load_tasks(section.source, split, options, config.environment, config.agent, environments)
+    return load_tasks(section.source, split, options, config.player, environments)
 
 
 def check_first_prompts(
@@ -142,7 +146,7 @@ def check_first_prompts(
     problems = []
     for task in [task for task in inputs.train if task.environment][:3]:
         try:
-            messages = run(_first_messages(inputs.environments[task.environment], task, config, say), say)
+            messages = run(_first_messages(inputs.players.environments[task.environment], task, config, say), say)
         except TrajectoryFailure as failure:
             problems.append(f"task {task.task_id}: {failure}")
             continue

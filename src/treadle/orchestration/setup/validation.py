@@ -10,6 +10,7 @@ from treadle.core.registry import check_name
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.launch import find_python
 from treadle.orchestration.config import RunConfig
+from treadle.rollout.gateway.address import listen
 from treadle.rollout.replies import reply_parser
 from treadle.rollout.rewards import load_shaping
 from treadle.training.model_files import check_model_files, require_model
@@ -31,8 +32,9 @@ def check_config(config: RunConfig) -> None:
 
 
 def check_playing(config: RunConfig) -> None:
-    """Raise ConfigError for a reply parser or an engine that is not there."""
+    """Raise ConfigError for a reply parser or an engine that is not there, or an address that cannot be had."""
     reply_parser(config.rollout.reply_parser)
+    listen(config.rollout.gateway).close()
     check_engine_config(config.engine)
 
 

@@ -16,17 +16,17 @@ from starlette.requests import ClientDisconnect
 
 from treadle import __version__
 from treadle.core.errors import ContextExceeded, DataError
-from treadle.rollout.foreign_json import read_json
-from treadle.rollout.gateway.asked import Dialect, Json, Refusal
 from treadle.rollout.gateway.chat import CHAT
 from treadle.rollout.gateway.completions import COMPLETIONS
-from treadle.rollout.gateway.delivery import Delivery, refusal_of
-from treadle.rollout.gateway.exchanges import Origin
 from treadle.rollout.gateway.gateway import Attached, Gateway
+from treadle.rollout.gateway.http_response import CompletionResponse, api_error_of
 from treadle.rollout.gateway.messages import MESSAGES, read_prompt
+from treadle.rollout.gateway.request import ApiError, Dialect, Json
 from treadle.rollout.gateway.responses import RESPONSES
-from treadle.rollout.gateway.schemas import described, refusals
+from treadle.rollout.gateway.retries import Origin
+from treadle.rollout.gateway.schemas import described, error_responses
 from treadle.rollout.off_loop import off_loop
+from treadle.rollout.untrusted_json import read_json
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -48,11 +48,11 @@ def make_app(gateway: Gateway) -> FastAPI:
         routes = {path: _asking(gateway, dialect) for path, dialect in _DIALECTS.items()}
         for path, handler in {**routes, _COUNTING: _counting(gateway)}.items():
             app.add_api_route(prefix + path, handler, methods=["POST"], response_model=None, **described(path))
-        app.add_api_route(f"{prefix}/models", _listing(gateway), methods=["GET"], responses=refusals())
+        app.add_api_route(f"{prefix}/models", _listing(gateway), methods=["GET"], responses=error_responses())
         app.add_api_route(
             f"{prefix}/openapi.json", _description(gateway, app), methods=["GET"], include_in_schema=False
         )
-    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _no_route)
     return app
 
@@ -61,16 +61,18 @@ def _asking(gateway: Gateway, dialect: Dialect) -> Handler:
     async def ask(request: Request) -> Response:
         with ExitStack() as held:
             attached, raw = await _received(gateway, request, held)
-            asked, origin = await off_loop(
+            completion, origin = await off_loop(
                 len(raw) // _QUICKER, lambda: (dialect.read(_json(raw)), _origin(request, dialect, raw))
             )
             exchanges, rendered = attached.exchanges, ExitStack()
             exchange = exchanges.find(origin)
             if exchange is None:
-                exchange = exchanges.start(origin, partial(attached.answer, asked, dialect.new_id(), rendered.close))
+                exchange = exchanges.start(
+                    origin, partial(attached.answer, completion, dialect.new_id(), rendered.close)
+                )
                 rendered.push(held.pop_all())
                 exchange.task.add_done_callback(lambda _: rendered.close())
-        return Delivery(dialect, exchanges, exchange, origin, asked.stream)
+        return CompletionResponse(dialect, exchanges, exchange, origin, completion.stream)
 
     return ask
 
@@ -83,7 +85,7 @@ def _counting(gateway: Gateway) -> Handler:
             try:
                 return JSONResponse({"input_tokens": await attached.session.count(messages, tools, prefilled)})
             except (DataError, ContextExceeded) as error:
-                raise refusal_of(error) from error
+                raise api_error_of(error) from error
 
     return count_tokens
 
@@ -108,23 +110,23 @@ def _description(gateway: Gateway, app: FastAPI) -> Handler:
 
 
 def _session(gateway: Gateway, request: Request) -> Attached:
-    """Whose request it is. Raises Refusal, the same for a secret that was and one that never was."""
+    """Whose request it is. Raises ApiError, the same for a secret that was and one that never was."""
     in_path = request.path_params.get("secret")
     if in_path is not None:
         attached = gateway.find(in_path)
         if attached is None:
-            raise Refusal(404, "there is no such session; it may have ended")
+            raise ApiError(404, "there is no such session; it may have ended")
         return attached
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     secret = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     attached = gateway.find(secret)
     if attached is None:
-        raise Refusal(401, "the API key opens no session; it may have ended", code="invalid_api_key")
+        raise ApiError(401, "the API key opens no session; it may have ended", code="invalid_api_key")
     return attached
 
 
 async def _received(gateway: Gateway, request: Request, held: ExitStack) -> tuple[Attached, bytes]:
-    """Whose request it is, and its body. held: gives back the room that it takes. Raises Refusal."""
+    """Whose request it is, and its body. held: gives back the room that it takes. Raises ApiError."""
     attached = _session(gateway, request)  # nothing is read from those who have no session
     length = request.headers.get("content-length", "")
     size = min(int(length), gateway.max_body) if length.isdecimal() else gateway.max_body
@@ -136,7 +138,7 @@ async def _received(gateway: Gateway, request: Request, held: ExitStack) -> tupl
             text = (
                 f"{whose} has {room.most} bytes of requests to read and render already; wait for them, then try again"
             )
-            raise Refusal(status, text) from error
+            raise ApiError(status, text) from error
         held.callback(room.give, size)
     raw = await _body(request, gateway.max_body)
     return _session(gateway, request), raw  # again: it may have ended while the body was on its way
@@ -153,20 +155,20 @@ async def _body(request: Request, limit: int) -> bytes:
             elif size > limit * _DRAINED:
                 break
     except ClientDisconnect as error:
-        raise Refusal(400, "the request broke off") from error
+        raise ApiError(400, "the request broke off") from error
     if size > limit:
-        raise Refusal(413, f"the request is larger than {limit} bytes")
+        raise ApiError(413, f"the request is larger than {limit} bytes")
     return b"".join(chunks)
 
 
 def _json(raw: bytes) -> Json:
-    """The body as an object. Raises Refusal."""
+    """The body as an object. Raises ApiError."""
     try:
         value = read_json(raw.decode())
     except ValueError as error:
-        raise Refusal(400, f"the request's body is not JSON in UTF-8: {error}") from error
+        raise ApiError(400, f"the request's body is not JSON in UTF-8: {error}") from error
     if not isinstance(value, dict):
-        raise Refusal(400, f"the request's body must be a JSON object, got {type(value).__name__}")
+        raise ApiError(400, f"the request's body must be a JSON object, got {type(value).__name__}")
     return value
 
 
@@ -179,16 +181,16 @@ def _origin(request: Request, dialect: Dialect, raw: bytes) -> Origin:
     )
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
     headers = {"retry-after": "1"} if error.status in (429, 503) else None
     return JSONResponse(_dialect_of(request).error(error), error.status, headers)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    refusal = Refusal(error.status_code, f"{request.method} of this path: {error.detail}")
-    return JSONResponse(_dialect_of(request).error(refusal), error.status_code, error.headers)
+    problem = ApiError(error.status_code, f"{request.method} of this path: {error.detail}")
+    return JSONResponse(_dialect_of(request).error(problem), error.status_code, error.headers)
 
 
 def _dialect_of(request: Request) -> Dialect:

@@ -7,20 +7,28 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from treadle.core.types import FunctionCall, Message, ToolCall
-from treadle.rollout.gateway.asked import MAX_CHOICES, Answer, Asked, Dialect, Json, Refusal, finish_reason
 from treadle.rollout.gateway.fields import (
+    bad_request,
     between,
     checked,
     json_text,
-    need,
-    need_list,
     objects,
     one_of,
-    refuse,
-    take,
+    optional,
+    required,
+    required_list,
     unsupported,
 )
-from treadle.rollout.gateway.wishes import sampling_wishes
+from treadle.rollout.gateway.request import (
+    MAX_CHOICES,
+    Answer,
+    ApiError,
+    CompletionRequest,
+    Dialect,
+    Json,
+    finish_reason,
+)
+from treadle.rollout.gateway.sampling_overrides import sampling_overrides
 from treadle.rollout.replies import Tool
 from treadle.rollout.session import CallOptions, Reply
 
@@ -30,40 +38,40 @@ _REASONING = ("reasoning_content", "reasoning")  # the second is what newer serv
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def read(body: Json) -> Asked:
-    """The request. Raises Refusal."""
+def read(body: Json) -> CompletionRequest:
+    """The request. Raises ApiError."""
     unsupported(body, functions=[], function_call=None, audio=None, web_search_options=None, prediction=None)
     if body.get("modalities") not in (None, ["text"]):
-        raise refuse("modalities", "only text is supported here")
+        raise bad_request("modalities", "only text is supported here")
     if top := between(body, "top_logprobs", int, 0, 20):
-        raise refuse("top_logprobs", f"only the sampled token's log-probability is known; use 0 instead of {top}")
-    text_only(take(body, "response_format", dict, {}), "response_format")
-    messages = tuple(read_message(m, f"messages[{i}]") for i, m in enumerate(need_list(body, "messages")))
+        raise bad_request("top_logprobs", f"only the sampled token's log-probability is known; use 0 instead of {top}")
+    text_only(optional(body, "response_format", dict, {}), "response_format")
+    messages = tuple(read_message(m, f"messages[{i}]") for i, m in enumerate(required_list(body, "messages")))
     tools, tool_calls = read_tools(objects(body, "tools")), tool_choice(body)
-    stream_options = take(body, "stream_options", dict, {})
-    return Asked(
-        model=take(body, "model", str, ""),
+    stream_options = optional(body, "stream_options", dict, {})
+    return CompletionRequest(
+        model=optional(body, "model", str, ""),
         messages=messages,
         tools=tools,
         options=CallOptions(
-            wishes=sampling_wishes(body, ("max_completion_tokens", "max_tokens")),
+            sampling_overrides=sampling_overrides(body, ("max_completion_tokens", "max_tokens")),
             tool_calls=tool_calls,
-            parallel_tool_calls=take(body, "parallel_tool_calls", bool, True),
-            template_kwargs=take(body, "chat_template_kwargs", dict, {}) or None,
-            continue_final_message=take(body, "continue_final_message", bool, False),
+            parallel_tool_calls=optional(body, "parallel_tool_calls", bool, True),
+            template_kwargs=optional(body, "chat_template_kwargs", dict, {}) or None,
+            continue_final_message=optional(body, "continue_final_message", bool, False),
         ),
         choices=between(body, "n", int, 1, MAX_CHOICES) or 1,
-        stream=take(body, "stream", bool, False),
-        usage_in_stream=take(stream_options, "include_usage", bool, False, "stream_options."),
-        logprobs=take(body, "logprobs", bool, False),
-        token_ids=take(body, "return_token_ids", bool, False),
+        stream=optional(body, "stream", bool, False),
+        usage_in_stream=optional(stream_options, "include_usage", bool, False, "stream_options."),
+        logprobs=optional(body, "logprobs", bool, False),
+        token_ids=optional(body, "return_token_ids", bool, False),
     )
 
 
 def text_only(form: Json, param: str) -> None:
     """Refuse a response format that only constrained decoding could keep."""
     if form.get("type", "text") != "text":
-        raise refuse(param, "only plain text is supported here: no engine of this server constrains decoding")
+        raise bad_request(param, "only plain text is supported here: no engine of this server constrains decoding")
 
 
 def tool_choice(body: Json) -> bool:
@@ -78,22 +86,22 @@ def read_tools(tools: Sequence[Json]) -> tuple[Tool, ...]:
     """OpenAI's function tools, checked."""
     for i, tool in enumerate(tools):
         if tool.get("type", "function") != "function":
-            raise refuse(f"tools[{i}].type", f"only function tools are supported here, got {tool['type']!r:.40}")
-        function = need(tool, "function", dict, f"tools[{i}].")
-        need(function, "name", str, f"tools[{i}].function.")
-        take(function, "parameters", dict, {}, f"tools[{i}].function.")
+            raise bad_request(f"tools[{i}].type", f"only function tools are supported here, got {tool['type']!r:.40}")
+        function = required(tool, "function", dict, f"tools[{i}].")
+        required(function, "name", str, f"tools[{i}].function.")
+        optional(function, "parameters", dict, {}, f"tools[{i}].function.")
     return tuple(tools)
 
 
 def read_message(message: Json, where: str) -> Message:
-    """One message of the conversation. Raises Refusal for content that is no text."""
+    """One message of the conversation. Raises ApiError for content that is no text."""
     role = one_of(message, "role", _KNOWN_ROLES, "", f"{where}.")
     content = read_content(message.get("content"), f"{where}.content", joint="" if role == "assistant" else "\n")
     found = Message(role=_ROLES.get(role, role), content=content)
-    if name := take(message, "name", str, "", f"{where}."):
+    if name := optional(message, "name", str, "", f"{where}."):
         found["name"] = name
     if role == "tool":
-        found["tool_call_id"] = take(message, "tool_call_id", str, "", f"{where}.")
+        found["tool_call_id"] = optional(message, "tool_call_id", str, "", f"{where}.")
     if role != "assistant":
         return found
     unsupported(message, function_call=None, audio=None)
@@ -107,7 +115,7 @@ def read_message(message: Json, where: str) -> Message:
 
 
 def read_content(content: Any, where: str, joint: str = "\n") -> str:
-    """Text, or the texts of its parts with `joint` between them. Raises Refusal for images and other parts."""
+    """Text, or the texts of its parts with `joint` between them. Raises ApiError for images and other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = enumerate(checked(content, list, where))
@@ -117,17 +125,18 @@ def read_content(content: Any, where: str, joint: str = "\n") -> str:
 def _part(part: Json, where: str) -> str:
     kind = part.get("type")
     if kind not in ("text", "input_text", "output_text", "refusal"):
-        raise refuse(f"{where}.type", f"only text is supported here, got {kind!r:.40}")
-    return take(part, "refusal" if kind == "refusal" else "text", str, "", f"{where}.")
+        raise bad_request(f"{where}.type", f"only text is supported here, got {kind!r:.40}")
+    return optional(part, "refusal" if kind == "refusal" else "text", str, "", f"{where}.")
 
 
 def _tool_call(call: Json, where: str) -> ToolCall:
-    function = need(call, "function", dict, f"{where}.")
+    function = required(call, "function", dict, f"{where}.")
     return ToolCall(
-        id=take(call, "id", str, "", f"{where}."),
+        id=optional(call, "id", str, "", f"{where}."),
         type="function",
         function=FunctionCall(
-            name=need(function, "name", str, f"{where}.function."), arguments=json_text(function.get("arguments", "{}"))
+            name=required(function, "name", str, f"{where}.function."),
+            arguments=json_text(function.get("arguments", "{}")),
         ),
     )
 
@@ -142,7 +151,7 @@ def write(answer: Answer) -> Json:
                 "message": _message(reply.message),
                 "finish_reason": finish_reason(reply),
                 "logprobs": _logprobs(answer, reply),
-                **({"token_ids": reply.step.completion_ids.tolist()} if answer.asked.token_ids else {}),
+                **({"token_ids": reply.step.completion_ids.tolist()} if answer.request.token_ids else {}),
             }
             for i, reply in enumerate(answer.replies)
         ],
@@ -154,7 +163,7 @@ def write(answer: Answer) -> Json:
 def events(answer: Answer) -> Iterator[str]:
     """The same as server-sent events."""
     head = _head(answer, "chat.completion.chunk")
-    if answer.asked.usage_in_stream:
+    if answer.request.usage_in_stream:
         head["usage"] = None
     for i, reply in enumerate(answer.replies):
         first = {"role": "assistant", "content": ""}
@@ -162,10 +171,10 @@ def events(answer: Answer) -> Iterator[str]:
         for delta in _deltas(reply.message):
             yield _chunk(head, i, delta)
         last: Json = {"logprobs": _logprobs(answer, reply)}
-        if answer.asked.token_ids:
+        if answer.request.token_ids:
             last["token_ids"] = reply.step.completion_ids.tolist()
         yield _chunk(head, i, {}, finish_reason=finish_reason(reply), **last)
-    if answer.asked.usage_in_stream:
+    if answer.request.usage_in_stream:
         yield event({**head, "choices": [], "usage": usage(answer)})
     yield "data: [DONE]\n\n"
 
@@ -189,7 +198,7 @@ def event(data: Json) -> str:
 
 
 def _head(answer: Answer, kind: str) -> Json:
-    return {"id": answer.ident, "object": kind, "created": answer.created, "model": answer.asked.model}
+    return {"id": answer.ident, "object": kind, "created": answer.created, "model": answer.request.model}
 
 
 def _message(message: Message) -> Json:
@@ -200,13 +209,13 @@ def _message(message: Message) -> Json:
 
 
 def _prompt_ids(answer: Answer) -> Json:
-    if not answer.asked.token_ids:
+    if not answer.request.token_ids:
         return {}
     return {"prompt_token_ids": answer.replies[0].step.prompt_ids.tolist()}
 
 
 def _logprobs(answer: Answer, reply: Reply) -> Json | None:
-    if not answer.asked.logprobs:
+    if not answer.request.logprobs:
         return None
     tokens = zip(reply.step.completion_ids.tolist(), reply.step.logprobs.tolist(), strict=True)
     return {"content": [_token(answer.text_of(token), logprob) for token, logprob in tokens], "refusal": None}
@@ -222,15 +231,15 @@ def usage(answer: Answer) -> Json:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def error(refusal: Refusal) -> Json:
+def error(problem: ApiError) -> Json:
     """OpenAI's error body."""
-    kind = _TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
-    return {"error": {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}}
+    kind = _TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
+    return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
 
 
-def error_event(refusal: Refusal) -> str:
+def error_event(problem: ApiError) -> str:
     """An error within a stream."""
-    return event(error(refusal))
+    return event(error(problem))
 
 
 CHAT = Dialect("chatcmpl-", read, write, events, error, error_event)

@@ -1,4 +1,4 @@
-"""Reading the fields of a request: typed, with a refusal that names the field and its value."""
+"""Reading the fields of a request: typed, with an error that names the field and its value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from treadle.rollout.gateway.asked import Json, Refusal
+from treadle.rollout.gateway.request import ApiError, Json
 
 T = TypeVar("T")
 _NAMES = {
@@ -19,12 +19,12 @@ _NAMES = {
 }
 
 
-def refuse(param: str, problem: str) -> Refusal:
+def bad_request(param: str, problem: str) -> ApiError:
     """400, naming the field."""
-    return Refusal(400, f"{param}: {problem}", param)
+    return ApiError(400, f"{param}: {problem}", param)
 
 
-def take(body: Json, key: str, kind: type[T], default: T, where: str = "") -> T:
+def optional(body: Json, key: str, kind: type[T], default: T, where: str = "") -> T:
     """body[key], checked; `default` where it is missing or null."""
     value = body.get(key)
     if value is None:
@@ -32,10 +32,10 @@ def take(body: Json, key: str, kind: type[T], default: T, where: str = "") -> T:
     return checked(value, kind, where + key)
 
 
-def need(body: Json, key: str, kind: type[T], where: str = "") -> T:
+def required(body: Json, key: str, kind: type[T], where: str = "") -> T:
     """body[key], checked and not missing."""
     if body.get(key) is None:
-        raise refuse(where + key, "is missing")
+        raise bad_request(where + key, "is missing")
     return checked(body[key], kind, where + key)
 
 
@@ -43,10 +43,10 @@ def checked(value: Any, kind: type[T], param: str) -> T:
     """`value` if it is of that JSON type; an integer is a number too."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         if abs(value) > 2**53:
-            raise refuse(param, f"must be a number below 2**53, got {shown(value)}")
+            raise bad_request(param, f"must be a number below 2**53, got {shown(value)}")
         return float(value)  # type: ignore[return-value]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise refuse(param, f"must be {_NAMES[kind]}, got {shown(value)}")
+        raise bad_request(param, f"must be {_NAMES[kind]}, got {shown(value)}")
     return value
 
 
@@ -56,27 +56,27 @@ def between(body: Json, key: str, kind: type[T], low: float, high: float) -> T |
         return None
     value = checked(body[key], kind, key)
     if not low <= value <= high:  # type: ignore[operator]
-        raise refuse(key, f"must lie in [{low:g}, {high:g}], got {shown(value)}")
+        raise bad_request(key, f"must lie in [{low:g}, {high:g}], got {shown(value)}")
     return value
 
 
 def one_of(body: Json, key: str, known: Sequence[str], default: str, where: str = "") -> str:
     """A string among `known`."""
-    value = take(body, key, str, default, where)
+    value = optional(body, key, str, default, where)
     if value not in known:
-        raise refuse(where + key, f"must be one of {', '.join(known)}, got {shown(value)}")
+        raise bad_request(where + key, f"must be one of {', '.join(known)}, got {shown(value)}")
     return value
 
 
 def objects(body: Json, key: str, where: str = "") -> list[Json]:
     """An array of objects; empty where it is missing or null."""
-    return [checked(v, dict, f"{where}{key}[{i}]") for i, v in enumerate(take(body, key, list, [], where))]
+    return [checked(v, dict, f"{where}{key}[{i}]") for i, v in enumerate(optional(body, key, list, [], where))]
 
 
-def need_list(body: Json, key: str) -> list[Json]:
+def required_list(body: Json, key: str) -> list[Json]:
     """A non-empty array of objects."""
-    if not need(body, key, list):
-        raise refuse(key, "must not be empty")
+    if not required(body, key, list):
+        raise bad_request(key, "must not be empty")
     return objects(body, key)
 
 
@@ -85,10 +85,10 @@ def strings(body: Json, key: str, most: int = 64) -> tuple[str, ...]:
     value = body.get(key)
     found = () if value is None else (value,) if isinstance(value, str) else checked(value, list, key)
     if len(found) > most:
-        raise refuse(key, f"at most {most} strings, got {len(found)}")
+        raise bad_request(key, f"at most {most} strings, got {len(found)}")
     for text in found:
         if not checked(text, str, key):
-            raise refuse(key, "must not hold an empty string")
+            raise bad_request(key, "must not hold an empty string")
     return tuple(found)
 
 
@@ -96,7 +96,7 @@ def unsupported(body: Json, **neutral: Any) -> None:
     """Refuse fields that ask for what no engine here does, unless they have their neutral value."""
     for key, value in neutral.items():
         if body.get(key) not in (None, value):
-            raise refuse(key, f"is not supported here, got {shown(body[key])}; leave it out")
+            raise bad_request(key, f"is not supported here, got {shown(body[key])}; leave it out")
 
 
 def json_text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""`Gateway`: which secret opens which session, and how a session is asked."""
+"""`Gateway`: which secret opens which session, and how its requests are answered."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treadle.core.types import Message
-from treadle.rollout.gateway.asked import Answer, Asked, Refusal
-from treadle.rollout.gateway.exchanges import Exchanges
 from treadle.rollout.gateway.intake import Room
+from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest
+from treadle.rollout.gateway.retries import Exchanges
 from treadle.rollout.session import Reply, Session
 
 
@@ -41,31 +41,33 @@ class Attached:
         self.session, self.exchanges, self.room = session, exchanges, room
         self._responses: dict[str, tuple[Message, ...]] = {}
 
-    async def answer(self, asked: Asked, ident: str, rendered: Callable[[], None]) -> Answer:
+    async def answer(self, request: CompletionRequest, ident: str, rendered: Callable[[], None]) -> Answer:
         """Sample every choice of every prompt and record each as a step. Raises what `Session.chat` does.
 
         rendered: called once all prompts stand.
         """
-        history = (*self._history(asked.previous), *asked.messages)
-        opening = (Message(role="system", content=asked.instructions),) if asked.instructions else ()
-        whole = replace(asked, messages=(*opening, *history))
-        last = _samples(asked) - 1  # they are rendered in order
+        history = (*self._history(request.previous), *request.messages)
+        opening = (Message(role="system", content=request.instructions),) if request.instructions else ()
+        whole = replace(request, messages=(*opening, *history))
+        last = _samples(request) - 1  # they are rendered in order
         replies = await self._gathered(
             [self._call(whole, number, rendered if number == last else None) for number in range(last + 1)]
         )
-        if asked.prompts is None:
+        if request.prompts is None:
             self._responses[ident] = (*history, replies[0].message)
-        return Answer(ident, int(time.time()), asked, replies, self.session.renderer)
+        return Answer(ident, int(time.time()), request, replies, self.session.renderer)
 
-    def _call(self, asked: Asked, number: int, rendered: Callable[[], None] | None) -> Coroutine[Any, Any, Reply]:
-        prompt, choice = divmod(number, asked.choices)
-        options = replace(asked.options, on_rendered=rendered)
-        if choice and "seed" in options.wishes:
-            seed = (options.wishes["seed"] + choice) % 2**63
-            options = replace(options, wishes={**options.wishes, "seed": seed})
-        if asked.prompts is not None:
-            return self.session.complete(asked.prompts[prompt], options)
-        return self.session.chat(asked.messages, asked.tools, options)
+    def _call(
+        self, request: CompletionRequest, number: int, rendered: Callable[[], None] | None
+    ) -> Coroutine[Any, Any, Reply]:
+        prompt, choice = divmod(number, request.choices)
+        options = replace(request.options, on_rendered=rendered)
+        if choice and "seed" in options.sampling_overrides:
+            seed = (options.sampling_overrides["seed"] + choice) % 2**63
+            options = replace(options, sampling_overrides={**options.sampling_overrides, "seed": seed})
+        if request.prompts is not None:
+            return self.session.complete(request.prompts[prompt], options)
+        return self.session.chat(request.messages, request.tools, options)
 
     async def _gathered(self, calls: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
         """All replies or none: where one fails the others are aborted, and those that were recorded are dropped."""
@@ -89,7 +91,7 @@ class Attached:
         if previous is None:
             return ()
         if previous not in self._responses:
-            raise Refusal(404, f"previous_response_id: no response {previous!r:.60} here", "previous_response_id")
+            raise ApiError(404, f"previous_response_id: no response {previous!r:.60} here", "previous_response_id")
         return self._responses[previous]
 
 
@@ -154,8 +156,8 @@ class Gateway:
         return self._attached.get(_digest(secret))
 
 
-def _samples(asked: Asked) -> int:
-    return asked.choices * (1 if asked.prompts is None else len(asked.prompts))
+def _samples(request: CompletionRequest) -> int:
+    return request.choices * (1 if request.prompts is None else len(request.prompts))
 
 
 def _digest(secret: str) -> bytes:

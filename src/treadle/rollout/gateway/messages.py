@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from treadle.core.types import FunctionCall, Message, StopReason, ToolCall
-from treadle.rollout.gateway.asked import Answer, Asked, Dialect, Json, Refusal
-from treadle.rollout.gateway.fields import checked, need, need_list, objects, one_of, refuse, take
-from treadle.rollout.gateway.wishes import sampling_wishes
+from treadle.rollout.gateway.fields import bad_request, checked, objects, one_of, optional, required, required_list
+from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json
+from treadle.rollout.gateway.sampling_overrides import sampling_overrides
 from treadle.rollout.replies import Tool
 from treadle.rollout.session import CallOptions, Reply
 
@@ -22,33 +22,33 @@ _ERRORS = {
 }
 
 
-def read(body: Json) -> Asked:
-    """The request. Raises Refusal."""
-    need(body, "max_tokens", int)
-    choice = take(body, "tool_choice", dict, {})
+def read(body: Json) -> CompletionRequest:
+    """The request. Raises ApiError."""
+    required(body, "max_tokens", int)
+    choice = optional(body, "tool_choice", dict, {})
     kind = one_of(choice, "type", ("auto", "any", "tool", "none"), "auto", "tool_choice.")
     messages, tools, prefilled = read_prompt(body)
-    return Asked(
-        model=take(body, "model", str, ""),
+    return CompletionRequest(
+        model=optional(body, "model", str, ""),
         messages=messages,
         tools=tools,
         options=CallOptions(
-            wishes=sampling_wishes(body, ("max_tokens",), stop="stop_sequences"),
+            sampling_overrides=sampling_overrides(body, ("max_tokens",), stop="stop_sequences"),
             tool_calls=kind != "none",
-            parallel_tool_calls=not take(choice, "disable_parallel_tool_use", bool, False, "tool_choice."),
+            parallel_tool_calls=not optional(choice, "disable_parallel_tool_use", bool, False, "tool_choice."),
             continue_final_message=prefilled,
         ),
-        stream=take(body, "stream", bool, False),
-        token_ids=take(body, "return_token_ids", bool, False),
-        thoughts=take(take(body, "thinking", dict, {}), "type", str, "disabled", "thinking.") != "disabled",
+        stream=optional(body, "stream", bool, False),
+        token_ids=optional(body, "return_token_ids", bool, False),
+        thoughts=optional(optional(body, "thinking", dict, {}), "type", str, "disabled", "thinking.") != "disabled",
     )
 
 
 def read_prompt(body: Json) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool]:
-    """Messages, tools, and whether the reply goes on with the last message (a prefill). Raises Refusal."""
+    """Messages, tools, and whether the reply goes on with the last message (a prefill). Raises ApiError."""
     system = _text(body.get("system"), "system")
     messages = [Message(role="system", content=system)] if system else []
-    for i, message in enumerate(need_list(body, "messages")):
+    for i, message in enumerate(required_list(body, "messages")):
         messages += _messages(message, f"messages[{i}]")
     return tuple(messages), _tools(objects(body, "tools")), messages[-1]["role"] == "assistant"
 
@@ -58,11 +58,11 @@ def _tools(tools: Sequence[Json]) -> tuple[Tool, ...]:
     for i, tool in enumerate(tools):
         where = f"tools[{i}]."
         if tool.get("type", "custom") not in (None, "custom"):
-            raise refuse(f"{where}type", f"only custom tools are supported here, got {tool['type']!r:.40}")
+            raise bad_request(f"{where}type", f"only custom tools are supported here, got {tool['type']!r:.40}")
         function = {
-            "name": need(tool, "name", str, where),
-            "description": take(tool, "description", str, "", where),
-            "parameters": take(tool, "input_schema", dict, {}, where),
+            "name": required(tool, "name", str, where),
+            "description": optional(tool, "description", str, "", where),
+            "parameters": optional(tool, "input_schema", dict, {}, where),
         }
         found.append({"type": "function", "function": function})
     return tuple(found)
@@ -75,7 +75,7 @@ def _messages(message: Json, where: str) -> list[Message]:
     if isinstance(content, str):
         return [Message(role=role, content=content)]
     blocks = [
-        checked(b, dict, f"{where}.content[{i}]") for i, b in enumerate(need(message, "content", list, f"{where}."))
+        checked(b, dict, f"{where}.content[{i}]") for i, b in enumerate(required(message, "content", list, f"{where}."))
     ]
     if role == "assistant":
         return [_assistant(blocks, f"{where}.content")]
@@ -88,13 +88,13 @@ def _assistant(blocks: Sequence[Json], where: str) -> Message:
         at = f"{where}[{i}]."
         match one_of(block, "type", ("text", "tool_use", "thinking", "redacted_thinking"), "", at):
             case "text":
-                message["content"] += take(block, "text", str, "", at)
+                message["content"] += optional(block, "text", str, "", at)
             case "thinking":
-                message["reasoning_content"] = take(block, "thinking", str, "", at)
+                message["reasoning_content"] = optional(block, "thinking", str, "", at)
             case "tool_use":
-                arguments = json.dumps(take(block, "input", dict, {}, at), ensure_ascii=False)
-                function = FunctionCall(name=need(block, "name", str, at), arguments=arguments)
-                call = ToolCall(id=need(block, "id", str, at), type="function", function=function)
+                arguments = json.dumps(optional(block, "input", dict, {}, at), ensure_ascii=False)
+                function = FunctionCall(name=required(block, "name", str, at), arguments=arguments)
+                call = ToolCall(id=required(block, "id", str, at), type="function", function=function)
                 message.setdefault("tool_calls", []).append(call)
     return message
 
@@ -111,7 +111,9 @@ def _user(role: str, blocks: Sequence[Json], where: str) -> list[Message]:
             messages.append(Message(role=role, content="\n".join(texts)))
             texts = []
         content = _text(block.get("content"), f"{at}.content")
-        messages.append(Message(role="tool", content=content, tool_call_id=need(block, "tool_use_id", str, f"{at}.")))
+        messages.append(
+            Message(role="tool", content=content, tool_call_id=required(block, "tool_use_id", str, f"{at}."))
+        )
     if texts or not messages:
         messages.append(Message(role=role, content="\n".join(texts)))
     return messages
@@ -127,8 +129,8 @@ def _text(content: Any, where: str) -> str:
 
 def _block(block: Json, where: str) -> str:
     if block.get("type") != "text":
-        raise refuse(f"{where}.type", f"only text is supported here, got {block.get('type')!r:.40}")
-    return take(block, "text", str, "", f"{where}.")
+        raise bad_request(f"{where}.type", f"only text is supported here, got {block.get('type')!r:.40}")
+    return optional(block, "text", str, "", f"{where}.")
 
 
 def write(answer: Answer) -> Json:
@@ -140,14 +142,14 @@ def write(answer: Answer) -> Json:
         **_stop(reply),
         "usage": {**_usage(answer), "output_tokens": answer.completion_tokens},
     }
-    if answer.asked.token_ids:
+    if answer.request.token_ids:
         body["prompt_token_ids"] = reply.step.prompt_ids.tolist()
         body["token_ids"] = reply.step.completion_ids.tolist()
     return body
 
 
 def _head(answer: Answer) -> Json:
-    return {"id": answer.ident, "type": "message", "role": "assistant", "model": answer.asked.model}
+    return {"id": answer.ident, "type": "message", "role": "assistant", "model": answer.request.model}
 
 
 def _usage(answer: Answer) -> Json:
@@ -166,7 +168,7 @@ def _content(answer: Answer) -> list[Json]:
     """The blocks: a thought if asked for, the text, the calls."""
     message = answer.replies[0].message
     found: list[Json] = []
-    if answer.asked.thoughts and "reasoning_content" in message:
+    if answer.request.thoughts and "reasoning_content" in message:
         found.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
     calls = message.get("tool_calls", [])
     if message["content"] or not calls:
@@ -217,15 +219,15 @@ def _event(kind: str, **data: Any) -> str:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n"
 
 
-def error(refusal: Refusal) -> Json:
+def error(problem: ApiError) -> Json:
     """Anthropic's error body."""
-    kind = _ERRORS.get(refusal.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": refusal.message}}
+    kind = _ERRORS.get(problem.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
-def error_event(refusal: Refusal) -> str:
+def error_event(problem: ApiError) -> str:
     """An error within a stream."""
-    return f"event: error\ndata: {json.dumps(error(refusal))}\n\n"
+    return f"event: error\ndata: {json.dumps(error(problem))}\n\n"
 
 
 MESSAGES = Dialect("msg_", read, write, events, error, error_event)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from treadle.core.types import FunctionCall, Message, StopReason, ToolCall
-from treadle.rollout.gateway.asked import Answer, Asked, Dialect, Json, Refusal
 from treadle.rollout.gateway.chat import error, read_content, read_tools, text_only, tool_choice
-from treadle.rollout.gateway.fields import json_text, need, objects, one_of, refuse, take, unsupported
-from treadle.rollout.gateway.wishes import sampling_wishes
+from treadle.rollout.gateway.fields import bad_request, json_text, objects, one_of, optional, required, unsupported
+from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json
+from treadle.rollout.gateway.sampling_overrides import sampling_overrides
 from treadle.rollout.replies import Tool
 from treadle.rollout.session import CallOptions
 
@@ -18,29 +18,29 @@ _ROLES = ("user", "assistant", "system", "developer")
 _RANKS = {"reasoning": 0, "message": 1, "function_call": 2}  # the order of items within one assistant message
 
 
-def read(body: Json) -> Asked:
-    """The request. Raises Refusal."""
+def read(body: Json) -> CompletionRequest:
+    """The request. Raises ApiError."""
     unsupported(body, background=False, conversation=None, prompt=None)
-    text_only(take(take(body, "text", dict, {}), "format", dict, {}, "text."), "text.format")
+    text_only(optional(optional(body, "text", dict, {}), "format", dict, {}, "text."), "text.format")
     given = body.get("input")
     messages = (Message(role="user", content=given),) if isinstance(given, str) else read_items(objects(body, "input"))
     if not messages:
-        raise refuse("input", "is missing or empty")
-    return Asked(
-        model=take(body, "model", str, ""),
-        instructions=take(body, "instructions", str, ""),
+        raise bad_request("input", "is missing or empty")
+    return CompletionRequest(
+        model=optional(body, "model", str, ""),
+        instructions=optional(body, "instructions", str, ""),
         messages=messages,
         tools=_tools(objects(body, "tools")),
         options=CallOptions(
-            wishes=sampling_wishes(body, ("max_output_tokens",)),
+            sampling_overrides=sampling_overrides(body, ("max_output_tokens",)),
             tool_calls=tool_choice(body),
-            parallel_tool_calls=take(body, "parallel_tool_calls", bool, True),
-            template_kwargs=take(body, "chat_template_kwargs", dict, {}) or None,
+            parallel_tool_calls=optional(body, "parallel_tool_calls", bool, True),
+            template_kwargs=optional(body, "chat_template_kwargs", dict, {}) or None,
         ),
-        stream=take(body, "stream", bool, False),
-        logprobs="message.output_text.logprobs" in take(body, "include", list, []),
-        token_ids=take(body, "return_token_ids", bool, False),
-        previous=take(body, "previous_response_id", str, "") or None,
+        stream=optional(body, "stream", bool, False),
+        logprobs="message.output_text.logprobs" in optional(body, "include", list, []),
+        token_ids=optional(body, "return_token_ids", bool, False),
+        previous=optional(body, "previous_response_id", str, "") or None,
     )
 
 
@@ -63,7 +63,9 @@ def read_items(items: Sequence[Json]) -> tuple[Message, ...]:
         kind = one_of(item, "type", (*_RANKS, "function_call_output"), "message", f"{where}.")
         if kind == "function_call_output":
             content = read_content(item.get("output"), f"{where}.output")
-            found.append(Message(role="tool", content=content, tool_call_id=need(item, "call_id", str, f"{where}.")))
+            found.append(
+                Message(role="tool", content=content, tool_call_id=required(item, "call_id", str, f"{where}."))
+            )
             rank = None
         elif kind == "message" and (role := one_of(item, "role", _ROLES, "", f"{where}.")) != "assistant":
             content = read_content(item.get("content"), f"{where}.content")
@@ -87,12 +89,12 @@ def _add(message: Message, kind: str, item: Json, where: str) -> None:
         message["content"] = read_content(item.get("content"), f"{where}.content", joint="")
     elif kind == "reasoning":
         parts = objects(item, "content", f"{where}.")
-        message["reasoning_content"] = "".join(take(p, "text", str, "", f"{where}.content.") for p in parts)
+        message["reasoning_content"] = "".join(optional(p, "text", str, "", f"{where}.content.") for p in parts)
     else:
         function = FunctionCall(
-            name=need(item, "name", str, f"{where}."), arguments=json_text(item.get("arguments", "{}"))
+            name=required(item, "name", str, f"{where}."), arguments=json_text(item.get("arguments", "{}"))
         )
-        call = ToolCall(id=need(item, "call_id", str, f"{where}."), type="function", function=function)
+        call = ToolCall(id=required(item, "call_id", str, f"{where}."), type="function", function=function)
         message.setdefault("tool_calls", []).append(call)
 
 
@@ -113,14 +115,14 @@ def write(answer: Answer) -> Json:
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         },
     }
-    if answer.asked.token_ids:
+    if answer.request.token_ids:
         body["prompt_token_ids"] = reply.step.prompt_ids.tolist()
         body["token_ids"] = reply.step.completion_ids.tolist()
     return body
 
 
 def _head(answer: Answer) -> Json:
-    asked, sampling = answer.asked, answer.replies[0].step.sampling
+    request, sampling = answer.request, answer.replies[0].step.sampling
     return {
         "id": answer.ident,
         "object": "response",
@@ -128,18 +130,20 @@ def _head(answer: Answer) -> Json:
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "instructions": asked.instructions or None,
+        "instructions": request.instructions or None,
         "max_output_tokens": sampling.max_tokens,
         "metadata": {},
-        "model": asked.model,
+        "model": request.model,
         "output": [],
-        "parallel_tool_calls": asked.options.parallel_tool_calls,
-        "previous_response_id": asked.previous,
+        "parallel_tool_calls": request.options.parallel_tool_calls,
+        "previous_response_id": request.previous,
         "store": True,
         "temperature": sampling.temperature,
         "text": {"format": {"type": "text"}},
-        "tool_choice": "auto" if asked.options.tool_calls else "none",
-        "tools": [{"strict": False, "parameters": {}, **tool["function"], "type": "function"} for tool in asked.tools],
+        "tool_choice": "auto" if request.options.tool_calls else "none",
+        "tools": [
+            {"strict": False, "parameters": {}, **tool["function"], "type": "function"} for tool in request.tools
+        ],
         "top_p": sampling.top_p,
         "truncation": "disabled",
         "usage": None,
@@ -172,7 +176,7 @@ def _items(answer: Answer) -> list[Json]:
 
 
 def _logprobs(answer: Answer) -> list[Json]:
-    if not answer.asked.logprobs:
+    if not answer.request.logprobs:
         return []
     step = answer.replies[0].step
     texts = [answer.text_of(token) for token in step.completion_ids.tolist()]
@@ -222,10 +226,10 @@ def _deltas(item: Json, at: Json) -> Iterator[tuple[str, Json]]:
     yield "response.content_part.done", {**at, "part": part}
 
 
-def error_event(refusal: Refusal) -> str:
+def error_event(problem: ApiError) -> str:
     """An error within a stream."""
-    told = {"code": refusal.code, "message": refusal.message, "param": refusal.param}
-    return _event("error", {"sequence_number": 0, **told, **error(refusal)})
+    told = {"code": problem.code, "message": problem.message, "param": problem.param}
+    return _event("error", {"sequence_number": 0, **told, **error(problem)})
 
 
 RESPONSES = Dialect("resp_", read, write, events, error, error_event)

@@ -92,7 +92,7 @@ _ERRORS = {
 }
 
 
-def refusals() -> dict[int | str, Schema]:
+def error_responses() -> dict[int | str, Schema]:
     """The error answers of any route."""
     body = {"application/json": {"schema": _object(["error"], error=_OBJECT)}}
     return {status: {"description": text, "content": body} for status, text in _ERRORS.items()}
@@ -102,7 +102,7 @@ def described(path: str) -> Schema:
     """FastAPI's arguments for a POST route."""
     answer: Schema = {"application/json": {"schema": _OBJECT}, "text/event-stream": {}}
     return {
-        "responses": {200: {"description": "the answer", "content": answer}, **refusals()},
+        "responses": {200: {"description": "the answer", "content": answer}, **error_responses()},
         "openapi_extra": {
             "requestBody": {"required": True, "content": {"application/json": {"schema": REQUESTS[path]}}},
         },

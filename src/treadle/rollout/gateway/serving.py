@@ -14,9 +14,11 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from treadle.rollout.gateway.address import GatewayConfig, listen, url_of
 from treadle.rollout.gateway.app import make_app
 from treadle.rollout.gateway.gateway import Gateway
 
+_LOOPBACK = GatewayConfig()
 _READY = 0.005  # seconds between two looks at whether the server listens
 _TICKS = 10  # looks at a connection within its client's patience
 _SLOWEST = 2**16  # bytes a second
@@ -29,14 +31,6 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """A socket that listens there. Port 0: any free one. Raises OSError for an address that cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, port), family=family, backlog=1024)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: saves 40 ms an answer
-    return listening
 
 
 class _Connection(H11Protocol):
@@ -93,14 +87,16 @@ class _Connection(H11Protocol):
 
 
 @asynccontextmanager
-async def serving(gateway: Gateway, listening: socket.socket | None = None) -> AsyncIterator[str]:
-    """Serve the gateway while the context lasts; gives its URL, `http://127.0.0.1:54321`.
+async def serving(
+    gateway: Gateway, config: GatewayConfig = _LOOPBACK, listening: socket.socket | None = None
+) -> AsyncIterator[str]:
+    """Serve the gateway while the context lasts; gives the URL that agents are told, `http://127.0.0.1:54321`.
 
-    listening: by default on a free port of the loopback interface. On leaving it is closed and every session detached.
+    config: by default a free port of the loopback interface. listening: the socket, where it was opened earlier.
+    On leaving it is closed and every session detached. Raises ConfigError for an address that cannot be had.
     """
-    with listening or listen() as listening:
-        host, port = listening.getsockname()[:2]
-        gateway.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    with listening or listen(config) as listening:
+        gateway.url = config.advertised_url or url_of(listening)
         server = _Server(
             uvicorn.Config(
                 make_app(gateway),

@@ -38,7 +38,7 @@ def _listed(found: object, where: str) -> Iterable[Metric]:
     return found
 
 
-class Meter:
+class EnvMetrics:
     """Counts one attempt's values of what its environment declares. Raises TrajectoryFailure (environment)."""
 
     def __init__(self, name: str, environment: object) -> None:
@@ -48,8 +48,8 @@ class Meter:
             raise TrajectoryFailure(Cause.ENVIRONMENT, str(error)) from error
         self._values: dict[Metric, list[float]] = {metric: [] for metric in getattr(environment, "metrics", ())}
 
-    def note(self, info: object) -> None:
-        """Take what a step says. Raises TrajectoryFailure (environment) for a value that is no finite number."""
+    def record(self, info: object) -> None:
+        """Count what a step says. Raises TrajectoryFailure (environment) for a value that is no finite number."""
         if self._values and not isinstance(info, Mapping):
             raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave info {info!r:.100}; it must be a mapping")
         for metric, values in self._values.items():
@@ -64,8 +64,8 @@ class Meter:
                 )
             values.append(float(value))
 
-    def read(self) -> Measures:
-        """Metrics that have a value: each one of level step, their sum of level trajectory."""
+    def measured(self) -> Measures:
+        """Return the metrics that have a value: each one of level step, their sum of level trajectory."""
         found = {metric: values for metric, values in self._values.items() if values}
         return Measures(
             Tally.over(metric, values if metric.level == "step" else [math.fsum(values)])

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from treadle.rollout.gateway.asked import Answer, Refusal
+from treadle.rollout.gateway.request import Answer, ApiError
 from treadle.rollout.session import Session
 
 
@@ -68,11 +68,11 @@ class Exchanges:
         """The exchange that this request is a retry of; None for a new sample.
 
         Among identical requests a retry goes with one that nobody waits for or got an answer to, then with the newest.
-        Raises Refusal for a key that came with another body.
+        Raises ApiError for a key that came with another body.
         """
         if origin.key is not None and (found := self._by_key.get(origin.key)):
             if found.origin.body != origin.body:
-                raise Refusal(400, "Idempotency-Key: was sent before with another request", "Idempotency-Key")
+                raise ApiError(400, "Idempotency-Key: was sent before with another request", "Idempotency-Key")
             return found
         same = self._by_body.get(origin.body, [])
         if origin.key is not None:
@@ -85,10 +85,10 @@ class Exchanges:
         return next((e for e in reversed(same) if e.retry < origin.retry), None)
 
     def start(self, origin: Origin, sample: Callable[[], Awaitable[Answer]]) -> Exchange:
-        """Begin a new exchange. Raises Refusal (429) where too many are sampled already."""
+        """Begin a new exchange. Raises ApiError (429) where too many are sampled already."""
         if len(self._running) >= self._most:
             self._void[origin.body] += 1
-            raise Refusal(429, f"this session has {self._most} requests in flight already; wait for one of them")
+            raise ApiError(429, f"this session has {self._most} requests in flight already; wait for one of them")
         exchange = Exchange(origin, asyncio.ensure_future(_run(sample)), origin.retry)
         self._by_body.setdefault(origin.body, []).append(exchange)
         if origin.key is not None:

@@ -12,13 +12,11 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from treadle.core.errors import Cause, TrajectoryFailure
-from treadle.core.metrics import Measures
-from treadle.core.types import Failure, Status
 from treadle.rollout.interrupts import is_interrupt
 from treadle.rollout.loop_monitor import BLOCKED, LoopMonitor
 from treadle.rollout.threads import AttemptThread, abandoned_threads
@@ -30,22 +28,6 @@ MOST_ABANDONED = 64
 """Threads that may be stuck in calls that never return, before no attempt gets another one."""
 
 _LONGEST = 2000  # characters of a failure's message
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an attempt ended, as its trajectory will say it: a reward, or a failure; what its environment measured."""
-
-    status: Status
-    reward: float | None
-    failure: Failure | None = None
-    warning: str = ""
-    metrics: Measures = field(default_factory=Measures)
-
-    @classmethod
-    def failed(cls, error: TrajectoryFailure, warning: str = "") -> Outcome:
-        """The attempt could not be judged."""
-        return cls(Status.FAILED, None, Failure(error.cause, error.message, error.traceback), warning)
 
 
 class UserCode:

@@ -10,14 +10,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from treadle.core.errors import ContextExceeded, DataError, EngineError, StepsExceeded
-from treadle.rollout.gateway.asked import Answer, Dialect, Refusal
-from treadle.rollout.gateway.exchanges import Exchange, Exchanges, Origin
+from treadle.rollout.gateway.request import Answer, ApiError, Dialect
+from treadle.rollout.gateway.retries import Exchange, Exchanges, Origin
 
 _JSON, _EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 KEEP_ALIVE = 10.0  # seconds of silence after which a stream says that it is alive
 
 
-class Delivery(Response):
+class CompletionResponse(Response):
     """Waits for an exchange's answer and sends it; knows whether all of it went out.
 
     A stream begins when the answer is there, or with a sign of life after `KEEP_ALIVE` seconds. Until then a failure
@@ -58,7 +58,7 @@ class Delivery(Response):
 
     async def _send(self, task: asyncio.Task[Answer], gone: asyncio.Task[None], send: Send, began: bool) -> None:
         outcome = _outcome(task)
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, ApiError):
             text = self._dialect.error_event(outcome) if began else json.dumps(self._dialect.error(outcome))
             status, content = outcome.status, _JSON
         elif self._stream:
@@ -74,27 +74,27 @@ class Delivery(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _outcome(task: asyncio.Task[Answer]) -> Answer | Refusal:
-    """The answer, or the refusal that its failure becomes. Raises what is nobody's fault but ours."""
+def _outcome(task: asyncio.Task[Answer]) -> Answer | ApiError:
+    """The answer, or the error that its failure becomes. Raises what is nobody's fault but ours."""
     if task.cancelled():
-        return Refusal(404, "the session has ended")
+        return ApiError(404, "the session has ended")
     error = task.exception()
-    return task.result() if error is None else refusal_of(error)
+    return task.result() if error is None else api_error_of(error)
 
 
-def refusal_of(error: BaseException) -> Refusal:
+def api_error_of(error: BaseException) -> ApiError:
     """What a client is told of a call that failed. Raises what is nobody's fault but ours."""
     match error:
-        case Refusal():
+        case ApiError():
             return error
         case ContextExceeded():
-            return Refusal(400, str(error), "messages", "context_length_exceeded")
+            return ApiError(400, str(error), "messages", "context_length_exceeded")
         case StepsExceeded():
-            return Refusal(400, str(error), code="max_steps_exceeded")
+            return ApiError(400, str(error), code="max_steps_exceeded")
         case DataError():
-            return Refusal(400, str(error))
+            return ApiError(400, str(error))
         case EngineError():
-            return Refusal(503, f"the engine failed: {error}")
+            return ApiError(503, f"the engine failed: {error}")
     raise error
 
 

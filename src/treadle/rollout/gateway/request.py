@@ -17,7 +17,7 @@ Json = dict[str, Any]
 MAX_CHOICES = 128  # of one request
 
 
-class Refusal(TreadleError, ValueError):
+class ApiError(TreadleError, ValueError):
     """A request that gets an error for an answer: HTTP status, message, and the field that is to blame."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -29,7 +29,7 @@ class Refusal(TreadleError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CompletionRequest:
     """One request.
 
     instructions: a system message before everything, not repeated by requests that follow this one.
@@ -58,14 +58,14 @@ class Answer:
 
     ident: str
     created: int
-    asked: Asked
+    request: CompletionRequest
     replies: Sequence[Reply]
     renderer: ChatRenderer
 
     @property
     def prompt_tokens(self) -> int:
         """Of each distinct prompt once."""
-        return sum(len(reply.step.prompt_ids) for reply in self.replies[:: self.asked.choices])
+        return sum(len(reply.step.prompt_ids) for reply in self.replies[:: self.request.choices])
 
     @property
     def completion_tokens(self) -> int:
@@ -79,17 +79,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One API: from its JSON to what is asked, from the answer to its JSON or events, and how it puts errors.
+    """One API: from its JSON to a request, from the answer to its JSON or events, and how it puts errors.
 
-    error: (refusal) -> body. error_event: the same within a stream that has begun.
+    error: (ApiError) -> body. error_event: the same within a stream that has begun.
     """
 
     prefix: str  # of the ids of its answers
-    read: Callable[[Json], Asked]
+    read: Callable[[Json], CompletionRequest]
     write: Callable[[Answer], Json]
     events: Callable[[Answer], Iterator[str]]
-    error: Callable[[Refusal], Json]
-    error_event: Callable[[Refusal], str]
+    error: Callable[[ApiError], Json]
+    error_event: Callable[[ApiError], str]
 
     def new_id(self) -> str:
         """For an answer; tells nothing about its session."""

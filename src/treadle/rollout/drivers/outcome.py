@@ -1,0 +1,79 @@
+"""How an attempt ended: the one table from what ended it to what its trajectory says.
+
+    what ended it                          status       reward         cause of the failure
+    nothing: it came to its end            done         of its steps
+    StepsExceeded                          max_steps    of its steps
+    ContextExceeded after an answer        context      of its steps
+    ContextExceeded before any             failed       none           context
+    EngineError                            failed       none           engine
+    DataError                              failed       none           that of the user code
+    TrajectoryFailure                      failed       none           its own
+    any of the first two without answers   failed       none           that of the user code
+    rewards that add up to no reward       failed       none           that of the user code
+
+Whatever user code raises, and time that is over, has become a `TrajectoryFailure` by then (`rollout.isolation`). Any
+other exception is a bug or the end of the run, and no driver catches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, StepsExceeded, TrajectoryFailure
+from treadle.core.metrics import Measures
+from treadle.core.outcomes import was_played
+from treadle.core.rewards import reward_sum
+from treadle.core.types import Failure, Status, Step
+
+AttemptError = TrajectoryFailure | ContextExceeded | StepsExceeded | EngineError | DataError
+
+ATTEMPT_ERRORS = (TrajectoryFailure, ContextExceeded, StepsExceeded, EngineError, DataError)
+"""What ends an attempt, and not the run."""
+
+_LIMITS = {StepsExceeded: Status.MAX_STEPS, ContextExceeded: Status.CONTEXT}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an attempt's trajectory says of how it ended: a reward or a failure; what its environment measured.
+
+    warning: something that went wrong without touching the reward.
+    """
+
+    status: Status
+    reward: float | None
+    failure: Failure | None = None
+    warning: str = ""
+    metrics: Measures = field(default_factory=Measures)
+
+
+def outcome_of(steps: Sequence[Step], ended_by: AttemptError | None, cause: Cause) -> Outcome:
+    """Return the outcome of an attempt by the table above.
+
+    steps: what was recorded. ended_by: what ended it; None where it came to its end. cause: of what its user code does.
+    """
+    try:
+        if (failure := _failure(steps, ended_by, cause)) is None:
+            status = Status.DONE if ended_by is None else _LIMITS[type(ended_by)]
+            return Outcome(status, reward_sum(step.reward for step in steps))
+    except DataError as error:
+        failure = TrajectoryFailure(cause, f"the steps' {error}")
+    return Outcome(Status.FAILED, None, Failure(failure.cause, failure.message, failure.traceback))
+
+
+def _failure(steps: Sequence[Step], ended_by: AttemptError | None, cause: Cause) -> TrajectoryFailure | None:
+    answered = any(was_played(step) for step in steps)
+    match ended_by:
+        case TrajectoryFailure():
+            return ended_by
+        case EngineError():
+            return TrajectoryFailure(Cause.ENGINE, str(ended_by))
+        case DataError():
+            return TrajectoryFailure(cause, str(ended_by))
+        case ContextExceeded() if not answered:
+            return TrajectoryFailure(Cause.CONTEXT, str(ended_by))
+    if not answered:
+        what = f"the {cause} ended without a single answer of the model; it must ask through the client it is given"
+        return TrajectoryFailure(cause, what)
+    return None

@@ -1,0 +1,138 @@
+"""A driver of one's own in whole runs, without an edit outside of this file: given, named, and registered."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import treadle
+from tests.orchestration.runs import check_finished, query, resume
+from tests.worlds import ROOT, Quiet, tiny, user, vowel_tasks
+from treadle.core.errors import ConfigError, DataError
+from treadle.core.rewards import Reward
+from treadle.core.types import Message, Task
+from treadle.envs.tasks import load_tasks
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.setup.inputs import load_inputs, make_inputs
+from treadle.orchestration.train import start_run
+from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
+from treadle.rollout.drivers.outcome import Outcome, outcome_of
+from treadle.rollout.isolation import UserCode
+from treadle.rollout.session import Session
+
+HERE = "tests.orchestration.test_drivers"
+
+
+class TwoTurns(AttemptDriver[Session]):
+    """Has the model speak twice, and rewards short speeches. It counts its attempts for as long as it is open."""
+
+    attempts: ClassVar[list[int]] = []
+
+    def __init__(self, setup: DriverSetup) -> None:
+        self.played = 0
+
+    async def __aexit__(self, *error: object) -> None:
+        self.attempts.append(self.played)
+
+    async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
+        self.played += 1
+        conversation: list[Message] = [*task.prompt]
+        for _ in range(2):
+            reply = await session.chat(conversation)
+            session.reward_last(Reward.of(1 / (1 + len(reply.message["content"]))))
+            conversation += [reply.message, Message(role="user", content="more")]
+        return outcome_of(session.steps, None, user.cause)
+
+
+@pytest.fixture(autouse=True)
+def _none_played() -> None:
+    TwoTurns.attempts.clear()
+
+
+def tasks(split: str, count: int) -> list[Task]:
+    """As a recipe finds them: they name nothing that plays them."""
+    return vowel_tasks(split, count)
+
+
+def config(*overrides: str) -> RunConfig:
+    return tiny('environment=""', f"data.train.source={HERE}:tasks", "data.held_out=null", *overrides)
+
+
+def start(path: Path, *overrides: str) -> dict[str, Any]:
+    made = config(*overrides)
+    summary = start_run(made, load_inputs(made), path, Quiet())
+    check_finished(path)
+    assert {row["status"] for row in query(path, "SELECT status FROM trajectories")} == {"done"}
+    assert {row["steps"] for row in query(path, "SELECT steps FROM trajectories")} == {2}
+    return summary
+
+
+def test_a_driver_given_in_python_trains(tmp_path: Path) -> None:
+    rows = [Task(f"t{i}", (user(f"be brief {i}"),)) for i in range(3)]
+    settings = {
+        "training.tasks_per_update": 2,
+        "training.group_size": 3,
+        "training.threads": 1,
+        "rollout.max_input_tokens": 64,
+        "rollout.max_completion_tokens": 4,
+        "orchestration.updates": 2,
+    }
+    model = tiny().model.model_dump(exclude_none=True)
+    options: dict[str, Any] = {"model": model, "settings": settings, "progress": Quiet()}
+    summary = treadle.train(TwoTurns, rows, run=tmp_path / "run", **options)
+    check_finished(tmp_path / "run")
+    assert (summary["updates"], TwoTurns.attempts) == (2, [12])
+    again = treadle.train(TwoTurns, rows, run=tmp_path / "again", **options)
+    assert again["weights_sha256"] == summary["weights_sha256"]
+
+
+def test_a_driver_named_by_module_and_one_registered_by_another_package_train_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = start(tmp_path / "named", f"driver='{HERE}:TwoTurns'")
+    package = tmp_path / "site" / "two_turns-1.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: two-turns\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(f"[treadle.drivers]\ntwo_turns = {HERE}:TwoTurns\n")
+    monkeypatch.syspath_prepend(package.parent)
+    registered = start(tmp_path / "registered", "driver=two_turns")
+    assert registered["weights_sha256"] == named["weights_sha256"]
+    assert TwoTurns.attempts == [24, 24]
+    resume(tmp_path / "registered", config=config("driver=two_turns", "orchestration.updates=6"))
+    check_finished(tmp_path / "registered")
+    assert TwoTurns.attempts == [24, 24, 12]
+
+
+def test_tasks_may_name_what_plays_them_each(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(
+        '{"prompt": [{"role": "user", "content": "a"}], "driver": "d"}\n'
+        '{"prompt": [{"role": "user", "content": "b"}], "environment": "e"}\n'
+        '{"prompt": [{"role": "user", "content": "c"}]}\n'
+    )
+    found = load_tasks(str(tmp_path / "data.jsonl"), "train", {}, ("driver", "other"))
+    assert [task.player for task in found] == [("driver", "d"), ("environment", "e"), ("driver", "other")]
+    assert make_inputs([Task("t", (user("?"),))], [], drivers={"d": TwoTurns}).train[0].player == ("driver", "d")
+
+
+def test_a_task_and_a_recipe_name_one_thing_that_plays() -> None:
+    with pytest.raises(DataError, match="names both the agent 'a' and the driver 'd'; leave one out"):
+        Task("t", agent="a", driver="d")
+    with pytest.raises(ConfigError, match=r"environment 'tests.worlds:Vowels' and driver 'd' are both set"):
+        tiny("driver=d")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("driver=nowhere",), "drivers: 'nowhere' is not registered"),
+        ((f"driver='{HERE}:tasks'",), "drivers: .* is of type function, it must be a subclass of AttemptDriver"),
+        (("driver=d", "data.train.source=lookup"), "driver 'd' would play nothing: .* 'lookup'"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_inputs_are_loaded(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_inputs(config(*overrides))
+
+
+def test_this_file_can_be_imported_by_its_name() -> None:
+    assert (ROOT / (HERE.replace(".", "/") + ".py")).samefile(__file__)

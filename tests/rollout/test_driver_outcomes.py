@@ -1,0 +1,227 @@
+"""How an attempt ended, by who drove it and what happened: one table of status, cause, reward and warning."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import APIStatusError, AsyncOpenAI
+
+from tests.rollout.test_agents import ask, played
+from tests.worlds import CHATML, END, HELLO, PlainTokenizer, Told, hang, plain_ids, saying, tool, user
+from treadle.core.errors import Cause, EngineError, TrajectoryFailure
+from treadle.core.rewards import Reward
+from treadle.core.types import Ids, SamplingParams, Status, Task, Trajectory
+from treadle.envs.base import Environment, EnvStep
+from treadle.testing import FakeEngine
+
+DONE, MORE = EnvStep(reward=1.0, done=True), EnvStep([tool("more")], 0.25)
+OTHER_TOKENS = Reward(tokens=np.array([1.0] * 7, np.float32))
+VERIFIER = TrajectoryFailure(Cause.VERIFIER, "no tests")
+REFUSING = f"{{% for m in messages if m.role == 'tool' %}}{{{{ raise_exception('no tools') }}}}{{% endfor %}}{CHATML}"
+
+
+class Boom(Exception):
+    pass
+
+
+def failing(*calls: int) -> FakeEngine:
+    """An engine that fails at these calls, counted from 1, and answers "a" otherwise."""
+
+    def reply(prompt: Ids, sampling: SamplingParams) -> list[int]:
+        if len(engine.calls) in calls:
+            raise EngineError("out of memory")
+        return [*plain_ids("a"), END]
+
+    engine = FakeEngine(reply)
+    return engine
+
+
+def broken() -> Environment:
+    raise Boom("no room")
+
+
+def world(*answers: Any, **more: Any) -> Callable[[], Environment]:
+    return lambda: Told(*answers, **more)
+
+
+Turn = Callable[[AsyncOpenAI], Any]
+
+
+def agent(*turns: str, returns: Any = 1.0, caught: int = 0) -> Any:
+    """Asks each turn by itself, then returns, raises or awaits `returns`. caught: errors of calls that it gets over."""
+
+    async def play(task: Task, client: AsyncOpenAI) -> Any:
+        left = caught
+        for turn in turns:
+            try:
+                await ask(client.with_options(max_retries=0), [user(turn)])
+            except APIStatusError:
+                if not left:
+                    raise
+                left -= 1
+        if isinstance(returns, BaseException):
+            raise returns
+        return await returns() if callable(returns) else returns
+
+    return play
+
+
+@dataclass(frozen=True)
+class Row:
+    """What plays, in what circumstances, and what its trajectory says. warning: what it begins with."""
+
+    name: str
+    player: Any
+    status: Status
+    reward: float | None
+    cause: Cause | None = None
+    message: str = ""
+    warning: str = ""
+    engine: Callable[[], FakeEngine] = lambda: saying("a")
+    settings: tuple[tuple[str, Any], ...] = ()
+    template: str = CHATML
+
+    @property
+    def is_agent(self) -> bool:
+        return asyncio.iscoroutinefunction(self.player)
+
+
+def failed(name: str, player: Any, cause: Cause, message: str, **more: Any) -> Row:
+    return Row(name, player, Status.FAILED, None, cause, message, **more)
+
+
+LONG = "x" * 200
+TIGHT = (("max_input_tokens", 80),)
+TABLE = [
+    # an environment
+    Row("it is done", world(MORE, DONE), Status.DONE, 1.25),
+    Row("steps used up", world(*[MORE] * 9), Status.MAX_STEPS, 0.5, settings=(("max_steps", 2),)),
+    Row("a later prompt is too long", world(*[MORE] * 9), Status.CONTEXT, 0.75, settings=TIGHT),
+    failed("the first prompt is too long", world(opening=[user(LONG)]), Cause.CONTEXT, "tokens,", settings=TIGHT),
+    failed("the engine fails", world(DONE), Cause.ENGINE, "out of memory", engine=lambda: failing(1)),
+    failed("the engine fails later", world(MORE, DONE), Cause.ENGINE, "out of memory", engine=lambda: failing(2)),
+    failed("the template refuses", world(MORE, DONE), Cause.ENVIRONMENT, "no tools", template=REFUSING),
+    failed("it cannot be made", broken, Cause.ENVIRONMENT, "create raised Boom: no room"),
+    failed("reset raises", world(opening=Boom("x")), Cause.ENVIRONMENT, "reset raised Boom: x"),
+    failed("step raises", world(MORE, Boom("x")), Cause.ENVIRONMENT, "step raised Boom: x"),
+    failed("step knows better", world(VERIFIER), Cause.VERIFIER, "no tests"),
+    failed("step hangs", world(hang), Cause.TIMEOUT, "step took longer", settings=(("environment_timeout", 0.05),)),
+    failed("it exits", world(SystemExit(3)), Cause.ENVIRONMENT, "step tried to exit"),
+    failed("no EnvStep", world(None), Cause.ENVIRONMENT, "step must return EnvStep"),
+    failed("a reward of other tokens", world(EnvStep(reward=OTHER_TOKENS, done=True)), Cause.ENVIRONMENT, "step: "),
+    failed(
+        "rewards too large together",
+        world(EnvStep([tool("x")], 1e12), EnvStep(reward=1e12, done=True)),
+        Cause.ENVIRONMENT,
+        "the steps' rewards add up",
+    ),
+    Row("close raises", world(DONE, closing=Boom("x")), Status.DONE, 1.0, warning="close raised Boom: x"),
+    Row(
+        "close raises at a limit",
+        world(*[MORE] * 9, closing=Boom("x")),
+        Status.CONTEXT,
+        0.75,
+        warning="close raised Boom: x",
+        settings=TIGHT,
+    ),
+    failed(
+        "close raises, too",
+        world(Boom("x"), closing=Boom("y")),
+        Cause.ENVIRONMENT,
+        "step raised Boom: x",
+        warning="close raised Boom: y",
+    ),
+    failed(
+        "the attempt takes too long",
+        world(hang, closing=Boom("x")),
+        Cause.TIMEOUT,
+        "the attempt took longer than 0.2 s (rollout.trajectory_timeout)",
+        settings=(("trajectory_timeout", 0.2),),
+    ),
+    # an agent program
+    Row("it returns", agent("x", "y"), Status.DONE, 1.0),
+    Row(
+        "it raises at the limit of steps",
+        agent("x", "y", "z"),
+        Status.MAX_STEPS,
+        0.0,
+        warning="the agent raised BadRequestError",
+        settings=(("max_steps", 2),),
+    ),
+    Row("it returns after it", agent("x", "y", caught=1), Status.MAX_STEPS, 1.0, settings=(("max_steps", 1),)),
+    Row(
+        "it raises for a long prompt",
+        agent("x", LONG),
+        Status.CONTEXT,
+        0.0,
+        warning="the agent raised BadRequestError",
+        settings=TIGHT,
+    ),
+    Row("it returns after one", agent("x", LONG, caught=1), Status.CONTEXT, 1.0, settings=TIGHT),
+    Row("it makes do with a shorter one", agent(LONG, "x", caught=1), Status.DONE, 1.0, settings=TIGHT),
+    failed("it raises for a long first prompt", agent(LONG), Cause.CONTEXT, "tokens,", settings=TIGHT),
+    failed("it returns after a long first one", agent(LONG, caught=1), Cause.CONTEXT, "tokens,", settings=TIGHT),
+    Row(
+        "its own failure at a limit counts as the limit",
+        agent("x", LONG, caught=1, returns=TrajectoryFailure(Cause.AGENT, "gave up")),
+        Status.CONTEXT,
+        0.0,
+        warning="gave up",
+        settings=TIGHT,
+    ),
+    failed("it raises as the engine fails", agent("x"), Cause.ENGINE, "out of memory", engine=lambda: failing(1)),
+    failed(
+        "it raises as the engine fails later", agent("x", "y"), Cause.ENGINE, "out of memory", engine=lambda: failing(2)
+    ),
+    failed("no answer but failures", agent("x", caught=1), Cause.ENGINE, "out of memory", engine=lambda: failing(1)),
+    Row("it gets over a failure", agent("x", "y", caught=1), Status.DONE, 1.0, engine=lambda: failing(2)),
+    Row("it asks again", agent("x", "y", caught=1), Status.DONE, 1.0, engine=lambda: failing(1)),
+    failed(
+        "it knows better than the engine",
+        agent("x", caught=1, returns=VERIFIER),
+        Cause.VERIFIER,
+        "no tests",
+        engine=lambda: failing(1),
+    ),
+    failed("it raises", agent("x", returns=Boom("x")), Cause.AGENT, "the agent raised Boom: x"),
+    failed("it knows better", agent("x", returns=VERIFIER), Cause.VERIFIER, "no tests"),
+    failed("no number", agent("x", returns=None), Cause.AGENT, "the agent returned None"),
+    failed("it never asks", agent(), Cause.AGENT, "without a single answer"),
+    failed("it never asks, for nothing", agent(returns=0.0), Cause.AGENT, "without a single answer"),
+    failed("it rewards other tokens", agent("x", returns=OTHER_TOKENS), Cause.AGENT, "the agent's reward: "),
+    failed(
+        "it hangs",
+        agent("x", returns=hang),
+        Cause.TIMEOUT,
+        "the agent took longer than 1 s",
+        settings=(("agent_timeout", 1.0),),
+    ),
+    failed(
+        "its attempt takes too long",
+        agent("x", returns=hang),
+        Cause.TIMEOUT,
+        "the attempt took longer than 1 s (rollout.trajectory_timeout)",
+        settings=(("trajectory_timeout", 1.0),),
+    ),
+]
+
+
+def play(row: Row) -> Trajectory:
+    task = Task("t", HELLO, agent="a") if row.is_agent else Task("t", environment="e")
+    worlds, agents = ({}, {"a": row.player}) if row.is_agent else ({"e": row.player}, {})
+    tokenizer = PlainTokenizer(row.template)
+    [trajectory] = asyncio.run(played(agents, row.engine(), [task], worlds, tokenizer, **dict(row.settings)))
+    return trajectory
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{'agent' if row.is_agent else 'environment'}: {row.name}")
+def test_what_happened_decides_what_the_trajectory_says(row: Row) -> None:
+    trajectory = play(row)
+    failure = trajectory.failure
+    assert (trajectory.status, trajectory.reward) == (row.status, row.reward), failure
+    assert (None if failure is None else failure.cause) == row.cause
+    assert failure is None or row.message in failure.message
+    assert trajectory.warning.startswith(row.warning) and bool(trajectory.warning) == bool(row.warning)

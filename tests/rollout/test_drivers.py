@@ -1,0 +1,194 @@
+"""Drivers from outside: they need no change of Treadle, and end an attempt by the same table as its own."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.worlds import END, HELLO, PLAIN, saying, user
+from treadle.core.draws import Stream
+from treadle.core.errors import (
+    Cause,
+    ConfigError,
+    ContextExceeded,
+    DataError,
+    EngineError,
+    StepsExceeded,
+    TrajectoryFailure,
+)
+from treadle.core.rewards import Reward
+from treadle.core.types import Failure, Status, Task, Trajectory
+from treadle.rollout.attempt import Players, open_rollouts
+from treadle.rollout.chat import ChatRenderer
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.drivers.driver import AttemptDriver, DriverFactory, DriverSetup, check_driver, load_driver
+from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
+from treadle.rollout.isolation import UserCode
+from treadle.rollout.session import Address, Session, SessionSpec
+
+TASK = Task("t", HELLO, driver="mine")
+
+
+async def played(driver: DriverFactory, attempts: int = 1, **settings: Any) -> list[Trajectory]:
+    """Attempts at one task by this driver; every session must be closed afterwards."""
+    engine = saying("a")
+    config, players = RolloutConfig(max_completion_tokens=16, **settings), Players(drivers={"mine": driver})
+    async with open_rollouts(engine, ChatRenderer(PLAIN, [END]), players, config) as rollouts:
+        addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(attempts)]
+        running = rollouts.start("g", TASK, addresses)
+        assert engine.open == [f"g.{attempt}" for attempt in range(attempts)]  # before any of them plays
+        trajectories = list(await asyncio.gather(*running))
+    assert not engine.open
+    return trajectories
+
+
+class Asking(AttemptDriver[Session]):
+    """Asks once, and then does what a subclass says; writes nothing but that."""
+
+    async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
+        await session.chat(task.prompt)
+        await self.end(session, user)
+        session.reward_last(Reward.of(0.5))
+        return outcome_of(session.steps, None, user.cause)
+
+    async def end(self, session: Session, user: UserCode) -> None: ...
+
+
+def ending(act: Callable[[Session, UserCode], Any]) -> DriverFactory:
+    class Ending(Asking):
+        async def end(self, session: Session, user: UserCode) -> None:
+            await act(session, user)
+
+    return Ending
+
+
+def raising(error: Exception) -> DriverFactory:
+    async def act(session: Session, user: UserCode) -> None:
+        raise error
+
+    return ending(act)
+
+
+def test_a_driver_writes_play_and_nothing_else() -> None:
+    trajectories = asyncio.run(played(Asking, attempts=3))
+    assert [t.trajectory_id for t in trajectories] == ["g.0", "g.1", "g.2"]
+    for trajectory in trajectories:
+        assert (trajectory.status, trajectory.reward, len(trajectory.steps)) == (Status.DONE, 0.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "cause"),
+    [
+        (ContextExceeded(9, 8), Status.CONTEXT, None),
+        (StepsExceeded(3), Status.MAX_STEPS, None),
+        (EngineError("out of memory"), Status.FAILED, Cause.ENGINE),
+        (DataError("a reward of no tokens"), Status.FAILED, Cause.AGENT),
+        (TrajectoryFailure(Cause.INFRASTRUCTURE, "the sandbox died"), Status.FAILED, Cause.INFRASTRUCTURE),
+        (TrajectoryFailure(Cause.VERIFIER, "no tests"), Status.FAILED, Cause.VERIFIER),
+    ],
+    ids=lambda value: getattr(type(value), "__name__", ""),
+)
+def test_what_a_driver_raises_ends_its_attempt_by_the_table(
+    error: Exception, status: Status, cause: Cause | None
+) -> None:
+    assert isinstance(error, ATTEMPT_ERRORS)
+    [trajectory] = asyncio.run(played(raising(error)))
+    message = error.message if isinstance(error, TrajectoryFailure) else str(error)
+    expected = (status, 0.0, None) if cause is None else (Status.FAILED, None, Failure(cause, message))
+    assert (trajectory.status, trajectory.reward, trajectory.failure) == expected
+    assert len(trajectory.steps) == 1
+
+
+def test_a_bug_of_a_driver_is_no_failed_attempt() -> None:
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(played(raising(ZeroDivisionError())))
+
+
+def test_user_code_that_a_driver_calls_is_attributed() -> None:
+    async def verify(session: Session, user: UserCode) -> None:
+        await user.call(lambda: 1 / 0, what="verify", timeout=1.0, check=float, cause=Cause.VERIFIER)
+
+    [trajectory] = asyncio.run(played(ending(verify)))
+    assert trajectory.failure == Failure(Cause.VERIFIER, "verify raised ZeroDivisionError: division by zero")
+
+
+def test_a_driver_that_takes_too_long_is_cancelled() -> None:
+    async def hang(session: Session, user: UserCode) -> None:
+        await asyncio.Event().wait()
+
+    [trajectory] = asyncio.run(played(ending(hang), trajectory_timeout=0.1))
+    assert trajectory.failure is not None and trajectory.failure.cause is Cause.TIMEOUT
+
+
+def test_what_all_attempts_share_is_opened_before_them_and_closed_after_them() -> None:
+    happened: list[str] = []
+
+    class Sharing(Asking):
+        def __init__(self, setup: DriverSetup) -> None:
+            happened.append(f"made for {setup.config.max_completion_tokens} tokens")
+
+        async def __aenter__(self) -> "Sharing":
+            happened.append("opened")
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            happened.append("closed")
+
+        def open_session(self, spec: SessionSpec) -> Session:
+            happened.append(f"session {spec.name}")
+            return super().open_session(spec)
+
+    asyncio.run(played(Sharing, attempts=2))
+    assert happened == ["made for 16 tokens", "opened", "session g.0", "session g.1", "closed"]
+
+
+class Bare:
+    """Has what is called, and inherits nothing."""
+
+    def __init__(self, setup: DriverSetup) -> None: ...
+
+    async def __aenter__(self) -> "Bare":
+        return self
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    def open_session(self, spec: SessionSpec) -> Session:
+        return Session(spec)
+
+    async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
+        await session.chat(task.prompt)
+        return outcome_of(session.steps, None, user.cause)
+
+
+def test_a_protocol_needs_no_inheritance() -> None:
+    [trajectory] = asyncio.run(played(check_driver(Bare, "Bare")))
+    assert (trajectory.status, trajectory.reward) == (Status.DONE, 0.0)
+
+
+class Silent(AttemptDriver[Session]):
+    pass
+
+
+class TwoArguments(Asking):
+    def __init__(self, setup: DriverSetup, more: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (3, "'it' is of type int, it must be a subclass of AttemptDriver"),
+        (user, "'it' is of type function, it must be"),
+        (Silent, "'it': play is missing; subclass AttemptDriver and write 'async def play"),
+        (Session, "'it': play is missing"),
+        (TwoArguments, "'it' is made with one argument, a DriverSetup, but: missing a required argument: 'more'"),
+    ],
+)
+def test_what_is_no_driver_is_refused(found: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_driver(found, "it")
+
+
+def test_an_unknown_driver_is_named() -> None:
+    with pytest.raises(ConfigError, match="drivers: 'nowhere' is not registered"):
+        load_driver("nowhere")
