@@ -11,8 +11,8 @@ from torch import Tensor
 
 from treadle.core.trainer import ModelInfo, WeightsDestination
 from treadle.core.types import Floats, Ids
-from treadle.engines.engine_process import ProcessEngine
-from treadle.engines.torch_engine import TorchEngine
+from treadle.engines.process.engine import ProcessEngine
+from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.weight_sync import SharedMemorySync
 

@@ -29,7 +29,7 @@ from treadle.algorithms.advantages import (
     whiten,
 )
 from treadle.algorithms.config import AlgorithmConfig
-from treadle.algorithms.estimators import Rewards, Signals, advantages, by_name, equal_states
+from treadle.algorithms.estimators import Rewards, Signals, advantages, by_name, state_ids
 from treadle.core.errors import DataError
 from treadle.core.registry import names
 from treadle.core.types import DropReason, Group, Step, Trajectory
@@ -276,10 +276,10 @@ def test_states_are_equal_states_within_a_group() -> None:
     a, b = make_step([1, 2], [3]), make_step([1, 2], [4])
     longer, same_bytes = make_step([1, 2, 0], [3]), make_step([1], [2, 3])
     batch = flatten([make_group([([a, longer], 1.0), ([b, same_bytes, a], 0.0)]), make_group([([a], 0.0)], 1)])
-    assert equal_states(batch).tolist() == [0, 1, 0, 2, 0, 3]
+    assert state_ids(batch).tolist() == [0, 1, 0, 2, 0, 3]
     a, b, c = (replace(step, state_key=key) for step, key in ((a, "x"), (b, "y"), (longer, "x")))
     batch = flatten([make_group([([a, b], 1.0), ([c, same_bytes], 0.0)]), make_group([([a], 0.0)], 1)])
-    assert equal_states(batch).tolist() == [0, 1, 0, 2, 3]
+    assert state_ids(batch).tolist() == [0, 1, 0, 2, 3]
 
 
 def test_reinforce_plus_plus_by_hand() -> None:

@@ -32,7 +32,7 @@ from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens, by_name
 from treadle.algorithms.reductions import token_weights
 from treadle.packing.flat import FlatBatch, flatten
-from treadle.training.objective import Objective, Scores
+from treadle.training.objective import Objective, TokenScores
 
 LENGTHS = [5, 1, 3, 7, 2, 4]
 GROUP = 3
@@ -126,7 +126,7 @@ def ours(config: AlgorithmConfig) -> tuple[float, Tensor]:
         corrected=corrected(tokens, weight, config.correction, reduction),
         kl_coef=config.kl.coef if config.kl else 0.0,
     )
-    scores = Scores(np.arange(len(b)), LOGP, ENTROPY)
+    scores = TokenScores(np.arange(len(b)), LOGP, ENTROPY)
     return float(objective.loss(scores)), objective.gradient(scores)[0]
 
 

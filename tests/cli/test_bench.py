@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.cli.conftest import Trained
-from treadle.cli.benchmarks import gateway, kernels, merge, packing, render, rollout, update
-from treadle.cli.benchmarks.meter import peak_bytes
-from treadle.cli.benchmarks.report import Report, Reports
-from treadle.cli.benchmarks.workloads import WORKLOADS, Size
+from treadle.benchmarks import gateway, kernels, merge, packing, render, rollout, update
+from treadle.benchmarks.meter import peak_bytes
+from treadle.benchmarks.report import Report, Reports
+from treadle.benchmarks.workloads import WORKLOADS, Size
 from treadle.cli.main import main
-from treadle.packing.flat import Call, calls, flatten
+from treadle.packing.flat import PackedCall, calls, flatten
 from treadle.training.forward import Forward
 
 COLUMNS = {
@@ -103,7 +103,7 @@ TABLE_COLUMNS = {
 }
 
 
-def prefixes(found: list[Call], owner: str) -> int:
+def prefixes(found: list[PackedCall], owner: str) -> int:
     """Unique nodes, by definition."""
     return len({(getattr(c, owner), c.token_ids[:n].tobytes()) for c in found for n in range(1, len(c.token_ids) + 1)})
 
@@ -181,7 +181,7 @@ def test_peak_memory_is_counted_to_the_byte() -> None:
 
 
 def test_logits_in_chunks_need_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treadle.training.distribution.CHUNK_BYTES", 4 * 500 * 4)
+    monkeypatch.setattr("treadle.training.lm_head.CHUNK_BYTES", 4 * 500 * 4)
     whole, chunks, more = kernels.logprobs(rows=128, whole_rows=64, vocabulary=500, hidden_size=8).rows
     assert float(chunks["peak MiB"]) < float(whole["peak MiB"]) / 2
     assert float(more["peak MiB"]) < float(chunks["peak MiB"]) * 1.5

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Trained
-from treadle.cli.benchmarks import asynchronous
-from treadle.cli.benchmarks.simulation import Way, World, figures, lognormal, replayed, simulate
+from treadle.benchmarks import asynchronous
+from treadle.benchmarks.simulation import Way, World, figures, lognormal, replayed, simulate
 from treadle.cli.main import main
 from treadle.core.errors import RunError
 

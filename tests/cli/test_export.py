@@ -16,7 +16,7 @@ from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
 from tests.orchestration.runs import put_config, start
 from tests.worlds import Quiet
-from treadle.engines.weights import unique_weights, weights_sha256
+from treadle.models.weights import unique_weights, weights_sha256
 from treadle.orchestration.export import export_checkpoint
 from treadle.orchestration.store.checkpoint_retention import checkpoint_updates
 from treadle.orchestration.store.ledger import Ledger

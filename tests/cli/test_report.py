@@ -18,11 +18,11 @@ from tests.cli.broken import TRAJECTORIES, Calls, text_of, whole
 from tests.cli.conftest import Place, Trained, make_place
 from tests.cli.worlds import files, playing, treadle
 from tests.orchestration.runs import change_ledger, put_config, put_file, shard_of
-from treadle.cli.facts import PackingCount, RelationCount, _played
 from treadle.cli.report import _fitting
+from treadle.cli.report_data import PackingCount, RelationCount, _played
 from treadle.core.types import BreakCause
 from treadle.packing.breaks import Kind, Relation
-from treadle.packing.flat import Call
+from treadle.packing.flat import PackedCall
 
 
 def facts(run: Trained | Path) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def test_tokens_of_every_packing(broken: Path) -> None:
 def test_only_the_ends_of_a_trajectory_wait_for_the_rest_of_its_group() -> None:
     """The others are prefixes of these; a long trajectory must not be held once per step."""
     ids = np.arange(40, dtype=np.int32)
-    appended = [Call(ids[: n + 2], n, first=0) for n in range(4, 40, 4)]
-    fork = Call(ids[::-1].copy(), 8, first=0)
+    appended = [PackedCall(ids[: n + 2], n, first=0) for n in range(4, 40, 4)]
+    fork = PackedCall(ids[::-1].copy(), 8, first=0)
     count = PackingCount()
     assert [len(c.token_ids) for c in count.add_trajectory([*appended, fork, appended[0]])] == [38, 40]
     assert (count.tree, count.chain) == (38 + 40, 38 + 40 + 6)
@@ -224,7 +224,7 @@ def test_without_a_tokenizer_all_else_is_counted(broken: Path, tmp_path: Path) -
 
 def test_shards_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, broken: Path) -> None:
     found = facts(broken)
-    monkeypatch.setattr("treadle.cli.facts._ROWS", 3)
+    monkeypatch.setattr("treadle.cli.report_data._ROWS", 3)
     assert facts(broken) == found
     for shard in (broken / "rollouts").glob("*.parquet"):
         rows = [row for row in pq.read_table(shard).to_pylist() if row["dropped"] is None]

@@ -11,8 +11,8 @@ import pytest
 
 from tests.cli.conftest import Trained
 from treadle.core.files import WrittenFile
+from treadle.models.loading import file_sha256
 from treadle.orchestration.store.rollout_store import read_shard
-from treadle.training.model import file_sha256
 
 
 def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ import treadle
 from tests.cli.conftest import Place
 from tests.cli.worlds import treadle as command
 from treadle.core.manifest import MANIFEST
-from treadle.engines.engine_child import load
-from treadle.training.config import ModelConfig
+from treadle.engines.process.worker import load
+from treadle.models.config import ModelConfig
 from treadle.training.make import load_model, load_source
 
 SIZES = {

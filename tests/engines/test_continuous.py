@@ -21,8 +21,8 @@ from tests.sources import publish
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
-from treadle.engines.torch_engine import TorchEngine
-from treadle.engines.weights import unique_weights
+from treadle.engines.torch.engine import TorchEngine
+from treadle.models.weights import unique_weights
 
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 NO_SHRINKING = [Phase.explicit, Phase.reuse, Phase.generate]  # it would take minutes

@@ -24,8 +24,8 @@ from treadle.core.engine import Completion, Engine, VersionSpan
 from treadle.core.errors import ConfigError, EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
 from treadle.engines.config import EngineConfig
-from treadle.engines.engine_link import Link
-from treadle.engines.engine_messages import (
+from treadle.engines.process.engine import ProcessEngine, start_engine
+from treadle.engines.process.protocol import (
     Outbox,
     completion_message,
     completion_of,
@@ -34,9 +34,9 @@ from treadle.engines.engine_messages import (
     sampling_message,
     sampling_of,
 )
-from treadle.engines.engine_process import ProcessEngine, start_engine
-from treadle.engines.torch_engine import TorchEngine
-from treadle.engines.weights import unique_weights
+from treadle.engines.process.rpc import Link
+from treadle.engines.torch.engine import TorchEngine
+from treadle.models.weights import unique_weights
 from treadle.training.checkpoint import export_model
 
 T = TypeVar("T")
@@ -370,7 +370,7 @@ import asyncio, sys
 import numpy as np
 from pathlib import Path
 from treadle.core.types import SamplingParams
-from treadle.engines.engine_process import start_engine
+from treadle.engines.process.engine import start_engine
 
 async def main(folder):
     engine = await start_engine(folder / "model", stop_token_ids=[], log=folder / "engine.log", lock_step=True)

@@ -29,9 +29,9 @@ from tests.models import tiny
 from tests.sources import publish
 from treadle.core.engine import Engine, VersionSpan
 from treadle.core.errors import EngineError
-from treadle.engines.engine_process import ProcessEngine
-from treadle.engines.torch_engine import TorchEngine
-from treadle.engines.weights import unique_weights
+from treadle.engines.process.engine import ProcessEngine
+from treadle.engines.torch.engine import TorchEngine
+from treadle.models.weights import unique_weights
 
 AGAIN = "the engine's process was started again"
 pytestmark = pytest.mark.asyncio(loop_scope="module")

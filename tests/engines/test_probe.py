@@ -13,7 +13,7 @@ from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams, StopReason
 from treadle.engines.probe import EngineFacts, probe_engine
-from treadle.engines.torch_engine import TorchEngine
+from treadle.engines.torch.engine import TorchEngine
 from treadle.testing import FakeEngine
 
 PROMPT = np.array([3, 1, 4], np.int32)

@@ -14,8 +14,8 @@ from tests.models import VOCABULARY, tiny
 from treadle.core.engine import Completion
 from treadle.core.errors import ConfigError
 from treadle.core.types import Ids, SamplingParams
-from treadle.engines.routing import Routers
-from treadle.engines.torch_engine import TorchEngine
+from treadle.engines.torch.engine import TorchEngine
+from treadle.models.routing import Routers
 
 MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 4, "router_jitter_noise": 0.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -22,8 +22,8 @@ from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, Engine
 from treadle.core.errors import EngineError
 from treadle.core.types import Group, Ids, SamplingParams, Step, StopReason
-from treadle.engines.torch_engine import TorchEngine
-from treadle.engines.weights import unique_weights
+from treadle.engines.torch.engine import TorchEngine
+from treadle.models.weights import unique_weights
 from treadle.packing.flat import flatten
 from treadle.training.config import TrainingConfig
 from treadle.training.forward import Forward

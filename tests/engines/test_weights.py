@@ -6,7 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models import FAMILIES, tiny
 from treadle.core.errors import ConfigError
-from treadle.engines.weights import require_plain_attention, unique_weights, weights_sha256
+from treadle.models.support import require_plain_attention
+from treadle.models.weights import unique_weights, weights_sha256
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

@@ -18,6 +18,7 @@ from treadle.core.types import Task
 from treadle.engines.compute import Compute
 from treadle.engines.config import EngineConfig
 from treadle.engines.weight_sync import EmbeddedSync
+from treadle.models.files import tokenizer_directory
 from treadle.orchestration.setup.chat_interface import check_engine, load_chat_interface
 from treadle.orchestration.setup.engines import embedded_engine
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, load_inputs, make_inputs
@@ -26,7 +27,6 @@ from treadle.rollout.attempt import Players
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.learner import Learner
 from treadle.training.make import load_model
-from treadle.training.model_files import tokenizer_directory
 from treadle.training.trainer import EmbeddedTrainer
 
 TOKENIZER = tokenizer_directory(tiny().model)

@@ -237,7 +237,7 @@ from collections import Counter
 from pathlib import Path
 from tests.orchestration.runs import check_finished, resume, start
 from treadle.engines import staging
-from treadle.engines.torch_model import CachedModel
+from treadle.engines.torch.model import CachedModel
 from treadle.orchestration.store.ledger import Ledger
 
 folder, options = Path(sys.argv[1]), sys.argv[2].split()

@@ -24,7 +24,7 @@ from treadle.envs.base import EnvStep
 from treadle.orchestration.reporting.metrics import DECLARED
 from treadle.orchestration.setup.inputs import Inputs, make_inputs
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.packing.checks import set_aside
+from treadle.packing.checks import split_untrainable
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,9 @@ def test_what_the_learner_refuses_is_dropped_told_and_not_trained(
 
     def spoilt(groups: Sequence[Group], *model: Any) -> tuple[list[Group], dict[str, str]]:
         made = [replace(g, trajectories=tuple(map(with_an_empty_step, g.trajectories))) for g in groups]
-        return set_aside(made, *model)
+        return split_untrainable(made, *model)
 
-    monkeypatch.setattr("treadle.training.learner.set_aside", spoilt)
+    monkeypatch.setattr("treadle.training.learner.split_untrainable", spoilt)
     progress = Quiet()
     start(tmp_path / "run", progress=progress)
     rows = query(tmp_path / "run", "SELECT DISTINCT trajectory_id, state, reason FROM steps WHERE state != 'evaluated'")

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from tests.models import make_group, make_step, ragged_groups
 from treadle.core.types import BreakCause, Group, Step
-from treadle.packing.branches import callers, calling_steps
+from treadle.packing.branches import calling_steps, parent_steps
 from treadle.packing.flat import flatten
 
 MAIN, SUB, OTHER = list(range(10, 20)), list(range(30, 40)), list(range(50, 60))
@@ -63,13 +63,13 @@ def test_samples_of_one_prompt_are_called_by_the_step_whose_reply_is_kept() -> N
 
 
 def test_nothing_has_no_branches() -> None:
-    assert of() == [] and callers(flatten([])).tolist() == []
+    assert of() == [] and parent_steps(flatten([])).tolist() == []
 
 
 @given(ragged_groups(vocabulary=3))
 def test_whoever_calls_is_an_earlier_step_of_the_main_branch_of_the_same_trajectory(groups: list[Group]) -> None:
     batch = flatten(groups)
-    found = callers(batch)
+    found = parent_steps(batch)
     assert (found <= np.arange(len(found))).all()
     assert (found[found] == found).all()
     assert (batch.trajectory_of_step[found] == batch.trajectory_of_step).all()
@@ -79,4 +79,4 @@ def test_whoever_calls_is_an_earlier_step_of_the_main_branch_of_the_same_traject
 
 def test_trajectories_do_not_touch() -> None:
     batch = flatten([make_group([([opening, sub, after(opening, 1)], 1.0), ([sub, after(sub, 2)], 0.0)])])
-    assert callers(batch).tolist() == [0, 0, 2, 3, 4]
+    assert parent_steps(batch).tolist() == [0, 0, 2, 3, 4]

@@ -17,14 +17,14 @@ from tests.models import ragged_groups
 from treadle.core.prefix import common_prefix
 from treadle.core.types import BreakCause, Group, Ids
 from treadle.packing.breaks import Decode, Kind, Relation, Tokens, relations
-from treadle.packing.flat import Call
+from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, arrange
 
 TRUNCATED, CHANGED, TOKENIZATION = BreakCause.TRUNCATED, BreakCause.CHANGED, BreakCause.TOKENIZATION
 
 
-def call(prompt: Sequence[int], completion: Sequence[int]) -> Call:
-    return Call(np.array([*prompt, *completion], np.int32), len(prompt), first=0)
+def call(prompt: Sequence[int], completion: Sequence[int]) -> PackedCall:
+    return PackedCall(np.array([*prompt, *completion], np.int32), len(prompt), first=0)
 
 
 def each_apart(ids: Ids) -> str:
@@ -297,7 +297,7 @@ def test_each_step_of_an_appending_trajectory_is_compared_once(monkeypatch: pyte
     monkeypatch.setattr("treadle.packing.breaks.common_prefix", counted)
     ids = np.arange(3000, dtype=np.int32)
     others = [call([0, -n], [n]) for n in range(1, 5)]  # sub-agents that begin alike
-    found = relations([*others, *(Call(ids[: n + 10], n, first=0) for n in range(10, 3000, 20))], each_apart)
+    found = relations([*others, *(PackedCall(ids[: n + 10], n, first=0) for n in range(10, 3000, 20))], each_apart)
     assert [r.kind for r in found[:5]] == [Kind.OPENS, *[Kind.FORK] * 4]
     assert {r.kind for r in found[5:]} == {Kind.EXTENDS}
     assert len(compared) == 1 + 2 + 3 + 4 + len(found[5:])
@@ -360,7 +360,7 @@ class Chat:
         self.data = data
         self.fresh = itertools.count(1000)
         self.turns: list[tuple[list[int], list[int]]] = []  # (what was read, what was sampled)
-        self.calls: list[Call] = []
+        self.calls: list[PackedCall] = []
 
     def ids(self) -> list[int]:
         return [next(self.fresh) for _ in range(self.data.draw(st.integers(2, 6)))]
@@ -393,7 +393,7 @@ def test_appending_extends(data: st.DataObject) -> None:
     chats = [told(data, data.draw(st.integers(1, 5))) for _ in range(data.draw(st.integers(1, 3)))]
     for number, chat in enumerate(chats):  # tokens of their own
         chat.calls = [
-            Call(np.where(c.token_ids < 1000, c.token_ids, c.token_ids + 1000 * number), c.prompt_length, 0)
+            PackedCall(np.where(c.token_ids < 1000, c.token_ids, c.token_ids + 1000 * number), c.prompt_length, 0)
             for c in chat.calls
         ]
     order = data.draw(st.permutations([n for n, chat in enumerate(chats) for _ in chat.calls]))

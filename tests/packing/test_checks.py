@@ -8,7 +8,7 @@ import pytest
 from tests.models import make_group, make_step, random_groups
 from treadle.core.outcomes import as_played, as_trained, leave_out
 from treadle.core.types import DropReason, Group, Step
-from treadle.packing.checks import set_aside
+from treadle.packing.checks import split_untrainable
 
 GOOD = make_step([1, 2, 3], [4, 5])
 
@@ -28,16 +28,16 @@ def with_routing(routing: list[list[list[int]]]) -> Step:
 def test_routing_of_another_model_costs_its_trajectory_alone(routing: list[list[list[int]]], fault: str) -> None:
     for step in (with_routing(routing), replace(with_routing(routing), dropped=DropReason.CANCELLED)):
         groups = with_step(step)
-        _, refused = set_aside(groups, 32, 40, (2, 2, 4))
+        _, refused = split_untrainable(groups, 32, 40, (2, 2, 4))
         assert list(refused) == ["g000001.1"] and f"step 2: {fault}" in refused["g000001.1"]
-        assert not set_aside(groups, 32, 40)[1]  # where nothing is replayed, nobody looks
+        assert not split_untrainable(groups, 32, 40)[1]  # where nothing is replayed, nobody looks
 
 
 def test_sound_short_and_empty_routing_passes() -> None:
     for routing in ([[[0, 1], [3, 2]]] * 2, [[[0, 1], [3, 2]]]):
-        assert not set_aside(with_step(with_routing(routing)), 32, 40, (2, 2, 4))[1]
+        assert not split_untrainable(with_step(with_routing(routing)), 32, 40, (2, 2, 4))[1]
     nothing = replace(GOOD, routing=np.empty((0, 0, 0), np.int16))
-    assert not set_aside(with_step(nothing), 32, 40, (2, 2, 4))[1]
+    assert not split_untrainable(with_step(nothing), 32, 40, (2, 2, 4))[1]
 
 
 def with_step(step: Step) -> list[Group]:
@@ -56,7 +56,7 @@ def with_step(step: Step) -> list[Group]:
 )
 def test_a_faulty_step_costs_its_trajectory_alone(step: Step, fault: str) -> None:
     groups = with_step(step)
-    kept, refused = set_aside(groups, vocabulary=32, context=40)
+    kept, refused = split_untrainable(groups, vocabulary=32, context=40)
     assert list(refused) == ["g000001.1"]
     assert refused["g000001.1"].startswith(f"task task-1, trajectory g000001.1, step 2: {fault}")
     assert kept[0].trajectories == groups[0].trajectories
@@ -68,26 +68,26 @@ def test_a_faulty_step_costs_its_trajectory_alone(step: Step, fault: str) -> Non
 
 def test_a_dropped_step_is_not_looked_at() -> None:
     groups = with_step(replace(make_step([1, 2], []), dropped=DropReason.CANCELLED))
-    assert set_aside(groups, vocabulary=32, context=40) == (groups, {})
+    assert split_untrainable(groups, vocabulary=32, context=40) == (groups, {})
 
 
 def test_sound_groups_pass_as_they_are() -> None:
     groups = random_groups(1)
-    kept, refused = set_aside(groups, vocabulary=32, context=None)
+    kept, refused = split_untrainable(groups, vocabulary=32, context=None)
     assert kept == groups and not refused
 
 
 def test_a_trajectory_that_failed_anyway_is_not_looked_at() -> None:
     groups = [make_group([([make_step([99], [99])], None), ([GOOD], 1.0)])]
-    assert set_aside(groups, vocabulary=32, context=20) == (groups, {})
+    assert split_untrainable(groups, vocabulary=32, context=20) == (groups, {})
 
 
 def test_a_trajectory_that_is_left_out_anyway_is_not_looked_at() -> None:
     group = make_group([([make_step([99], [99])], 1.0), ([GOOD], 1.0)])
     groups = [leave_out(group, DropReason.FILTERED)]
-    assert set_aside(groups, vocabulary=32, context=20) == (groups, {})
+    assert split_untrainable(groups, vocabulary=32, context=20) == (groups, {})
 
 
 def test_what_just_fits_is_sound() -> None:
     step = make_step(np.full(35, 31), np.full(5, 31))
-    assert set_aside([make_group([([step], 1.0)])], vocabulary=32, context=40)[1] == {}
+    assert split_untrainable([make_group([([step], 1.0)])], vocabulary=32, context=40)[1] == {}

@@ -22,7 +22,7 @@ from tests.packing.tries import (
 )
 from treadle.core.errors import DataError
 from treadle.core.types import Group, Ids
-from treadle.packing.flat import Call, calls, flatten
+from treadle.packing.flat import PackedCall, calls, flatten
 from treadle.packing.layout import Arrangement, Packing, Sharing, arrange, chunks, micro_batches
 
 EVERY = st.sampled_from(list(Packing))
@@ -30,7 +30,7 @@ ANY_SHARING = st.sampled_from(list(Sharing))
 BUDGETS = st.integers(1, 40)
 
 
-def owners(calls: Sequence[Call], sharing: Sharing) -> list[int]:
+def owners(calls: Sequence[PackedCall], sharing: Sharing) -> list[int]:
     match sharing:
         case Sharing.TRAJECTORY:
             return [c.trajectory for c in calls]
@@ -40,7 +40,7 @@ def owners(calls: Sequence[Call], sharing: Sharing) -> list[int]:
             return [0] * len(calls)
 
 
-def lengths(calls: Sequence[Call]) -> list[int]:
+def lengths(calls: Sequence[PackedCall]) -> list[int]:
     return [len(c.token_ids) for c in calls]
 
 
@@ -59,7 +59,7 @@ def flats(arranged: Arrangement) -> list[int]:
 
 @given(some_calls(keyed=True), EVERY, ANY_SHARING)
 def test_an_arrangement_is_the_calls_with_completions_each_sharing_what_agrees(
-    made: list[Call], packing: Packing, sharing: Sharing
+    made: list[PackedCall], packing: Packing, sharing: Sharing
 ) -> None:
     arranged = arrange(made, packing, sharing)
     assert sorted(map(id, arranged.calls)) == sorted(map(id, trained(made)))
@@ -74,7 +74,7 @@ def test_an_arrangement_is_the_calls_with_completions_each_sharing_what_agrees(
 
 @given(some_calls(keyed=True), EVERY, st.data())
 def test_the_order_of_the_calls_changes_neither_cost_nor_what_is_read(
-    made: list[Call], packing: Packing, data: st.DataObject
+    made: list[PackedCall], packing: Packing, data: st.DataObject
 ) -> None:
     one, other = arrange(made, packing), arrange(data.draw(st.permutations(made)), packing)
     assert one.nodes == other.nodes
@@ -83,7 +83,7 @@ def test_the_order_of_the_calls_changes_neither_cost_nor_what_is_read(
 
 
 @given(some_calls(keyed=True), ANY_SHARING)
-def test_a_tree_computes_every_distinct_prefix_once_per_owner(made: list[Call], sharing: Sharing) -> None:
+def test_a_tree_computes_every_distinct_prefix_once_per_owner(made: list[PackedCall], sharing: Sharing) -> None:
     assert arrange(made, Packing.TREE, sharing).nodes == len(nodes(trained(made), owners(trained(made), sharing)))
 
 
@@ -94,20 +94,20 @@ def test_a_tree_shares_within_a_group_unless_told_otherwise() -> None:
 
 
 @given(some_calls(keyed=True), ANY_SHARING)
-def test_step_shares_nothing_and_keeps_the_order(made: list[Call], sharing: Sharing) -> None:
+def test_step_shares_nothing_and_keeps_the_order(made: list[PackedCall], sharing: Sharing) -> None:
     arranged = arrange(made, Packing.STEP, sharing)
     assert flats(arranged) == [c.first for c in trained(made)]
     assert arranged.nodes == sum(lengths(trained(made)))
 
 
-def continues(earlier: Call, later: Call) -> bool:
+def continues(earlier: PackedCall, later: PackedCall) -> bool:
     """Whether the later call's prompt begins with all of the earlier one."""
     end = len(earlier.token_ids)
     same = earlier.trajectory == later.trajectory and words(earlier) == words(later)[:end]
     return same and end <= later.prompt_length
 
 
-def most_saved(made: Sequence[Call], at: int = 0, continued: frozenset[int] = frozenset()) -> int:
+def most_saved(made: Sequence[PackedCall], at: int = 0, continued: frozenset[int] = frozenset()) -> int:
     """By trying all ways to continue each call at most once."""
     if at == len(made):
         return 0
@@ -120,7 +120,9 @@ def most_saved(made: Sequence[Call], at: int = 0, continued: frozenset[int] = fr
 
 
 @given(some_calls(max_calls=6, keyed=True), ANY_SHARING)
-def test_chain_saves_the_most_that_continuing_each_call_at_most_once_can(made: list[Call], sharing: Sharing) -> None:
+def test_chain_saves_the_most_that_continuing_each_call_at_most_once_can(
+    made: list[PackedCall], sharing: Sharing
+) -> None:
     """Sharing is for trees: chains stay within their trajectory."""
     arranged = arrange(made, Packing.CHAIN, sharing)
     assert arranged.nodes == sum(lengths(trained(made))) - most_saved(trained(made))
@@ -238,7 +240,7 @@ def test_every_pair_is_read_once_after_exactly_what_preceded_it(
 
 @given(some_calls(keyed=True), EVERY, BUDGETS)
 def test_chunks_read_every_pair_once_after_exactly_what_preceded_it(
-    made: list[Call], packing: Packing, budget: int
+    made: list[PackedCall], packing: Packing, budget: int
 ) -> None:
     for tree in micro_batches(arrange(made, packing), 40):
         parts = [readings_of_chunk(tree, chunk) for chunk in chunks(tree, budget)]
@@ -248,7 +250,7 @@ def test_chunks_read_every_pair_once_after_exactly_what_preceded_it(
 
 @given(some_calls(keyed=True), EVERY, BUDGETS)
 def test_chunks_are_the_tree_within_the_budget_after_their_ancestors(
-    made: list[Call], packing: Packing, budget: int
+    made: list[PackedCall], packing: Packing, budget: int
 ) -> None:
     for tree in micro_batches(arrange(made, packing), 40):
         parts = chunks(tree, budget)
@@ -269,7 +271,9 @@ def test_chunks_are_the_tree_within_the_budget_after_their_ancestors(
 
 
 @given(some_calls(keyed=True), EVERY, st.integers(0, 3))
-def test_a_tree_within_the_budget_is_one_chunk_without_context(made: list[Call], packing: Packing, room: int) -> None:
+def test_a_tree_within_the_budget_is_one_chunk_without_context(
+    made: list[PackedCall], packing: Packing, room: int
+) -> None:
     for tree in micro_batches(arrange(made, packing), 12):
         (chunk,) = chunks(tree, len(tree) + room)
         assert chunk.start == len(chunk.context) == 0
@@ -322,7 +326,7 @@ def ways_to_cut(arranged: Arrangement, budget: int, start: int = 0) -> Iterator[
 @st.composite
 def arrangements(draw: st.DrawFn) -> Arrangement:
     """Of calls that share anything with the one before and are longer than those of `some_calls`."""
-    made: list[Call] = []
+    made: list[PackedCall] = []
     shared = []
     ids: list[int] = []
     for number in range(draw(st.integers(0, 8))):
@@ -343,7 +347,7 @@ def test_no_other_cut_costs_less_or_as_much_with_fewer_trees(arranged: Arrangeme
 
 @given(some_calls(max_calls=12, keyed=True), EVERY, BUDGETS)
 def test_trees_are_within_the_budget_unless_they_hold_a_longer_call(
-    made: list[Call], packing: Packing, budget: int
+    made: list[PackedCall], packing: Packing, budget: int
 ) -> None:
     arranged = arrange(made, packing)
     length_of_flat = {c.first: len(c.token_ids) for c in arranged.calls}
@@ -401,18 +405,18 @@ def turns(rng: np.random.Generator, kind: str, prompt: Ids, count: int = 6) -> I
             past = past[-3:]
 
 
-def agents(kind: str, trajectories: int = 8) -> list[Call]:
+def agents(kind: str, trajectories: int = 8) -> list[PackedCall]:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 100_000, 256).astype(np.int32)
     made, first = [], 0
     for trajectory in range(trajectories):
         for before, completion in turns(rng, kind, prompt):
-            made.append(Call(np.concatenate([before, completion]), len(before), first, trajectory))
+            made.append(PackedCall(np.concatenate([before, completion]), len(before), first, trajectory))
             first += len(completion)
     return made
 
 
-def count_nodes(made: Sequence[Call]) -> int:
+def count_nodes(made: Sequence[PackedCall]) -> int:
     """Of the trie, by inserting token by token."""
     trie: dict[tuple[int, int], int] = {}
     for c in made:

@@ -20,17 +20,17 @@ from tests.packing.tries import (
     some_calls,
     words,
 )
-from treadle.packing.flat import Call
+from treadle.packing.flat import PackedCall
 from treadle.packing.tree import PrefixTree, depth_first
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
-def owners(calls: Sequence[Call]) -> list[int]:
+def owners(calls: Sequence[PackedCall]) -> list[int]:
     return [c.trajectory for c in calls]
 
 
-def tree_of(calls: Sequence[Call], roots: Sequence[int] | None = None) -> PrefixTree:
+def tree_of(calls: Sequence[PackedCall], roots: Sequence[int] | None = None) -> PrefixTree:
     order, shared = depth_first(calls, owners(calls) if roots is None else roots)
     return PrefixTree.of([calls[i] for i in order], shared)
 
@@ -39,7 +39,7 @@ def tree_of(calls: Sequence[Call], roots: Sequence[int] | None = None) -> Prefix
 
 
 @given(some_calls(keyed=True))
-def test_depth_first_shares_with_the_predecessor_all_that_is_shared_with_any_before(calls: list[Call]) -> None:
+def test_depth_first_shares_with_the_predecessor_all_that_is_shared_with_any_before(calls: list[PackedCall]) -> None:
     order, shared = depth_first(calls, owners(calls))
     assert sorted(order) == list(range(len(calls)))
     for at, this in enumerate(order):
@@ -63,7 +63,7 @@ def test_any_number_is_a_root(roots: Sequence[int]) -> None:
 
 
 @given(some_calls(keyed=True))
-def test_nodes_are_the_distinct_prefixes(calls: list[Call]) -> None:
+def test_nodes_are_the_distinct_prefixes(calls: list[PackedCall]) -> None:
     """Of a root, and with keys where there are any; `depth` counts the tokens before."""
     tree = tree_of(calls)
     found = [tuple(tree.token_ids[seen(tree.subtree_end, i)].tolist()) for i in range(len(tree))]
@@ -72,7 +72,7 @@ def test_nodes_are_the_distinct_prefixes(calls: list[Call]) -> None:
 
 
 @given(some_calls(keyed=True))
-def test_subtree_end_is_the_relation_of_ancestors(calls: list[Call]) -> None:
+def test_subtree_end_is_the_relation_of_ancestors(calls: list[PackedCall]) -> None:
     tree = tree_of(calls)
     for i in range(len(tree)):
         above = seen(tree.subtree_end, i)
@@ -83,12 +83,12 @@ def test_subtree_end_is_the_relation_of_ancestors(calls: list[Call]) -> None:
 
 
 @given(some_calls(keyed=True))
-def test_each_pair_is_read_once_after_exactly_the_tokens_before_it(calls: list[Call]) -> None:
+def test_each_pair_is_read_once_after_exactly_the_tokens_before_it(calls: list[PackedCall]) -> None:
     assert readings_of_tree(tree_of(calls)) == readings(calls)
 
 
 @given(some_calls(keyed=True))
-def test_pairs_are_read_at_one_node_exactly_if_root_ids_and_keys_before_them_agree(calls: list[Call]) -> None:
+def test_pairs_are_read_at_one_node_exactly_if_root_ids_and_keys_before_them_agree(calls: list[PackedCall]) -> None:
     tree = tree_of(calls)
     parents = parents_of_pairs(calls, owners(calls))
     node_of = {(int(node), parents[int(flat)]) for node, flat in zip(tree.source, tree.flat, strict=True)}
@@ -101,14 +101,14 @@ def test_pairs_are_read_at_one_node_exactly_if_root_ids_and_keys_before_them_agr
 
 
 @given(some_calls(keyed=True), st.data())
-def test_the_order_of_the_calls_does_not_matter(calls: list[Call], data: st.DataObject) -> None:
+def test_the_order_of_the_calls_does_not_matter(calls: list[PackedCall], data: st.DataObject) -> None:
     shuffled = data.draw(st.permutations(calls))
     assert len(tree_of(shuffled)) == len(tree_of(calls))
     assert readings_of_tree(tree_of(shuffled)) == readings_of_tree(tree_of(calls))
 
 
 @given(some_calls(keyed=True), st.integers(0, 7), st.integers(0, 7))
-def test_neighbours_alone_have_a_tree_of_their_own(calls: list[Call], start: int, size: int) -> None:
+def test_neighbours_alone_have_a_tree_of_their_own(calls: list[PackedCall], start: int, size: int) -> None:
     """What the first call shares with one before it that is not there does not count."""
     order, shared = depth_first(calls, owners(calls))
     part = [calls[i] for i in order[start : start + size]]
@@ -143,7 +143,7 @@ def test_a_small_tree_in_full() -> None:
         ([], 0),
     ],
 )
-def test_unique_tokens_of_typical_calls(calls: list[Call], unique: int) -> None:
+def test_unique_tokens_of_typical_calls(calls: list[PackedCall], unique: int) -> None:
     tree = tree_of(calls)
     assert len(tree) == unique == len(nodes(calls, owners(calls)))
     assert readings_of_tree(tree) == readings(calls)
@@ -152,7 +152,7 @@ def test_unique_tokens_of_typical_calls(calls: list[Call], unique: int) -> None:
 def test_keys_part_what_ids_do_not() -> None:
     """From the first word that differs; calls with other numbers of keys, or none, share nothing."""
     ids, same, late = [1, 1, 1], [[1], [1], [1]], [[1], [1], [0]]
-    no_keys = Call(np.array(ids, np.int32), 1, 2, keys=np.empty((3, 0), np.int32))
+    no_keys = PackedCall(np.array(ids, np.int32), 1, 2, keys=np.empty((3, 0), np.int32))
     assert len(tree_of([call(ids, 1, keys=same), call(ids, 1, 2, keys=late)])) == 4
     assert len(tree_of([call(ids, 1, keys=same), call(ids, 1, 2, keys=[[1, 1]] * 3), call(ids, 1, 4)])) == 9
     assert len(tree_of([call(ids, 1, keys=same), no_keys])) == 6
@@ -176,7 +176,7 @@ def test_a_deep_tree_of_nested_calls() -> None:
 
 
 @pytest.mark.parametrize("calls", [[], calls_of(([1], [2])), calls_of(([1], []))])
-def test_trees_have_arrays_of_the_right_types(calls: list[Call]) -> None:
+def test_trees_have_arrays_of_the_right_types(calls: list[PackedCall]) -> None:
     tree = tree_of(calls)
     fields = (tree.token_ids, tree.depth, tree.subtree_end, tree.source, tree.target_ids, tree.flat)
     assert [array.dtype for array in fields] == ["int32", "int64", "int64", "int64", "int32", "int64"]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from treadle.packing.flat import Call, Indices
+from treadle.packing.flat import Indices, PackedCall
 from treadle.packing.layout import MicroBatch
 from treadle.packing.tree import PrefixTree
 
@@ -21,8 +21,8 @@ def call(
     trajectory: int = 0,
     group: int = 0,
     keys: Sequence[Sequence[int]] | None = None,
-) -> Call:
-    return Call(
+) -> PackedCall:
+    return PackedCall(
         np.array(ids, np.int32),
         prompt_length,
         first,
@@ -32,7 +32,7 @@ def call(
     )
 
 
-def calls_of(*prompts_and_completions: tuple[Sequence[int], Sequence[int]], trajectory: int = 0) -> list[Call]:
+def calls_of(*prompts_and_completions: tuple[Sequence[int], Sequence[int]], trajectory: int = 0) -> list[PackedCall]:
     made, first = [], 0
     for prompt, completion in prompts_and_completions:
         made.append(call([*prompt, *completion], len(prompt), first, trajectory))
@@ -41,11 +41,11 @@ def calls_of(*prompts_and_completions: tuple[Sequence[int], Sequence[int]], traj
 
 
 @st.composite
-def some_calls(draw: st.DrawFn, max_calls: int = 7, keyed: bool = False) -> list[Call]:
+def some_calls(draw: st.DrawFn, max_calls: int = 7, keyed: bool = False) -> list[PackedCall]:
     """Fresh, forked anywhere, continued and equal calls of three trajectories in two groups; 1-token prompts, empty
     completions; if `keyed`, some with 1 or 2 keys a token."""
     sequences: list[list[tuple[int, int]]] = []
-    made: list[Call] = []
+    made: list[PackedCall] = []
     first = 0
     for _ in range(draw(st.integers(0, max_calls))):
         past = draw(st.sampled_from([[], *sequences]))
@@ -69,7 +69,7 @@ def some_calls(draw: st.DrawFn, max_calls: int = 7, keyed: bool = False) -> list
     return made
 
 
-def trained(calls: Iterable[Call]) -> list[Call]:
+def trained(calls: Iterable[PackedCall]) -> list[PackedCall]:
     return [c for c in calls if len(c.token_ids) > c.prompt_length]
 
 
@@ -84,19 +84,19 @@ def agreement(a: Sequence[object], b: Sequence[object]) -> int:
     return n
 
 
-def words(call: Call) -> list[Word]:
+def words(call: PackedCall) -> list[Word]:
     keys = [None] * len(call.token_ids) if call.keys is None else [tuple(row) for row in call.keys.tolist()]
     return list(zip(call.token_ids.tolist(), keys, strict=True))
 
 
-def nodes(calls: Sequence[Call], roots: Sequence[int]) -> set[Node]:
+def nodes(calls: Sequence[PackedCall], roots: Sequence[int]) -> set[Node]:
     """The distinct prefixes."""
     return {
         (root, tuple(words(c)[:n])) for c, root in zip(calls, roots, strict=True) for n in range(1, 1 + len(words(c)))
     }
 
 
-def parents_of_pairs(calls: Sequence[Call], roots: Sequence[int]) -> dict[int, Node]:
+def parents_of_pairs(calls: Sequence[PackedCall], roots: Sequence[int]) -> dict[int, Node]:
     """For each completion token, everything before it."""
     return {
         c.first + n - c.prompt_length: (root, tuple(words(c)[:n]))
@@ -105,7 +105,7 @@ def parents_of_pairs(calls: Sequence[Call], roots: Sequence[int]) -> dict[int, N
     }
 
 
-def readings(calls: Iterable[Call]) -> Readings:
+def readings(calls: Iterable[PackedCall]) -> Readings:
     made: Readings = {}
     for c in calls:
         ids = c.token_ids.tolist()

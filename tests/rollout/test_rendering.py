@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from tests.rollout.families import FAMILIES, TOOLS, World, small_vocabulary
 from treadle.core.types import BreakCause, Ids, Message
 from treadle.packing.breaks import Kind, relations
-from treadle.packing.flat import Call
+from treadle.packing.flat import PackedCall
 from treadle.rollout.conversation import Conversation, Prompt
 
 KEPT_BY_APPENDING = {
@@ -122,7 +122,7 @@ class Talk:
         if world.family.system and rng.random() < 0.8:
             self._say(Message(role="system", content=world.text(rng, 8)))
         self._say(Message(role="user", content="Q " + world.text(rng)))
-        self.calls: list[Call] = []
+        self.calls: list[PackedCall] = []
         self.causes: list[BreakCause | None] = []
         self.counts: Counter[str] = Counter()
         self._naive: list[int] = []  # the call before, had all been tokenized anew
@@ -145,7 +145,7 @@ class Talk:
         completion = self.world.sample(self.rng, self.calling)
         message = self.world.message(self.rng, completion, self.calling)
         self.conversation.record(prompt, np.array(completion, np.int32), message)
-        self.calls.append(Call(np.concatenate([prompt.ids, np.array(completion, np.int32)]), len(prompt.ids), 0))
+        self.calls.append(PackedCall(np.concatenate([prompt.ids, np.array(completion, np.int32)]), len(prompt.ids), 0))
         self.causes.append(prompt.break_cause)
         self._naive = anew + completion
         self.known.append(message)

@@ -34,7 +34,7 @@ from treadle.packing.flat import Doubles, FlatBatch, flatten
 from treadle.packing.layout import Packing, Sharing, distribute
 from treadle.training.config import TrainingConfig
 from treadle.training.learner import Learner
-from treadle.training.objective import Gradient, Scores, joined, looked_up
+from treadle.training.objective import Gradient, TokenScores, concat, lookup
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "step": {"packing": Packing.STEP},
@@ -127,15 +127,15 @@ def over_ranks(
     gradient: Gradient = objective.gradient
     if objective.couples:
         parts = [learner.forward.scores(tree, temperature) for own in dealt for tree in own]
-        gradient = looked_up(objective.gradient(joined(parts, temperature)))
+        gradient = lookup(objective.gradient(concat(parts, temperature)))
     total: dict[str, Tensor] = {}
-    scores: list[Scores] = []
+    scores: list[TokenScores] = []
     for own in dealt:
         learner.trained.zero_grad()
         scores += [learner.forward.backward(t, temperature, gradient, objective.entropy_coef > 0) for t in own]
         for name, value in learner_gradients(learner).items():
             total[name] = total[name] + value if name in total else value
-    return total, objective.metrics(joined(scores, temperature))
+    return total, objective.metrics(concat(scores, temperature))
 
 
 # Each step alone

@@ -22,7 +22,7 @@ from treadle.packing.flat import FlatBatch, flatten
 from treadle.training.checkpoint import load_checkpoint, save_checkpoint
 from treadle.training.config import OptimizerConfig, TrainingConfig
 from treadle.training.learner import Learner
-from treadle.training.objective import Scores
+from treadle.training.objective import TokenScores
 from treadle.training.validation import check_algorithm
 
 FAST = OptimizerConfig(learning_rate=1e-2)
@@ -84,7 +84,7 @@ def test_old_logprobs_are_computed_only_for_what_compares_with_them(
     asked = []
     own = learner.scores
 
-    def counted(batch: FlatBatch) -> Scores:
+    def counted(batch: FlatBatch) -> TokenScores:
         asked.append(batch)
         return own(batch)
 

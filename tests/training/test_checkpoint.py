@@ -18,7 +18,9 @@ from tests.models import FAMILIES, VOCABULARY, random_groups, same_bits, tiny, w
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import CheckpointError, DamageError, RemovedError
 from treadle.core.manifest import MANIFEST, Manifest
-from treadle.engines.weights import unique_weights, weights_sha256
+from treadle.models.config import ModelConfig
+from treadle.models.loading import make_model
+from treadle.models.weights import unique_weights, weights_sha256
 from treadle.training.checkpoint import (
     checkpoint_bytes,
     copy_weights,
@@ -27,9 +29,8 @@ from treadle.training.checkpoint import (
     remove_others,
     save_checkpoint,
 )
-from treadle.training.config import ModelConfig, OptimizerConfig, TrainingConfig
+from treadle.training.config import OptimizerConfig, TrainingConfig
 from treadle.training.learner import Learner
-from treadle.training.model import make_model
 
 TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
 ROOT = Path(__file__).parents[2]

@@ -22,10 +22,10 @@ from tests.training.reference import (
 )
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import DataError
+from treadle.models.support import why_not_packable
 from treadle.packing.flat import flatten
 from treadle.training.forward import Forward
 from treadle.training.learner import Learner
-from treadle.training.support import native_only
 
 REASONS = {
     "lfm2": "it has conv layers",
@@ -165,7 +165,7 @@ def test_packing_matters_to_these_models() -> None:
 def test_layers_that_cannot_share_prefixes_are_told_from_the_configuration(
     model_type: str, fields: dict[str, Any], reason: str
 ) -> None:
-    assert reason in (native_only(AutoConfig.for_model(model_type, **fields)) or "")
+    assert reason in (why_not_packable(AutoConfig.for_model(model_type, **fields)) or "")
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,11 @@ def test_layers_that_cannot_share_prefixes_are_told_from_the_configuration(
     ],
 )
 def test_plain_attention_is_told_from_the_configuration(model_type: str) -> None:
-    assert native_only(AutoConfig.for_model(model_type)) is None
+    assert why_not_packable(AutoConfig.for_model(model_type)) is None
 
 
 def test_soft_capping_that_is_switched_off_shares_prefixes() -> None:
-    assert native_only(tiny("gemma2", attn_logit_softcapping=None).config) is None
+    assert why_not_packable(tiny("gemma2", attn_logit_softcapping=None).config) is None
     groups = forked_groups()
     model = exact("gemma2", attn_logit_softcapping=None)
     wanted, _ = separate_gradient(model, groups, AlgorithmConfig())

@@ -15,14 +15,14 @@ from tests.models import distance, exact, make_group, make_step, norm, tiny
 from tests.training.reference import accumulated, forked_groups, make_learner, separate_gradient
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import ConfigError
+from treadle.models.support import refuse_randomness
 from treadle.packing.flat import flatten
-from treadle.training import distribution
+from treadle.training import lm_head as distribution
 from treadle.training.attention.interface import tree_attention
 from treadle.training.config import TrainingConfig
-from treadle.training.distribution import Head, pair_logprobs
 from treadle.training.forward import Forward
 from treadle.training.learner import Learner
-from treadle.training.support import refuse_randomness
+from treadle.training.lm_head import Head, pair_logprobs
 
 # Refusals
 
@@ -328,8 +328,8 @@ def test_entropy_carries_a_gradient_only_if_asked(monkeypatch: pytest.MonkeyPatc
 
 MEASURE = """
 import resource, torch
-from treadle.training import distribution
-from treadle.training.distribution import Head, pair_logprobs
+from treadle.training import lm_head as distribution
+from treadle.training.lm_head import Head, pair_logprobs
 torch.set_num_threads(1)
 distribution.CHUNK_BYTES //= {part}
 V, P = 151_669, {rows}

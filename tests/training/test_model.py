@@ -12,10 +12,10 @@ from tests.models import VOCABULARY, same_bits, tiny, weights_of
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.core.manifest import MANIFEST
+from treadle.models.config import ModelConfig
+from treadle.models.files import tokenizer_directory
+from treadle.models.loading import load_tokenizer, make_model
 from treadle.training.checkpoint import export_model
-from treadle.training.config import ModelConfig
-from treadle.training.model import load_tokenizer, make_model
-from treadle.training.model_files import tokenizer_directory
 
 TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
 SMALL: dict[str, Any] = {

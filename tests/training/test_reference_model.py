@@ -12,11 +12,11 @@ from tests.training.reference import LAYOUTS, forked_groups, make_learner
 from treadle.algorithms.config import AlgorithmConfig, KlConfig
 from treadle.core.errors import ConfigError, DamageError
 from treadle.core.manifest import Manifest
+from treadle.models.loading import load_reference
 from treadle.packing.flat import flatten
 from treadle.training.checkpoint import checkpoint_bytes, export_model, load_checkpoint, save_checkpoint
 from treadle.training.config import OptimizerConfig, TrainingConfig
 from treadle.training.learner import Learner
-from treadle.training.model import load_reference
 
 FAST = OptimizerConfig(learning_rate=1e-2)
 TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"

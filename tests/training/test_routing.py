@@ -38,8 +38,8 @@ from treadle.algorithms.estimators import advantages
 from treadle.algorithms.reductions import token_weights
 from treadle.core.errors import ConfigError
 from treadle.core.types import Group, Ids, SamplingParams, Step
-from treadle.engines.torch_engine import TorchEngine
-from treadle.engines.weights import unique_weights
+from treadle.engines.torch.engine import TorchEngine
+from treadle.models.weights import unique_weights
 from treadle.packing.flat import flatten
 from treadle.packing.layout import Packing
 from treadle.packing.routing import distinct, replayed

@@ -20,13 +20,13 @@ from treadle.core.errors import ConfigError, DataError, TrainingStopped
 from treadle.core.types import Ids, Message, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.envs.lookup import demonstration
+from treadle.models.loading import load_tokenizer
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 from treadle.training.config import OptimizerConfig, TrainingConfig, WarmStartConfig
 from treadle.training.demonstrations import Demonstrations, demonstrated_calls, load_demonstrations
 from treadle.training.learner import Learner
-from treadle.training.model import load_tokenizer
 from treadle.training.sft import WarmStartResult, warm_start
 from treadle.training.trainer import EmbeddedTrainer
 

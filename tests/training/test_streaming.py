@@ -25,7 +25,7 @@ from treadle.core.types import Group
 from treadle.packing.flat import flatten
 from treadle.training.forward import Forward
 from treadle.training.learner import Learner
-from treadle.training.objective import Gradient, joined, looked_up
+from treadle.training.objective import Gradient, concat, lookup
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def test_a_streamed_tree_that_forks_across_pieces_trains_as_each_step_alone(loss
         gradient: Gradient = objective.gradient
         temperature = torch.from_numpy(batch.temperature).double()
         if whole.policy_loss.couples:
-            gradient = looked_up(objective.gradient(joined([whole.forward.scores(tree, temperature)], temperature)))
+            gradient = lookup(objective.gradient(concat([whole.forward.scores(tree, temperature)], temperature)))
         with computed(whole.model) as sizes:
             whole.forward.backward(tree, temperature, gradient, entropy_grad=True)
         assert max(sizes) <= budget

@@ -35,11 +35,11 @@ from treadle.algorithms.config import AlgorithmConfig, ValueConfig
 from treadle.core.errors import DamageError
 from treadle.core.manifest import Manifest
 from treadle.core.types import Group
+from treadle.models.weights import published
 from treadle.packing.flat import flatten
 from treadle.training.checkpoint import checkpoint_bytes, load_checkpoint, save_checkpoint
 from treadle.training.config import OptimizerConfig, TrainingConfig
 from treadle.training.learner import Learner
-from treadle.training.weights import published
 
 FAST = OptimizerConfig(learning_rate=1e-2)
 TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"

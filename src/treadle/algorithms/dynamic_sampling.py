@@ -8,7 +8,7 @@ from treadle.core.types import Group
 from treadle.packing.flat import flatten
 
 
-def learns_nothing(group: Group, config: AlgorithmConfig) -> bool:
+def has_zero_advantage(group: Group, config: AlgorithmConfig) -> bool:
     """Whether the advantages of all its trainable tokens are 0; without KL in the reward, which is not known yet.
 
     Decided on advantages, not on rewards: what has equal rewards but a penalty in one attempt does teach something.

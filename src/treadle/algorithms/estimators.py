@@ -29,7 +29,7 @@ from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError
 from treadle.core.registry import resolve
-from treadle.packing.branches import callers
+from treadle.packing.branches import parent_steps
 from treadle.packing.flat import Doubles, FlatBatch, Indices
 
 
@@ -106,7 +106,7 @@ def advantages(batch: FlatBatch, config: AlgorithmConfig, signals: Signals | Non
     return by_name(config.advantage).per_token(batch, signals or Signals(), config)
 
 
-def equal_states(batch: FlatBatch) -> Indices:
+def state_ids(batch: FlatBatch) -> Indices:
     """int64[K]: the state that each played step met, within its group: by the key that the environment gave it, or by
     its prompt, token for token, where it gave none (before its first answer, or never).
     """
@@ -138,7 +138,7 @@ def _by_main_step(
     """
 
     def per_token(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
-        rewards, caller = Rewards.of(batch, signals.penalty), callers(batch)
+        rewards, caller = Rewards.of(batch, signals.penalty), parent_steps(batch)
         main = np.flatnonzero(caller == np.arange(len(caller)))
         paid = np.asarray(np.bincount(caller, rewards.step, len(caller))[main], np.float64)
         found = estimate(replace(rewards, step=paid), batch, main, config)
@@ -158,18 +158,18 @@ def _gigpo(rewards: Rewards, batch: FlatBatch, main: Indices, config: AlgorithmC
         rewards.step,
         batch.trajectory_of_played[main],
         batch.group_of_trajectory,
-        equal_states(batch)[main],
+        state_ids(batch)[main],
         config.gamma,
         config.gigpo_weight,
         config.norm_by_std,
     )
 
 
-def calling_tokens(batch: FlatBatch) -> Indices:
+def parent_tokens(batch: FlatBatch) -> Indices:
     """int64[N]: of each trainable token itself, or of a sub-agent's the last trainable token of the main branch up to
     the step that called it; itself for all others, and where the main branch has none.
     """
-    own, played, caller = np.arange(len(batch)), batch.played_id, callers(batch)[batch.played_id]
+    own, played, caller = np.arange(len(batch)), batch.played_id, parent_steps(batch)[batch.played_id]
     trained = np.flatnonzero(batch.mask & (caller == played))
     last = np.searchsorted(played[trained], caller, side="right") - 1
     found = np.where(last >= 0, trained[last], own) if len(trained) else own
@@ -179,7 +179,7 @@ def calling_tokens(batch: FlatBatch) -> Indices:
 
 def _reinforce_plus_plus(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
     token = Rewards.of(batch, signals.penalty).token
-    return reinforce_plus_plus(token, batch.mask, batch.trajectory_id, config.gamma, calling_tokens(batch))
+    return reinforce_plus_plus(token, batch.mask, batch.trajectory_id, config.gamma, parent_tokens(batch))
 
 
 def _reinforce_plus_plus_baseline(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
@@ -190,7 +190,7 @@ def _reinforce_plus_plus_baseline(batch: FlatBatch, signals: Signals, config: Al
 def _gae(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
     if signals.values is None:
         raise ValueError("advantage gae needs the values of a value head (Signals.values)")
-    source = calling_tokens(batch)
+    source = parent_tokens(batch)
     main = batch.mask & (source == np.arange(len(batch)))
     token = np.asarray(np.bincount(source, Rewards.of(batch, signals.penalty).token, len(batch)), np.float64)
     found = gae(token, signals.values, main, batch.trajectory_id, config.gamma, config.gae_lambda)

@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     for name, file in (("output", options.output), ("plot", options.plot)):
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"--{name} {file}: there is no directory {str(file.parent)!r}")
-    module = import_module(f"treadle.cli.benchmarks.{_MODULES[options.name]}")
+    module = import_module(f"treadle.benchmarks.{_MODULES[options.name]}")
     own = {"packing": {"device": options.device}, "update": {"run": options.replay}, "async": simulated}
     report = module.measure(max(1, options.threads), max(1, options.repeats), **own.get(options.name, {}))
     report.print(options.json)

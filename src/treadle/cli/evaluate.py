@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from treadle.cli.console import Console, Table, make_table
-from treadle.cli.live import make_progress
+from treadle.cli.live_progress import make_progress
 from treadle.cli.options import Commands, add_command, add_json, add_overrides
 from treadle.core.errors import ConfigError
 from treadle.orchestration.evaluate_model import Evaluation, Subject, evaluate_model, find_subject, held_out_inputs

@@ -53,7 +53,7 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report."""
     require_record(options.run_directory)
-    from treadle.cli.facts import failures, run_facts
+    from treadle.cli.report_data import failures, run_facts
     from treadle.orchestration.store.run_directory import RunDirectory
 
     if options.failures:
@@ -76,7 +76,7 @@ def _shard_progress() -> Iterator[Callable[[int, int], None]]:
     if not console.is_terminal or not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    from treadle.cli.live import make_bars
+    from treadle.cli.live_progress import make_bars
 
     with make_bars(console) as bars:
         task = bars.add_task("reading rollouts", total=None, note="")

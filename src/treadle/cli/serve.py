@@ -21,13 +21,13 @@ from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.types import Group, SamplingParams, Status, Task, Trajectory
 from treadle.engines.config import EngineConfig
+from treadle.models.config import ModelConfig
+from treadle.models.files import require_model, require_template
 from treadle.orchestration.setup.validation import check_engine_config
 from treadle.rollout.gateway.address import GatewayConfig, listen
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.replies import parser_name, reply_parser
 from treadle.rollout.session import Address, Session, SessionSpec
-from treadle.training.config import ModelConfig
-from treadle.training.model_files import require_model, require_template
 
 if TYPE_CHECKING:
     from treadle.core.engine import Engine

@@ -7,12 +7,12 @@ import shlex
 from pathlib import Path
 
 from treadle.cli.console import Console
-from treadle.cli.live import make_progress
+from treadle.cli.live_progress import make_progress
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import ConfigError
+from treadle.models.files import check_model_files
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.training.demonstrations import load_demonstrations
-from treadle.training.model_files import check_model_files
 
 _EXAMPLES = """examples:
   treadle sft demo --out models/warm

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from treadle.cli.console import Console
-from treadle.cli.live import make_progress
+from treadle.cli.live_progress import make_progress
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import RunError
 from treadle.orchestration.config import RunConfig, load_recipe
@@ -76,7 +76,7 @@ def _train(options: argparse.Namespace, config: RunConfig, inputs: Inputs, path:
     if summary["stopped_early"]:
         Console(stderr=True).line(f"stopped after {summary['updates']} updates; go on with: {go_on}")
         return 130
-    from treadle.cli.finish import print_result
+    from treadle.cli.summary import print_result
 
     print_result(summary, path, config)
     return 0

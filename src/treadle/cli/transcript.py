@@ -11,12 +11,12 @@ from tokenizers import Tokenizer
 from treadle.cli.console import Console, Part
 from treadle.core.errors import DataError, RunError
 from treadle.core.types import Step
+from treadle.models.files import tokenizer_directory
 from treadle.orchestration.store.checkpoint_retention import read_checkpoint
 from treadle.orchestration.store.rollout_store import read_steps
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.breaks import Decode, Relation, relations
-from treadle.packing.flat import Call
-from treadle.training.model_files import tokenizer_directory
+from treadle.packing.flat import PackedCall
 
 
 def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
@@ -57,7 +57,7 @@ def decoder(tokenizer: Tokenizer) -> Decode:
 
 def step_relations(steps: Sequence[Step], decode: Decode) -> list[Relation]:
     """How each step of a trajectory relates to the earlier ones."""
-    calls = [Call(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
+    calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
     return relations(calls, decode, [step.break_cause for step in steps])
 
 

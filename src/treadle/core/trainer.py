@@ -6,7 +6,7 @@ Nothing here names a tensor library: what crosses these interfaces is plain pick
 object of this process, another process, or a group of them that shard one model.
 
 A trainer has three sets of weights. They coincide for a model that is trained whole in one process, and stop to do so
-with adapters and shards (`treadle.training.weights` has the definitions for a model that is at hand):
+with adapters and shards (`treadle.models.weights` has the definitions for a model that is at hand):
 
     trained     what the optimizer moves
     published   what engines serve: `stage`, `digest`, `score`

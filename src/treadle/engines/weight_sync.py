@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from treadle.core.trainer import WeightSource
-from treadle.engines.engine_process import ProcessEngine
+from treadle.engines.process.engine import ProcessEngine
 from treadle.engines.staging import InProcess, WeightsFile, new_name, stage_file
-from treadle.engines.torch_engine import TorchEngine
+from treadle.engines.torch.engine import TorchEngine
 
 
 @dataclass(frozen=True, slots=True)

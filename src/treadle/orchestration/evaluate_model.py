@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group
+from treadle.models.config import ModelConfig
+from treadle.models.files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.dump import write_dump
 from treadle.orchestration.loop.evaluation import play_held_out
@@ -23,8 +25,6 @@ from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.attempt import open_rollouts
 from treadle.rollout.event_loop import run
 from treadle.rollout.rewards import RewardsConfig
-from treadle.training.config import ModelConfig
-from treadle.training.model_files import check_model_files, require_model
 
 if TYPE_CHECKING:
     from treadle.orchestration.setup.chat_interface import ChatInterface

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from treadle.core.errors import CheckpointError
+from treadle.models.files import tokenizer_directory
+from treadle.models.loading import load_tokenizer
 from treadle.orchestration.store.checkpoint_retention import read_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.checkpoint import export_files, read_model_files
-from treadle.training.model import load_tokenizer
-from treadle.training.model_files import tokenizer_directory
 
 
 def export_checkpoint(run: Path, directory: Path, which: str = "latest") -> Path:

@@ -22,10 +22,10 @@ import numpy as np
 
 from treadle.core.types import Ids, Step
 from treadle.packing.breaks import Kind, relations
-from treadle.packing.flat import Call, FlatBatch, Indices
+from treadle.packing.flat import FlatBatch, Indices, PackedCall
 
 
-def callers(batch: FlatBatch) -> Indices:
+def parent_steps(batch: FlatBatch) -> Indices:
     """int64[K]: of each played step itself, if it is of its trajectory's main branch, or the main step calling it."""
     found = np.arange(len(batch.played))
     start = np.searchsorted(batch.trajectory_of_played, np.arange(len(batch.trajectories) + 1))
@@ -53,7 +53,7 @@ def calling_steps(steps: Sequence[Step]) -> Indices:
 
 def _conversations(steps: Sequence[Step]) -> list[int]:
     """Of each step the first step of its conversation."""
-    calls = [Call(step.full_ids, len(step.prompt_ids), 0) for step in steps]
+    calls = [PackedCall(step.full_ids, len(step.prompt_ids), 0) for step in steps]
     found: list[int] = []
     for number, relation in enumerate(relations(calls, _no_text, [step.break_cause for step in steps])):
         base = None if relation.kind is Kind.FORK else relation.base

@@ -41,7 +41,7 @@ from enum import StrEnum
 
 from treadle.core.prefix import common_prefix
 from treadle.core.types import BreakCause, Ids
-from treadle.packing.flat import Call
+from treadle.packing.flat import PackedCall
 
 Decode = Callable[[Ids], str]
 
@@ -104,7 +104,7 @@ class _Sequence:
 
 
 def relations(
-    calls: Sequence[Call], decode: Decode, causes: Sequence[BreakCause | None] | None = None
+    calls: Sequence[PackedCall], decode: Decode, causes: Sequence[BreakCause | None] | None = None
 ) -> list[Relation]:
     """The relation of each call of one trajectory, in call order.
 

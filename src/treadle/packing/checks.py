@@ -10,7 +10,7 @@ from treadle.core.outcomes import as_trained, leave_out, step_drop_reason
 from treadle.core.types import DropReason, Group, Step, Trajectory
 
 
-def set_aside(
+def split_untrainable(
     groups: Sequence[Group], vocabulary: int, context: int | None, routing: tuple[int, int, int] | None = None
 ) -> tuple[list[Group], dict[str, str]]:
     """Return the groups with what cannot be trained left out, and why: trajectory_id -> message naming task,

@@ -137,7 +137,7 @@ def _token_rewards(step: Step) -> Doubles:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class PackedCall:
     """What packing needs of one step.
 
     token_ids int32[L]: prompt, then completion, which begins at `prompt_length`.
@@ -157,11 +157,11 @@ class Call:
     routing: Routing | None = None
 
 
-def calls(batch: FlatBatch, routing: bool = False) -> list[Call]:
+def calls(batch: FlatBatch, routing: bool = False) -> list[PackedCall]:
     """The batch's steps as packing sees them; with their experts if `routing` is to be replayed."""
     group = batch.group_of_trajectory[batch.trajectory_of_step]
     made = [
-        Call(step.full_ids, len(step.prompt_ids), int(first), int(trajectory), int(group))
+        PackedCall(step.full_ids, len(step.prompt_ids), int(first), int(trajectory), int(group))
         for step, first, trajectory, group in zip(
             batch.steps, batch.step_start[:-1], batch.trajectory_of_step, group, strict=True
         )
@@ -169,7 +169,7 @@ def calls(batch: FlatBatch, routing: bool = False) -> list[Call]:
     return _with_routing(batch, made) if routing else made
 
 
-def _with_routing(batch: FlatBatch, made: Sequence[Call]) -> list[Call]:
+def _with_routing(batch: FlatBatch, made: Sequence[PackedCall]) -> list[PackedCall]:
     everything = [step for trajectory in batch.trajectories for step in trajectory.steps]  # dropped ones, too
     table, recorded = distinct(everything)
     if table is None:

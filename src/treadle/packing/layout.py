@@ -16,7 +16,7 @@ import numpy as np
 
 from treadle.core.errors import DataError
 from treadle.core.types import Ids, Routing
-from treadle.packing.flat import Call, Indices
+from treadle.packing.flat import Indices, PackedCall
 from treadle.packing.tree import PrefixTree, depth_first
 
 
@@ -40,7 +40,7 @@ class Sharing(StrEnum):
 class Arrangement:
     """Calls in the order in which they are computed; the first `shared[i]` tokens of call i are those of call i - 1."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[PackedCall, ...]
     shared: Indices
 
     @property
@@ -54,7 +54,7 @@ class Arrangement:
         return int((self.lengths - self.shared).sum())
 
 
-def arrange(calls: Sequence[Call], packing: Packing, sharing: Sharing = Sharing.GROUP) -> Arrangement:
+def arrange(calls: Sequence[PackedCall], packing: Packing, sharing: Sharing = Sharing.GROUP) -> Arrangement:
     """Bring calls into order for a packing. Calls without completion tokens have nothing to train and are left out.
 
     Raises DataError for a call with an empty prompt, whose first token nothing precedes.
@@ -72,7 +72,7 @@ def arrange(calls: Sequence[Call], packing: Packing, sharing: Sharing = Sharing.
     return _chains(arranged) if packing is Packing.CHAIN else arranged
 
 
-def _owner(call: Call, sharing: Sharing) -> int:
+def _owner(call: PackedCall, sharing: Sharing) -> int:
     return {Sharing.TRAJECTORY: call.trajectory, Sharing.GROUP: call.group, Sharing.BATCH: 0}[sharing]
 
 
@@ -222,7 +222,7 @@ def row_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:
             f"a call of {len(ordered[0].token_ids)} tokens exceeds max_tokens_per_microbatch = {budget}, and this "
             "model's layers cannot be computed in pieces; raise the budget or shorten the context"
         )
-    parts: list[list[Call]] = []
+    parts: list[list[PackedCall]] = []
     for call in ordered:
         if not parts or len(parts[-1][0].token_ids) * (len(parts[-1]) + 1) > budget:
             parts.append([])
@@ -236,7 +236,7 @@ def distribute(trees: Sequence[PrefixTree], ranks: int) -> list[list[PrefixTree]
     A node costs its share of the linear layers and, in attention, one score for each of its ancestors and itself; the
     largest trees are dealt first, each to the rank with the least so far.
     """
-    padding = PrefixTree.of([Call(np.zeros(1, np.int32), 1, 0)], np.zeros(1, np.int64))
+    padding = PrefixTree.of([PackedCall(np.zeros(1, np.int32), 1, 0)], np.zeros(1, np.int64))
     dealt: list[list[PrefixTree]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for tree in sorted(trees, key=lambda t: -int((t.depth + 1).sum())):

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from treadle.core.prefix import common_prefix
 from treadle.core.types import Ids, Routing
-from treadle.packing.flat import Call, Indices
+from treadle.packing.flat import Indices, PackedCall
 
 
-def depth_first(calls: Sequence[Call], roots: Sequence[int]) -> tuple[list[int], Indices]:
+def depth_first(calls: Sequence[PackedCall], roots: Sequence[int]) -> tuple[list[int], Indices]:
     """Order the calls so that each one's longest prefix shared with any before it is shared with its predecessor.
 
     Calls of different roots share nothing. Returns (order, shared int64[calls]): `shared[i]` tokens of the call
@@ -39,7 +39,7 @@ def depth_first(calls: Sequence[Call], roots: Sequence[int]) -> tuple[list[int],
     return order, shared
 
 
-def _words(calls: Sequence[Call]) -> list[NDArray[np.int32]]:
+def _words(calls: Sequence[PackedCall]) -> list[NDArray[np.int32]]:
     """What must agree for a node to be shared, a word a token: its id [L], or id and keys [L, 1 + K]."""
     width = _width(calls)
     if not width:
@@ -52,7 +52,7 @@ def _words(calls: Sequence[Call]) -> list[NDArray[np.int32]]:
     return words
 
 
-def _width(calls: Sequence[Call]) -> int:
+def _width(calls: Sequence[PackedCall]) -> int:
     return max((c.keys.shape[1] for c in calls if c.keys is not None), default=0)
 
 
@@ -64,7 +64,7 @@ class PrefixTree:
     subtree_end int64[T]: node j is i or an ancestor of i exactly if j <= i < subtree_end[j].
     source int64[P]: the node at which a pair's distribution is read, the parent of its token's node.
     target_ids int32[P]: the token it is asked for. flat int64[P]: the pair's index in the flat arrays.
-    keys int32[T, K], routing int16[D, M, k]: see `Call`; None if no call has any.
+    keys int32[T, K], routing int16[D, M, k]: see `PackedCall`; None if no call has any.
 
     Nodes are computed once; pairs are many: steps that share a node have their own advantage there.
     """
@@ -82,7 +82,7 @@ class PrefixTree:
         return len(self.token_ids)
 
     @classmethod
-    def of(cls, calls: Sequence[Call], shared: Indices) -> PrefixTree:
+    def of(cls, calls: Sequence[PackedCall], shared: Indices) -> PrefixTree:
         """The tree of calls in depth-first order; of `shared` (see `depth_first`) the first entry does not count."""
         lengths = np.array([len(c.token_ids) for c in calls], np.int64)
         common = shared.copy()

@@ -26,9 +26,9 @@ from transformers import PreTrainedModel
 from treadle.core.errors import CheckpointError
 from treadle.core.files import sha256_of
 from treadle.core.manifest import Manifest, NewDirectory, new_directory, remove_at_once
+from treadle.models.loading import TOKENIZER_FILES
+from treadle.models.weights import saved, trained
 from treadle.training.learner import Learner
-from treadle.training.model import TOKENIZER_FILES
-from treadle.training.weights import saved, trained
 
 _FACTS = "checkpoint.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")

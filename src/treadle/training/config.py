@@ -1,42 +1,16 @@
-"""The `model`, `warm_start` and `training` sections of a configuration. Needs no torch."""
+"""The `warm_start` and `training` sections of a configuration. Needs no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config
+from treadle.models.config import ModelConfig
 from treadle.packing.layout import Packing, Sharing
-
-
-class ModelConfig(Config):
-    """Which Hugging Face causal LM is trained: one at a path, or one built from a small config."""
-
-    path: str | None = Field(None, description="directory of a Hugging Face causal LM; code in it is never run")
-    build: dict[str, Any] | None = Field(
-        None,
-        description="instead of path: a transformers config (model_type and its fields) initialised from the seed",
-    )
-    tokenizer: str | None = Field(None, description="directory of a tokenizer, or 'demo'; default: the model's path")
-    chat_template: str | None = Field(
-        None, description="file of a chat template, or the name of one of the tokenizer's; default: the tokenizer's own"
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="options that the chat template reads (enable_thinking, ...)"
-    )
-
-    @model_validator(mode="after")
-    def _one_source(self) -> ModelConfig:
-        if (self.path is None) == (self.build is None):
-            raise ValueError("give exactly one of model.path and model.build, and null for the other")
-        if self.build is not None and "model_type" not in self.build:
-            raise ValueError(f"model.build needs model_type (for example qwen3); it has {sorted(self.build)}")
-        if self.build is not None and self.tokenizer is None:
-            raise ValueError("model.build needs model.tokenizer: a directory, or 'demo'")
-        return self
 
 
 class OptimizerConfig(Config):

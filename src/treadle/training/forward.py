@@ -25,22 +25,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
-from treadle.engines.routing import Routers
-from treadle.packing.flat import Call
+from treadle.models.routing import Routers
+from treadle.models.support import refuse_randomness
+from treadle.packing.flat import PackedCall
 from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, micro_batches, row_batches
 from treadle.packing.tree import PrefixTree, depth_first
 from treadle.training.attention.interface import Kernel, KeysAndValues, Shape
 from treadle.training.attention.select import kernel_for
-from treadle.training.objective import Gradient, Scores, Slopes
+from treadle.training.kv_store import KeyValueStore
+from treadle.training.objective import Gradient, LossGradients, TokenScores
 from treadle.training.scorer import Pass, Scorer, rows
-from treadle.training.streaming import KeyValueStore
-from treadle.training.support import refuse_randomness
 
 
 class Forward:
     """Computes prefix trees with a model, at most `budget` nodes at a time. One is made per model: see `configured`.
 
-    A model whose layers cannot share prefixes (see `support.native_only`) is warned about once; it keeps its own
+    A model whose layers cannot share prefixes (see `support.why_not_packable`) is warned about once; it keeps its own
     attention and computes each step as a padded row. half: run in bfloat16. make_kernel: tree attention for a shape;
     default: the device's. routing: replay the experts that trees name; otherwise, and where they name none, the model
     chooses. value_head: see `Scorer`.
@@ -91,20 +91,22 @@ class Forward:
         routers = self._routers
         return None if routers is None else (routers.layers, routers.top_k, routers.experts)
 
-    def trees(self, calls: Sequence[Call], packing: Packing, sharing: Sharing) -> list[PrefixTree]:
+    def trees(self, calls: Sequence[PackedCall], packing: Packing, sharing: Sharing) -> list[PrefixTree]:
         """Lay out calls for this model. Raises DataError for a call that cannot be laid out."""
         if self.shares:
             return micro_batches(arrange(calls, packing, sharing), self.budget)
         return row_batches(arrange(calls, Packing.STEP), self.budget)
 
-    def scores(self, tree: PrefixTree, temperature: Tensor) -> Scores:
+    def scores(self, tree: PrefixTree, temperature: Tensor) -> TokenScores:
         """One pass without gradient. temperature [N] of all pairs; its dtype is the result's."""
         parts = self._chunks(tree)
         store = KeyValueStore(len(tree))
         with self.scorer.ready(), torch.no_grad():
             return self._first_pass(parts, temperature, store)
 
-    def backward(self, tree: PrefixTree, temperature: Tensor, gradient: Gradient, entropy_grad: bool = False) -> Scores:
+    def backward(
+        self, tree: PrefixTree, temperature: Tensor, gradient: Gradient, entropy_grad: bool = False
+    ) -> TokenScores:
         """Add a loss's gradient to the parameters' `.grad`. The loss is known by its `gradient` alone.
 
         temperature [N]: as for `scores`. entropy_grad: `gradient` gives one by entropies, too.
@@ -124,7 +126,7 @@ class Forward:
 
     # --- streaming ---
 
-    def _first_pass(self, parts: Sequence[MicroBatch], temperature: Tensor, store: KeyValueStore) -> Scores:
+    def _first_pass(self, parts: Sequence[MicroBatch], temperature: Tensor, store: KeyValueStore) -> TokenScores:
         """Without gradient, first chunk to last; `store` is left with all keys and values if there are several."""
         found = []
         for part in parts:
@@ -132,7 +134,7 @@ class Forward:
             with self._replayed(part):
                 found.append(self._pairs(part, temperature, False, store.at(part.context), fresh))
             store.put(part, fresh or {})
-        return Scores(
+        return TokenScores(
             np.concatenate([part.flat for part in parts]),
             torch.cat([scores.logp for scores in found]),
             torch.cat([scores.entropy for scores in found]),
@@ -143,7 +145,7 @@ class Forward:
 
     def _stream(
         self, parts: Sequence[MicroBatch], nodes: int, temperature: Tensor, gradient: Gradient, entropy_grad: bool
-    ) -> Scores:
+    ) -> TokenScores:
         store = KeyValueStore(nodes)
         with torch.no_grad():
             scores = self._first_pass(parts, temperature, store)
@@ -181,7 +183,7 @@ class Forward:
         entropy_grad: bool,
         context: Mapping[int, KeysAndValues] | None = None,
         fresh: dict[int, KeysAndValues] | None = None,
-    ) -> Scores:
+    ) -> TokenScores:
         """With their graph, if gradients are on."""
         call = Pass(
             part,
@@ -192,7 +194,7 @@ class Forward:
             context=context,
             fresh=fresh,
         )
-        return Scores(part.flat, *self.scorer(call))
+        return TokenScores(part.flat, *self.scorer(call))
 
     # --- what could be silently wrong ---
 
@@ -201,7 +203,7 @@ class Forward:
         model = self.model
         size = model.config.get_text_config().vocab_size
         sequences = [np.array(ids, np.int32) % size for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8])]
-        calls = [Call(ids, 1, 0) for ids in sequences]
+        calls = [PackedCall(ids, 1, 0) for ids in sequences]
         order, shared = depth_first(calls, (0, 0)) if self.shares else ([0, 1], np.zeros(2, np.int64))
         [part] = chunks(PrefixTree.of([calls[i] for i in order], shared), 16)
         with torch.no_grad():
@@ -217,7 +219,9 @@ class Forward:
             )
 
 
-def _propagate(scores: Scores, slopes: Slopes, more: Sequence[Tensor] = (), by_more: Sequence[Tensor] = ()) -> None:
+def _propagate(
+    scores: TokenScores, slopes: LossGradients, more: Sequence[Tensor] = (), by_more: Sequence[Tensor] = ()
+) -> None:
     """Back-propagate from everything that carries a gradient."""
     roots: list[tuple[Tensor | None, Tensor | None]] = [
         (scores.logp, slopes.logp),

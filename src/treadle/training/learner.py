@@ -30,12 +30,13 @@ from treadle.core.errors import ConfigError
 from treadle.core.metrics import Measures, measured
 from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group
-from treadle.packing.checks import set_aside
+from treadle.models.weights import saved
+from treadle.packing.checks import split_untrainable
 from treadle.packing.flat import FlatBatch, calls, flatten
 from treadle.packing.tree import PrefixTree
 from treadle.training.config import TrainingConfig
-from treadle.training.distribution import make_value_head
 from treadle.training.forward import Forward
+from treadle.training.lm_head import make_value_head
 from treadle.training.metrics import (
     GRADIENT_NORM,
     KL_COEF,
@@ -46,10 +47,9 @@ from treadle.training.metrics import (
     SEQUENCES,
     ZERO_ADVANTAGE,
 )
-from treadle.training.objective import Gradient, Objective, Scores, joined, looked_up
+from treadle.training.objective import Gradient, Objective, TokenScores, concat, lookup
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 from treadle.training.validation import check_algorithm
-from treadle.training.weights import saved
 
 
 def check_reference(algorithm: AlgorithmConfig, reference: PreTrainedModel, policy: PreTrainedModel) -> None:
@@ -138,21 +138,21 @@ class Learner:
     def _sound(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
         config = self.model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
-        return set_aside(groups, config.vocab_size, context, self.forward.routing)
+        return split_untrainable(groups, config.vocab_size, context, self.forward.routing)
 
-    def scores(self, batch: FlatBatch) -> Scores:
+    def scores(self, batch: FlatBatch) -> TokenScores:
         """What the policy says now of every completion token [N], each at its recorded temperature."""
         return self._scores(self.forward, batch)
 
-    def _scores(self, forward: Forward, batch: FlatBatch) -> Scores:
+    def _scores(self, forward: Forward, batch: FlatBatch) -> TokenScores:
         temperature = self._temperature(batch)
-        return joined([forward.scores(tree, temperature) for tree in self._trees(forward, batch)], temperature)
+        return concat([forward.scores(tree, temperature) for tree in self._trees(forward, batch)], temperature)
 
     def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
         """The current log-probability of every completion token [N]: `scores`."""
         return self.scores(batch).logp.cpu().numpy()
 
-    def update(self, batch: FlatBatch, start: Scores | None = None) -> UpdateResult:
+    def update(self, batch: FlatBatch, start: TokenScores | None = None) -> UpdateResult:
         """One optimizer update on the batch. An update without a trainable token changes nothing.
 
         start: `scores` at the batch's start; None: now, taken only if needed.
@@ -207,14 +207,14 @@ class Learner:
         objective = self.objective(batch, advantage, logp_old, logp_ref, values)
         gradient: Gradient = objective.gradient
         if objective.couples:
-            whole = joined([self.forward.scores(tree, temperature) for tree in trees], temperature)
-            gradient = looked_up(objective.gradient(whole))
+            whole = concat([self.forward.scores(tree, temperature) for tree in trees], temperature)
+            gradient = lookup(objective.gradient(whole))
         scores = [self.forward.backward(tree, temperature, gradient, objective.entropy_coef > 0) for tree in trees]
         packed = {
             PACKED_TOKENS: [len(tree) for tree in trees],
             PACKED_SEQUENCES: [int((tree.depth == 0).sum()) for tree in trees],
         }
-        return objective.metrics(joined(scores, temperature)) + measured("run", packed)
+        return objective.metrics(concat(scores, temperature)) + measured("run", packed)
 
     def trees(self, batch: FlatBatch) -> list[PrefixTree]:
         """The batch as it is laid out for the forward pass."""

@@ -8,10 +8,11 @@ from transformers import PreTrainedModel
 
 from treadle.core.trainer import Trainer
 from treadle.engines.compute import Compute
-from treadle.training.config import ModelConfig, TrainerSpec
+from treadle.models.config import ModelConfig
+from treadle.models.files import tokenizer_directory
+from treadle.models.loading import load_reference, load_tokenizer, make_model
+from treadle.training.config import TrainerSpec
 from treadle.training.learner import Learner
-from treadle.training.model import load_reference, load_tokenizer, make_model
-from treadle.training.model_files import tokenizer_directory
 from treadle.training.trainer import EmbeddedSource, EmbeddedTrainer
 
 MakeTrainer = Callable[[TrainerSpec], Trainer]

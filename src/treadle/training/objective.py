@@ -44,7 +44,7 @@ from treadle.training.metrics import (
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class TokenScores:
     """What the model says of some tokens. flat int64[n]: where they stand among all N; logp, entropy [n], in nats;
     value [n], of the state in which each was sampled, if there is a value head."""
 
@@ -53,26 +53,26 @@ class Scores:
     entropy: Tensor
     value: Tensor | None = None
 
-    def detached(self) -> Scores:
+    def detached(self) -> TokenScores:
         """Without what they were computed from."""
         value = None if self.value is None else self.value.detach()
-        return Scores(self.flat, self.logp.detach(), self.entropy.detach(), value)
+        return TokenScores(self.flat, self.logp.detach(), self.entropy.detach(), value)
 
 
-class Slopes(NamedTuple):
+class LossGradients(NamedTuple):
     """A loss's gradient by log-probabilities [n], and by entropies [n] and values [n] if they matter."""
 
     logp: Tensor
     entropy: Tensor | None = None
     value: Tensor | None = None
 
-    def at(self, index: Tensor | slice) -> Slopes:
+    def at(self, index: Tensor | slice) -> LossGradients:
         """Of some tokens only."""
         entropy = None if self.entropy is None else self.entropy[index]
-        return Slopes(self.logp[index], entropy, None if self.value is None else self.value[index])
+        return LossGradients(self.logp[index], entropy, None if self.value is None else self.value[index])
 
 
-Gradient = Callable[[Scores], Slopes]
+Gradient = Callable[[TokenScores], LossGradients]
 """The loss's gradient by what is said, detached, of some tokens."""
 
 
@@ -107,7 +107,7 @@ class Objective:
         """Whether the gradient is only known once all tokens' log-probabilities are."""
         return self.policy_loss.couples or (self.anchored and self.config.correction.couples)
 
-    def loss(self, scores: Scores) -> Tensor:
+    def loss(self, scores: TokenScores) -> Tensor:
         """The loss of these tokens, a scalar; of all of them if the objective couples tokens."""
         index, tokens = self._tokens(scores)
         each = self.policy_loss.per_token(scores.logp, tokens, self.config)
@@ -122,15 +122,15 @@ class Objective:
             each = each + section.coef * value_loss(scores.value, self.values.at(index), section.clip)
         return (weight * (each - self.entropy_coef * scores.entropy)).sum()
 
-    def gradient(self, scores: Scores) -> Slopes:
+    def gradient(self, scores: TokenScores) -> LossGradients:
         """See `Gradient`."""
         logp, entropy = scores.logp.clone().requires_grad_(), scores.entropy.clone().requires_grad_()
         value = None if self.values is None or scores.value is None else scores.value.clone().requires_grad_()
         leaves = (logp, entropy) if value is None else (logp, entropy, value)
-        slopes = Slopes(*torch.autograd.grad(self.loss(Scores(scores.flat, logp, entropy, value)), leaves))
+        slopes = LossGradients(*torch.autograd.grad(self.loss(TokenScores(scores.flat, logp, entropy, value)), leaves))
         return slopes if self.entropy_coef else slopes._replace(entropy=None)
 
-    def metrics(self, scores: Scores) -> Measures:
+    def metrics(self, scores: TokenScores) -> Measures:
         """Over the trainable tokens; scores of all N, in order. What could not be computed is not there."""
         index, tokens = self._tokens(scores)
         mask = tokens.mask
@@ -178,7 +178,7 @@ class Objective:
         assert self.config.kl is not None and tokens.logp_ref is not None  # the learner sees to it
         return ESTIMATORS[self.config.kl.estimator](logp, tokens.logp_ref)
 
-    def _tokens(self, scores: Scores) -> tuple[Tensor, Tokens]:
+    def _tokens(self, scores: TokenScores) -> tuple[Tensor, Tokens]:
         index = torch.from_numpy(scores.flat).to(scores.logp.device)
         tokens, now = self.tokens.at(index), scores.logp.detach()
 
@@ -194,20 +194,20 @@ class Objective:
         )
 
 
-def joined(parts: Sequence[Scores], like: Tensor) -> Scores:
+def concat(parts: Sequence[TokenScores], like: Tensor) -> TokenScores:
     """All N tokens, in order, of parts that hold each once. like: has the type and device of no part at all."""
     flat = np.concatenate([np.empty(0, np.int64), *(part.flat for part in parts)])
     order = torch.from_numpy(np.argsort(flat))
     logp, entropy = (torch.cat([like[:0], *(getattr(part, name) for part in parts)]) for name in ("logp", "entropy"))
     values = [part.value for part in parts if part.value is not None]
     value = torch.cat([like[:0], *values])[order.to(logp.device)] if len(values) == len(parts) else None
-    return Scores(np.arange(len(flat)), logp[order.to(logp.device)], entropy[order.to(logp.device)], value)
+    return TokenScores(np.arange(len(flat)), logp[order.to(logp.device)], entropy[order.to(logp.device)], value)
 
 
-def looked_up(slopes: Slopes) -> Gradient:
+def lookup(slopes: LossGradients) -> Gradient:
     """The gradient [N] of a loss over the whole batch, handed out part by part."""
 
-    def gradient(scores: Scores) -> Slopes:
+    def gradient(scores: TokenScores) -> LossGradients:
         return slopes.at(torch.from_numpy(scores.flat).to(slopes.logp.device))
 
     return gradient

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from treadle.core.errors import TrainingStopped
+from treadle.models.weights import trained
 from treadle.training.config import OptimizerConfig
-from treadle.training.weights import trained
 
 
 def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
+from treadle.models.support import slides, why_not_packable
 from treadle.packing.flat import Indices
 from treadle.packing.layout import MicroBatch
 from treadle.training.attention.interface import ATTENTION, Kernel, KeysAndValues, Tree
-from treadle.training.distribution import Head, pair_logprobs
-from treadle.training.support import native_only, slides
+from treadle.training.lm_head import Head, pair_logprobs
 
 
 class Pass:
@@ -65,7 +65,7 @@ class Scorer(nn.Module):
         if model.get_decoder() is model:
             raise ConfigError(f"{type(model).__name__} does not tell its decoder from its head; it cannot be trained")
         self.model, self.value_head = model, value_head
-        self.why_not_shared = native_only(model.config)
+        self.why_not_shared = why_not_packable(model.config)
         self._head = Head.of(model)
 
     @property

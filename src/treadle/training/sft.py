@@ -11,13 +11,13 @@ import torch
 
 from treadle.core.errors import TrainingStopped
 from treadle.core.trainer import Conversation, Trainer
-from treadle.packing.flat import Call
+from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing
 from treadle.rollout.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import Demonstrations, demonstrated_calls
 from treadle.training.forward import Forward
-from treadle.training.objective import Scores, Slopes
+from treadle.training.objective import LossGradients, TokenScores
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 
 
@@ -72,8 +72,8 @@ class Supervised:
         tokens = sum(len(c.token_ids) - c.prompt_length for c in calls)
         temperature = torch.ones(tokens, device=model.device)
 
-        def mean(scores: Scores) -> Slopes:
-            return Slopes(torch.full_like(scores.logp, -1 / tokens))
+        def mean(scores: TokenScores) -> LossGradients:
+            return LossGradients(torch.full_like(scores.logp, -1 / tokens))
 
         trees = self._forward.trees(calls, Packing.TREE, Sharing.TRAJECTORY)
         loss = -sum(float(self._forward.backward(tree, temperature, mean).logp.sum()) for tree in trees) / tokens
@@ -81,11 +81,11 @@ class Supervised:
         return loss
 
 
-def _calls(conversations: Sequence[Conversation]) -> list[Call]:
-    calls: list[Call] = []
+def _calls(conversations: Sequence[Conversation]) -> list[PackedCall]:
+    calls: list[PackedCall] = []
     first = 0
     for number, conversation in enumerate(conversations):
         for prompt, completion in conversation:
-            calls.append(Call(np.concatenate([prompt, completion]), len(prompt), first, number))
+            calls.append(PackedCall(np.concatenate([prompt, completion]), len(prompt), first, number))
             first += len(completion)
     return calls

@@ -15,15 +15,14 @@ from treadle.core.manifest import Manifest
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids
 from treadle.engines.compute import Compute
-from treadle.engines.weights import weights_digest
-from treadle.packing.flat import Call
+from treadle.models.weights import published, weights_digest
+from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing
 from treadle.training.checkpoint import checkpoint_bytes, export_model, load_checkpoint, save_checkpoint
 from treadle.training.config import WarmStartConfig
 from treadle.training.forward import Forward
 from treadle.training.learner import Learner
 from treadle.training.sft import Supervised
-from treadle.training.weights import published
 
 R = TypeVar("R")
 
@@ -117,5 +116,5 @@ class EmbeddedTrainer(EmbeddedSource):
 def exact_logprobs(forward: Forward, ids: Ids) -> Floats:
     """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1], in float32 whatever `forward` computes in."""
     exact = forward.configured(len(ids))
-    [tree] = exact.trees([Call(ids, 1, 0)], Packing.STEP, Sharing.TRAJECTORY)
+    [tree] = exact.trees([PackedCall(ids, 1, 0)], Packing.STEP, Sharing.TRAJECTORY)
     return np.asarray(exact.scores(tree, torch.ones(len(ids) - 1)).logp.cpu().numpy(), np.float32)

@@ -17,7 +17,7 @@ from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
 from treadle.engines.vllm.engine import VLLMEngine
-from treadle.engines.weights import unique_weights
+from treadle.models.weights import unique_weights
 
 pytestmark = pytest.mark.xdist_group("vllm")
 

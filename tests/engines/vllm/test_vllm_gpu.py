@@ -18,7 +18,7 @@ from treadle.core.types import Floats, Ids
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.collective import Collective
 from treadle.engines.vllm.start import open_engine
-from treadle.engines.weights import unique_weights
+from treadle.models.weights import unique_weights
 from treadle.training.checkpoint import export_model
 
 pytestmark = [

@@ -34,7 +34,7 @@ from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.vllm.publication import Probe
 from treadle.engines.vllm.start import open_engine
-from treadle.engines.weights import unique_weights
+from treadle.models.weights import unique_weights
 from treadle.training.checkpoint import export_model
 
 pytestmark = pytest.mark.xdist_group("vllm")

@@ -22,7 +22,7 @@ from treadle.core.types import Ids, SamplingParams
 from treadle.engines.vllm import collective
 from treadle.engines.vllm import engine as vllm_engine
 from treadle.engines.vllm.engine import VLLMEngine
-from treadle.engines.weights import unique_weights
+from treadle.models.weights import unique_weights
 
 pytestmark = pytest.mark.xdist_group("vllm")
 

@@ -11,12 +11,12 @@ import pytest
 from tests.rollout.gateway.servers import Served, served
 from tests.rollout.gateway.storms import storm
 from tests.worlds import user
-from treadle.engines.torch_engine import TorchEngine
+from treadle.engines.torch.engine import TorchEngine
+from treadle.models.files import tokenizer_directory
+from treadle.models.loading import load_tokenizer, make_model
 from treadle.orchestration.config import load_recipe
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.replies import hermes, plain
-from treadle.training.model import load_tokenizer, make_model
-from treadle.training.model_files import tokenizer_directory
 
 
 @asynccontextmanager

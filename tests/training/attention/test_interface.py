@@ -14,7 +14,7 @@ from treadle.packing.layout import chunks
 from treadle.training.attention.dense import Dense
 from treadle.training.attention.interface import ATTENTION, Shape, Tree, tree_attention
 from treadle.training.forward import Forward
-from treadle.training.objective import Slopes
+from treadle.training.objective import LossGradients
 
 
 class Layer(nn.Module):
@@ -111,7 +111,7 @@ def test_a_real_model_under_autocast_differs_by_its_rounding(budget: int) -> Non
     for half in (False, True):
         model = tiny("qwen3", vocab_size=50)
         scores = Forward(model, budget, half=half).backward(
-            tree, torch.ones(len(tree.flat)), lambda scores: Slopes(torch.ones_like(scores.logp))
+            tree, torch.ones(len(tree.flat)), lambda scores: LossGradients(torch.ones_like(scores.logp))
         )
         logprobs.append(scores.logp[torch.from_numpy(scores.flat).argsort()])
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))

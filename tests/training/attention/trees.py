@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from treadle.packing.flat import Call
+from treadle.packing.flat import PackedCall
 from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, micro_batches
 from treadle.packing.tree import PrefixTree
 from treadle.training.attention.dense import Dense
@@ -19,20 +19,20 @@ from treadle.training.attention.interface import Kernel, Shape
 WINDOWS = (None, 1, 3, 70)
 
 
-def random_calls(random: np.random.Generator, count: int, longest: int) -> list[Call]:
+def random_calls(random: np.random.Generator, count: int, longest: int) -> list[PackedCall]:
     """Each begins with some of an earlier one's tokens and adds up to `longest` of its own."""
-    made: list[Call] = []
+    made: list[PackedCall] = []
     first = 0
     for _ in range(count):
         past = made[random.integers(len(made))].token_ids if made else np.empty(0, np.int32)
         kept = past[: (0, len(past), random.integers(len(past) + 1))[random.integers(3)]]
         fresh = random.integers(0, 50, random.integers(2, longest + 2)).astype(np.int32)
-        made.append(Call(np.concatenate([kept, fresh]), 1, first))
+        made.append(PackedCall(np.concatenate([kept, fresh]), 1, first))
         first += len(kept) + len(fresh) - 1
     return made
 
 
-def tree_of(calls: list[Call], packing: Packing = Packing.TREE) -> PrefixTree:
+def tree_of(calls: list[PackedCall], packing: Packing = Packing.TREE) -> PrefixTree:
     [tree] = micro_batches(arrange(calls, packing, Sharing.BATCH), 10**9)
     return tree
 

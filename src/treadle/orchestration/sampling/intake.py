@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treadle.algorithms.dynamic_sampling import learns_nothing
+from treadle.algorithms.dynamic_sampling import has_zero_advantage
 from treadle.core.outcomes import leave_out, reject_reason
 from treadle.core.types import DropReason, Group
 from treadle.orchestration.config import RunConfig
@@ -94,7 +94,7 @@ class GroupIntake:
             self._reporter.message(f"task {group.task.task_id} is left out: {what}")
 
     def _learns_nothing(self, group: Group) -> bool:
-        return learns_nothing(group, self._config.algorithm)
+        return has_zero_advantage(group, self._config.algorithm)
 
     def _discard(self, group: Group, reason: DropReason) -> None:
         self._window.discarded[reason] += 1

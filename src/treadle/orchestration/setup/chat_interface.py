@@ -13,12 +13,12 @@ from treadle.core.errors import EngineError
 from treadle.core.trainer import Trainer, WeightSync
 from treadle.engines.probe import EngineFacts, probe_engine
 from treadle.engines.stop_strings import Decode
+from treadle.models.config import ModelConfig
+from treadle.models.files import tokenizer_directory
+from treadle.models.loading import load_tokenizer
 from treadle.orchestration.setup.threads import available_cores, default_threads
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation
-from treadle.training.config import ModelConfig
-from treadle.training.model import load_tokenizer
-from treadle.training.model_files import tokenizer_directory
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from treadle.core.engine import Engine
 from treadle.core.registry import resolve
 from treadle.core.trainer import WeightSource, WeightSync
 from treadle.engines.config import EngineConfig
-from treadle.engines.engine_process import start_engine
+from treadle.engines.process.engine import start_engine
 from treadle.engines.staging import new_directory
-from treadle.engines.torch_engine import TorchEngine
+from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import ChatInterface

@@ -9,11 +9,11 @@ from treadle.core.extras import how_to_install
 from treadle.core.registry import check_name
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.launch import find_python
+from treadle.models.files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig
 from treadle.rollout.gateway.address import listen
 from treadle.rollout.replies import reply_parser
 from treadle.rollout.rewards import load_shaping
-from treadle.training.model_files import check_model_files, require_model
 from treadle.training.validation import check_algorithm
 
 

@@ -22,6 +22,8 @@ from treadle.core.errors import CheckpointError, RunError
 from treadle.core.manifest import Manifest
 from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer
+from treadle.models.files import tokenizer_directory
+from treadle.models.loading import file_sha256
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.progress import Progress
 from treadle.orchestration.setup.chat_interface import load_chat_interface, use_threads
@@ -29,8 +31,6 @@ from treadle.rollout.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import demonstrated_calls, load_demonstrations
 from treadle.training.make import make_trainer
-from treadle.training.model import file_sha256
-from treadle.training.model_files import tokenizer_directory
 from treadle.training.sft import warm_start
 
 

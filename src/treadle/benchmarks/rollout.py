@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from treadle.cli.benchmarks.report import Report, Row, median_seconds
+from treadle.benchmarks.report import Report, Row, median_seconds
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Engine
 from treadle.core.errors import ConfigError
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig
+from treadle.models.config import ModelConfig
 from treadle.orchestration.config import load_recipe
 from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.orchestration.setup.engines import open_serving
 from treadle.orchestration.setup.validation import check_engine_config
-from treadle.training.config import ModelConfig
 from treadle.training.make import load_source
 
 _VOCABULARY = 704

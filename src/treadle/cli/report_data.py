@@ -25,7 +25,7 @@ from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.rollout_store import open_shard
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.breaks import Kind, Relation, relations
-from treadle.packing.flat import Call
+from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing, arrange
 
 _ROWS = 512  # steps read at a time
@@ -143,7 +143,7 @@ class PackingCount:
     tree: int = 0  # within trajectories
     group_tree: int = 0
 
-    def add_trajectory(self, calls: Sequence[Call]) -> list[Call]:
+    def add_trajectory(self, calls: Sequence[PackedCall]) -> list[PackedCall]:
         """Count its calls; returns those that are no prefix of another one, which hold all of its tree."""
         tree = arrange(calls, Packing.TREE, Sharing.TRAJECTORY)
         self.trajectories += 1
@@ -153,7 +153,7 @@ class PackingCount:
         following = [*tree.shared[1:].tolist(), 0]
         return [call for call, shared in zip(tree.calls, following, strict=True) if shared < len(call.token_ids)]
 
-    def add_group(self, ends: Sequence[Call]) -> None:
+    def add_group(self, ends: Sequence[PackedCall]) -> None:
         """Count a group, after its trajectories: the calls these left."""
         self.groups += bool(ends)
         self.group_tree += arrange(ends, Packing.TREE, Sharing.GROUP).nodes
@@ -217,7 +217,7 @@ def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], No
     packing, related = PackingCount(), RelationCount()
     shards = _Shards(run.rollouts, ledger.shards(), rows, on_shard)
     for _group, members in itertools.groupby(rows, lambda row: row["group_id"]):
-        ends: list[Call] = []
+        ends: list[PackedCall] = []
         for row in members:
             played = shards.take(row["shard"], row["trajectory_id"])
             calls, causes = ([getattr(step, name) for step in played] for name in ("call", "cause"))
@@ -239,7 +239,7 @@ class _Played(NamedTuple):
     """A step that was played, by its number in the trajectory."""
 
     number: int
-    call: Call
+    call: PackedCall
     cause: BreakCause | None
 
 
@@ -292,7 +292,7 @@ def _played(shard: pa.BufferReader) -> dict[str, list[_Played]]:
             sides = zip(*(_arrays(batch.column(name)) for name in columns[1:3]), strict=True)
             for (trajectory, number, cause, dropped), (prompt, completion) in zip(told, sides, strict=True):
                 if dropped not in NOT_PLAYED:
-                    call = Call(np.concatenate([prompt, completion]), len(prompt), first=0)
+                    call = PackedCall(np.concatenate([prompt, completion]), len(prompt), first=0)
                     step = _Played(number, call, BreakCause(cause) if cause else None)
                     found.setdefault(trajectory, []).append(step)
     return found

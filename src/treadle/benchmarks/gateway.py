@@ -20,19 +20,19 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from treadle.cli.benchmarks.report import Report, Row
+from treadle.benchmarks.report import Report, Row
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.types import Ids, Message, SamplingParams
+from treadle.models.config import ModelConfig
+from treadle.models.files import tokenizer_directory
+from treadle.models.loading import load_tokenizer
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.gateway.serving import serving
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
-from treadle.training.config import ModelConfig
-from treadle.training.model import load_tokenizer
-from treadle.training.model_files import tokenizer_directory
 
 _MESSAGES, _TOKENS, _REPLY = 20, 4000, 32
 

@@ -15,14 +15,26 @@ _RECURRENT = ("ssm_cfg", "state_size", "ssm_state_size", "mamba_d_state", "mamba
 _RECURRENT_TYPES = {"rwkv", "xlstm"}  # nor any field of that kind
 
 
-def native_only(config: PretrainedConfig) -> str | None:
+def require_plain_attention(model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model with layers that are not attention (state-space, gated delta, ...)."""
+    if others := sorted(_layer_kinds(model.config.get_text_config()) - _LAYERS):
+        raise ConfigError(
+            f"model type {model.config.model_type!r} has layers {others}; full and sliding attention are supported"
+        )
+
+
+def _layer_kinds(text: PretrainedConfig) -> set[str]:
+    """The kinds of layers that a configuration names."""
+    return set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+
+
+def why_not_packable(config: PretrainedConfig) -> str | None:
     """Why the model's layers cannot share prefixes, or None where they can.
 
     Such a model keeps its own attention and computes every step as a row of its own.
     """
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
-    if strange := kinds - _LAYERS:
+    if strange := _layer_kinds(text) - _LAYERS:
         return f"it has {', '.join(sorted(strange))} layers"
     if found := [name for name in _RECURRENT if getattr(text, name, None) is not None]:
         return f"it has recurrent layers ({found[0]} is set)"

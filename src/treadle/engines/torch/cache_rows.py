@@ -16,7 +16,7 @@ from itertools import count
 
 from treadle.core.prefix import common_prefix
 from treadle.core.types import Ids
-from treadle.engines.kv_cache import KVCache
+from treadle.engines.torch.kv_cache import KVCache
 
 _GROW = 64  # positions
 

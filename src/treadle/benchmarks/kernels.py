@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treadle.cli.benchmarks.meter import MIB, peak_bytes
-from treadle.cli.benchmarks.report import Report, Row, cpu_seconds
-from treadle.cli.benchmarks.workloads import CLASSIC, Size
+from treadle.benchmarks.meter import MIB, peak_bytes
+from treadle.benchmarks.report import Report, Row, cpu_seconds
+from treadle.benchmarks.workloads import CLASSIC, Size
 from treadle.packing.flat import calls, flatten
 from treadle.packing.layout import Packing, arrange, chunks
 from treadle.packing.tree import PrefixTree
 from treadle.training.attention.dense import visible
 from treadle.training.attention.interface import Shape
 from treadle.training.attention.tiles import Tiles
-from treadle.training.distribution import Head, pair_logprobs
+from treadle.training.lm_head import Head, pair_logprobs
 
 _HEADS, _KEY_HEADS, _HEAD_SIZE = 8, 4, 64
 _QWEN = 151_669  # ids of Qwen3's tokenizer

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from treadle.core.errors import EngineError
-from treadle.engines.engine_messages import LONGEST_LINE, Message, Outbox, decode
+from treadle.engines.process.protocol import LONGEST_LINE, Message, Outbox, decode
 
 _TAIL = 15  # lines of the log that an error shows
 _PATIENCE = 20.0  # seconds for a process to leave by itself

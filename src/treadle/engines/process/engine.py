@@ -24,12 +24,12 @@ from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.config import InFlight
-from treadle.engines.engine_link import Link
-from treadle.engines.engine_messages import Message, completion_of, sampling_message
 from treadle.engines.limits import Limits
+from treadle.engines.process.protocol import Message, completion_of, sampling_message
+from treadle.engines.process.rpc import Link
 from treadle.engines.staging import StagedFile
 
-_CHILD = "treadle.engines.engine_child"
+_CHILD = "treadle.engines.process.worker"
 _CLOSED = "the engine was closed"
 
 

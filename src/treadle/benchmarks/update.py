@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from treadle.cli.benchmarks.report import Report, Row, cpu_seconds
+from treadle.benchmarks.report import Report, Row, cpu_seconds
 from treadle.core.errors import RunError
 from treadle.core.files import WrittenFile
 from treadle.core.trainer import Trainer, UpdateResult

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from treadle.core.errors import ConfigError
-from treadle.training.config import ModelConfig
+from treadle.models.config import ModelConfig
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 

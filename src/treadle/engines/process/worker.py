@@ -1,4 +1,4 @@
-"""`python -m treadle.engines.engine_child FD`: a `TorchEngine` that serves whoever has the other end of a channel.
+"""`python -m treadle.engines.process.worker FD`: a `TorchEngine` that serves whoever has the other end of a channel.
 
 What is said there: `engine_messages`. The engine computes in a thread of its own, so that calls come and are cancelled
 while it does. The process ends when the channel closes.
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import TreadleError
-from treadle.engines.engine_messages import (
+from treadle.engines.process.protocol import (
     LONGEST_LINE,
     Message,
     Outbox,
@@ -34,7 +34,7 @@ from treadle.engines.engine_messages import (
     sampling_of,
 )
 from treadle.engines.stop_strings import Decode
-from treadle.engines.torch_engine import TorchEngine
+from treadle.engines.torch.engine import TorchEngine
 
 _GRACE = 10.0  # seconds to leave by itself once the other process is gone
 

@@ -14,21 +14,21 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from treadle.cli.benchmarks import kernels
-from treadle.cli.benchmarks.meter import MIB, clock, peak_bytes
-from treadle.cli.benchmarks.report import Report, Reports, Row, median_seconds
-from treadle.cli.benchmarks.workloads import CLASSIC, VOCABULARY, WORKLOADS, Size
+from treadle.benchmarks import kernels
+from treadle.benchmarks.meter import MIB, clock, peak_bytes
+from treadle.benchmarks.report import Report, Reports, Row, median_seconds
+from treadle.benchmarks.workloads import CLASSIC, VOCABULARY, WORKLOADS, Size
 from treadle.core.errors import ConfigError
 from treadle.core.types import Group
-from treadle.packing.flat import Call, calls, flatten
+from treadle.models.config import ModelConfig
+from treadle.models.loading import make_model
+from treadle.packing.flat import PackedCall, calls, flatten
 from treadle.packing.layout import Packing, Sharing, arrange, micro_batches
 from treadle.packing.tree import PrefixTree
 from treadle.training.attention import select
 from treadle.training.attention.interface import Kernel, Shape
-from treadle.training.config import ModelConfig
 from treadle.training.forward import Forward
-from treadle.training.model import make_model
-from treadle.training.objective import Scores, Slopes
+from treadle.training.objective import LossGradients, TokenScores
 
 BUDGET = 8192
 CPU_MODEL: Mapping[str, Any] = {
@@ -144,7 +144,7 @@ def _compare(
     return rows
 
 
-def _pass(forward: Forward, found: Sequence[Call], way: Way, tokens: int) -> None:
+def _pass(forward: Forward, found: Sequence[PackedCall], way: Way, tokens: int) -> None:
     """Lay out, forward, backward: what an update is but for the optimizer."""
     _differentiate(forward, forward.trees(found, *way), tokens)
 
@@ -161,8 +161,8 @@ def _differentiate(forward: Forward, trees: Sequence[PrefixTree], tokens: int) -
         forward.backward(tree, temperature, _gradient)
 
 
-def _gradient(scores: Scores) -> Slopes:
-    return Slopes(torch.full_like(scores.logp, 1e-4))
+def _gradient(scores: TokenScores) -> LossGradients:
+    return LossGradients(torch.full_like(scores.logp, 1e-4))
 
 
 def _zero_gradients(model: PreTrainedModel) -> None:

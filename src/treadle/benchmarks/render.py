@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from treadle.cli.benchmarks.report import Report, Row, cpu_seconds
+from treadle.benchmarks.report import Report, Row, cpu_seconds
 from treadle.core.types import Ids, Message
 from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.conversation import Conversation

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-from treadle.cli.benchmarks.report import Report, Row
+from treadle.benchmarks.report import Report, Row
 from treadle.core.errors import RunError
 from treadle.orchestration.setup.threads import available_cores
 

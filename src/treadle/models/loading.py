@@ -24,9 +24,9 @@ from transformers.utils import logging as hf_logging
 from treadle.core.errors import ConfigError
 from treadle.core.files import sha256_of
 from treadle.core.manifest import prove_files
-from treadle.training.config import ModelConfig
-from treadle.training.model_files import require_model
-from treadle.training.support import refuse_randomness
+from treadle.models.config import ModelConfig
+from treadle.models.files import require_model
+from treadle.models.support import refuse_randomness
 
 MODEL_FILES = ("config.json", "model.safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -27,8 +27,8 @@ from treadle.engines.compute import Compute
 from treadle.engines.config import InFlight
 from treadle.engines.limits import Limits
 from treadle.engines.stop_strings import Decode
-from treadle.engines.torch_batch import Batch, Call, EngineCounters
-from treadle.engines.torch_model import CachedModel
+from treadle.engines.torch.batch import Batch, Call, EngineCounters
+from treadle.engines.torch.model import CachedModel
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids
-from treadle.engines.kv_cache import ATTENTION, KVCache, KVCall
-from treadle.engines.routing import Routers
-from treadle.engines.weights import require_plain_attention, unique_weights
+from treadle.engines.torch.kv_cache import ATTENTION, KVCache, KVCall
+from treadle.models.routing import Routers
+from treadle.models.support import require_plain_attention
+from treadle.models.weights import unique_weights
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from treadle.cli.benchmarks.report import Report, Row
-from treadle.cli.benchmarks.simulation import Seconds, Way, World, figures, lognormal, replayed, simulate
+from treadle.benchmarks.report import Report, Row
+from treadle.benchmarks.simulation import Seconds, Way, World, figures, lognormal, replayed, simulate
 from treadle.core.errors import ConfigError, RunError
 from treadle.orchestration.sampling.replay_buffer import StalePolicy
 from treadle.orchestration.store.run_directory import RunDirectory

@@ -22,9 +22,9 @@ from unittest.mock import MagicMock, patch
 
 import numpy as np
 
-from treadle.cli.benchmarks.report import Report, Row, cpu_seconds
+from treadle.benchmarks.report import Report, Row, cpu_seconds
 from treadle.core.types import Ids
-from treadle.packing.flat import Call
+from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, arrange, micro_batches
 
 _BUDGET = 8192
@@ -65,7 +65,7 @@ def measure(threads: int, repeats: int, cases: Sequence[Case] = CASES) -> Report
 def _compare(case: Case, repeats: int) -> list[Row]:
     calls = recorded(case)
     sample = calls[:_SAMPLE]
-    ways: dict[str, tuple[Sequence[Call], Callable[[], int]]] = {
+    ways: dict[str, tuple[Sequence[PackedCall], Callable[[], int]]] = {
         "treadle": (calls, partial(_trees, calls)),
         "dict trie": (sample, partial(dict_trie, _lists(sample))),
         "list merge": (calls, partial(list_merge, _records(calls))),
@@ -92,7 +92,7 @@ def _compare(case: Case, repeats: int) -> list[Row]:
     ]
 
 
-def recorded(case: Case) -> list[Call]:
+def recorded(case: Case) -> list[PackedCall]:
     """Calls in the order in which agents make them."""
     rng = np.random.default_rng(0)
 
@@ -101,11 +101,11 @@ def recorded(case: Case) -> list[Call]:
 
     sampled = max(1, case.length // (4 * _STEPS))  # half of what an append-only trajectory grows by in a step
 
-    def call(token_ids: Ids, number: int) -> Call:
+    def call(token_ids: Ids, number: int) -> PackedCall:
         trajectory = number // _STEPS
-        return Call(token_ids, len(token_ids) - sampled, number * sampled, trajectory, trajectory // _GROUP)
+        return PackedCall(token_ids, len(token_ids) - sampled, number * sampled, trajectory, trajectory // _GROUP)
 
-    found: list[Call] = []
+    found: list[PackedCall] = []
     prompt = whole = ids(0)
     for number in range(case.calls):
         if number % (_STEPS * _GROUP) == 0:
@@ -123,7 +123,7 @@ def recorded(case: Case) -> list[Call]:
     return found
 
 
-def _trees(calls: Sequence[Call]) -> int:
+def _trees(calls: Sequence[PackedCall]) -> int:
     return sum(map(len, micro_batches(arrange(calls, Packing.TREE), _BUDGET)))
 
 
@@ -131,15 +131,15 @@ Record = tuple[int, list[int], list[int]]
 """(trajectory, prompt, completion)."""
 
 
-def _records(calls: Sequence[Call]) -> list[Record]:
+def _records(calls: Sequence[PackedCall]) -> list[Record]:
     return [(c.trajectory, *_split(c)) for c in calls]
 
 
-def _split(call: Call) -> tuple[list[int], list[int]]:
+def _split(call: PackedCall) -> tuple[list[int], list[int]]:
     return call.token_ids[: call.prompt_length].tolist(), call.token_ids[call.prompt_length :].tolist()
 
 
-def _lists(calls: Sequence[Call]) -> list[tuple[int, list[int]]]:
+def _lists(calls: Sequence[PackedCall]) -> list[tuple[int, list[int]]]:
     return [(c.group, c.token_ids.tolist()) for c in calls]
 
 
@@ -204,7 +204,7 @@ def _skyrl() -> Callable[[dict[str, Any]], int] | None:
     return merge
 
 
-def _skyrl_input(calls: Sequence[Call]) -> dict[str, Any]:
+def _skyrl_input(calls: Sequence[PackedCall]) -> dict[str, Any]:
     prompts, responses = zip(*map(_split, calls), strict=True)
     following = [c.trajectory for c in calls[1:]] + [-1]
     return {

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from statistics import median
 
-from treadle.cli.benchmarks.report import Report, Row
+from treadle.benchmarks.report import Report, Row
 
 
 def measure(threads: int, repeats: int) -> Report:

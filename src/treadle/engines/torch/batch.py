@@ -13,11 +13,11 @@ from torch import Tensor
 from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.types import Ids, Routing, SamplingParams, StopReason
-from treadle.engines.cache_rows import Cached, CachedRows
-from treadle.engines.kv_cache import KVCache
 from treadle.engines.sampling import Rules, rules, sample
 from treadle.engines.stop_strings import Decode, StopStrings
-from treadle.engines.torch_model import CachedModel, Predicted
+from treadle.engines.torch.cache_rows import Cached, CachedRows
+from treadle.engines.torch.kv_cache import KVCache
+from treadle.engines.torch.model import CachedModel, Predicted
 
 _SHARED = 0.75  # share of live rows from which computing all rows is cheaper than gathering the live ones
 _DRAWS = 16  # tokens whose draws are made at once

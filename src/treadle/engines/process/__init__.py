@@ -1,0 +1,1 @@
+"""`ProcessEngine`: the embedded engine in a process of its own, over a socket."""

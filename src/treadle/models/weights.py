@@ -1,0 +1,55 @@
+"""The weights of a Hugging Face model by name, tied ones once: three named sets, and their digest.
+
+`trained`, `published` and `saved` (`treadle.core.trainer`) coincide here, where one process trains a whole model. An
+adapter's trained weights are a part of those that are published, and of those that are saved; a shard's are gathered,
+one tensor after the other, by `published` and `saved`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+def unique_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return name -> tensor (not copied) of every parameter and persistent buffer, a tied one under its first name."""
+    weights: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            weights[name] = tensor.detach()
+    return weights
+
+
+def trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield name and parameter of what the optimizer moves, in the module's own order; a tied one once."""
+    return module.named_parameters()
+
+
+def published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor, not copied, of what engines serve, in the order of names; a tied one under its first."""
+    weights = unique_weights(module)
+    return ((name, weights[name]) for name in sorted(weights))
+
+
+def saved(module: nn.Module) -> dict[str, Tensor]:
+    """Return name -> tensor, not copied, of what a checkpoint or an export holds; a tied one under its first name."""
+    return unique_weights(module)
+
+
+def weights_sha256(weights: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 (hex) of names, dtypes, shapes and bytes, in the order of names."""
+    return weights_digest(sorted(weights.items()))
+
+
+def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Return `weights_sha256` of (name, tensor) pairs that come in the order of names; one is held at a time."""
+    digest = hashlib.sha256()
+    for name, tensor in weights:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
