@@ -25,6 +25,7 @@ from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.config import InFlight
 from treadle.engines.limits import Limits
+from treadle.engines.lock_step import everybody_waits
 from treadle.engines.process.protocol import Message, completion_of, sampling_message
 from treadle.engines.process.rpc import Link
 from treadle.engines.staging import StagedFile
@@ -298,21 +299,21 @@ class ProcessEngine:
 
     def _start(self) -> None:
         """Something has changed: see to it that waves go out if everybody waits."""
-        if self._driver is None and self._everybody_waits():
+        if self._driver is None and self._wave_is_complete():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
         try:
             await asyncio.sleep(0)  # what is closed or opened in this same tick may change who waits
-            while self._everybody_waits():
+            while self._wave_is_complete():
                 await asyncio.wait(self._send_wave())  # whoever is answered goes on before this does
         finally:
             self._driver = None
 
-    def _everybody_waits(self) -> bool:
-        if self._publication.locked() or not self._waiting or len(self._waiting) < len(self._sessions):
+    def _wave_is_complete(self) -> bool:
+        if self._publication.locked() or self._link.ended.done():
             return False
-        return not self._link.ended.done() and set(self._waiting.values()) == self._sessions.keys()
+        return everybody_waits(self._waiting.values(), self._sessions.keys())
 
     def _send_wave(self) -> list[asyncio.Future[Message]]:
         """Say what was held; the calls in it, whose answers are passed on as they come."""

@@ -26,6 +26,7 @@ from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.engines.config import InFlight
 from treadle.engines.limits import Limits
+from treadle.engines.lock_step import everybody_waits
 from treadle.engines.stop_strings import Decode
 from treadle.engines.torch.batch import Batch, Call, EngineCounters
 from treadle.engines.torch.model import CachedModel
@@ -229,10 +230,9 @@ class TorchEngine:
 
     def _may_admit(self) -> bool:
         """The engine's rule: whoever waits, or everybody once everybody waits."""
-        if not self._lock_step or not self._waiting:
+        if not self._lock_step:
             return bool(self._waiting)
-        enough = len(self._waiting) >= len(self._sessions)  # counted first: the sets cost as much as they are large
-        return enough and {r.session for r in self._waiting.values()} == self._sessions.keys()
+        return everybody_waits([request.session for request in self._waiting.values()], self._sessions.keys())
 
     async def _advance(self) -> None:
         self._drop_cancelled()

@@ -1,0 +1,15 @@
+"""When a lock-step wave starts: the one rule, for an engine in this process and for one in another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, KeysView
+
+
+def everybody_waits(waiting: Collection[str], sessions: KeysView[str]) -> bool:
+    """Return whether each open session waits for a completion, and there is one.
+
+    waiting: the session of each call that waits; a session may have several.
+    """
+    if not waiting or len(waiting) < len(sessions):  # counted first: sets cost as much as they are large
+        return False
+    return set(waiting) == sessions
