@@ -27,7 +27,7 @@ from treadle.orchestration.loop.evaluation import Evaluator
 from treadle.orchestration.loop.schedule import is_last
 from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler
-from treadle.orchestration.sampling.stop_conditions import StopConditionMet, check_refusal_rate
+from treadle.orchestration.sampling.stop_conditions import StopConditionMet, check_failure_rate, check_refusal_rate
 from treadle.orchestration.stop_request import StopRequest
 from treadle.orchestration.store.ledger import LoopState
 
@@ -107,7 +107,12 @@ class Loop:
         self.scheduler.start_groups(self.state.version)
         with self.reporter.timed("rollout"):
             self.reporter.begin("rollout", self.config.groups_per_batch * self.config.training.group_size)
-            return await self._unless_stopped(self.scheduler.next_batch(self.state))
+            batch = await self._unless_stopped(self.scheduler.next_batch(self.state))
+        if batch is None:
+            return None
+        self.reporter.batch(batch.groups, first=self.state.update == 0)
+        check_failure_rate(batch.window, self.config, self.state.update + 1)
+        return batch.groups
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result, or None if a stop is requested first: what has finished until then is on record and restored.

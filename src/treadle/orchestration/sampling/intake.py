@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from treadle.algorithms.dynamic_sampling import has_zero_advantage
 from treadle.core.outcomes import leave_out, reject_reason
 from treadle.core.types import DropReason, Group
@@ -18,6 +20,14 @@ from treadle.orchestration.sampling.stop_conditions import (
 )
 from treadle.orchestration.store.ledger import LoopState
 from treadle.orchestration.store.run_store import RunStore
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of a batch as they are trained. window: what came in since the batch before."""
+
+    groups: list[Group]
+    window: WindowStats
 
 
 class GroupIntake:
@@ -49,24 +59,22 @@ class GroupIntake:
             self._buffer.drop(group)
             self._discard(group, reason)
 
-    def batch(self, state: LoopState) -> list[Group] | None:
-        """Return the groups of the next batch as they are trained, or None while there are too few.
+    def batch(self, state: LoopState) -> Batch | None:
+        """Return the next batch, or None while there are too few groups.
 
-        A batch begins a new window. Raises StopConditionMet if too much has failed or was discarded in this one.
+        Raises StopConditionMet if too much has failed or was discarded to wait for more.
         """
         for group in self._buffer.drop_stale(state.version):
             self._discard(group, DropReason.STALE)
         groups = self._buffer.take(self._config.groups_per_batch, state.version)
-        if groups is not None:
-            self._reporter.batch(groups, first=state.update == 0)
-        check_failure_rate(self._window, self._config, state.update + 1)
         if groups is None:
+            check_failure_rate(self._window, self._config, state.update + 1)
             check_discard_rate(self._window, self._config, state.update + 1)
             return None
-        self._window = WindowStats()
-        if self._config.algorithm.dynamic_sampling != "replace":
-            return groups
-        return [leave_out(group, DropReason.FILTERED) if self._learns_nothing(group) else group for group in groups]
+        window, self._window = self._window, WindowStats()
+        if self._config.algorithm.dynamic_sampling == "replace":
+            groups = [leave_out(g, DropReason.FILTERED) if self._has_zero_advantage(g) else g for g in groups]
+        return Batch(groups, window)
 
     def no_task_left(self) -> StopConditionMet:
         """Return the error for a run whose tasks are all in quarantine."""
@@ -85,7 +93,7 @@ class GroupIntake:
             return reason
         self._quarantine.clear(group.task)
         filtering = reason is None and self._config.algorithm.dynamic_sampling == "filter"
-        return DropReason.FILTERED if filtering and self._learns_nothing(group) else reason
+        return DropReason.FILTERED if filtering and self._has_zero_advantage(group) else reason
 
     def _count_failure(self, group: Group, least: int) -> None:
         if self._quarantine.count_failure(group.task):
@@ -93,7 +101,7 @@ class GroupIntake:
             what = f"its last {failed} groups had fewer than {least} graded attempts"
             self._reporter.message(f"task {group.task.task_id} is left out: {what}")
 
-    def _learns_nothing(self, group: Group) -> bool:
+    def _has_zero_advantage(self, group: Group) -> bool:
         return has_zero_advantage(group, self._config.algorithm)
 
     def _discard(self, group: Group, reason: DropReason) -> None:

@@ -16,7 +16,7 @@ from treadle.core.outcomes import as_played
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
-from treadle.orchestration.sampling.intake import GroupIntake
+from treadle.orchestration.sampling.intake import Batch, GroupIntake
 from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
 from treadle.orchestration.sampling.retries import Retries
 from treadle.orchestration.sampling.task_queue import TaskQueue
@@ -101,16 +101,13 @@ class RolloutScheduler:
             failed_tasks=dict(self._queue.quarantine.failed_groups),
         )
 
-    async def next_batch(self, state: LoopState) -> list[Group]:
-        """Wait for enough groups, and return them as they are trained; for those that are dropped others are started.
-
-        Raises StopConditionMet.
-        """
-        while (groups := self._intake.batch(state)) is None:
+    async def next_batch(self, state: LoopState) -> Batch:
+        """Wait for enough groups; for those that are dropped others are started. Raises StopConditionMet."""
+        while (batch := self._intake.batch(state)) is None:
             if not self.start_groups(state.version):
                 raise self._intake.no_task_left()
             await self._buffer.arrival()
-        return groups
+        return batch
 
     def trained(self) -> None:
         """Note that the last batch is trained and its weights are published, so that others may start."""
