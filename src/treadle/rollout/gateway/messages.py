@@ -80,7 +80,7 @@ UserBlock = Annotated[
 ]
 
 
-class OtherMessage(RequestModel):
+class OtherTurn(RequestModel):
     """A turn of anybody but the assistant."""
 
     role: Annotated[Text, one_of(*_ROLES, here=("user", "system"))]
@@ -160,7 +160,7 @@ def _one_of_the_assistants(block: Any) -> str:
     return kind if kind in _OF_ASSISTANT else "<other>"
 
 
-class AssistantMessage(RequestModel):
+class AssistantTurn(RequestModel):
     """A turn of the assistant."""
 
     role: Annotated[Text, one_of("assistant")]
@@ -191,8 +191,8 @@ class AssistantMessage(RequestModel):
         return [message]
 
 
-AnyMessage = Annotated[
-    Annotated[AssistantMessage, Tag("<assistant>")] | Annotated[OtherMessage, Tag("<other>")],
+AnyTurn = Annotated[
+    Annotated[AssistantTurn, Tag("<assistant>")] | Annotated[OtherTurn, Tag("<other>")],
     Discriminator(lambda message: "<assistant>" if _kind(message, "role") == "<assistant>" else "<other>"),
 ]
 
@@ -229,7 +229,7 @@ class CountRequest(RequestModel):
     """The body of a request that counts tokens: the prompt."""
 
     system: Content = ""
-    messages: SomeOf[AnyMessage]
+    messages: SomeOf[AnyTurn]
     tools: Several[CustomTool] = ()
 
     def prompt(self) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool]:
