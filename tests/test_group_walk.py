@@ -1,7 +1,7 @@
-"""The way of a group, from its first finished attempt to the optimizer step, through the rooms of the code.
+"""The way of an attempt, from its end to the optimizer step, through the rooms of the code.
 
-A room is a folder. The group is in a room while a method there is given it, alone or in a batch; pure functions that
-look at it and answer are no rooms.
+A room is a folder. An attempt comes into a room when a method there is given it, alone, in its group or in a batch; pure
+functions that look at it and answer are no rooms.
 """
 
 import re
@@ -18,24 +18,27 @@ from tests.orchestration.runs import start
 from treadle.core.types import Group, Trajectory
 
 ROOT = Path(treadle.__file__).parent
-FIRST = "g000000"
+ATTEMPT = "g000000.1"
 MOST_STAYS, MOST_RETURNS = 8, 3
 
 
 def is_traced(value: object) -> bool:
-    """Whether it is the group, one of its attempts, or holds it."""
-    if isinstance(value, Trajectory):
-        return value.trajectory_id.startswith(f"{FIRST}.")
-    if isinstance(value, Group):
-        return value.group_id == FIRST
-    return isinstance(value, list | tuple) and any(is_traced(item) for item in value)
+    """Whether it is the attempt, or holds it."""
+    match value:
+        case Trajectory():
+            return value.trajectory_id == ATTEMPT
+        case Group():
+            return any(map(is_traced, value.trajectories))
+        case list() | tuple():
+            return any(map(is_traced, value))
+    return False
 
 
 class Walk:
     """Notes the rooms, in order, until the optimizer steps."""
 
     def __init__(self) -> None:
-        self.rooms: list[str] = ["rollout"]
+        self.rooms: list[str] = []
         self.ended = False
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -50,8 +53,9 @@ class Walk:
         if not any(is_traced(frame.f_locals.get(name)) for name in code.co_varnames[1 : code.co_argcount]):
             return
         room = str(Path(code.co_filename).parent.relative_to(ROOT)).removeprefix("orchestration/")
-        if room != self.rooms[-1]:
+        if room not in self.rooms[-1:]:
             self.rooms.append(room)
+            print(room, code.co_qualname, file=sys.stderr)
 
     def stop(self, *_: object) -> None:
         self.ended = True
@@ -77,7 +81,7 @@ def returns(rooms: list[str]) -> Iterator[str]:
             yield room
 
 
-def test_a_group_walks_a_short_way_that_is_drawn_for_contributors(tmp_path: Path) -> None:
+def test_an_attempt_walks_a_short_way_that_is_drawn_for_contributors(tmp_path: Path) -> None:
     rooms = walked(tmp_path / "run")
     print(" -> ".join(rooms))
     assert len(rooms) <= MOST_STAYS and len(list(returns(rooms))) <= MOST_RETURNS

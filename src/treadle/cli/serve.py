@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     from treadle.rollout.gateway.serving import serving  # FastAPI and uvicorn
 
     address = _address(options)
-    with listen(address, "--{} {}") as listening:
+    with listen(address, "--{} {}") as listening:  # now: a busy port is told before a model is loaded
         from treadle.orchestration.setup.chat_interface import load_chat_interface
         from treadle.training.make import load_source
 

@@ -16,6 +16,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jsonschema_rs import Draft202012Validator
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import (
@@ -26,7 +27,10 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.rollout.gateway.servers import Slow, looks_then_answers, scripted, served
 from tests.worlds import user
+from treadle.rollout.gateway.app import DIALECTS
 from treadle.rollout.gateway.gateway import SessionAddress
+from treadle.rollout.gateway.messages import read_prompt
+from treadle.rollout.gateway.request import ApiError
 
 POSTS = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens")
 BODIES: dict[str, Any] = {
@@ -195,6 +199,48 @@ def test_requests_with_anything_anywhere_in_them(route: str, data: st.DataObject
     body = changed(body, at, data.draw(JSON), (data.draw(FIELDS), data.draw(JSON)))
     answer = running.http.post(f"{running.address.base_url}/{route}", content=json.dumps(body))
     assert answer.status_code == 200 or is_error(answer, 400, 404)
+
+
+PLAIN_JSON = st.recursive(  # no 0 and no 1.0: to JSON schema the one is not false, and the other an integer
+    st.none()
+    | st.booleans()
+    | st.integers().filter(bool)
+    | st.sampled_from([0.5, 1.5, -0.5, 1e99])
+    | st.text(max_size=8)
+    | st.sampled_from(["text", "user", "assistant", "tool", "function", "auto", "message", "custom", "function_call"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=3),
+    max_leaves=8,
+)
+READERS = {**{path.removeprefix("/"): dialect.read for path, dialect in DIALECTS.items()}, POSTS[-1]: read_prompt}
+
+
+@pytest.fixture(scope="module")
+def described(running: Running) -> dict[str, Draft202012Validator]:
+    """By route, what the OpenAPI description says of a request."""
+    whole = running.http.get(f"{running.address.base_url}/openapi.json").json()
+    schemas = {
+        route: whole["paths"][f"/v1/{route}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        for route in POSTS
+    }
+    return {route: Draft202012Validator({**schema, **whole}) for route, schema in schemas.items()}
+
+
+@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(route=st.sampled_from(POSTS), data=st.data())
+def test_the_description_allows_what_is_read_and_nothing_else(
+    route: str, data: st.DataObject, described: dict[str, Draft202012Validator]
+) -> None:
+    body = RICH[route]
+    at = data.draw(st.sampled_from(list(paths(body))))
+    body = changed(body, at, data.draw(PLAIN_JSON), (data.draw(FIELDS), data.draw(PLAIN_JSON)))
+    if not isinstance(body, dict):
+        return
+    try:
+        READERS[route](body)
+        problem = ""
+    except ApiError as error:
+        problem = str(error)
+    assert described[route].is_valid(body) == (not problem), problem
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

@@ -20,11 +20,11 @@ from treadle.rollout.gateway.chat import CHAT
 from treadle.rollout.gateway.completions import COMPLETIONS
 from treadle.rollout.gateway.gateway import Attached, Gateway
 from treadle.rollout.gateway.http_response import CompletionResponse, api_error_of
-from treadle.rollout.gateway.messages import MESSAGES, read_prompt
+from treadle.rollout.gateway.messages import MESSAGES, CountRequest, read_prompt
 from treadle.rollout.gateway.request import ApiError, Dialect, Json
 from treadle.rollout.gateway.responses import RESPONSES
 from treadle.rollout.gateway.retries import Origin
-from treadle.rollout.gateway.schemas import described, error_responses
+from treadle.rollout.gateway.schemas import described, error_responses, request_schemas
 from treadle.rollout.off_loop import off_loop
 from treadle.rollout.untrusted_json import read_json
 
@@ -32,7 +32,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 _QUICKER = 16  # times: reading a request against tokenizing it
 _DRAINED = 8  # a body up to this many times too large is still read, so that its sender sees the answer
-_DIALECTS = {
+DIALECTS = {
     "/chat/completions": CHAT,
     "/completions": COMPLETIONS,
     "/responses": RESPONSES,
@@ -44,13 +44,17 @@ _COUNTING = "/messages/count_tokens"
 def make_app(gateway: Gateway) -> FastAPI:
     """The ASGI application, every route both with the session's secret in its path and with it as API key."""
     app = FastAPI(title="Treadle gateway", version=__version__, openapi_url=None, redirect_slashes=False)
+    models = {path: dialect.body for path, dialect in DIALECTS.items()}
+    requests, components = request_schemas({**models, _COUNTING: CountRequest})
     for prefix in ("/v1", "/sessions/{secret}/v1"):
-        routes = {path: _asking(gateway, dialect) for path, dialect in _DIALECTS.items()}
+        routes = {path: _asking(gateway, dialect) for path, dialect in DIALECTS.items()}
         for path, handler in {**routes, _COUNTING: _counting(gateway)}.items():
-            app.add_api_route(prefix + path, handler, methods=["POST"], response_model=None, **described(path))
+            app.add_api_route(
+                prefix + path, handler, methods=["POST"], response_model=None, **described(requests[path])
+            )
         app.add_api_route(f"{prefix}/models", _listing(gateway), methods=["GET"], responses=error_responses())
         app.add_api_route(
-            f"{prefix}/openapi.json", _description(gateway, app), methods=["GET"], include_in_schema=False
+            f"{prefix}/openapi.json", _description(gateway, app, components), methods=["GET"], include_in_schema=False
         )
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _no_route)
@@ -101,10 +105,10 @@ def _listing(gateway: Gateway) -> Handler:
     return models
 
 
-def _description(gateway: Gateway, app: FastAPI) -> Handler:
+def _description(gateway: Gateway, app: FastAPI, components: Json) -> Handler:
     async def openapi(request: Request) -> Response:
         _session(gateway, request)
-        return JSONResponse(app.openapi())
+        return JSONResponse({**app.openapi(), "components": {"schemas": components}})
 
     return openapi
 
@@ -197,5 +201,5 @@ def _dialect_of(request: Request) -> Dialect:
     """The dialect in which an error is put."""
     if "anthropic-version" in request.headers:
         return MESSAGES
-    routes = {**_DIALECTS, _COUNTING: MESSAGES}
+    routes = {**DIALECTS, _COUNTING: MESSAGES}
     return next((d for path, d in routes.items() if request.url.path.endswith(path)), CHAT)

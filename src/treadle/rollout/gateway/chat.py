@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Discriminator, Tag, model_validator
 
 from treadle.core.types import FunctionCall, Message, ToolCall
 from treadle.rollout.gateway.fields import (
-    bad_request,
+    Flag,
+    Object,
+    RequestModel,
+    Several,
+    SomeOf,
+    StopStrings,
+    Text,
     between,
-    checked,
     json_text,
-    objects,
     one_of,
-    optional,
-    required,
-    required_list,
+    only,
+    read,
+    text_or,
     unsupported,
 )
 from treadle.rollout.gateway.request import (
@@ -28,116 +34,219 @@ from treadle.rollout.gateway.request import (
     Json,
     finish_reason,
 )
-from treadle.rollout.gateway.sampling_overrides import sampling_overrides
-from treadle.rollout.replies import Tool
+from treadle.rollout.gateway.sampling_overrides import Integer, Length, SamplingRequest
 from treadle.rollout.session import CallOptions, Reply
 
 _ROLES = {"developer": "system", "function": "tool"}
 _KNOWN_ROLES = ("system", "user", "assistant", "tool", *_ROLES)
-_REASONING = ("reasoning_content", "reasoning")  # the second is what newer servers call it
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def read(body: Json) -> CompletionRequest:
-    """The request. Raises ApiError."""
-    unsupported(body, functions=[], function_call=None, audio=None, web_search_options=None, prediction=None)
-    if body.get("modalities") not in (None, ["text"]):
-        raise bad_request("modalities", "only text is supported here")
-    if top := between(body, "top_logprobs", int, 0, 20):
-        raise bad_request("top_logprobs", f"only the sampled token's log-probability is known; use 0 instead of {top}")
-    text_only(optional(body, "response_format", dict, {}), "response_format")
-    messages = tuple(read_message(m, f"messages[{i}]") for i, m in enumerate(required_list(body, "messages")))
-    tools, tool_calls = read_tools(objects(body, "tools")), tool_choice(body)
-    stream_options = optional(body, "stream_options", dict, {})
-    return CompletionRequest(
-        model=optional(body, "model", str, ""),
-        messages=messages,
-        tools=tools,
-        options=CallOptions(
-            sampling_overrides=sampling_overrides(body, ("max_completion_tokens", "max_tokens")),
-            tool_calls=tool_calls,
-            parallel_tool_calls=optional(body, "parallel_tool_calls", bool, True),
-            template_kwargs=optional(body, "chat_template_kwargs", dict, {}) or None,
-            continue_final_message=optional(body, "continue_final_message", bool, False),
-        ),
-        choices=between(body, "n", int, 1, MAX_CHOICES) or 1,
-        stream=optional(body, "stream", bool, False),
-        usage_in_stream=optional(stream_options, "include_usage", bool, False, "stream_options."),
-        logprobs=optional(body, "logprobs", bool, False),
-        token_ids=optional(body, "return_token_ids", bool, False),
-    )
+# What a request may hold. What of it goes to the chat template as JSON (tools) goes there as it was sent.
 
 
-def text_only(form: Json, param: str) -> None:
-    """Refuse a response format that only constrained decoding could keep."""
-    if form.get("type", "text") != "text":
-        raise bad_request(param, "only plain text is supported here: no engine of this server constrains decoding")
+class TextPart(RequestModel):
+    """A part of a message's content."""
+
+    type: Annotated[Any, only("only text is supported here", "text", "input_text", "output_text")]
+    text: Text = ""
 
 
-def tool_choice(body: Json) -> bool:
-    """Whether tool calls are looked for. `required` or a named tool cannot be enforced and counts as `auto`."""
-    choice = body.get("tool_choice")
-    if not isinstance(choice, dict):
-        choice = one_of(body, "tool_choice", ("auto", "none", "required"), "auto")
-    return choice != "none"
+class RefusalPart(RequestModel):
+    """What the assistant said instead."""
+
+    type: Annotated[Text, one_of("refusal")]
+    refusal: Text = ""
+
+    @property
+    def text(self) -> str:
+        """Return what it said, which counts as any text does."""
+        return self.refusal
 
 
-def read_tools(tools: Sequence[Json]) -> tuple[Tool, ...]:
-    """OpenAI's function tools, checked."""
-    for i, tool in enumerate(tools):
-        if tool.get("type", "function") != "function":
-            raise bad_request(f"tools[{i}].type", f"only function tools are supported here, got {tool['type']!r:.40}")
-        function = required(tool, "function", dict, f"tools[{i}].")
-        required(function, "name", str, f"tools[{i}].function.")
-        optional(function, "parameters", dict, {}, f"tools[{i}].function.")
-    return tuple(tools)
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    Discriminator(lambda part: "<refusal>" if isinstance(part, dict) and part.get("type") == "refusal" else "<text>"),
+]
+Content = Annotated[Annotated[Text, Tag("<text>")] | Annotated[Several[Part], Tag("<parts>")], text_or("<parts>")]
 
 
-def read_message(message: Json, where: str) -> Message:
-    """One message of the conversation. Raises ApiError for content that is no text."""
-    role = one_of(message, "role", _KNOWN_ROLES, "", f"{where}.")
-    content = read_content(message.get("content"), f"{where}.content", joint="" if role == "assistant" else "\n")
-    found = Message(role=_ROLES.get(role, role), content=content)
-    if name := optional(message, "name", str, "", f"{where}."):
-        found["name"] = name
-    if role == "tool":
-        found["tool_call_id"] = optional(message, "tool_call_id", str, "", f"{where}.")
-    if role != "assistant":
+def joined(content: str | Sequence[TextPart | RefusalPart], joint: str = "\n") -> str:
+    """Return text, or the texts of its parts with `joint` between them."""
+    return content if isinstance(content, str) else joint.join(part.text for part in content)
+
+
+class CalledFunction(RequestModel):
+    """Which function was called, with what: arguments as JSON text, or any JSON."""
+
+    null_counts: ClassVar[frozenset[str]] = frozenset({"arguments"})
+    name: Text
+    arguments: Any = "{}"
+
+
+class RequestedCall(RequestModel):
+    """A tool call of an earlier assistant message."""
+
+    id: Text = ""
+    function: CalledFunction
+
+    def tool_call(self) -> ToolCall:
+        """Return it as messages have it."""
+        function = FunctionCall(name=self.function.name, arguments=json_text(self.function.arguments))
+        return ToolCall(id=self.id, type="function", function=function)
+
+
+class ChatMessage(RequestModel):
+    """A message of anybody but the assistant and tools."""
+
+    role: Annotated[Text, one_of(*_KNOWN_ROLES, here=("system", "user", "developer", "function"))]
+    content: Content = ""
+    name: Text = ""
+
+    def message(self) -> Message:
+        """Return it as templates read it."""
+        found = Message(role=_ROLES.get(self.role, self.role), content=joined(self.content))
+        if self.name:
+            found["name"] = self.name
         return found
-    unsupported(message, function_call=None, audio=None)
-    for key in _REASONING:
-        if isinstance(message.get(key), str):
-            found["reasoning_content"] = message[key]
-            break
-    if calls := objects(message, "tool_calls", f"{where}."):
-        found["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return found
 
 
-def read_content(content: Any, where: str, joint: str = "\n") -> str:
-    """Text, or the texts of its parts with `joint` between them. Raises ApiError for images and other parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = enumerate(checked(content, list, where))
-    return joint.join(_part(checked(part, dict, f"{where}[{i}]"), f"{where}[{i}]") for i, part in parts)
+class ToolMessage(ChatMessage):
+    """What a tool answered."""
+
+    role: Annotated[Text, one_of("tool")]
+    tool_call_id: Text = ""
+
+    def message(self) -> Message:
+        """Return it as templates read it."""
+        return {**super().message(), "tool_call_id": self.tool_call_id}
 
 
-def _part(part: Json, where: str) -> str:
-    kind = part.get("type")
-    if kind not in ("text", "input_text", "output_text", "refusal"):
-        raise bad_request(f"{where}.type", f"only text is supported here, got {kind!r:.40}")
-    return optional(part, "refusal" if kind == "refusal" else "text", str, "", f"{where}.")
+class AssistantMessage(ChatMessage):
+    """An earlier reply. reasoning_content, reasoning: its thought, under the one name or the other."""
+
+    role: Annotated[Text, one_of("assistant")]
+    tool_calls: Several[RequestedCall] = ()
+    reasoning_content: Any = None
+    reasoning: Any = None
+    function_call: Annotated[Any, unsupported()] = None
+    audio: Annotated[Any, unsupported()] = None
+
+    def message(self) -> Message:
+        """Return it as templates read it."""
+        found: Message = {**super().message(), "content": joined(self.content, joint="")}
+        thought = next((text for text in (self.reasoning_content, self.reasoning) if isinstance(text, str)), None)
+        if thought is not None:
+            found["reasoning_content"] = thought
+        if self.tool_calls:
+            found["tool_calls"] = [call.tool_call() for call in self.tool_calls]
+        return found
 
 
-def _tool_call(call: Json, where: str) -> ToolCall:
-    function = required(call, "function", dict, f"{where}.")
-    return ToolCall(
-        id=optional(call, "id", str, "", f"{where}."),
-        type="function",
-        function=FunctionCall(
-            name=required(function, "name", str, f"{where}.function."),
-            arguments=json_text(function.get("arguments", "{}")),
+def _kind(message: Any) -> str:
+    role = message.get("role") if isinstance(message, dict) else None
+    return f"<{role}>" if role in ("assistant", "tool") else "<other>"
+
+
+AnyMessage = Annotated[
+    Annotated[ChatMessage, Tag("<other>")]
+    | Annotated[ToolMessage, Tag("<tool>")]
+    | Annotated[AssistantMessage, Tag("<assistant>")],
+    Discriminator(_kind),
+]
+
+
+class Function(RequestModel):
+    """What a tool is called, and its arguments' JSON schema."""
+
+    name: Text
+    parameters: Object | None = None
+
+
+class FunctionTool(RequestModel):
+    """A tool that the model may call."""
+
+    null_counts: ClassVar[frozenset[str]] = frozenset({"type"})
+    type: Annotated[Any, only("only function tools are supported here", "function")] = "function"
+    function: Function
+
+
+ToolChoice = Annotated[
+    Annotated[Text, one_of("auto", "none", "required"), Tag("<mode>")] | Annotated[Object, Tag("<tool>")],
+    Discriminator(lambda choice: "<tool>" if isinstance(choice, dict) else "<mode>"),
+]
+"""`required` or a named tool cannot be enforced, and counts as `auto`."""
+
+
+class TextFormat(RequestModel):
+    """A format that only constrained decoding could keep is refused."""
+
+    type: Annotated[
+        Any, only("only plain text is supported here: no engine of this server constrains decoding", "text")
+    ] = "text"
+
+
+class StreamOptions(RequestModel):
+    """What a stream holds beside the answer."""
+
+    include_usage: Flag = False
+
+
+class ChatRequest(SamplingRequest):
+    """The body of a request."""
+
+    messages: SomeOf[AnyMessage]
+    tools: Several[FunctionTool] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: Flag = True
+    max_completion_tokens: Length | None = None
+    max_tokens: Length | None = None
+    stop: StopStrings = ()
+    n: Annotated[Integer, between(1, MAX_CHOICES)] = 1
+    logprobs: Flag = False
+    top_logprobs: Annotated[
+        Integer, only("only the sampled token's log-probability is known; leave it out or use 0", 0)
+    ] = 0
+    stream_options: StreamOptions = StreamOptions()
+    response_format: TextFormat = TextFormat()
+    modalities: Annotated[Any, only("only text is supported here", None, ["text"])] = None
+    chat_template_kwargs: Object | None = None
+    continue_final_message: Flag = False
+    functions: Annotated[Any, unsupported([])] = None
+    function_call: Annotated[Any, unsupported()] = None
+    audio: Annotated[Any, unsupported()] = None
+    web_search_options: Annotated[Any, unsupported()] = None
+    prediction: Annotated[Any, unsupported()] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, data: Any) -> Any:
+        """Drop `max_tokens`, whatever it says, where its new name is given."""
+        if isinstance(data, dict) and data.get("max_completion_tokens") is not None:
+            return {key: value for key, value in data.items() if key != "max_tokens"}
+        return data
+
+
+def read_chat(body: Json) -> CompletionRequest:
+    """Return the request. Raises ApiError."""
+    request = read(ChatRequest, body)
+    longest = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    return CompletionRequest(
+        model=request.model,
+        messages=tuple(message.message() for message in request.messages),
+        tools=tuple(body.get("tools") or ()),
+        options=CallOptions(
+            sampling_overrides=request.overrides(longest, request.stop),
+            tool_calls=request.tool_choice != "none",
+            parallel_tool_calls=request.parallel_tool_calls,
+            template_kwargs=request.chat_template_kwargs or None,
+            continue_final_message=request.continue_final_message,
         ),
+        choices=request.n,
+        stream=request.stream,
+        usage_in_stream=request.stream_options.include_usage,
+        logprobs=request.logprobs,
+        token_ids=request.return_token_ids,
     )
 
 
@@ -242,4 +351,4 @@ def error_event(problem: ApiError) -> str:
     return event(error(problem))
 
 
-CHAT = Dialect("chatcmpl-", read, write, events, error, error_event)
+CHAT = Dialect("chatcmpl-", ChatRequest, read_chat, write, events, error, error_event)

@@ -3,58 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
-from treadle.rollout.gateway.chat import error, error_event, event, usage
-from treadle.rollout.gateway.fields import bad_request, between, checked, optional, shown, unsupported
+from pydantic import Discriminator, Tag
+
+from treadle.rollout.gateway.chat import StreamOptions, error, error_event, event, usage
+from treadle.rollout.gateway.fields import (
+    NOT_EMPTY,
+    Checked,
+    Flag,
+    Several,
+    StopStrings,
+    Text,
+    bad_request,
+    between,
+    count,
+    read,
+    shown,
+    text_or,
+    unsupported,
+)
 from treadle.rollout.gateway.request import MAX_CHOICES, Answer, CompletionRequest, Dialect, Json, finish_reason
-from treadle.rollout.gateway.sampling_overrides import sampling_overrides
+from treadle.rollout.gateway.sampling_overrides import Integer, Length, SamplingRequest
 from treadle.rollout.session import CallOptions, Reply
 
 _MOST_PROMPTS = 128
 
 
-def read(body: Json) -> CompletionRequest:
-    """The request. Raises ApiError."""
-    unsupported(body, suffix="", echo=False)
-    choices = between(body, "n", int, 1, MAX_CHOICES) or 1
-    if (best := between(body, "best_of", int, 1, MAX_CHOICES)) not in (None, choices):
-        raise bad_request("best_of", f"must equal n here, got {best}")
-    if isinstance(body.get("logprobs"), bool):  # some clients write chat's form
-        logprobs = body["logprobs"]
-    else:  # 1: the most probable token as well, which nobody knows; the sampled one stands for it
-        logprobs = between(body, "logprobs", int, 0, 1) is not None
+def _unknown_id(ids: tuple[int, ...]) -> str:
+    wrong = next((ident for ident in ids if not 0 <= ident < 2**31), None)
+    return "" if wrong is None else f"token ids are integers in [0, 2**31), got {shown(wrong)}"
+
+
+_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+TokenIds = Annotated[Several[Integer], Checked(_unknown_id, {"items": _ID})]
+OnePrompt = Annotated[Annotated[Text, Tag("<text>")] | Annotated[TokenIds, Tag("<ids>")], text_or("<ids>")]
+
+
+def _prompt_kind(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return "<text>"
+    return "<ids>" if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else "<prompts>"
+
+
+Prompts = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[TokenIds, NOT_EMPTY, Tag("<ids>")]
+    | Annotated[Several[OnePrompt], count(1, _MOST_PROMPTS, "prompts"), Tag("<prompts>")],
+    Discriminator(_prompt_kind),
+]
+"""A text, a list of ids, or a list of either."""
+
+Logprobs = Annotated[
+    Annotated[Flag, Tag("<flag>")] | Annotated[Integer, between(0, 1), Tag("<count>")],
+    Discriminator(lambda value: "<flag>" if isinstance(value, bool) else "<count>"),
+]
+"""Some clients write chat's form. 1: the most probable token, too: nobody knows it, the sampled one stands for it."""
+
+
+class RawRequest(SamplingRequest):
+    """The body of a request."""
+
+    prompt: Prompts
+    max_tokens: Length | None = None
+    stop: StopStrings = ()
+    n: Annotated[Integer, between(1, MAX_CHOICES)] = 1
+    best_of: Annotated[Integer, between(1, MAX_CHOICES)] | None = None
+    logprobs: Logprobs | None = None
+    stream_options: StreamOptions = StreamOptions()
+    suffix: Annotated[Any, unsupported("")] = None
+    echo: Annotated[Any, unsupported(False)] = None
+
+
+def read_completion(body: Json) -> CompletionRequest:
+    """Return the request. Raises ApiError."""
+    request = read(RawRequest, body)
+    if request.best_of not in (None, request.n):
+        raise bad_request("best_of", f"must equal n here, got {request.best_of}")
     return CompletionRequest(
-        model=optional(body, "model", str, ""),
-        prompts=_prompts(body.get("prompt")),
-        options=CallOptions(sampling_overrides=sampling_overrides(body, ("max_tokens",))),
-        choices=choices,
-        stream=optional(body, "stream", bool, False),
-        usage_in_stream=optional(optional(body, "stream_options", dict, {}), "include_usage", bool, False),
-        logprobs=logprobs,
-        token_ids=optional(body, "return_token_ids", bool, False),
+        model=request.model,
+        prompts=_prompts(request.prompt),
+        options=CallOptions(sampling_overrides=request.overrides(request.max_tokens, request.stop)),
+        choices=request.n,
+        stream=request.stream,
+        usage_in_stream=request.stream_options.include_usage,
+        logprobs=request.logprobs is not None and request.logprobs is not False,  # 0 asks for them, too
+        token_ids=request.return_token_ids,
     )
 
 
-def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """A text, a list of ids, or a list of either."""
-    if isinstance(value, str):
-        return (value,)
-    found = checked(value, list, "prompt")
-    if found and isinstance(found[0], int):
-        return (_ids(found, "prompt"),)
-    if not 1 <= len(found) <= _MOST_PROMPTS:
-        raise bad_request("prompt", f"must hold 1 to {_MOST_PROMPTS} prompts, got {len(found)}")
-    return tuple(
-        p if isinstance(p, str) else _ids(checked(p, list, f"prompt[{i}]"), "prompt") for i, p in enumerate(found)
-    )
-
-
-def _ids(value: list[Any], param: str) -> tuple[int, ...]:
-    for ident in value:
-        if not isinstance(ident, int) or isinstance(ident, bool) or not 0 <= ident < 2**31:
-            raise bad_request(param, f"token ids are integers in [0, 2**31), got {shown(ident)}")
-    return tuple(value)
+def _prompts(given: str | tuple[Any, ...]) -> tuple[str | tuple[int, ...], ...]:
+    return (given,) if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 def write(answer: Answer) -> Json:
@@ -104,4 +143,4 @@ def _logprobs(answer: Answer, reply: Reply) -> Json:
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
-COMPLETIONS = Dialect("cmpl-", read, write, events, error, error_event)
+COMPLETIONS = Dialect("cmpl-", RawRequest, read_completion, write, events, error, error_event)

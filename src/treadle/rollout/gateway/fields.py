@@ -1,22 +1,78 @@
-"""Reading the fields of a request: typed, with an error that names the field and its value."""
+"""What the fields of a request may hold: types that check a value, describe themselves, and name what is wrong.
+
+A dialect writes its requests as models of them. The models are all there is: requests are validated by them, and the
+OpenAPI description is made of them (`schemas`).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Strict,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from treadle.rollout.gateway.request import ApiError, Json
 
+M = TypeVar("M", bound="RequestModel")
 T = TypeVar("T")
-_NAMES = {
-    str: "a string",
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    dict: "an object",
-    list: "an array",
+
+_KINDS = {
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "tuple_type": "an array",
 }
+
+
+class RequestModel(BaseModel):
+    """An object of a request. Fields that nobody reads are ignored, and null is as if the field were missing.
+
+    null_counts: fields for which it is not.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+    null_counts: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        return {key: value for key, value in data.items() if value is not None or key in cls.null_counts}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+        described = handler.resolve_ref_schema(handler(core))
+        for name, field in described.get("properties", {}).items():
+            if name not in described.get("required", ()) and name not in cls.null_counts:
+                described["properties"][name] = {"anyOf": [field, {"type": "null"}]}
+        return described
+
+
+def read(model: type[M], body: Json) -> M:
+    """Return the request as this model has it. Raises ApiError, naming the first field that is wrong and its value."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        param = _path(problem["loc"])
+        raise bad_request(param, _text(problem["type"], problem["msg"], problem["input"])) from error
 
 
 def bad_request(param: str, problem: str) -> ApiError:
@@ -24,79 +80,112 @@ def bad_request(param: str, problem: str) -> ApiError:
     return ApiError(400, f"{param}: {problem}", param)
 
 
-def optional(body: Json, key: str, kind: type[T], default: T, where: str = "") -> T:
-    """body[key], checked; `default` where it is missing or null."""
-    value = body.get(key)
-    if value is None:
-        return default
-    return checked(value, kind, where + key)
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content`, without the tags of unions, `<parts>`."""
+    keys = [key for key in location if not (isinstance(key, str) and key.startswith("<"))]
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
 
 
-def required(body: Json, key: str, kind: type[T], where: str = "") -> T:
-    """body[key], checked and not missing."""
-    if body.get(key) is None:
-        raise bad_request(where + key, "is missing")
-    return checked(body[key], kind, where + key)
+def _text(kind: str, message: str, value: Any) -> str:
+    if kind in _KINDS:
+        return f"must be {_KINDS[kind]}, got {shown(value)}"
+    return "is missing" if kind == "missing" else message
 
 
-def checked(value: Any, kind: type[T], param: str) -> T:
-    """`value` if it is of that JSON type; an integer is a number too."""
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        if abs(value) > 2**53:
-            raise bad_request(param, f"must be a number below 2**53, got {shown(value)}")
-        return float(value)  # type: ignore[return-value]
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise bad_request(param, f"must be {_NAMES[kind]}, got {shown(value)}")
-    return value
+# Types of fields
 
 
-def between(body: Json, key: str, kind: type[T], low: float, high: float) -> T | None:
-    """A number in [low, high], or None where it is missing or null."""
-    if body.get(key) is None:
-        return None
-    value = checked(body[key], kind, key)
-    if not low <= value <= high:  # type: ignore[operator]
-        raise bad_request(key, f"must lie in [{low:g}, {high:g}], got {shown(value)}")
-    return value
+Text = Annotated[str, Strict()]
+Flag = Annotated[bool, Strict()]
+Object = dict[str, Any]
 
 
-def one_of(body: Json, key: str, known: Sequence[str], default: str, where: str = "") -> str:
-    """A string among `known`."""
-    value = optional(body, key, str, default, where)
-    if value not in known:
-        raise bad_request(where + key, f"must be one of {', '.join(known)}, got {shown(value)}")
-    return value
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """Of `Annotated[type, ...]`: one more check of a value that is of the type, and the same in JSON schema.
+
+    problem: returns what is wrong with the value; nothing if it is as it should be. means: added to the type's schema.
+    """
+
+    problem: Callable[[Any], str]
+    means: Json
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+        return {**handler(core), **self.means}
+
+    def _checked(self, value: T) -> T:
+        if problem := self.problem(value):
+            raise PydanticCustomError("request", "{problem}", {"problem": problem})
+        return value
 
 
-def objects(body: Json, key: str, where: str = "") -> list[Json]:
-    """An array of objects; empty where it is missing or null."""
-    return [checked(v, dict, f"{where}{key}[{i}]") for i, v in enumerate(optional(body, key, list, [], where))]
+def between(low: float, high: float, *, above: bool = False) -> Checked:
+    """Return the check of a number in [low, high]; above: in (low, high]."""
+
+    def problem(value: float) -> str:
+        if not low <= value <= high:
+            return f"must lie in [{low:g}, {high:g}], got {shown(value)}"
+        return f"must be above {low:g}" if above and value == low else ""
+
+    return Checked(problem, {"exclusiveMinimum" if above else "minimum": low, "maximum": high})
 
 
-def required_list(body: Json, key: str) -> list[Json]:
-    """A non-empty array of objects."""
-    if not required(body, key, list):
-        raise bad_request(key, "must not be empty")
-    return objects(body, key)
+def one_of(*known: str, here: tuple[str, ...] = ()) -> Checked:
+    """Return the check of a string among these. here: those that choose the member of a union that has this field."""
+    return Checked(
+        lambda value: "" if value in known else f"must be one of {', '.join(known)}, got {shown(value)}",
+        {"enum": [*(here or known)]},
+    )
 
 
-def strings(body: Json, key: str, most: int = 64) -> tuple[str, ...]:
-    """A string or an array of strings, none empty."""
-    value = body.get(key)
-    found = () if value is None else (value,) if isinstance(value, str) else checked(value, list, key)
-    if len(found) > most:
-        raise bad_request(key, f"at most {most} strings, got {len(found)}")
-    for text in found:
-        if not checked(text, str, key):
-            raise bad_request(key, "must not hold an empty string")
-    return tuple(found)
+def only(problem: str, *known: Any) -> Checked:
+    """Return the check of one of a few values, in words: `only("only text is supported here", "text")`."""
+    return Checked(lambda value: "" if value in known else f"{problem}, got {value!r:.40}", {"enum": [*known]})
 
 
-def unsupported(body: Json, **neutral: Any) -> None:
-    """Refuse fields that ask for what no engine here does, unless they have their neutral value."""
-    for key, value in neutral.items():
-        if body.get(key) not in (None, value):
-            raise bad_request(key, f"is not supported here, got {shown(body[key])}; leave it out")
+def unsupported(*neutral: Any) -> Checked:
+    """Return the check of a field that asks for what no engine here does, save for its neutral value."""
+    known = (None, *neutral)
+    return Checked(
+        lambda value: "" if value in known else f"is not supported here, got {shown(value)}; leave it out",
+        {"enum": [*known]},
+    )
+
+
+def count(low: int, high: int, what: str) -> Checked:
+    """Return the check of an array of so many."""
+    return Checked(
+        lambda value: "" if low <= len(value) <= high else f"must hold {low} to {high} {what}, got {len(value)}",
+        {"minItems": low, "maxItems": high},
+    )
+
+
+NOT_EMPTY = Checked(lambda value: "" if value else "must not be empty", {"minLength": 1, "minItems": 1})
+"""Of text, or of an array: in JSON schema, what is said of the one type says nothing of the other."""
+
+
+class FirstWrong:
+    """An array, of which nothing after the first wrong element is looked at."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return {**handler(source), "fail_fast": True}  # of a tuple, as used here
+
+
+def text_or(tag: str) -> Discriminator:
+    """Return what tells text, `<text>`, from everything else, which is taken for what has the other tag."""
+    return Discriminator(lambda value: "<text>" if isinstance(value, str) else tag)
+
+
+Several = Annotated[tuple[T, ...], FirstWrong()]
+SomeOf = Annotated[tuple[T, ...], FirstWrong(), NOT_EMPTY]
+StopStrings = Annotated[
+    Annotated[Text, NOT_EMPTY, Tag("<text>")]
+    | Annotated[Several[Annotated[Text, NOT_EMPTY]], count(0, 64, "strings"), Tag("<texts>")],
+    text_or("<texts>"),
+]
 
 
 def json_text(value: Any) -> str:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Discriminator, Tag
 
 from treadle.core.types import FunctionCall, Message, StopReason, ToolCall
-from treadle.rollout.gateway.fields import bad_request, checked, objects, one_of, optional, required, required_list
+from treadle.rollout.gateway.fields import (
+    Flag,
+    Object,
+    RequestModel,
+    Several,
+    SomeOf,
+    StopStrings,
+    Text,
+    one_of,
+    only,
+    read,
+    text_or,
+)
 from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json
-from treadle.rollout.gateway.sampling_overrides import sampling_overrides
+from treadle.rollout.gateway.sampling_overrides import Length, SamplingRequest
 from treadle.rollout.replies import Tool
 from treadle.rollout.session import CallOptions, Reply
 
@@ -20,117 +34,245 @@ _ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_ROLES = ("user", "assistant", "system")
+_BLOCKS = ("text", "tool_use", "thinking", "redacted_thinking")  # of the assistant
 
 
-def read(body: Json) -> CompletionRequest:
-    """The request. Raises ApiError."""
-    required(body, "max_tokens", int)
-    choice = optional(body, "tool_choice", dict, {})
-    kind = one_of(choice, "type", ("auto", "any", "tool", "none"), "auto", "tool_choice.")
-    messages, tools, prefilled = read_prompt(body)
+# What a request may hold
+
+
+class TextBlock(RequestModel):
+    """Text, of anybody but the assistant."""
+
+    type: Annotated[Any, only("only text is supported here", "text")]
+    text: Text = ""
+
+
+Content = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[Several[TextBlock], Tag("<blocks>")], text_or("<blocks>")
+]
+
+
+def joined(content: str | Sequence[TextBlock]) -> str:
+    """Return text, or the texts of its blocks, a line each."""
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+class ToolResult(RequestModel):
+    """What a tool answered, in the user's turn."""
+
+    type: Annotated[Text, one_of("tool_result")]
+    tool_use_id: Text
+    content: Content = ""
+
+
+def _kind(value: Any, key: str) -> str:
+    """The tag of an object: what it says under the key."""
+    return f"<{value.get(key) if isinstance(value, dict) else ''}>"
+
+
+def _one_of_the_users(block: Any) -> str:
+    return "<tool_result>" if _kind(block, "type") == "<tool_result>" else "<text>"
+
+
+UserBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolResult, Tag("<tool_result>")], Discriminator(_one_of_the_users)
+]
+
+
+class OtherTurn(RequestModel):
+    """A turn of anybody but the assistant."""
+
+    role: Annotated[Text, one_of(*_ROLES, here=("user", "system"))]
+    content: Annotated[
+        Annotated[Text, Tag("<text>")] | Annotated[Several[UserBlock], Tag("<blocks>")], text_or("<blocks>")
+    ]
+
+    def messages(self) -> list[Message]:
+        """Return the turn as templates read it: what tools answered is a message of its own."""
+        if isinstance(self.content, str):
+            return [Message(role=self.role, content=self.content)]
+        messages: list[Message] = []
+        texts: list[str] = []
+        for block in self.content:
+            if isinstance(block, TextBlock):
+                texts.append(block.text)
+                continue
+            if texts:
+                messages.append(Message(role=self.role, content="\n".join(texts)))
+                texts = []
+            messages.append(Message(role="tool", content=joined(block.content), tool_call_id=block.tool_use_id))
+        if texts or not messages:
+            messages.append(Message(role=self.role, content="\n".join(texts)))
+        return messages
+
+
+class AssistantBlock(RequestModel):
+    """Text of the assistant, or what it does not show."""
+
+    type: Annotated[Text, one_of(*_BLOCKS, here=("redacted_thinking",))]
+
+    def add_to(self, message: Message) -> None:
+        """Put it into the assistant's message."""
+
+
+class AssistantText(AssistantBlock):
+    """What it said."""
+
+    type: Annotated[Text, one_of("text")]
+    text: Text = ""
+
+    def add_to(self, message: Message) -> None:
+        """Put it into the assistant's message."""
+        message["content"] += self.text
+
+
+class Thinking(AssistantBlock):
+    """What it thought."""
+
+    type: Annotated[Text, one_of("thinking")]
+    thinking: Text = ""
+
+    def add_to(self, message: Message) -> None:
+        """Put it into the assistant's message."""
+        message["reasoning_content"] = self.thinking
+
+
+class ToolUse(AssistantBlock):
+    """A tool that it called."""
+
+    type: Annotated[Text, one_of("tool_use")]
+    id: Text
+    name: Text
+    input: Object | None = None
+
+    def add_to(self, message: Message) -> None:
+        """Put it into the assistant's message."""
+        function = FunctionCall(name=self.name, arguments=json.dumps(self.input or {}, ensure_ascii=False))
+        message.setdefault("tool_calls", []).append(ToolCall(id=self.id, type="function", function=function))
+
+
+_OF_ASSISTANT = ("<text>", "<thinking>", "<tool_use>")
+
+
+def _one_of_the_assistants(block: Any) -> str:
+    kind = _kind(block, "type")
+    return kind if kind in _OF_ASSISTANT else "<other>"
+
+
+class AssistantTurn(RequestModel):
+    """A turn of the assistant."""
+
+    role: Annotated[Text, one_of("assistant")]
+    content: Annotated[
+        Annotated[Text, Tag("<text>")]
+        | Annotated[
+            Several[
+                Annotated[
+                    Annotated[AssistantText, Tag("<text>")]
+                    | Annotated[Thinking, Tag("<thinking>")]
+                    | Annotated[ToolUse, Tag("<tool_use>")]
+                    | Annotated[AssistantBlock, Tag("<other>")],
+                    Discriminator(_one_of_the_assistants),
+                ]
+            ],
+            Tag("<blocks>"),
+        ],
+        text_or("<blocks>"),
+    ]
+
+    def messages(self) -> list[Message]:
+        """Return the turn as templates read it: one message."""
+        if isinstance(self.content, str):
+            return [Message(role="assistant", content=self.content)]
+        message = Message(role="assistant", content="")
+        for block in self.content:
+            block.add_to(message)
+        return [message]
+
+
+AnyTurn = Annotated[
+    Annotated[AssistantTurn, Tag("<assistant>")] | Annotated[OtherTurn, Tag("<other>")],
+    Discriminator(lambda message: "<assistant>" if _kind(message, "role") == "<assistant>" else "<other>"),
+]
+
+
+class CustomTool(RequestModel):
+    """A tool that the model may call."""
+
+    null_counts: ClassVar[frozenset[str]] = frozenset({"type"})
+    type: Annotated[Any, only("only custom tools are supported here", None, "custom")] = "custom"
+    name: Text
+    description: Text = ""
+    input_schema: Object | None = None
+
+    def tool(self) -> Tool:
+        """Return it as OpenAI writes it, which is what templates read."""
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema or {}}
+        return {"type": "function", "function": function}
+
+
+class Choice(RequestModel):
+    """Which tools may be called: `any` and `tool` cannot be enforced, and count as `auto`."""
+
+    type: Annotated[Text, one_of("auto", "any", "tool", "none")] = "auto"
+    disable_parallel_tool_use: Flag = False
+
+
+class ThinkingChoice(RequestModel):
+    """Whether thoughts are handed out: unless it is `disabled`."""
+
+    type: Text = "disabled"
+
+
+class CountRequest(RequestModel):
+    """The body of a request that counts tokens: the prompt."""
+
+    system: Content = ""
+    messages: SomeOf[AnyTurn]
+    tools: Several[CustomTool] = ()
+
+    def prompt(self) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool]:
+        """Return messages, tools, and whether the reply goes on with the last message (a prefill)."""
+        system = joined(self.system)
+        messages = [Message(role="system", content=system)] if system else []
+        for message in self.messages:
+            messages += message.messages()
+        return tuple(messages), tuple(tool.tool() for tool in self.tools), messages[-1]["role"] == "assistant"
+
+
+class MessagesRequest(SamplingRequest, CountRequest):
+    """The body of a request."""
+
+    max_tokens: Length
+    stop_sequences: StopStrings = ()
+    tool_choice: Choice = Choice()
+    thinking: ThinkingChoice = ThinkingChoice()
+
+
+def read_messages(body: Json) -> CompletionRequest:
+    """Return the request. Raises ApiError."""
+    request = read(MessagesRequest, body)
+    messages, tools, prefilled = request.prompt()
     return CompletionRequest(
-        model=optional(body, "model", str, ""),
+        model=request.model,
         messages=messages,
         tools=tools,
         options=CallOptions(
-            sampling_overrides=sampling_overrides(body, ("max_tokens",), stop="stop_sequences"),
-            tool_calls=kind != "none",
-            parallel_tool_calls=not optional(choice, "disable_parallel_tool_use", bool, False, "tool_choice."),
+            sampling_overrides=request.overrides(request.max_tokens, request.stop_sequences),
+            tool_calls=request.tool_choice.type != "none",
+            parallel_tool_calls=not request.tool_choice.disable_parallel_tool_use,
             continue_final_message=prefilled,
         ),
-        stream=optional(body, "stream", bool, False),
-        token_ids=optional(body, "return_token_ids", bool, False),
-        thoughts=optional(optional(body, "thinking", dict, {}), "type", str, "disabled", "thinking.") != "disabled",
+        stream=request.stream,
+        token_ids=request.return_token_ids,
+        thoughts=request.thinking.type != "disabled",
     )
 
 
 def read_prompt(body: Json) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool]:
-    """Messages, tools, and whether the reply goes on with the last message (a prefill). Raises ApiError."""
-    system = _text(body.get("system"), "system")
-    messages = [Message(role="system", content=system)] if system else []
-    for i, message in enumerate(required_list(body, "messages")):
-        messages += _messages(message, f"messages[{i}]")
-    return tuple(messages), _tools(objects(body, "tools")), messages[-1]["role"] == "assistant"
-
-
-def _tools(tools: Sequence[Json]) -> tuple[Tool, ...]:
-    found: list[Tool] = []
-    for i, tool in enumerate(tools):
-        where = f"tools[{i}]."
-        if tool.get("type", "custom") not in (None, "custom"):
-            raise bad_request(f"{where}type", f"only custom tools are supported here, got {tool['type']!r:.40}")
-        function = {
-            "name": required(tool, "name", str, where),
-            "description": optional(tool, "description", str, "", where),
-            "parameters": optional(tool, "input_schema", dict, {}, where),
-        }
-        found.append({"type": "function", "function": function})
-    return tuple(found)
-
-
-def _messages(message: Json, where: str) -> list[Message]:
-    """A turn as our messages: what tools answered is a message of its own."""
-    role = one_of(message, "role", ("user", "assistant", "system"), "", f"{where}.")
-    content = message.get("content")
-    if isinstance(content, str):
-        return [Message(role=role, content=content)]
-    blocks = [
-        checked(b, dict, f"{where}.content[{i}]") for i, b in enumerate(required(message, "content", list, f"{where}."))
-    ]
-    if role == "assistant":
-        return [_assistant(blocks, f"{where}.content")]
-    return _user(role, blocks, f"{where}.content")
-
-
-def _assistant(blocks: Sequence[Json], where: str) -> Message:
-    message = Message(role="assistant", content="")
-    for i, block in enumerate(blocks):
-        at = f"{where}[{i}]."
-        match one_of(block, "type", ("text", "tool_use", "thinking", "redacted_thinking"), "", at):
-            case "text":
-                message["content"] += optional(block, "text", str, "", at)
-            case "thinking":
-                message["reasoning_content"] = optional(block, "thinking", str, "", at)
-            case "tool_use":
-                arguments = json.dumps(optional(block, "input", dict, {}, at), ensure_ascii=False)
-                function = FunctionCall(name=required(block, "name", str, at), arguments=arguments)
-                call = ToolCall(id=required(block, "id", str, at), type="function", function=function)
-                message.setdefault("tool_calls", []).append(call)
-    return message
-
-
-def _user(role: str, blocks: Sequence[Json], where: str) -> list[Message]:
-    messages: list[Message] = []
-    texts: list[str] = []
-    for i, block in enumerate(blocks):
-        at = f"{where}[{i}]"
-        if block.get("type") != "tool_result":
-            texts.append(_block(block, at))
-            continue
-        if texts:
-            messages.append(Message(role=role, content="\n".join(texts)))
-            texts = []
-        content = _text(block.get("content"), f"{at}.content")
-        messages.append(
-            Message(role="tool", content=content, tool_call_id=required(block, "tool_use_id", str, f"{at}."))
-        )
-    if texts or not messages:
-        messages.append(Message(role=role, content="\n".join(texts)))
-    return messages
-
-
-def _text(content: Any, where: str) -> str:
-    """Text, or the texts of its blocks, a line each."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    blocks = [checked(b, dict, f"{where}[{i}]") for i, b in enumerate(checked(content, list, where))]
-    return "\n".join(_block(b, f"{where}[{i}]") for i, b in enumerate(blocks))
-
-
-def _block(block: Json, where: str) -> str:
-    if block.get("type") != "text":
-        raise bad_request(f"{where}.type", f"only text is supported here, got {block.get('type')!r:.40}")
-    return optional(block, "text", str, "", f"{where}.")
+    """Return messages, tools, and whether the reply goes on with the last message. Raises ApiError."""
+    return read(CountRequest, body).prompt()
 
 
 def write(answer: Answer) -> Json:
@@ -230,4 +372,4 @@ def error_event(problem: ApiError) -> str:
     return f"event: error\ndata: {json.dumps(error(problem))}\n\n"
 
 
-MESSAGES = Dialect("msg_", read, write, events, error, error_event)
+MESSAGES = Dialect("msg_", MessagesRequest, read_messages, write, events, error, error_event)

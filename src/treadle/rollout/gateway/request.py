@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
+
 from treadle.core.errors import TreadleError
 from treadle.core.types import Message, StopReason
 from treadle.rollout.chat import ChatRenderer
@@ -85,6 +87,7 @@ class Dialect:
     """
 
     prefix: str  # of the ids of its answers
+    body: type[BaseModel]  # what a request must be
     read: Callable[[Json], CompletionRequest]
     write: Callable[[Answer], Json]
     events: Callable[[Answer], Iterator[str]]

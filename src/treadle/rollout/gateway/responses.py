@@ -4,97 +4,183 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Discriminator, Tag
 
 from treadle.core.types import FunctionCall, Message, StopReason, ToolCall
-from treadle.rollout.gateway.chat import error, read_content, read_tools, text_only, tool_choice
-from treadle.rollout.gateway.fields import bad_request, json_text, objects, one_of, optional, required, unsupported
+from treadle.rollout.gateway.chat import Content, TextFormat, ToolChoice, error, joined
+from treadle.rollout.gateway.fields import (
+    Flag,
+    Object,
+    RequestModel,
+    Several,
+    SomeOf,
+    StopStrings,
+    Text,
+    json_text,
+    one_of,
+    only,
+    read,
+    text_or,
+    unsupported,
+)
 from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json
-from treadle.rollout.gateway.sampling_overrides import sampling_overrides
-from treadle.rollout.replies import Tool
+from treadle.rollout.gateway.sampling_overrides import Length, SamplingRequest
 from treadle.rollout.session import CallOptions
 
 _ROLES = ("user", "assistant", "system", "developer")
 _RANKS = {"reasoning": 0, "message": 1, "function_call": 2}  # the order of items within one assistant message
+_KINDS = (*_RANKS, "function_call_output")
 
 
-def read(body: Json) -> CompletionRequest:
-    """The request. Raises ApiError."""
-    unsupported(body, background=False, conversation=None, prompt=None)
-    text_only(optional(optional(body, "text", dict, {}), "format", dict, {}, "text."), "text.format")
-    given = body.get("input")
-    messages = (Message(role="user", content=given),) if isinstance(given, str) else read_items(objects(body, "input"))
-    if not messages:
-        raise bad_request("input", "is missing or empty")
+# What a request may hold
+
+
+class MessageItem(RequestModel):
+    """A message; also of an item whose type nobody knows, which is refused by it."""
+
+    type: Annotated[Text, one_of(*_KINDS, here=("message",))] = "message"
+    role: Annotated[Text, one_of(*_ROLES)]
+    content: Content = ""
+
+
+class Thought(RequestModel):
+    """A part of what the assistant thought."""
+
+    text: Text = ""
+
+
+class ReasoningItem(RequestModel):
+    """What the assistant thought."""
+
+    type: Annotated[Text, one_of("reasoning")]
+    content: Several[Thought] = ()
+
+
+class CallItem(RequestModel):
+    """A tool that the assistant called."""
+
+    null_counts: ClassVar[frozenset[str]] = frozenset({"arguments"})
+    type: Annotated[Text, one_of("function_call")]
+    call_id: Text
+    name: Text
+    arguments: Any = "{}"
+
+
+class OutputItem(RequestModel):
+    """What a tool answered."""
+
+    type: Annotated[Text, one_of("function_call_output")]
+    call_id: Text
+    output: Content = ""
+
+
+Item = MessageItem | ReasoningItem | CallItem | OutputItem
+_TAGS = {"reasoning": "<reasoning>", "function_call": "<call>", "function_call_output": "<output>"}
+
+
+def _kind(item: Any) -> str:
+    return _TAGS.get(str(item.get("type")) if isinstance(item, dict) else "", "<message>")
+
+
+AnyItem = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[CallItem, Tag("<call>")]
+    | Annotated[OutputItem, Tag("<output>")],
+    Discriminator(_kind),
+]
+
+
+class FlatTool(RequestModel):
+    """A tool that the model may call: this API writes a function's fields beside its type."""
+
+    null_counts: ClassVar[frozenset[str]] = frozenset({"type"})
+    type: Annotated[Any, only("only function tools are supported here", "function")] = "function"
+    name: Text
+    parameters: Object | None = None
+
+
+class TextOptions(RequestModel):
+    """How text is to look."""
+
+    format: TextFormat = TextFormat()
+
+
+class ResponsesRequest(SamplingRequest):
+    """The body of a request."""
+
+    input: Annotated[Annotated[Text, Tag("<text>")] | Annotated[SomeOf[AnyItem], Tag("<items>")], text_or("<items>")]
+    instructions: Text = ""
+    tools: Several[FlatTool] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: Flag = True
+    max_output_tokens: Length | None = None
+    stop: StopStrings = ()
+    include: tuple[Any, ...] = ()
+    previous_response_id: Text = ""
+    text: TextOptions = TextOptions()
+    chat_template_kwargs: Object | None = None
+    background: Annotated[Any, unsupported(False)] = None
+    conversation: Annotated[Any, unsupported()] = None
+    prompt: Annotated[Any, unsupported()] = None
+
+
+def read_response(body: Json) -> CompletionRequest:
+    """Return the request. Raises ApiError."""
+    request = read(ResponsesRequest, body)
+    given = request.input
     return CompletionRequest(
-        model=optional(body, "model", str, ""),
-        instructions=optional(body, "instructions", str, ""),
-        messages=messages,
-        tools=_tools(objects(body, "tools")),
-        options=CallOptions(
-            sampling_overrides=sampling_overrides(body, ("max_output_tokens",)),
-            tool_calls=tool_choice(body),
-            parallel_tool_calls=optional(body, "parallel_tool_calls", bool, True),
-            template_kwargs=optional(body, "chat_template_kwargs", dict, {}) or None,
+        model=request.model,
+        instructions=request.instructions,
+        messages=(Message(role="user", content=given),) if isinstance(given, str) else read_items(given),
+        tools=tuple(
+            {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+            for tool in body.get("tools") or ()
         ),
-        stream=optional(body, "stream", bool, False),
-        logprobs="message.output_text.logprobs" in optional(body, "include", list, []),
-        token_ids=optional(body, "return_token_ids", bool, False),
-        previous=optional(body, "previous_response_id", str, "") or None,
+        options=CallOptions(
+            sampling_overrides=request.overrides(request.max_output_tokens, request.stop),
+            tool_calls=request.tool_choice != "none",
+            parallel_tool_calls=request.parallel_tool_calls,
+            template_kwargs=request.chat_template_kwargs or None,
+        ),
+        stream=request.stream,
+        logprobs="message.output_text.logprobs" in request.include,
+        token_ids=request.return_token_ids,
+        previous=request.previous_response_id or None,
     )
 
 
-def _tools(tools: Sequence[Json]) -> tuple[Tool, ...]:
-    """This API writes a function's fields beside its type."""
-    return read_tools(
-        [
-            {"type": tool.get("type", "function"), "function": {k: v for k, v in tool.items() if k != "type"}}
-            for tool in tools
-        ]
-    )
-
-
-def read_items(items: Sequence[Json]) -> tuple[Message, ...]:
-    """Messages of the input items. Reasoning, text and calls that follow each other are one assistant message."""
+def read_items(items: Sequence[Item]) -> tuple[Message, ...]:
+    """Return messages of the items. Reasoning, text and calls that follow each other are one assistant message."""
     found: list[Message] = []
     rank: int | None = None  # of the last item, while an assistant message is being put together
-    for i, item in enumerate(items):
-        where = f"input[{i}]"
-        kind = one_of(item, "type", (*_RANKS, "function_call_output"), "message", f"{where}.")
-        if kind == "function_call_output":
-            content = read_content(item.get("output"), f"{where}.output")
-            found.append(
-                Message(role="tool", content=content, tool_call_id=required(item, "call_id", str, f"{where}."))
-            )
+    for item in items:
+        if isinstance(item, OutputItem):
+            found.append(Message(role="tool", content=joined(item.output), tool_call_id=item.call_id))
             rank = None
-        elif kind == "message" and (role := one_of(item, "role", _ROLES, "", f"{where}.")) != "assistant":
-            content = read_content(item.get("content"), f"{where}.content")
-            found.append(Message(role="system" if role == "developer" else role, content=content))
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            role = "system" if item.role == "developer" else item.role
+            found.append(Message(role=role, content=joined(item.content)))
             rank = None
         else:
-            if rank is None or _RANKS[kind] < max(rank, 1) or kind == "message" == _kind(rank):
+            if rank is None or _RANKS[item.type] < max(rank, 1) or rank == _RANKS[item.type] == _RANKS["message"]:
                 found.append(Message(role="assistant", content=""))
-            rank = _RANKS[kind]
-            _add(found[-1], kind, item, where)
+            rank = _RANKS[item.type]
+            _add(found[-1], item)
     return tuple(found)
 
 
-def _kind(rank: int) -> str:
-    return list(_RANKS)[rank]
-
-
-def _add(message: Message, kind: str, item: Json, where: str) -> None:
+def _add(message: Message, item: MessageItem | ReasoningItem | CallItem) -> None:
     """Put an assistant's item into its message."""
-    if kind == "message":
-        message["content"] = read_content(item.get("content"), f"{where}.content", joint="")
-    elif kind == "reasoning":
-        parts = objects(item, "content", f"{where}.")
-        message["reasoning_content"] = "".join(optional(p, "text", str, "", f"{where}.content.") for p in parts)
+    if isinstance(item, MessageItem):
+        message["content"] = joined(item.content, joint="")
+    elif isinstance(item, ReasoningItem):
+        message["reasoning_content"] = "".join(part.text for part in item.content)
     else:
-        function = FunctionCall(
-            name=required(item, "name", str, f"{where}."), arguments=json_text(item.get("arguments", "{}"))
-        )
-        call = ToolCall(id=required(item, "call_id", str, f"{where}."), type="function", function=function)
+        function = FunctionCall(name=item.name, arguments=json_text(item.arguments))
+        call = ToolCall(id=item.call_id, type="function", function=function)
         message.setdefault("tool_calls", []).append(call)
 
 
@@ -232,4 +318,4 @@ def error_event(problem: ApiError) -> str:
     return _event("error", {"sequence_number": 0, **told, **error(problem)})
 
 
-RESPONSES = Dialect("resp_", read, write, events, error, error_event)
+RESPONSES = Dialect("resp_", ResponsesRequest, read_response, write, events, error, error_event)

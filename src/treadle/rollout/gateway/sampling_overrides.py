@@ -1,41 +1,55 @@
-"""What a client overrides about sampling: the fields that all dialects share."""
+"""What a client asks of sampling: the fields that all dialects share."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from treadle.rollout.gateway.fields import bad_request, between, shown, strings
-from treadle.rollout.gateway.request import Json
+from pydantic import Strict
+
+from treadle.rollout.gateway.fields import Flag, RequestModel, Text, between, shown
 
 _COLDEST = 0.01  # dividing by less overflows; 0 itself is greedy
-_NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
+_NEUTRAL: dict[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
+
+Number = Annotated[float, Strict()]
+Integer = Annotated[int, Strict()]
+Length = Annotated[Integer, between(1, 2**31)]
 
 
-def sampling_overrides(body: Json, longest: tuple[str, ...], stop: str = "stop") -> dict[str, Any]:
-    """Fields of SamplingParams by name, and those that engines here do not know, which a session may refuse.
+class SamplingRequest(RequestModel):
+    """The fields of a request that say who is asked and how is sampled."""
 
-    longest: names of the field that bounds the completion, the first that is there counts. stop: name of the field of
-    stop strings. Raises ApiError for values out of range.
-    """
-    found: dict[str, Any] = {
-        "temperature": between(body, "temperature", float, 0, 2),
-        "top_p": between(body, "top_p", float, 0, 1),
-        "top_k": between(body, "top_k", int, -1, 2**31),
-        "min_p": between(body, "min_p", float, 0, 1),
-        "seed": between(body, "seed", int, -(2**63), 2**63 - 1),
-        "max_tokens": next((n for key in longest if (n := between(body, key, int, 1, 2**31)) is not None), None),
-        "stop": strings(body, stop) or None,
-    }
-    overrides = {name: value for name, value in found.items() if value is not None}
-    if 0 < overrides.get("temperature", 0) < _COLDEST:
-        overrides["temperature"] = _COLDEST
-    if overrides.get("top_p") == 0:
-        raise bad_request("top_p", "must be above 0")
-    if "top_k" in overrides:
-        overrides["top_k"] = max(0, overrides["top_k"])  # some clients write -1 for all
-    if "seed" in overrides:
-        overrides["seed"] %= 2**63
-    for name, neutral in _NEUTRAL.items():
-        if body.get(name) not in (None, neutral):
-            overrides[name] = shown(body[name])
-    return overrides
+    model: Text = ""
+    stream: Flag = False
+    return_token_ids: Flag = False
+    temperature: Annotated[Number, between(0, 2)] | None = None
+    top_p: Annotated[Number, between(0, 1, above=True)] | None = None
+    top_k: Annotated[Integer, between(-1, 2**31)] | None = None
+    min_p: Annotated[Number, between(0, 1)] | None = None
+    seed: Annotated[Integer, between(-(2**63), 2**63 - 1)] | None = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+
+    def overrides(self, max_tokens: int | None, stop: str | tuple[str, ...]) -> dict[str, Any]:
+        """Return the fields of SamplingParams that the client names, and those that engines here do not know.
+
+        max_tokens, stop: of the request, under whatever names its dialect has for them.
+        """
+        found: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(0, self.top_k),  # some clients write -1 for all
+            "min_p": self.min_p,
+            "seed": None if self.seed is None else self.seed % 2**63,
+            "max_tokens": max_tokens,
+            "stop": ((stop,) if isinstance(stop, str) else stop) or None,
+        }
+        overrides = {name: value for name, value in found.items() if value is not None}
+        if 0 < overrides.get("temperature", 0) < _COLDEST:
+            overrides["temperature"] = _COLDEST
+        for name, neutral in _NEUTRAL.items():
+            if (value := getattr(self, name)) not in (None, neutral):
+                overrides[name] = shown(value)
+        return overrides
