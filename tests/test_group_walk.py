@@ -1,7 +1,7 @@
 """The way of an attempt, from its end to the optimizer step, through the rooms of the code.
 
-A room is a folder. An attempt comes into a room when a method there is given it, alone, in its group or in a batch; pure
-functions that look at it and answer are no rooms.
+A room is a folder. An attempt comes into one when a method there is given it, alone, in its group or in a batch. Pure
+functions, which look at it and answer, are no rooms.
 """
 
 import re
@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import treadle
 from tests.orchestration.runs import start
 from treadle.core.types import Group, Trajectory
+from treadle.orchestration.sampling.intake import Batch
 
 ROOT = Path(treadle.__file__).parent
 ATTEMPT = "g000000.1"
@@ -29,6 +30,8 @@ def is_traced(value: object) -> bool:
             return value.trajectory_id == ATTEMPT
         case Group():
             return any(map(is_traced, value.trajectories))
+        case Batch():
+            return is_traced(value.groups)
         case list() | tuple():
             return any(map(is_traced, value))
     return False
@@ -40,6 +43,7 @@ class Walk:
     def __init__(self) -> None:
         self.rooms: list[str] = []
         self.ended = False
+        self._entered: list[FrameType] = []  # a coroutine is "called" whenever it goes on
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
@@ -52,10 +56,12 @@ class Walk:
             return
         if not any(is_traced(frame.f_locals.get(name)) for name in code.co_varnames[1 : code.co_argcount]):
             return
+        if frame in self._entered:
+            return
+        self._entered.append(frame)
         room = str(Path(code.co_filename).parent.relative_to(ROOT)).removeprefix("orchestration/")
         if room not in self.rooms[-1:]:
             self.rooms.append(room)
-            print(room, code.co_qualname, file=sys.stderr)
 
     def stop(self, *_: object) -> None:
         self.ended = True

@@ -13,19 +13,20 @@ any other, groups go on beside all of it.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from treadle.core.errors import TrainingStopped
 from treadle.core.outcomes import leave_out
 from treadle.core.trainer import Trainer, WeightSync
-from treadle.core.types import DropReason, Group
+from treadle.core.types import DropReason
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.loop.checkpointing import Checkpointer
 from treadle.orchestration.loop.evaluation import Evaluator
 from treadle.orchestration.loop.schedule import is_last
 from treadle.orchestration.reporting.reporter import Reporter
+from treadle.orchestration.sampling.intake import Batch
 from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler
 from treadle.orchestration.sampling.stop_conditions import StopConditionMet, check_failure_rate, check_refusal_rate
 from treadle.orchestration.stop_request import StopRequest
@@ -90,10 +91,10 @@ class Loop:
 
     async def _train(self) -> None:
         while not is_last(self.config, self.state) and not self.stop.requested:
-            groups = await self._next_batch()
-            if groups is None:
+            batch = await self._next_batch()
+            if batch is None:
                 return
-            await self._train_batch(groups)
+            await self._train_batch(batch)
             if is_last(self.config, self.state):
                 return
             if self.config.orchestration.max_staleness:
@@ -102,17 +103,12 @@ class Loop:
             if self.checkpointer.is_due(self.state):
                 await self._save()
 
-    async def _next_batch(self) -> Sequence[Group] | None:
-        """The groups that are trained next; None if a stop is requested first."""
+    async def _next_batch(self) -> Batch | None:
+        """What is trained next; None if a stop is requested first."""
         self.scheduler.start_groups(self.state.version)
         with self.reporter.timed("rollout"):
             self.reporter.begin("rollout", self.config.groups_per_batch * self.config.training.group_size)
-            batch = await self._unless_stopped(self.scheduler.next_batch(self.state))
-        if batch is None:
-            return None
-        self.reporter.batch(batch.groups, first=self.state.update == 0)
-        check_failure_rate(batch.window, self.config, self.state.update + 1)
-        return batch.groups
+            return await self._unless_stopped(self.scheduler.next_batch(self.state))
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result, or None if a stop is requested first: what has finished until then is on record and restored.
@@ -121,8 +117,10 @@ class Loop:
         """
         return await (work if self.config.orchestration.max_staleness == 0 else self.stop.unless_requested(work))
 
-    async def _train_batch(self, groups: Sequence[Group]) -> None:
-        before = self.state
+    async def _train_batch(self, batch: Batch) -> None:
+        groups, before = batch.groups, self.state
+        self.reporter.batch(groups, first=before.update == 0)
+        check_failure_rate(batch.window, self.config, before.update + 1)
         self.reporter.callbacks.batch(groups, before.version)
         with self.reporter.timed("update"):
             self.reporter.begin("update", 1)
