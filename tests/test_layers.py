@@ -24,10 +24,11 @@ TOP_DOWN = (
     "engines",
     "models",
     "rollout",
+    "rendering",
     "envs",
     "core",
 )
-LIGHT = ("core", "envs", "rollout")
+LIGHT = ("core", "envs", "rendering", "rollout")
 HEAVY = ("torch", "transformers", "ray", "vllm", "pyarrow", "matplotlib")
 
 

@@ -14,13 +14,13 @@ from treadle.core.draws import Stream
 from treadle.core.types import Group, Message, SamplingParams, Step, StopReason, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.config import RunConfig
+from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Rollouts
-from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import EnvironmentDriver
-from treadle.rollout.event_loop import run
-from treadle.rollout.isolated_environment import EnvironmentFactory
-from treadle.rollout.loop_monitor import LoopMonitor
+from treadle.rollout.isolation.environment import EnvironmentFactory
+from treadle.rollout.isolation.event_loop import run
+from treadle.rollout.isolation.loop_monitor import LoopMonitor
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 

@@ -23,8 +23,8 @@ from treadle.orchestration.setup.chat_interface import check_engine, load_chat_i
 from treadle.orchestration.setup.engines import embedded_engine
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, load_inputs, make_inputs
 from treadle.packing.flat import flatten
+from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players
-from treadle.rollout.chat import ChatRenderer
 from treadle.training.learner import Learner
 from treadle.training.make import load_model
 from treadle.training.trainer import EmbeddedTrainer

@@ -17,7 +17,7 @@ from treadle.orchestration.setup.inputs import load_inputs, make_inputs
 from treadle.orchestration.train import start_run
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import Outcome, outcome_of
-from treadle.rollout.isolation import UserCode
+from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import Session
 
 HERE = "tests.orchestration.test_drivers"

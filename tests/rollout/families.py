@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.worlds import BYTES
 from treadle.core.types import Message
-from treadle.rollout.chat import ChatRenderer
+from treadle.rendering.chat import ChatRenderer
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 BAR, LOW = "\uff5c", "\u2581"

@@ -24,11 +24,11 @@ from treadle.core.errors import Cause, ConfigError, EngineError, TrajectoryFailu
 from treadle.core.outcomes import as_played
 from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.agents import check_agent, load_agent
+from treadle.rendering.chat import ChatRenderer
+from treadle.rollout.agents.agent import check_agent, load_agent
+from treadle.rollout.agents.clients import anthropic_client
+from treadle.rollout.agents.command import Command
 from treadle.rollout.attempt import Players, open_rollouts
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.clients import anthropic_client
-from treadle.rollout.command import Command
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
@@ -688,6 +688,6 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="No module named 'no_such_package'; install the package that has 'no_such"):
         load_agent("needs_a_package:solve")
-    monkeypatch.setattr("treadle.rollout.agents._PACKAGES", ("openai", "no_such_package"))
+    monkeypatch.setattr("treadle.rollout.agents.agent._PACKAGES", ("openai", "no_such_package"))
     with pytest.raises(ConfigError, match=r"needs no_such_package; pip install 'treadle\[agents\]'"):
         check_agent(once, "mine:it")

@@ -37,7 +37,7 @@ from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.attempt import gather_group
 from treadle.rollout.config import RolloutConfig
-from treadle.rollout.isolation import UserCode
+from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 

@@ -16,8 +16,8 @@ from tests.worlds import CHATML, END, PLAIN, PlainTokenizer, chatml, plain_ids, 
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.types import Message, SamplingParams, Step, StopReason
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.conversation import Conversation, check_turns
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation, check_turns
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 

@@ -18,8 +18,8 @@ from tests.rollout.test_agents import TASK, alive, play, played, program
 from tests.worlds import saying
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Status, Task
-from treadle.rollout import command
-from treadle.rollout.command import INHERITED, Command
+from treadle.rollout.agents import command
+from treadle.rollout.agents.command import INHERITED, Command
 
 ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only process groups are killed")

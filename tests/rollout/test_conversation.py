@@ -12,8 +12,8 @@ from tests.rollout.families import FAMILIES, TOOLS, World, small_vocabulary
 from tests.worlds import CHATML, END, PLAIN, PlainTokenizer, chatml, plain_ids, tool, user
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import BreakCause, Message
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.conversation import Conversation, Prompt
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation, Prompt
 
 THINKING = CHATML.replace("m['content']", "(m.reasoning_content or '') + m['content']")
 RESERVED = "\U000f0000\U000f0001\U000f7fff\U0010fffd\U0010fffc\U00108000\U00100000"

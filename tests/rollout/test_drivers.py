@@ -19,12 +19,12 @@ from treadle.core.errors import (
 )
 from treadle.core.rewards import Reward
 from treadle.core.types import Failure, Status, Task, Trajectory
+from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, open_rollouts
-from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver, DriverFactory, DriverSetup, check_driver, load_driver
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
-from treadle.rollout.isolation import UserCode
+from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import Address, Session, SessionSpec
 
 TASK = Task("t", HELLO, driver="mine")

@@ -22,8 +22,8 @@ from jinja2 import TemplateError
 from tests.rollout.families import FAMILIES, WRITING_TOOLS, World, small_vocabulary
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.conversation import Conversation, Prompt
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation, Prompt
 
 _MOVED = 0x20000
 each_family = pytest.mark.parametrize("name", [*FAMILIES, *WRITING_TOOLS])

@@ -11,10 +11,10 @@ from tests.worlds import END, PLAIN, saying, user
 from treadle.core.draws import Stream
 from treadle.core.errors import ContextExceeded, StepsExceeded
 from treadle.core.types import BreakCause, SamplingParams
-from treadle.rollout.chat import ChatRenderer
+from treadle.rendering import structure
+from treadle.rendering.causes import agents_change
+from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.drivers.agent import AgentSession
-from treadle.rollout.rendering import structure
-from treadle.rollout.rendering.causes import agents_change
 from treadle.rollout.session import Address, Reply, Session, SessionSpec
 
 LONG = 200_000  # characters

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.worlds import END, PlainTokenizer, make_step, plain_ids
 from treadle.core.errors import DataError
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.raw import RawPrompts
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.raw import RawPrompts
 
 A, B, C = (5 + ord(letter) for letter in "abc")
 

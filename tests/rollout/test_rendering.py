@@ -27,7 +27,7 @@ from tests.rollout.families import FAMILIES, TOOLS, World, small_vocabulary
 from treadle.core.types import BreakCause, Ids, Message
 from treadle.packing.breaks import Kind, relations
 from treadle.packing.flat import PackedCall
-from treadle.rollout.conversation import Conversation, Prompt
+from treadle.rendering.conversation import Conversation, Prompt
 
 KEPT_BY_APPENDING = {
     BreakCause.THINKING_STRIPPED,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from treadle.core.errors import ConfigError
 from treadle.core.types import Message
-from treadle.rollout.replies import ReplyParser, Tool, hermes, plain, qwen_xml, reply_parser, thinking
+from treadle.rendering.replies import ReplyParser, Tool, hermes, plain, qwen_xml, reply_parser, thinking
 
 LOOK: Tool = {
     "type": "function",
@@ -127,6 +127,6 @@ def test_auto_looks_at_the_template(template: str, parser: ReplyParser) -> None:
 
 
 def test_parsers_by_name() -> None:
-    assert reply_parser("treadle.rollout.replies:qwen_xml") is qwen_xml
+    assert reply_parser("treadle.rendering.replies:qwen_xml") is qwen_xml
     with pytest.raises(ConfigError, match=r"rollout\.reply_parser: 'hermess' is not registered"):
         reply_parser("hermess")

@@ -19,11 +19,11 @@ from treadle.core.outcomes import as_played, as_trained
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Status, Step, StopReason, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
+from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Rollouts
-from treadle.rollout.chat import ChatRenderer
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import EnvironmentDriver
-from treadle.rollout.isolation import UserCode
+from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.rewards import (
     LengthPenaltyConfig,
     RewardsConfig,

@@ -13,7 +13,7 @@ from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import ContextExceeded, EngineError
 from treadle.core.types import Ids, Message, SamplingParams, StopReason
-from treadle.rollout.chat import ChatRenderer
+from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 

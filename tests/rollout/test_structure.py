@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tests.rollout.families import TEMPLATES
-from treadle.rollout.rendering.structure import Structure
+from treadle.rendering.structure import Structure
 
 NAMES = ("<s>", "</s>", "<|u|>", "<|a|>", "<|e|>")
 CORPUS = [path.read_text() for path in sorted(TEMPLATES.glob("qwen3*.jinja"))]

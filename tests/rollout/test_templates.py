@@ -8,9 +8,9 @@ import pytest
 
 from tests.rollout.families import FAMILIES, World, small_vocabulary
 from treadle.core.errors import ConfigError, DataError
-from treadle.rollout.rendering import sandbox
-from treadle.rollout.rendering.structure import Structure
-from treadle.rollout.rendering.template import ChatTemplate
+from treadle.rendering import sandbox
+from treadle.rendering.structure import Structure
+from treadle.rendering.template import ChatTemplate
 
 _DOUBLED = "".join("{%- set x = x ~ x -%}" for _ in range(60))
 _NESTED = "".join("{%- set x = [x, x] -%}" for _ in range(60))

@@ -18,9 +18,9 @@ from treadle.core.draws import Stream
 from treadle.core.errors import DataError
 from treadle.core.types import SamplingParams
 from treadle.recipes.agents.questions import TOOL, parse_reply
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.conversation import Conversation
-from treadle.rollout.replies import ReplyParser, hermes, plain, qwen_xml, reply_parser, thinking
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation
+from treadle.rendering.replies import ReplyParser, hermes, plain, qwen_xml, reply_parser, thinking
 from treadle.rollout.session import Address, CallOptions, Session, SessionSpec
 
 EVERY = {**FAMILIES, **WRITING_TOOLS}

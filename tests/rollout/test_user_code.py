@@ -23,10 +23,10 @@ from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout import isolation
-from treadle.rollout.event_loop import run
-from treadle.rollout.interrupts import Interrupt, InterruptHandler
-from treadle.rollout.isolation import UserCode, attributed
-from treadle.rollout.threads import DaemonThreads, abandoned_threads
+from treadle.rollout.isolation.event_loop import run
+from treadle.rollout.isolation.interrupts import Interrupt, InterruptHandler
+from treadle.rollout.isolation.threads import DaemonThreads, abandoned_threads
+from treadle.rollout.isolation.user_code import UserCode, attributed
 
 DONE = EnvStep(reward=1.0, done=True)
 MORE = EnvStep([tool("more")], reward=0.25)
@@ -425,8 +425,8 @@ def test_plain_methods_share_one_thread_for_each_attempt() -> None:
 async def _start(environments: dict[str, Any], task: Task, count: int, **settings: Any) -> list[Trajectory]:
     from tests.worlds import END, PLAIN
     from treadle.core.draws import Stream
+    from treadle.rendering.chat import ChatRenderer
     from treadle.rollout.attempt import Players, open_rollouts
-    from treadle.rollout.chat import ChatRenderer
     from treadle.rollout.config import RolloutConfig
     from treadle.rollout.session import Address
 

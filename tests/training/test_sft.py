@@ -21,7 +21,7 @@ from treadle.core.types import Ids, Message, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.envs.lookup import demonstration
 from treadle.models.loading import load_tokenizer
-from treadle.rollout.chat import ChatRenderer
+from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 from treadle.training.config import OptimizerConfig, TrainingConfig, WarmStartConfig

@@ -27,8 +27,8 @@ from treadle.core.types import Ids, Message, SamplingParams
 from treadle.models.config import ModelConfig
 from treadle.models.files import tokenizer_directory
 from treadle.models.loading import load_tokenizer
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.conversation import Conversation
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.gateway.serving import serving
 from treadle.rollout.session import Address, Session, SessionSpec

@@ -21,8 +21,8 @@ from transformers import AutoTokenizer
 
 from treadle.benchmarks.report import Report, Row, cpu_seconds
 from treadle.core.types import Ids, Message
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.conversation import Conversation
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation
 
 _TEMPLATE = """\
 {%- for m in messages %}

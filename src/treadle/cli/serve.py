@@ -24,9 +24,9 @@ from treadle.engines.config import EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.models.files import require_model, require_template
 from treadle.orchestration.setup.validation import check_engine_config
+from treadle.rendering.replies import parser_name, reply_parser
 from treadle.rollout.gateway.address import GatewayConfig, listen
 from treadle.rollout.gateway.gateway import Gateway
-from treadle.rollout.replies import parser_name, reply_parser
 from treadle.rollout.session import Address, Session, SessionSpec
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from treadle.orchestration.reporting.progress import PlainProgress, Progress
 from treadle.orchestration.setup.inputs import IN_MEMORY, Split, load_split, make_inputs
 from treadle.orchestration.setup.threads import wait_passively
 from treadle.orchestration.setup.validation import check_config
-from treadle.rollout.agents import Agent, check_agent, is_agent
+from treadle.rollout.agents.agent import Agent, check_agent, is_agent
 from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver
-from treadle.rollout.isolated_environment import EnvironmentFactory
+from treadle.rollout.isolation.environment import EnvironmentFactory
 
 Tasks = Iterable[Task | Mapping[str, Any]] | str | os.PathLike[str]
 
@@ -45,8 +45,8 @@ def train(
 
     environment: called once per attempt, for a fresh `Environment` (the class itself will do), or the name of one, as
     in a recipe; or a function `def reward(task, text)`, async or not, which grades one reply to a task's prompt; or an
-    agent program, `def agent(task, client)`, async or not, which plays an attempt (`treadle.rollout.agents`); or an
-    `AttemptDriver`'s class (`treadle.rollout.drivers.driver`).
+    agent program, `def agent(task, client)`, async or not, which plays an attempt (`treadle.rollout.agents.agent`); or
+    the class of an `AttemptDriver` (`treadle.rollout.drivers.driver`).
     tasks: `Task`s, or dicts with their fields; or, as in a recipe, a .jsonl file or the name of a generator.
     model: directory of a Hugging Face causal LM, or a `model` section (`{"build": {...}, "tokenizer": "demo"}`).
     run: directory of the new run. held_out: tasks to evaluate on before and after.

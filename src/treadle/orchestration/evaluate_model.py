@@ -23,7 +23,7 @@ from treadle.orchestration.setup.validation import check_playing
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.attempt import open_rollouts
-from treadle.rollout.event_loop import run
+from treadle.rollout.isolation.event_loop import run
 from treadle.rollout.rewards import RewardsConfig
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from treadle.models.files import tokenizer_directory
 from treadle.models.loading import load_tokenizer
 from treadle.orchestration.store.checkpoint_retention import read_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.rollout.chat import ChatRenderer
+from treadle.rendering.chat import ChatRenderer
 from treadle.training.checkpoint import export_files, read_model_files
 
 

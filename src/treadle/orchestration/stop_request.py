@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from treadle.core.errors import TrainingStopped
-from treadle.rollout.interrupts import InterruptHandler
+from treadle.rollout.isolation.interrupts import InterruptHandler
 
 T = TypeVar("T")
 

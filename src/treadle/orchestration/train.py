@@ -39,9 +39,9 @@ from treadle.orchestration.store.resume import roll_back
 from treadle.orchestration.store.rollout_store import remove_other_shards
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import RunStore
+from treadle.rendering.replies import reply_parser
 from treadle.rollout.attempt import open_rollouts
-from treadle.rollout.event_loop import run as run_event_loop
-from treadle.rollout.replies import reply_parser
+from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.training.optimizer import learning_rate
 
 _WARM_START = "warm_start.json"

@@ -17,17 +17,17 @@ from treadle.core.draws import Stream
 from treadle.core.engine import Engine
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import Group, SamplingParams, Task, Trajectory, trajectory_id
-from treadle.rollout.agents import Agent
-from treadle.rollout.chat import ChatRenderer
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.replies import reply_parser
+from treadle.rollout.agents.agent import Agent
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.agent import AgentDriver
 from treadle.rollout.drivers.driver import AttemptDriver, DriverFactory, DriverSetup
 from treadle.rollout.drivers.environment import EnvironmentDriver
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
-from treadle.rollout.isolated_environment import EnvironmentFactory
-from treadle.rollout.isolation import UserCode
-from treadle.rollout.loop_monitor import LoopMonitor
-from treadle.rollout.replies import reply_parser
+from treadle.rollout.isolation.environment import EnvironmentFactory
+from treadle.rollout.isolation.loop_monitor import LoopMonitor
+from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address, Session, SessionSpec
 

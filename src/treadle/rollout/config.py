@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from treadle.core.config import Config
+from treadle.rendering.replies import AUTO
 from treadle.rollout.gateway.address import GatewayConfig
-from treadle.rollout.replies import AUTO
 
 
 class RolloutConfig(Config):

@@ -22,7 +22,7 @@ from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.outcomes import as_played, as_trained, was_played
 from treadle.core.rewards import TOKENS, Reward, reward_sum
 from treadle.core.types import DropReason, Failure, Status, Step, StopReason, Task, Trajectory
-from treadle.rollout.isolation import UserCode
+from treadle.rollout.isolation.user_code import UserCode
 
 SHAPING, LENGTH_PENALTY, OVERLONG = "shaping", "length_penalty", "overlong"
 """Names of the components that shaping adds: the hook's plain numbers, the penalty, what `zero_reward` takes away."""

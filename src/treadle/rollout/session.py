@@ -18,12 +18,12 @@ from treadle.core.errors import ContextExceeded, DataError, EngineError
 from treadle.core.outcomes import was_played
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Message, SamplingParams, Step, StopReason, ToolCall
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.conversation import Conversation, Prompt
-from treadle.rollout.off_loop import off_loop
-from treadle.rollout.raw import RawPrompts
-from treadle.rollout.rendering import identity
-from treadle.rollout.replies import ReplyParser, Tool, plain
+from treadle.rendering import identity
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation, Prompt
+from treadle.rendering.off_loop import off_loop
+from treadle.rendering.raw import RawPrompts
+from treadle.rendering.replies import ReplyParser, Tool, plain
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
 

@@ -14,8 +14,8 @@ from treadle.core.draws import Stream, permutation
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.registry import resolve
 from treadle.core.types import Ids, Message, as_messages
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.conversation import Conversation
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation
 
 Demonstrations = Callable[[int], Sequence[Message]]
 

@@ -13,7 +13,7 @@ from treadle.core.errors import TrainingStopped
 from treadle.core.trainer import Conversation, Trainer
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing
-from treadle.rollout.chat import ChatRenderer
+from treadle.rendering.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import Demonstrations, demonstrated_calls
 from treadle.training.forward import Forward

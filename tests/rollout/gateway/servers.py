@@ -14,10 +14,10 @@ from tests.worlds import END, PlainTokenizer, plain_ids
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.types import Ids, SamplingParams, Step
-from treadle.rollout.chat import ChatRenderer
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.replies import ReplyParser, hermes
 from treadle.rollout.gateway.gateway import Gateway, SessionAddress
 from treadle.rollout.gateway.serving import serving
-from treadle.rollout.replies import ReplyParser, hermes
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 

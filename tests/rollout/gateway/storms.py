@@ -10,8 +10,8 @@ import httpx
 
 from tests.rollout.gateway.servers import Served
 from tests.worlds import user
+from treadle.rendering.replies import plain
 from treadle.rollout.gateway.gateway import SessionAddress
-from treadle.rollout.replies import plain
 
 
 async def stubborn(

@@ -13,7 +13,7 @@ import pytest
 from tests.rollout.gateway.servers import CALL, FINAL, Slow, looks_then_answers, scripted, served, written
 from tests.worlds import PlainTokenizer, user
 from treadle.core.types import Step, StopReason
-from treadle.rollout.replies import hermes, plain
+from treadle.rendering.replies import hermes, plain
 
 SCHEMA = {"type": "object", "properties": {"who": {"type": "string"}}}
 CHAT_TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]

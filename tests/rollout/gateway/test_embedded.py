@@ -15,8 +15,8 @@ from treadle.engines.torch.engine import TorchEngine
 from treadle.models.files import tokenizer_directory
 from treadle.models.loading import load_tokenizer, make_model
 from treadle.orchestration.config import load_recipe
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.replies import hermes, plain
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.replies import hermes, plain
 
 
 @asynccontextmanager

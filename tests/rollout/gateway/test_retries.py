@@ -13,8 +13,8 @@ from tests.rollout.gateway.storms import storm
 from tests.worlds import user
 from treadle.core.errors import EngineError
 from treadle.core.types import DropReason, StopReason
+from treadle.rendering.replies import plain
 from treadle.rollout.gateway.gateway import SessionAddress
-from treadle.rollout.replies import plain
 
 BODY: dict[str, Any] = {"model": "m", "messages": [user("hi")]}
 

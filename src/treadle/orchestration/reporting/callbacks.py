@@ -24,7 +24,7 @@ from treadle.orchestration.config import CallbackConfig, RunConfig
 from treadle.orchestration.reporting.metrics import EvaluationResult
 from treadle.orchestration.stop_request import StopRequest
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.rollout.isolation import raised
+from treadle.rollout.isolation.user_code import raised
 
 
 @dataclass(frozen=True, slots=True)

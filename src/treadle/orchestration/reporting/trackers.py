@@ -21,7 +21,7 @@ from treadle.core.extras import how_to_install
 from treadle.core.files import write_atomically
 from treadle.orchestration.reporting.callbacks import Callback, RunStart
 from treadle.orchestration.reporting.metrics import EvaluationResult
-from treadle.rollout.isolation import raised
+from treadle.rollout.isolation.user_code import raised
 
 Outcome = Literal["finished", "stopped", "failed"]
 

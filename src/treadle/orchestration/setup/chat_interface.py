@@ -17,8 +17,8 @@ from treadle.models.config import ModelConfig
 from treadle.models.files import tokenizer_directory
 from treadle.models.loading import load_tokenizer
 from treadle.orchestration.setup.threads import available_cores, default_threads
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.conversation import Conversation
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,15 @@ from treadle.envs.tasks import load_environment, load_generator, load_tasks, wit
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.validation import check_context
-from treadle.rollout.agents import Agent, load_agent
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation, check_turns
+from treadle.rollout.agents.agent import Agent, load_agent
 from treadle.rollout.attempt import Players, user_code
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.conversation import Conversation, check_turns
 from treadle.rollout.drivers.driver import DriverFactory, load_driver
 from treadle.rollout.env_metrics import check_metrics
-from treadle.rollout.event_loop import run
-from treadle.rollout.isolated_environment import EnvironmentFactory, IsolatedEnvironment
-from treadle.rollout.loop_monitor import LoopMonitor
+from treadle.rollout.isolation.environment import EnvironmentFactory, IsolatedEnvironment
+from treadle.rollout.isolation.event_loop import run
+from treadle.rollout.isolation.loop_monitor import LoopMonitor
 from treadle.training.demonstrations import load_demonstrations
 
 T = TypeVar("T")

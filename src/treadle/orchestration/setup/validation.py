@@ -11,8 +11,8 @@ from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.launch import find_python
 from treadle.models.files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig
+from treadle.rendering.replies import reply_parser
 from treadle.rollout.gateway.address import listen
-from treadle.rollout.replies import reply_parser
 from treadle.rollout.rewards import load_shaping
 from treadle.training.validation import check_algorithm
 

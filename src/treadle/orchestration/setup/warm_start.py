@@ -27,7 +27,7 @@ from treadle.models.loading import file_sha256
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.progress import Progress
 from treadle.orchestration.setup.chat_interface import load_chat_interface, use_threads
-from treadle.rollout.chat import ChatRenderer
+from treadle.rendering.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import demonstrated_calls, load_demonstrations
 from treadle.training.make import make_trainer

@@ -5,6 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from treadle.rollout.command import Command
+from treadle.rollout.agents.command import Command
 
 solve = Command([sys.executable, str(Path(__file__).with_name("program.py"))])

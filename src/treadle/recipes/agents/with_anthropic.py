@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 
 from treadle.core.types import Task
 from treadle.recipes.agents import questions
-from treadle.rollout.clients import anthropic_client
+from treadle.rollout.agents.clients import anthropic_client
 
 _FUNCTION = questions.TOOL["function"]
 TOOL: Any = {

@@ -19,14 +19,14 @@ from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, 
 from treadle.core.outcomes import was_played
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, Task
-from treadle.rollout.agents import Agent
-from treadle.rollout.clients import async_client, sync_client
-from treadle.rollout.conversation import Prompt
+from treadle.rendering.conversation import Prompt
+from treadle.rendering.replies import ReplyParser, Tool, plain
+from treadle.rollout.agents.agent import Agent
+from treadle.rollout.agents.clients import async_client, sync_client
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import Outcome, outcome_of
 from treadle.rollout.gateway.gateway import Gateway
-from treadle.rollout.isolation import UserCode, is_async
-from treadle.rollout.replies import ReplyParser, Tool, plain
+from treadle.rollout.isolation.user_code import UserCode, is_async
 from treadle.rollout.session import CallOptions, Reply, Session, SessionSpec
 
 _DEFAULT = CallOptions()

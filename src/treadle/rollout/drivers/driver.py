@@ -21,11 +21,11 @@ from typing import Any, Protocol, Self, TypeVar, cast
 from treadle.core import registry
 from treadle.core.errors import ConfigError
 from treadle.core.types import Task
-from treadle.rollout.chat import ChatRenderer
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.replies import ReplyParser
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.outcome import Outcome
-from treadle.rollout.isolation import UserCode
-from treadle.rollout.replies import ReplyParser
+from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import Session, SessionSpec
 
 S = TypeVar("S", bound=Session)

@@ -16,6 +16,8 @@ from starlette.requests import ClientDisconnect
 
 from treadle import __version__
 from treadle.core.errors import ContextExceeded, DataError
+from treadle.core.untrusted_json import read_json
+from treadle.rendering.off_loop import off_loop
 from treadle.rollout.gateway.chat import CHAT
 from treadle.rollout.gateway.completions import COMPLETIONS
 from treadle.rollout.gateway.gateway import Attached, Gateway
@@ -25,8 +27,6 @@ from treadle.rollout.gateway.request import ApiError, Dialect, Json
 from treadle.rollout.gateway.responses import RESPONSES
 from treadle.rollout.gateway.retries import Origin
 from treadle.rollout.gateway.schemas import described, error_responses, request_schemas
-from treadle.rollout.off_loop import off_loop
-from treadle.rollout.untrusted_json import read_json
 
 Handler = Callable[[Request], Awaitable[Response]]
 

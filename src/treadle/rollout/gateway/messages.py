@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Discriminator, Tag
 
 from treadle.core.types import FunctionCall, Message, StopReason, ToolCall
+from treadle.rendering.replies import Tool
 from treadle.rollout.gateway.fields import (
     Flag,
     Object,
@@ -24,7 +25,6 @@ from treadle.rollout.gateway.fields import (
 )
 from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json
 from treadle.rollout.gateway.sampling_overrides import Length, SamplingRequest
-from treadle.rollout.replies import Tool
 from treadle.rollout.session import CallOptions, Reply
 
 _ERRORS = {

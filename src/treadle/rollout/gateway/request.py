@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from treadle.core.errors import TreadleError
 from treadle.core.types import Message, StopReason
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.replies import Tool
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.replies import Tool
 from treadle.rollout.session import CallOptions, Reply
 
 Json = dict[str, Any]

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from treadle.rollout.rendering.structure import secret_text
-from treadle.rollout.rendering.template import Plain
+from treadle.rendering.structure import secret_text
+from treadle.rendering.template import Plain
 
 Part = int | str
 """`"content"`, `"reasoning"`, or the number of a tool call."""

@@ -8,8 +8,8 @@ import numpy as np
 
 from treadle.core.errors import DataError
 from treadle.core.types import Ids, Step
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.off_loop import LARGE
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.off_loop import LARGE
 
 _CUT = 32  # most sampled tokens that a stop string and an end token can have hidden from the client
 

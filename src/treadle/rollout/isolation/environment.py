@@ -16,7 +16,7 @@ from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, Task, as_messages
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.env_metrics import EnvMetrics
-from treadle.rollout.isolation import UserCode, is_async
+from treadle.rollout.isolation.user_code import UserCode, is_async
 
 T = TypeVar("T")
 

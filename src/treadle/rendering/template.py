@@ -17,9 +17,9 @@ import jinja2
 from jinja2 import nodes
 
 from treadle.core.errors import ConfigError, DataError
-from treadle.rollout.rendering.roles import Composed, Role
-from treadle.rollout.rendering.sandbox import TooMuch, bounded, sandbox
-from treadle.rollout.rendering.structure import Structure
+from treadle.rendering.roles import Composed, Role
+from treadle.rendering.sandbox import TooMuch, bounded, sandbox
+from treadle.rendering.structure import Structure
 
 Variables = Mapping[str, Any]
 Plain = dict[str, Any]

@@ -13,11 +13,11 @@ import numpy as np
 
 from treadle.core.errors import ConfigError
 from treadle.core.types import Ids, Message, ToolCall
-from treadle.rollout.rendering.identity import parsed
-from treadle.rollout.rendering.structure import Backend, Structure, encode_text
-from treadle.rollout.rendering.template import ChatTemplate
-from treadle.rollout.rendering.tools import PROBE, ignores_tools, probe_call, written_call
-from treadle.rollout.replies import ReplyParser, Tool, parser_name
+from treadle.rendering.identity import parsed
+from treadle.rendering.replies import ReplyParser, Tool, parser_name
+from treadle.rendering.structure import Backend, Structure, encode_text
+from treadle.rendering.template import ChatTemplate
+from treadle.rendering.tools import PROBE, ignores_tools, probe_call, written_call
 
 
 class Tokenizer(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from treadle.core.types import BreakCause
-from treadle.rollout.rendering.identity import Value, common
+from treadle.rendering.identity import Value, common
 
 
 def agents_change(known: Sequence[Value], sent: Sequence[Value]) -> BreakCause | None:

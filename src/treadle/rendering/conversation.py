@@ -22,13 +22,13 @@ import numpy as np
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import BreakCause, Ids, Message
-from treadle.rollout.chat import ChatRenderer
-from treadle.rollout.off_loop import LARGE
-from treadle.rollout.rendering import identity
-from treadle.rollout.rendering.causes import agents_change
-from treadle.rollout.rendering.marks import Marked, Marks
-from treadle.rollout.rendering.splices import Written, locate
-from treadle.rollout.rendering.template import ChatTemplate, Opening, Plain
+from treadle.rendering import identity
+from treadle.rendering.causes import agents_change
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.marks import Marked, Marks
+from treadle.rendering.off_loop import LARGE
+from treadle.rendering.splices import Written, locate
+from treadle.rendering.template import ChatTemplate, Opening, Plain
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""`python supervisor.py`: runs a program for `treadle.rollout.command`, and sees to it that nothing of it stays behind.
+"""`python supervisor.py`: runs a program for `command`, and sees to it that nothing of it stays behind.
 
 Standard input: the order, one line of JSON (words, environment, directory, stdin: a file descriptor, user_namespace).
 Whoever gave it keeps the other end open; when that closes, because the attempt is over or the run was killed, the

@@ -30,7 +30,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from treadle.rollout.rendering.roles import Role
+from treadle.rendering.roles import Role
 
 MOST_CHARACTERS = 2**28
 """Characters that one rendering may make, all its intermediate texts together."""

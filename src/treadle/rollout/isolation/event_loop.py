@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from treadle.core.errors import TrajectoryFailure
-from treadle.rollout.interrupts import Interrupt, InterruptHandler, is_interrupt
-from treadle.rollout.isolation import current_user_code, raised, user_code_of
-from treadle.rollout.threads import DaemonThreads, abandoned_threads
-from treadle.rollout.tracebacks import coroutine_place, error_place, user_place
+from treadle.rollout.isolation.interrupts import Interrupt, InterruptHandler, is_interrupt
+from treadle.rollout.isolation.threads import DaemonThreads, abandoned_threads
+from treadle.rollout.isolation.tracebacks import coroutine_place, error_place, user_place
+from treadle.rollout.isolation.user_code import current_user_code, raised, user_code_of
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from treadle.rollout.tracebacks import user_place
+from treadle.rollout.isolation.tracebacks import user_place
 
 BLOCKED = 1.0
 """Seconds after which a turn on the event loop counts as blocking it."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treadle.rollout.untrusted_json import read_json
+from treadle.core.untrusted_json import read_json
 
 Value = tuple[str, str, str]
 """(role, content, tool calls as canonical JSON): equal for messages that are the same."""

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from treadle.core.types import Ids
-from treadle.rollout.rendering.token_bound import TokenBound
+from treadle.rendering.token_bound import TokenBound
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # of byte fallback: characters, even where they are declared special
 _MEMOISED = ((2**8, 65536), (2**13, 4096), (2**20, 64))  # pieces up to so many characters, and how many of them

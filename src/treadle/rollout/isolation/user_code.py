@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from treadle.core.errors import Cause, TrajectoryFailure
-from treadle.rollout.interrupts import is_interrupt
-from treadle.rollout.loop_monitor import BLOCKED, LoopMonitor
-from treadle.rollout.threads import AttemptThread, abandoned_threads
-from treadle.rollout.tracebacks import user_traceback
+from treadle.rollout.isolation.interrupts import is_interrupt
+from treadle.rollout.isolation.loop_monitor import BLOCKED, LoopMonitor
+from treadle.rollout.isolation.threads import AttemptThread, abandoned_threads
+from treadle.rollout.isolation.tracebacks import user_traceback
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treadle.core.errors import DataError
-from treadle.rollout.rendering.template import ChatTemplate, Plain, Variables
+from treadle.rendering.template import ChatTemplate, Plain, Variables
 
 _NAME = "find_zqz"
 PROBE: Plain = {

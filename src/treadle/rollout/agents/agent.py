@@ -13,7 +13,7 @@ from treadle.core import registry
 from treadle.core.errors import ConfigError
 from treadle.core.rewards import Reward
 from treadle.core.types import Task
-from treadle.rollout.isolation import is_async
+from treadle.rollout.isolation.user_code import is_async
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -26,7 +26,7 @@ class AsyncAgent(Protocol):
 
     client: of OpenAI's SDK, and ready; all that is asked through it is recorded and may be trained. Whatever name of a
     model is given, the trained one answers. Other SDKs reach the same session by its `base_url` and `api_key`
-    (`treadle.rollout.clients.anthropic_client`).
+    (`treadle.rollout.agents.clients.anthropic_client`).
 
     Returns the attempt's reward, which belongs to its last step. What it raises, and an attempt of more than
     `rollout.agent_timeout` seconds, fails this attempt alone. It shares the run's event loop: what blocks belongs into

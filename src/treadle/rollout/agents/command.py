@@ -27,8 +27,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.types import Task
-from treadle.rollout import supervisor
-from treadle.rollout.clients import anthropic_base_url
+from treadle.rollout.agents import supervisor
+from treadle.rollout.agents.clients import anthropic_base_url
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -55,7 +55,7 @@ class Command:
         and memory in /proc, nor it theirs or the run's. There is no other user in it: no sudo, no rootless containers.
 
     When the program ends, when its time is over, when the run stops and when the run is killed, all processes that it
-    started are killed; on systems other than Linux, those of its process group (`treadle.rollout.supervisor`). Of what
+    started are killed; on systems other than Linux, those of its process group (`supervisor`). Of what
     it prints, the end is kept. A program that does not exist, exits with a status other than 0 or prints no reward
     fails its attempt. Raises ConfigError where user namespaces are wanted and not allowed.
     """

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from treadle.core.types import BreakCause
-from treadle.rollout.rendering.identity import reasoning
-from treadle.rollout.rendering.marks import Marked, Part
-from treadle.rollout.rendering.template import Plain
+from treadle.rendering.identity import reasoning
+from treadle.rendering.marks import Marked, Part
+from treadle.rendering.template import Plain
 
 
 @dataclass(frozen=True, slots=True)

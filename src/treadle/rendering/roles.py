@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from treadle.rollout.rendering.structure import Structure, any_of, secret_text
+from treadle.rendering.structure import Structure, any_of, secret_text
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 _SECRET = secret_text()
