@@ -31,7 +31,7 @@ from treadle.core.metrics import Level
 from treadle.core.registry import names
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.reporting.metrics import DECLARED
-from treadle.orchestration.sampling.retries import FailuresConfig
+from treadle.orchestration.sampling.failures import FailuresConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -96,7 +96,7 @@ def test_imports_point_downwards(path: Path) -> None:
         ("import treadle.packing.flat", ["treadle.packing.flat"]),
         ("from ..algorithms import losses", ["treadle.algorithms.losses"]),
         ("def f():\n    from treadle.cli.main import main", ["treadle.cli.main.main"]),
-        ("if TYPE_CHECKING:\n    from treadle.models.loading import M", ["treadle.models.loading.M"]),
+        ("if TYPE_CHECKING:\n    from treadle.training.learner import M", ["treadle.training.learner.M"]),
     ],
 )
 def test_the_check_itself_finds_what_is_wrong(line: str, wrong: list[str]) -> None:

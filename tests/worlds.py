@@ -18,8 +18,8 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import EnvironmentDriver
-from treadle.rollout.isolation.environment import EnvironmentFactory
 from treadle.rollout.isolation.event_loop import run
+from treadle.rollout.isolation.isolated_environment import EnvironmentFactory
 from treadle.rollout.isolation.loop_monitor import LoopMonitor
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine

@@ -12,6 +12,7 @@ from treadle.benchmarks import gateway, kernels, merge, packing, render, rollout
 from treadle.benchmarks.meter import peak_bytes
 from treadle.benchmarks.report import Report, Reports
 from treadle.benchmarks.workloads import WORKLOADS, Size
+from treadle.cli.bench import show
 from treadle.cli.main import main
 from treadle.packing.flat import PackedCall, calls, flatten
 from treadle.training.forward import Forward
@@ -40,12 +41,12 @@ def test_the_gateway_benchmark_tells_what_it_adds() -> None:
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_benchmark_prints_a_table_or_one_json_object(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     report = rollout.measure(1, 1, (2,), vllm=False) if name == "rollout" else update.measure(1, 1, tasks=2)
-    report.print(as_json=True)
+    show(report, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["benchmark"] == name
     seconds = next(column for column in COLUMNS[name] if column.split()[-1] == "s")
     assert all(list(row) == COLUMNS[name] and row[seconds] > 0 for row in found["rows"])
-    report.print(as_json=False)
+    show(report, as_json=False)
     table = capsys.readouterr().out
     assert f"treadle bench {name}" in table and seconds in table
 
@@ -122,14 +123,14 @@ def packed() -> Reports:
 
 
 def test_the_packing_benchmark_prints_all_its_tables(packed: Reports, capsys: pytest.CaptureFixture[str]) -> None:
-    packed.print(as_json=True)
+    show(packed, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["benchmark"] == "packing"
     assert {t["table"]: list(t["rows"][0]) for t in found["tables"]} == TABLE_COLUMNS
     for table in found["tables"]:
         assert all(list(row) == TABLE_COLUMNS[table["table"]] for row in table["rows"])
         assert all(value > 0 for row in table["rows"] for value in row.values() if not isinstance(value, str))
-    packed.print(as_json=False)
+    show(packed, as_json=False)
     out = capsys.readouterr().out
     assert all(f"treadle bench {name}\n" in out for name in TABLE_COLUMNS)
 
@@ -191,7 +192,7 @@ def test_logits_in_chunks_need_less_memory(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_merge_benchmark(forks: bool, capsys: pytest.CaptureFixture[str]) -> None:
     case = merge.Case(calls=60, length=80, forks=forks)
     report: Report = merge.measure(1, 1, (case,))
-    report.print(as_json=True)
+    show(report, as_json=True)
     rows = {row["way"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     found = merge.recorded(case)
     assert [*rows][:3] == ["treadle", "dict trie", "list merge"]

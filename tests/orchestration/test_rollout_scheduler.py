@@ -15,10 +15,10 @@ from treadle.core.errors import Cause, DataError, TrajectoryFailure
 from treadle.core.types import DropReason, Failure, Group, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
-from treadle.orchestration.sampling.intake import GroupIntake
+from treadle.orchestration.sampling.failures import FailurePolicy, FailuresConfig, Retries
+from treadle.orchestration.sampling.group_intake import GroupIntake
 from treadle.orchestration.sampling.quarantine import TaskQuarantine
 from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
-from treadle.orchestration.sampling.retries import FailurePolicy, FailuresConfig, Retries
 from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler, SamplingLimits
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
 from treadle.testing import FakeEngine

@@ -11,10 +11,10 @@ import torch
 from tests.orchestration.runs import resume, start
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError
-from treadle.orchestration.setup.threads import SMALL, available_cores, default_threads
+from treadle.orchestration.setup.thread_count import SMALL, available_cores, default_threads
 from treadle.orchestration.store.run_directory import RunDirectory
 
-WAITING = "from treadle.orchestration.setup.threads import wait_passively; print(wait_passively()); import os; "
+WAITING = "from treadle.orchestration.setup.thread_count import wait_passively; print(wait_passively()); import os; "
 WAITING += "print(os.environ.get('OMP_WAIT_POLICY'))"
 
 

@@ -13,8 +13,8 @@ from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.core.manifest import MANIFEST
 from treadle.models.config import ModelConfig
-from treadle.models.files import tokenizer_directory
 from treadle.models.loading import load_tokenizer, make_model
+from treadle.models.model_files import tokenizer_directory
 from treadle.training.checkpoint import export_model
 
 TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))

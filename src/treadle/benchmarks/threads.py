@@ -18,7 +18,7 @@ from typing import Any
 
 from treadle.benchmarks.report import Report, Row
 from treadle.core.errors import RunError
-from treadle.orchestration.setup.threads import available_cores
+from treadle.orchestration.setup.thread_count import available_cores
 
 _SHAPES: Mapping[str, Mapping[str, int]] = {
     "demo": {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 704},

@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from treadle.benchmarks.report import Report, Reports, machine
+from treadle.cli.console import Console, make_table
 from treadle.cli.options import Commands, add_command, require_record
 from treadle.core.errors import ConfigError
 
@@ -94,10 +96,28 @@ def run(options: argparse.Namespace) -> int:
     module = import_module(f"treadle.benchmarks.{_MODULES[options.name]}")
     own = {"packing": {"device": options.device}, "update": {"run": options.replay}, "async": simulated}
     report = module.measure(max(1, options.threads), max(1, options.repeats), **own.get(options.name, {}))
-    report.print(options.json)
+    show(report, options.json)
     if options.output is not None:
         options.output.write_text(json.dumps(report.data()) + "\n", encoding="utf-8")
     return 0
+
+
+def show(report: Report | Reports, as_json: bool) -> None:
+    """Print a benchmark's result, as tables or as one JSON object."""
+    console = Console()
+    if as_json:
+        console.json(report.data(), indent=None)
+        return
+    for number, part in enumerate(report.tables):
+        if number:
+            console.line()
+        first = part.rows[0]
+        text = tuple(column for column in first if isinstance(first[column], str))
+        table = make_table(*first, title=f"treadle bench {part.name}", text=text)
+        for row in part.rows:
+            table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+        console.table(table)
+        console.line(f"{part.note}; {machine()}", wrap=True)
 
 
 def _simulated(options: argparse.Namespace) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from treadle.cli.console import Console
 from treadle.core.errors import ConfigError, DataError, TreadleError
 from treadle.core.extras import extra_of, how_to_install
 from treadle.core.text import escape_text
-from treadle.orchestration.setup.threads import wait_passively
+from treadle.orchestration.setup.thread_count import wait_passively
 
 _COMMANDS = (train, sft, evaluate, export, serve, recipes, report, show, bench)
 

@@ -22,7 +22,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.types import Group, SamplingParams, Status, Task, Trajectory
 from treadle.engines.config import EngineConfig
 from treadle.models.config import ModelConfig
-from treadle.models.files import require_model, require_template
+from treadle.models.model_files import require_model, require_template
 from treadle.orchestration.setup.validation import check_engine_config
 from treadle.rendering.replies import parser_name, reply_parser
 from treadle.rollout.gateway.address import GatewayConfig, listen

@@ -10,7 +10,7 @@ from treadle.cli.console import Console
 from treadle.cli.live_progress import make_progress
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import ConfigError
-from treadle.models.files import check_model_files
+from treadle.models.model_files import check_model_files
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.training.demonstrations import load_demonstrations
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from treadle.cli.console import Console, Part
 from treadle.core.errors import DataError, RunError
 from treadle.core.types import Step
-from treadle.models.files import tokenizer_directory
+from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.store.checkpoint_retention import read_checkpoint
 from treadle.orchestration.store.rollout_store import read_steps
 from treadle.orchestration.store.run_directory import RunDirectory

@@ -25,7 +25,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.files import sha256_of
 from treadle.core.manifest import prove_files
 from treadle.models.config import ModelConfig
-from treadle.models.files import require_model
+from treadle.models.model_files import require_model
 from treadle.models.support import refuse_randomness
 
 MODEL_FILES = ("config.json", "model.safetensors")

@@ -20,11 +20,11 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.reporting.progress import PlainProgress, Progress
 from treadle.orchestration.setup.inputs import IN_MEMORY, Split, load_split, make_inputs
-from treadle.orchestration.setup.threads import wait_passively
+from treadle.orchestration.setup.thread_count import wait_passively
 from treadle.orchestration.setup.validation import check_config
 from treadle.rollout.agents.agent import Agent, check_agent, is_agent
 from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver
-from treadle.rollout.isolation.environment import EnvironmentFactory
+from treadle.rollout.isolation.isolated_environment import EnvironmentFactory
 
 Tasks = Iterable[Task | Mapping[str, Any]] | str | os.PathLike[str]
 

@@ -19,8 +19,8 @@ from treadle.core.errors import ConfigError
 from treadle.core.types import SamplingParams, named_players
 from treadle.engines.config import EngineConfig
 from treadle.models.config import ModelConfig
+from treadle.orchestration.sampling.failures import FailuresConfig
 from treadle.orchestration.sampling.replay_buffer import StalePolicy
-from treadle.orchestration.sampling.retries import FailuresConfig
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import TrainerSpec, TrainingConfig, WarmStartConfig

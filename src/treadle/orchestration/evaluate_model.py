@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group
 from treadle.models.config import ModelConfig
-from treadle.models.files import check_model_files, require_model
+from treadle.models.model_files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.dump import write_dump
 from treadle.orchestration.loop.evaluation import play_held_out

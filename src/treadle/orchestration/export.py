@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from treadle.core.errors import CheckpointError
-from treadle.models.files import tokenizer_directory
 from treadle.models.loading import load_tokenizer
+from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.store.checkpoint_retention import read_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rendering.chat import ChatRenderer

@@ -29,7 +29,7 @@ from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_
 from treadle.orchestration.setup.config_diff import Change, changes, check_changes
 from treadle.orchestration.setup.engines import training_engine
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts
-from treadle.orchestration.setup.threads import available_cores
+from treadle.orchestration.setup.thread_count import available_cores
 from treadle.orchestration.setup.validation import check_config
 from treadle.orchestration.setup.warm_start import WarmStartReport, check_demonstrations, run_warm_start
 from treadle.orchestration.stop_request import StopRequest, stop_on_signals

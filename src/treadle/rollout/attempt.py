@@ -25,7 +25,7 @@ from treadle.rollout.drivers.agent import AgentDriver
 from treadle.rollout.drivers.driver import AttemptDriver, DriverFactory, DriverSetup
 from treadle.rollout.drivers.environment import EnvironmentDriver
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
-from treadle.rollout.isolation.environment import EnvironmentFactory
+from treadle.rollout.isolation.isolated_environment import EnvironmentFactory
 from treadle.rollout.isolation.loop_monitor import LoopMonitor
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.rewards import RewardsConfig, RewardShaper

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from treadle.core.trainer import Trainer
 from treadle.engines.compute import Compute
 from treadle.models.config import ModelConfig
-from treadle.models.files import tokenizer_directory
 from treadle.models.loading import load_reference, load_tokenizer, make_model
+from treadle.models.model_files import tokenizer_directory
 from treadle.training.config import TrainerSpec
 from treadle.training.learner import Learner
 from treadle.training.trainer import EmbeddedSource, EmbeddedTrainer

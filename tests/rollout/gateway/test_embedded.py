@@ -12,8 +12,8 @@ from tests.rollout.gateway.servers import Served, served
 from tests.rollout.gateway.storms import storm
 from tests.worlds import user
 from treadle.engines.torch.engine import TorchEngine
-from treadle.models.files import tokenizer_directory
 from treadle.models.loading import load_tokenizer, make_model
+from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.config import load_recipe
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import hermes, plain

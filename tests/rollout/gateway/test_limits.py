@@ -12,7 +12,7 @@ from tests.rollout.gateway.servers import Served, Slow, looks_then_answers, scri
 from tests.rollout.gateway.test_fuzz import BODIES, is_error
 from tests.worlds import user
 from treadle.rollout.gateway.gateway import SessionAddress
-from treadle.rollout.gateway.intake import Room
+from treadle.rollout.gateway.memory_limit import Room
 
 PATIENCE = 0.4
 LONG_ENOUGH = 15.0  # seconds; without a bound these connections stay open for ever, or for 60 s

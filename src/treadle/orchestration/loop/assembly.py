@@ -15,10 +15,10 @@ from treadle.orchestration.reporting.callbacks import Callbacks
 from treadle.orchestration.reporting.clock import Clock
 from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
-from treadle.orchestration.sampling.intake import GroupIntake
+from treadle.orchestration.sampling.failures import Retries
+from treadle.orchestration.sampling.group_intake import GroupIntake
 from treadle.orchestration.sampling.quarantine import TaskQuarantine
 from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
-from treadle.orchestration.sampling.retries import Retries
 from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler, SamplingLimits
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
 from treadle.orchestration.setup.inputs import Inputs

@@ -16,9 +16,9 @@ from treadle.core.outcomes import as_played
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
-from treadle.orchestration.sampling.intake import Batch, GroupIntake
+from treadle.orchestration.sampling.failures import Retries
+from treadle.orchestration.sampling.group_intake import Batch, GroupIntake
 from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
-from treadle.orchestration.sampling.retries import Retries
 from treadle.orchestration.sampling.task_queue import TaskQueue
 from treadle.orchestration.store.ledger import LoopState
 from treadle.rollout.attempt import RolloutRunner

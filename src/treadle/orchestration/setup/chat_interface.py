@@ -14,9 +14,9 @@ from treadle.core.trainer import Trainer, WeightSync
 from treadle.engines.probe import EngineFacts, probe_engine
 from treadle.engines.stop_strings import Decode
 from treadle.models.config import ModelConfig
-from treadle.models.files import tokenizer_directory
 from treadle.models.loading import load_tokenizer
-from treadle.orchestration.setup.threads import available_cores, default_threads
+from treadle.models.model_files import tokenizer_directory
+from treadle.orchestration.setup.thread_count import available_cores, default_threads
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 

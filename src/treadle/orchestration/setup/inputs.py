@@ -20,8 +20,8 @@ from treadle.rollout.agents.agent import Agent, load_agent
 from treadle.rollout.attempt import Players, user_code
 from treadle.rollout.drivers.driver import DriverFactory, load_driver
 from treadle.rollout.env_metrics import check_metrics
-from treadle.rollout.isolation.environment import EnvironmentFactory, IsolatedEnvironment
 from treadle.rollout.isolation.event_loop import run
+from treadle.rollout.isolation.isolated_environment import EnvironmentFactory, IsolatedEnvironment
 from treadle.rollout.isolation.loop_monitor import LoopMonitor
 from treadle.training.demonstrations import load_demonstrations
 

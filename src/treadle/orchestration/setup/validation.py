@@ -9,7 +9,7 @@ from treadle.core.extras import how_to_install
 from treadle.core.registry import check_name
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.launch import find_python
-from treadle.models.files import check_model_files, require_model
+from treadle.models.model_files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig
 from treadle.rendering.replies import reply_parser
 from treadle.rollout.gateway.address import listen

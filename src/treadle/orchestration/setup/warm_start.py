@@ -22,8 +22,8 @@ from treadle.core.errors import CheckpointError, RunError
 from treadle.core.manifest import Manifest
 from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer
-from treadle.models.files import tokenizer_directory
 from treadle.models.loading import file_sha256
+from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.progress import Progress
 from treadle.orchestration.setup.chat_interface import load_chat_interface, use_threads

@@ -15,7 +15,7 @@ from treadle.core.types import Message, Task
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, AttemptError, Outcome, outcome_of
-from treadle.rollout.isolation.environment import EnvironmentFactory, IsolatedEnvironment
+from treadle.rollout.isolation.isolated_environment import EnvironmentFactory, IsolatedEnvironment
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import CallOptions, Session
 

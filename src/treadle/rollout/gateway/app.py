@@ -18,7 +18,7 @@ from treadle import __version__
 from treadle.core.errors import ContextExceeded, DataError
 from treadle.core.untrusted_json import read_json
 from treadle.rendering.off_loop import off_loop
-from treadle.rollout.gateway.chat import CHAT
+from treadle.rollout.gateway.chat_completions import CHAT
 from treadle.rollout.gateway.completions import COMPLETIONS
 from treadle.rollout.gateway.gateway import Attached, Gateway
 from treadle.rollout.gateway.http_response import CompletionResponse, api_error_of

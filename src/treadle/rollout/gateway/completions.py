@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Tag
 
-from treadle.rollout.gateway.chat import StreamOptions, error, error_event, event, usage
+from treadle.rollout.gateway.chat_completions import StreamOptions, error, error_event, event, usage
 from treadle.rollout.gateway.fields import (
     NOT_EMPTY,
     Checked,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treadle.core.types import Message
-from treadle.rollout.gateway.intake import Room
+from treadle.rollout.gateway.memory_limit import Room
 from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest
 from treadle.rollout.gateway.retries import Exchanges
 from treadle.rollout.session import Reply, Session

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Discriminator, Tag
 
 from treadle.core.types import FunctionCall, Message, StopReason, ToolCall
-from treadle.rollout.gateway.chat import Content, TextFormat, ToolChoice, error, joined
+from treadle.rollout.gateway.chat_completions import Content, TextFormat, ToolChoice, error, joined
 from treadle.rollout.gateway.fields import (
     Flag,
     Object,

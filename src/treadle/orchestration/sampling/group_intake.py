@@ -9,9 +9,9 @@ from treadle.core.outcomes import leave_out, reject_reason
 from treadle.core.types import DropReason, Group
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.reporter import Reporter
+from treadle.orchestration.sampling.failures import fails_by_task
 from treadle.orchestration.sampling.quarantine import TaskQuarantine
 from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
-from treadle.orchestration.sampling.retries import fails_by_task
 from treadle.orchestration.sampling.stop_conditions import (
     StopConditionMet,
     WindowStats,
