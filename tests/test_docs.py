@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -175,3 +176,26 @@ def test_the_readmes_first_command_comes_early_and_its_table_is_the_measured_one
     for row in result["seeds"]:
         assert f"| {row['seed']} | {row['before']:.3f} | {row['after']:.3f} |" in text
     assert f"**{result['mean_after']:.3f}**" in text
+
+
+def test_contributing_names_files_and_functions_that_exist() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:src|tests)/[\w/]+\.py):([\w.]+)`", page)
+    assert len(named) > 15
+    for file, name in named:
+        found: list[ast.stmt] = ast.parse((ROOT / file).read_text()).body
+        for part in name.split("."):
+            inside = [node for node in found if part in _defined(node)]
+            assert inside, f"{file} has no {name}"
+            found = getattr(inside[0], "body", [])
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.Assign(targets=targets):
+            return {target.id for target in targets if isinstance(target, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+    return set()
