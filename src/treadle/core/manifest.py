@@ -111,7 +111,7 @@ class Manifest:
     def load(cls, directory: Path, sha256: str | None = None, remedy: str = "") -> Manifest:
         """Return a directory's manifest; `sha256`: the digest that the manifest itself must have.
 
-        Raises DamageError for a manifest that is missing or not as it was written, RemovedError for a missing directory.
+        Raises DamageError for a manifest that is missing or not as it was written, RemovedError without the directory.
         """
         remedy = remedy or f"restore it (in an export that was changed on purpose, remove {MANIFEST})"
         try:
