@@ -124,7 +124,7 @@ class VLLMEngine:
         return server
 
     def _least_busy(self) -> Server:
-        """Return the server with the fewest open sessions. Raises EngineError, naming all lost ones, if none is left."""
+        """Return the server with the fewest open sessions. Raises EngineError, naming all, if every one is lost."""
         left = [server for server in self._servers if not server.is_lost]
         if not left:
             raise EngineError("no server is left: " + "; ".join(str(server.error()) for server in self._servers))
