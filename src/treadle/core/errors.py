@@ -42,7 +42,7 @@ class CheckpointError(RunError):
 
 
 class TrainingStopped(TreadleError, RuntimeError):
-    """Is raised when a run ends itself because to continue would be pointless; the message names the cause."""
+    """Is raised when a run ends itself because continuing would be pointless; the message names the cause."""
 
 
 class Cause(StrEnum):

@@ -151,7 +151,7 @@ class Measures(Mapping[str, Any]):
 
 
 def measured(level: Level, values: Mapping[Metric, Iterable[float]]) -> Measures:
-    """Return the measures of values of one level's units, given by metric.
+    """Return the measures of one level's units. values: one per unit, by metric.
 
     Raises ConfigError for a metric of another level: what is counted per step is never reported per trajectory.
     """

@@ -1,6 +1,6 @@
 """The one registry: a name is a registered entry point, or `module:attribute`.
 
-Treadle's own environments are registered like anybody else's, in a `pyproject.toml` under
+Treadle's own environments are registered like those of any package, in a `pyproject.toml` under
 `[project.entry-points."treadle.environments"]`. Code that is not packaged is named as
 `my_module:MyEnvironment` instead.
 """

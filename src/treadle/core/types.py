@@ -38,7 +38,7 @@ _NOTHING = Reward()
 
 
 class FunctionCall(TypedDict):
-    """Names the function that is called and its arguments; `arguments` is JSON text, as the model wrote it."""
+    """Holds the name and arguments of a function call; `arguments` is JSON text, as the model wrote it."""
 
     name: str
     arguments: str

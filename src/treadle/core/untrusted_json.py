@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote, a client or a model: read only as far as it can be handled and written back."""
+"""JSON from outside, of a client or a model: read only as far as it can be handled and written back."""
 
 from __future__ import annotations
 

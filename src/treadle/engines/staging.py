@@ -123,5 +123,5 @@ def _remove_orphans(folder: Path) -> None:
             os.kill(int(path.name.removeprefix(_PREFIX).split("-")[0]), 0)
         except ProcessLookupError:
             shutil.rmtree(path, ignore_errors=True)
-        except PermissionError:  # somebody else's, and alive
+        except PermissionError:  # another user's, and alive
             continue

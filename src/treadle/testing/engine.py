@@ -37,13 +37,11 @@ class FakeEngine:
         self.running = self.aborted = 0
 
     def open_session(self, session: str) -> None:
-        """Announce a session."""
         if session in self.open:
             raise EngineError(f"session {session!r} is open already")
         self.open.append(session)
 
     def close_session(self, session: str) -> None:
-        """Forget a session."""
         if session in self.open:
             self.open.remove(session)
 

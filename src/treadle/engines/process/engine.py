@@ -105,8 +105,8 @@ class ProcessEngine:
     sessions one wave at a time, and then has every open session waiting.
     If the process ends, or is killed because it sends nothing (it may be stopped), calls that were sent to it fail with
     an EngineError that holds its exit code and the end of its log; a publication, and calls that were not yet sent,
-    wait for the next process, which has the same sessions and the weights that were published last. A process that
-    does not start, or ends before it has answered a call, is not replaced: every call fails.
+    wait for the next process, which has the same sessions and the weights that were published last. A replacement that
+    does not start, or ends before it has answered a call, is not replaced again: every call fails.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class ProcessEngine:
         self._successor = asyncio.get_running_loop().create_task(self._succeed(answered))
 
     async def _succeed(self, answered: int) -> None:
-        """Replace the process once it has ended, unless it has answered no call since it had answered `answered`."""
+        """Replace the process once it has ended, unless it has answered no more calls than `answered`."""
         link = self._link
         await asyncio.wait([link.ended])
         await link.close(_CLOSED)  # this end of the channel

@@ -86,7 +86,7 @@ class _Server:
 
     def _finished(self, call: int, task: asyncio.Task[Message]) -> None:
         del self._tasks[call]
-        if task.cancelled():  # nobody waits for it
+        if task.cancelled():  # its caller no longer waits
             return
         error = task.exception()
         self._outbox.post({"call": call, **(task.result() if error is None else _told(error))})

@@ -51,7 +51,7 @@ class TorchEngine:
     publication is a copy of weights and never races the optimizer.
     stop_token_ids: tokens that end a completion (they are part of it). decode: ids -> text, for stop strings.
     max_batch: most rows decoded together. prefill_tokens: most (padded) tokens of one prefill pass.
-    cache_gib: most memory for keys and values, within which calls wait, and the least recently used sequences go.
+    cache_gib: most memory for keys and values; beyond it calls wait, and least recently used sequences are evicted.
     dtype: of weights and cache (None: the model's); logits are float32.
     lock_step: admit in waves, as above: right for synchronous training. A publication waits for the end of the wave.
     in_flight: whether calls in flight keep their cache when weights change, or have it computed anew with the new ones.

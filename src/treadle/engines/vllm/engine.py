@@ -49,13 +49,11 @@ class VLLMEngine:
         self._watches = [create_task(self._watch_health()), *(create_task(_watch_engine(s)) for s in servers)]
 
     def open_session(self, session: str) -> None:
-        """Announce a session."""
         if session in self._sessions:
             raise EngineError(f"session {session!r} is open already")
         self._sessions[session] = None
 
     def close_session(self, session: str) -> None:
-        """Forget a session."""
         self._sessions.pop(session, None)
 
     async def generate(
@@ -106,7 +104,7 @@ class VLLMEngine:
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
         context = min(server.context for server in self._servers)
-        if prompt + sampling.max_tokens > context:  # vLLM would cut the completion short and say nothing
+        if prompt + sampling.max_tokens > context:  # vLLM would silently cut the completion short
             raise EngineError(
                 f"prompt of {prompt} + max_tokens {sampling.max_tokens} exceeds the servers' context of {context}"
             )

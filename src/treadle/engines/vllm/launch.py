@@ -102,7 +102,7 @@ def environment(config: EngineConfig) -> dict[str, str]:
 
 
 def _on_gpu() -> bool:
-    import torch  # only where a server is started: `find_python` is asked before anything heavy is loaded
+    import torch  # only where a server is started: `find_python` is called before anything heavy is loaded
 
     return torch.cuda.is_available()
 

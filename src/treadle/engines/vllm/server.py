@@ -28,7 +28,7 @@ class Server:
 
     def __init__(self, url: str, process: ServerProcess | None = None) -> None:
         self.url, self.process = url.rstrip("/"), process
-        # a connection of its own for each call: one that is kept may be closed by the server as it is used again
+        # a connection of its own for each call: a pooled one may be closed by the server just as it is reused
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(base_url=self.url, timeout=httpx.Timeout(None, connect=10.0), limits=limits)
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -140,7 +140,7 @@ class Server:
         return found[token]
 
     async def load(self, update: Mapping[str, Any], label: str) -> None:
-        """Have it load weights, from where `update` says, and report this label.
+        """Have the server load weights, from where `update` says, and report this label.
 
         Raises EngineError; then it may be half loaded.
         """

@@ -17,7 +17,7 @@ class Staged(Protocol):
         """Return the shape of each weight, by name."""
 
     async def load(self, servers: Sequence[Server], label: str) -> None:
-        """Have the connected servers load them and report this label.
+        """Have the connected servers load the weights and report this label.
 
         A server that gets lost is left behind, if that does not hinder the others. Raises EngineError; then servers
         may be half loaded, and are to be connected again.
