@@ -30,5 +30,5 @@ def parse_checked_json(line: bytes) -> dict[str, Any] | None:
 
 
 def is_unfinished(line: bytes) -> bool:
-    """Whether a line, the last one of a file that is being written, is short of its checksum."""
+    """Return whether the last line of a file that is being written is incomplete, short of its checksum."""
     return _CHECKED.match(line) is None

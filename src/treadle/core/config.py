@@ -30,12 +30,12 @@ Location = tuple[int | str, ...]
 
 
 class Config(pydantic.BaseModel):
-    """Base of every configuration: immutable, no unknown keys, no coercion ("yes" is no int, true is no 1).
+    """Is the base of every configuration: immutable, no unknown keys, no coercion ("yes" is no int, true is no 1).
 
     Describe fields with `Field(description=...)` or a docstring below the field. Build one from plain data
     with `build`, which also takes YAML lists for tuples and strings for enums and paths.
 
-    renamed_keys: full path of a key that was there in the last release -> the one that took its place, for errors.
+    renamed_keys: full path of a key of the last release -> the key that replaced it, for error messages.
     """
 
     renamed_keys: ClassVar[Mapping[str, str]] = {}
@@ -50,7 +50,7 @@ REQUIRED: Any = pydantic_core.PydanticUndefined
 
 
 class FieldLine(NamedTuple):
-    """One leaf of a configuration: `FieldLine("training.learning_rate", 5e-4, False, "peak ...", 1e-6)`."""
+    """Describes one leaf of a configuration: `FieldLine("training.learning_rate", 5e-4, False, "peak ...", 1e-6)`."""
 
     path: str
     value: Any
@@ -130,7 +130,7 @@ def _parse(text: str, source: str, advice: str = "") -> Any:
 
 
 def load_yaml(path: Path | str) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ConfigError naming file and line."""
+    """Return the mapping in a YAML file. Raises ConfigError naming file and line."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
@@ -139,7 +139,7 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
 
 
 def parse_yaml(content: bytes, source: str) -> dict[str, Any]:
-    """Return the mapping in YAML text; errors name `source`, the file that it is of. Raises ConfigError."""
+    """Return the mapping in YAML text; errors name `source`, the file it comes from. Raises ConfigError."""
     try:
         data = _parse(content.decode(), source)
     except UnicodeDecodeError as error:
@@ -151,7 +151,7 @@ def parse_yaml(content: bytes, source: str) -> dict[str, Any]:
 
 
 def dump_yaml(config: Config) -> str:
-    """YAML text, fields in order of declaration; `build(type(config), ...)` of it gives an equal config."""
+    """Return YAML text, fields in order of declaration; `build(type(config), ...)` of it gives an equal config."""
     data = config.model_dump(mode="json")
     text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     if escape_text(text) == text:
@@ -164,7 +164,7 @@ def dump_yaml(config: Config) -> str:
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`data` with each `key.path=value` set in turn; `data` itself is left alone.
+    """Return `data` with each `key.path=value` set in turn; `data` itself is not changed.
 
     Values are YAML: `training.learning_rate=5e-4`, `name="7"`, `stop=[a, b]`; nothing or `null` is None.
     Missing or null parents become mappings. Raises ConfigError for a malformed override or a parent that is a
@@ -182,7 +182,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def as_override(value: Any) -> str:
-    """The value for reading, as one would write it in an override: `null`, `true`, `tree`, `[a, b]`, `{key: 1}`."""
+    """Return the value as a reader would write it in an override: `null`, `true`, `tree`, `[a, b]`, `{key: 1}`."""
     if isinstance(value, Config):
         value = value.model_dump(mode="json")
     if value is None or isinstance(value, bool):
@@ -209,10 +209,10 @@ def _with(node: Mapping[str, Any], keys: Sequence[str], value: Any, override: st
 
 
 def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Sequence[str] = ()) -> C:
-    """A validated `cls` from `data` with `overrides` applied (`apply_overrides`).
+    """Return a validated `cls` from `data` with `overrides` applied (`apply_overrides`).
 
-    Raises ConfigError with one line per problem: what is to blame, the key's full path, its value, what was expected.
-    To blame are the overrides that touch the key, or `source` (a file name, say), which has the problem without them.
+    Raises ConfigError with one line per problem: its origin, the key's full path, its value, what was expected.
+    The origin is the overrides that touch the key, or `source` (a file name, say) if it has the problem without them.
     """
     changed = apply_overrides(data, overrides) if overrides else data
     try:
@@ -239,13 +239,16 @@ class _Problem(NamedTuple):
     named: bool
 
     def line(self, origin: str) -> str:
-        """`recipe.yaml: seed: got 'x', ...`, or `seed=x: got 'x', ...`, where the origin names the path already."""
+        """Return `recipe.yaml: seed: got 'x', ...`, or `seed=x: got 'x', ...` where the origin names the path."""
         path = self.path if self.named and origin.partition("=")[0].strip() != self.path else ""
         return ": ".join(part for part in (origin, path, self.text) if part)
 
 
 def _plain_json(data: Mapping[str, Any]) -> bytes:
-    """As strict JSON rules are what YAML needs: lists are tuples, strings enums. Raises ValueError."""
+    """Return the data as JSON, whose strict rules are what YAML needs: lists are tuples, strings enums.
+
+    Raises ValueError.
+    """
     return pydantic_core.to_json(data)
 
 
@@ -363,12 +366,12 @@ def _paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
 
 
 def describe(config: Config) -> list[FieldLine]:
-    """Every leaf in order of declaration, nested Configs opened up; an absent optional Config is one leaf."""
+    """Return every leaf in order of declaration, nested Configs opened up; an absent optional Config is one leaf."""
     return list(_leaves(config, None, ""))
 
 
 def describe_sections(config: Config, prefix: str = "") -> dict[str, str]:
-    """Path -> help of every nested Config that is there: `{"training": "the learner", "training.optimizer": ...}`."""
+    """Return path -> help of every nested Config present: `{"training": "the learner", "training.optimizer": ...}`."""
     found = {}
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)

@@ -1,7 +1,7 @@
 """Keyed random draws: every number is a pure function of its address, never of a shared stream.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), vectorised in numpy.
-Evaluating, retrying or killing something therefore never moves anybody else's draws.
+Evaluating, retrying or killing something therefore never changes any other draw.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Words = NDArray[np.uint64]
 
 
 class Stream(IntEnum):
-    """What a draw is for; streams never share an address."""
+    """Names what a draw is for; streams never share an address."""
 
     TRAIN = 1
     EVALUATE = 2
@@ -33,7 +33,7 @@ class Stream(IntEnum):
 def philox4x32(
     counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], key: tuple[ArrayLike, ArrayLike]
 ) -> tuple[Words, Words, Words, Words]:
-    """Ten rounds of Philox4x32 on broadcastable uint64 arrays that hold 32-bit words.
+    """Run ten rounds of Philox4x32 on broadcastable uint64 arrays that hold 32-bit words.
 
     Returns four uint64 arrays of the broadcast shape, each holding 32-bit words.
     """
@@ -46,7 +46,7 @@ def philox4x32(
 
 
 def call_seed(seed: int, stream: Stream, epoch: int, task: int, attempt: int, step: int) -> int:
-    """The 63-bit seed of one engine call, addressed by where the call stands in the run.
+    """Return the 63-bit seed of one engine call, addressed by where the call stands in the run.
 
     Any engine that takes a seed per request can honour it; it fits a signed 64-bit integer.
     """
@@ -55,13 +55,13 @@ def call_seed(seed: int, stream: Stream, epoch: int, task: int, attempt: int, st
 
 
 def token_uniforms(seeds: Words, token: ArrayLike) -> NDArray[np.float64]:
-    """The draw in [0, 1) for token number `token` of each call: uint64[B] -> float64[B], broadcast, 53 bits each."""
+    """Return a draw in [0, 1) for token number `token` of each call: uint64[B] -> float64[B], broadcast, 53 bits."""
     a, b, _, _ = philox4x32((token, 0, 0, 0), (seeds & _LOW, seeds >> _32))
     return ((a >> np.uint64(5)) * np.uint64(1 << 26) + (b >> np.uint64(6))).astype(np.float64) * _TO_UNIT
 
 
 def permutation(size: int, seed: int, epoch: int, stream: Stream = Stream.SHUFFLE) -> NDArray[np.int64]:
-    """The shuffle of `size` items for one epoch: each epoch has its own, derived from the seed."""
+    """Return the shuffle of `size` items for one epoch, int64[size]: each epoch has its own, derived from the seed."""
     high, low, _, _ = philox4x32(
         (np.arange(size, dtype=np.uint64), epoch, 0, 0),
         (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24)),

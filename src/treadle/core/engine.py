@@ -13,7 +13,7 @@ from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) of a completion were sampled by this policy version."""
+    """Says that tokens [start, end) of a completion were sampled by this policy version."""
 
     version: int
     start: int
@@ -22,11 +22,11 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What an engine sampled.
+    """Holds what an engine sampled.
 
     token_ids int32[C]; logprobs float32[C], of each token under the sampling distribution (after
     temperature); policy_versions: spans that cover [0, C) without gap or overlap. routing int16[<= C, M, k]: the
-    experts chosen where each token was predicted (see `Step`), from an engine that tells.
+    experts chosen where each token was predicted (see `Step`), from an engine that reports them.
     """
 
     token_ids: Ids
@@ -36,7 +36,7 @@ class Completion:
     routing: Routing | None = None
 
     def versions_per_token(self) -> Ids:
-        """int32[C]; raises EngineError where the spans do not cover the completion exactly once."""
+        """Return int32[C]; raises EngineError where the spans do not cover the completion exactly once."""
         position, parts = 0, [np.empty(0, np.int32)]
         for span in self.policy_versions:
             if span.start != position or span.end < span.start:
@@ -49,7 +49,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Token ids in, token ids out. An engine serves many sessions at once.
+    """Takes token ids and returns sampled token ids, for many sessions at once.
 
     A session is opened before its first call and closed after its last. While open, the engine may keep its
     KV cache; an engine that decodes in lock-step waves waits for every open session, so close what is done.
@@ -61,7 +61,7 @@ class Engine(Protocol):
         ...
 
     def close_session(self, session: str) -> None:
-        """The session makes no further calls. Unknown or closed sessions are ignored."""
+        """End a session, which makes no further calls. Unknown or closed sessions are ignored."""
         ...
 
     async def generate(
@@ -74,7 +74,7 @@ class Engine(Protocol):
         ...
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        """Log-probability of ids[1:], each given what precedes it: int32[T] -> float32[T - 1]."""
+        """Return the log-probability of ids[1:], each given what precedes it: int32[T] -> float32[T - 1]."""
         ...
 
     async def close(self) -> None:

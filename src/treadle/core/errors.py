@@ -10,43 +10,43 @@ from enum import StrEnum
 
 
 class TreadleError(Exception):
-    """Base of everything Treadle raises on purpose."""
+    """Is the base of everything Treadle raises on purpose."""
 
 
 class ConfigError(TreadleError, ValueError):
-    """A configuration that cannot work: unknown key, wrong type, impossible combination."""
+    """Says that a configuration cannot work: unknown key, wrong type, impossible combination."""
 
 
 class DataError(TreadleError, ValueError):
-    """A dataset, task, demonstration or record that breaks its contract."""
+    """Says that a dataset, task, demonstration or record breaks its contract."""
 
 
 class EngineError(TreadleError, RuntimeError):
-    """The inference engine refused or failed a call."""
+    """Says that the inference engine refused or failed a call."""
 
 
 class RunError(TreadleError, RuntimeError):
-    """A run directory cannot be used as asked: taken, missing, damaged, of another model."""
+    """Says that a run directory cannot be used as requested: taken, missing, damaged, of another model."""
 
 
 class DamageError(RunError):
-    """Something on disk is not as it was written; it is not used."""
+    """Says that something on disk is not as it was written; it is not used."""
 
 
 class RemovedError(RunError):
-    """A directory was removed while it was read: a run that goes on removes its older checkpoints."""
+    """Says that a directory was removed while it was read: a run in progress removes its older checkpoints."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written or does not fit what it is loaded into."""
+    """Says that a checkpoint could not be written or does not fit what it is loaded into."""
 
 
 class TrainingStopped(TreadleError, RuntimeError):
-    """A run ended itself because going on would be pointless; the message names the cause."""
+    """Is raised when a run ends itself because continuing would be pointless; the message names the cause."""
 
 
 class Cause(StrEnum):
-    """Who is to blame for a failed trajectory."""
+    """Names what is to blame for a failed trajectory."""
 
     AGENT = "agent"
     ENVIRONMENT = "environment"
@@ -58,9 +58,9 @@ class Cause(StrEnum):
 
 
 class TrajectoryFailure(TreadleError, RuntimeError):
-    """One attempt failed. It ends that trajectory, never the run; `cause` decides what happens next.
+    """Says that one attempt failed. It ends that trajectory, never the run; `cause` decides what happens next.
 
-    traceback: of the user code that raised, as text. Raises DataError for a cause that is none.
+    traceback: of the user code that raised, as text. Raises DataError for a cause that is not a `Cause`.
     """
 
     def __init__(self, cause: Cause, message: str, traceback: str = "") -> None:
@@ -77,10 +77,10 @@ class TrajectoryFailure(TreadleError, RuntimeError):
 
 
 class ContextExceeded(TreadleError, RuntimeError):
-    """The prompt that would really be sent is longer than a limit: `rollout.max_input_tokens`, or the model's context.
+    """Says that the prompt as sent is longer than a limit: `rollout.max_input_tokens`, or the model's context.
 
-    context: of the model, where that alone is the limit, which nobody could raise. counted: False if the prompt was not
-    even tokenized: by its length, it has so many tokens at least.
+    context: the model's, where it alone is the limit, which no setting can raise. counted: False if the prompt was not
+    even tokenized: prompt_tokens is then a lower bound, which follows from its length.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ContextExceeded(TreadleError, RuntimeError):
 
 
 class StepsExceeded(TreadleError, RuntimeError):
-    """An agent program asked for one call more than `max_steps`."""
+    """Says that an agent program requested one call more than `max_steps`."""
 
     def __init__(self, max_steps: int) -> None:
         super().__init__(max_steps)

@@ -1,4 +1,4 @@
-"""What brings a package that is not installed."""
+"""Which extra of Treadle brings a package that is not installed."""
 
 from __future__ import annotations
 

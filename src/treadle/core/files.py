@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 
 class WrittenFile(NamedTuple):
-    """A file that is durable, and the SHA-256 (hex) of what was written into it."""
+    """Names a durable file, with the SHA-256 (hex) of what was written into it."""
 
     name: str
     sha256: str
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write and fsync. Raises OSError."""
+    """Write a file and fsync it. Raises OSError."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -38,7 +38,10 @@ def sha256_of(content: bytes) -> str:
 
 
 def write_atomically(path: Path, content: bytes) -> str:
-    """Write beside, fsync, rename, fsync; returns the content's SHA-256. Raises OSError; then nothing of it is left."""
+    """Write a temporary file, fsync, rename, fsync; returns the content's SHA-256.
+
+    Raises OSError; the temporary file is then removed.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write_durably(temporary, content)

@@ -4,8 +4,8 @@ A directory that is written as a whole ends with the file SHA256SUMS, which `sha
 
     2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae  config.json
 
-Who reads a file of such a directory proves that file, and no other. A manifest vouches for itself: if any of it is
-changed, some file is no longer the one it lists. Where there is a ledger, that has the manifest's own digest besides.
+A reader of a file in such a directory checks that file, and no other. A manifest needs no checksum of its own: if any
+of it is changed, some file is no longer the one it lists. A ledger, where there is one, has the manifest's digest, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 def read_proven(path: Path, sha256: str, remedy: str) -> bytes:
     """Return the content of a file that has this SHA-256.
 
-    Raises DamageError, which ends with the remedy, for any other content and for a file that is gone or unreadable.
+    Raises DamageError, which ends with the remedy, for any other content and for a file that is missing or unreadable.
     """
     try:
         content = path.read_bytes()
@@ -45,33 +45,33 @@ def _why_unreadable(error: OSError) -> str:
 
 
 class NewDirectory:
-    """A directory that is being written: `new_directory` completes it."""
+    """Collects the files of a directory that is being written; `new_directory` completes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._sha256: dict[str, str] = {}
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file durably; it will be in the manifest. Raises OSError."""
+        """Write a file durably and list it in the manifest. Raises OSError."""
         write_durably(self.path / name, content)
         self._sha256[name] = sha256_of(content)
 
     @property
     def manifest(self) -> bytes:
-        """The manifest of what was written so far."""
+        """Return the manifest of what has been written so far."""
         return "".join(f"{sha256}  {name}\n" for name, sha256 in sorted(self._sha256.items())).encode()
 
     @property
     def manifest_sha256(self) -> str:
-        """The manifest's own digest, for a ledger."""
+        """Return the manifest's own digest, for a ledger."""
         return sha256_of(self.manifest)
 
 
 @contextmanager
 def new_directory(final: Path) -> Iterator[NewDirectory]:
-    """Yield a directory beside `final` that becomes it, with a manifest, on success and vanishes on failure.
+    """Yield a directory beside `final` that on success is renamed to it, with a manifest, and on failure is removed.
 
-    What is at `final` before that is replaced, if it is a directory. Raises OSError.
+    A directory that is at `final` before that is replaced. Raises OSError.
     """
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -92,15 +92,15 @@ def new_directory(final: Path) -> Iterator[NewDirectory]:
 def remove_at_once(directory: Path) -> None:
     """Delete a directory; to a reader all of it vanishes at the same moment. Raises OSError."""
     hidden = directory.with_name(f".{directory.name}.removed")
-    shutil.rmtree(hidden, ignore_errors=True)  # of a process that died here
+    shutil.rmtree(hidden, ignore_errors=True)  # left by a process that died here
     shutil.rmtree(directory.rename(hidden))
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a directory that was written by `new_directory`, each with its SHA-256.
+    """Lists the files of a directory that was written by `new_directory`, each with its SHA-256.
 
-    remedy: ends the message about whatever is damaged.
+    remedy: ends the message about anything damaged.
     """
 
     directory: Path
@@ -109,9 +109,9 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path, sha256: str | None = None, remedy: str = "") -> Manifest:
-        """Return a directory's manifest; with `sha256`, only one that has this digest itself.
+        """Return a directory's manifest; `sha256`: the digest that the manifest itself must have.
 
-        Raises DamageError if it is not there or no such manifest, RemovedError if the directory is not there.
+        Raises DamageError for a manifest that is missing or not as it was written, RemovedError without the directory.
         """
         remedy = remedy or f"restore it (in an export that was changed on purpose, remove {MANIFEST})"
         try:
@@ -126,7 +126,7 @@ class Manifest:
         return cls(directory, listed, remedy)
 
     def read(self, name: str) -> bytes:
-        """Return a file's content, proven. Raises DamageError, or RemovedError if the directory was removed."""
+        """Return a file's checked content. Raises DamageError, or RemovedError if the directory was removed."""
         try:
             content = (self.directory / name).read_bytes()
         except OSError as error:
@@ -135,7 +135,7 @@ class Manifest:
         return content
 
     def prove(self, names: Iterable[str]) -> None:
-        """Prove files that somebody else is going to read. Raises as `read`."""
+        """Check files that other code is going to read. Raises as `read` does."""
         for name in names:
             try:
                 with (self.directory / name).open("rb") as file:
@@ -152,9 +152,9 @@ class Manifest:
 
 
 def prove_files(directory: Path, names: Iterable[str]) -> None:
-    """Prove what is about to be read of these files in a directory that may be of anybody.
+    """Check those of these files that exist or are listed, in a directory of any origin.
 
-    Without a manifest there is nothing to prove. Raises DamageError.
+    Without a manifest there is nothing to check. Raises DamageError.
     """
     if (directory / MANIFEST).is_file():
         manifest = Manifest.load(directory)

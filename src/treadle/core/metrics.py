@@ -7,7 +7,7 @@
     (here + measured("trajectory", {STEPS: [6]}))["steps_mean"]  # 3.0: four trajectories, not two means
 
 A mean is kept as sum and count, so that parts (micro-batches, updates, ranks) combine to what the whole gives at once.
-A name is never looked into.
+Nothing is ever inferred from a metric's name.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from treadle.core.errors import ConfigError
 
 Level = Literal["token", "step", "trajectory", "task", "run"]
 View = Literal["played", "trained", "dropped", "run"]
-"""What a metric is of: what was played, whatever became of it afterwards; what was trained of that; what was not, and
-why (`core.outcomes`); or the run itself."""
+"""What a metric measures: what was played, whatever happened to it afterwards; the part of that which was trained; the
+part which was not, and why (`core.outcomes`); or the run itself."""
 Aggregation = Literal["mean", "sum", "max", "min"]
 Figure = float | None
-"""None for nothing: a mean of no trajectory is not 0."""
+"""None where nothing was counted: a mean of no trajectory is not 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A declared metric.
+    """Declares a metric.
 
-    level: of what each counted value is one. aggregation: how values become one. unit: of the value; `share` counts yes
-    as 1 and no as 0. help: what it is, in a line. view: see `View`. A `*` in the name stands for the key of a family:
-    `ended_*`.
+    level: the unit that each counted value belongs to. aggregation: how values become one. unit: of the value; `share`
+    counts yes as 1 and no as 0. help: what it is, in a line. view: see `View`. A `*` in the name stands for the key of
+    a family: `ended_*`.
 
-    Raises ConfigError for a name, level, aggregation or view that is none.
+    Raises ConfigError for an empty name, and for an unknown level, aggregation or view.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Metric:
                 raise ConfigError(f"metric {self.name!r}: {what} {value!r} must be one of {', '.join(get_args(known))}")
 
     def of(self, key: object) -> Metric:
-        """The member of this family for one key: `ended_*` of `done` is `ended_done`."""
+        """Return the member of this family for one key: `ended_*` of `done` is `ended_done`."""
         return replace(self, name=self.name.replace("*", str(key)))
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What was counted of a metric: how many values, and their sum, or the largest or smallest of them."""
+    """Holds what was counted of a metric: how many values, and their sum, or the largest or smallest of them."""
 
     metric: Metric
     total: float
@@ -72,12 +72,12 @@ class Tally:
 
     @classmethod
     def over(cls, metric: Metric, values: Iterable[float]) -> Tally:
-        """Of one value per unit of the metric's level; units that have none are left out by the caller."""
+        """Return the tally of one value per unit of the metric's level; the caller leaves out units that have none."""
         counted = list(values)
         return cls(metric, _folded(metric, counted) if counted else 0, len(counted))
 
     def __add__(self, other: Tally) -> Tally:
-        """Of both together. Raises ConfigError for two declarations under one name."""
+        """Return the tally of both. Raises ConfigError for two declarations under one name."""
         if self.metric != other.metric:
             raise ConfigError(
                 f"metric {self.metric.name!r} is declared twice, as {self.metric} and as {other.metric}; rename one"
@@ -87,7 +87,7 @@ class Tally:
 
     @property
     def value(self) -> Figure:
-        """The aggregate; of no values, a sum is 0 and anything else None."""
+        """Return the aggregate; of no values, a sum is 0 and anything else None."""
         if self.metric.aggregation == "sum":
             return self.total
         if not self.count:
@@ -96,7 +96,7 @@ class Tally:
 
 
 def _folded(metric: Metric, values: list[float]) -> float:
-    """At least one value."""
+    """Return the largest, smallest or sum (for a mean, too) of at least one value."""
     match metric.aggregation:
         case "max":
             return max(values)
@@ -107,7 +107,7 @@ def _folded(metric: Metric, values: list[float]) -> float:
 
 
 class Measures(Mapping[str, Any]):
-    """What was measured: reads as name -> `Tally.value`, and adds up. Read-only."""
+    """Maps each metric's name to its `Tally.value`; two of them add up. Read-only."""
 
     def __init__(self, tallies: Iterable[Tally] = ()) -> None:
         self._tallies: dict[str, Tally] = {}
@@ -116,7 +116,7 @@ class Measures(Mapping[str, Any]):
             self._tallies[tally.metric.name] = tally if known is None else known + tally
 
     def __add__(self, other: Measures) -> Measures:
-        """Both together: equal metrics combine. Raises ConfigError for two declarations under one name."""
+        """Return both together: equal metrics combine. Raises ConfigError for two declarations under one name."""
         return Measures((*self.tallies, *other.tallies))
 
     def __getitem__(self, name: str) -> Any:
@@ -133,25 +133,25 @@ class Measures(Mapping[str, Any]):
 
     @property
     def tallies(self) -> tuple[Tally, ...]:
-        """In order of first appearance."""
+        """Return the tallies in order of first appearance."""
         return tuple(self._tallies.values())
 
     def as_json(self) -> dict[str, dict[str, Any]]:
-        """name -> value, total, count and the declaration, as JSON has it."""
+        """Return name -> value, total, count and the declaration, as plain JSON data."""
         return {name: {"value": t.value, **asdict(t)} for name, t in self._tallies.items()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Mapping[str, Any]]) -> Measures:
-        """What `as_json` told."""
+        """Return the measures that `as_json` was called on."""
         return cls(Tally(Metric(**each["metric"]), each["total"], each["count"]) for each in data.values())
 
     def under(self, prefix: str) -> Measures:
-        """The same under `prefix` + name."""
+        """Return the same measures, each under `prefix` + name."""
         return Measures(replace(t, metric=replace(t.metric, name=prefix + t.metric.name)) for t in self.tallies)
 
 
 def measured(level: Level, values: Mapping[Metric, Iterable[float]]) -> Measures:
-    """Values of one level's units, by metric.
+    """Return the measures of one level's units. values: one per unit, by metric.
 
     Raises ConfigError for a metric of another level: what is counted per step is never reported per trajectory.
     """
@@ -161,11 +161,11 @@ def measured(level: Level, values: Mapping[Metric, Iterable[float]]) -> Measures
 
 
 def shares(family: Metric, keys: Iterable[Any], found: Iterable[Any]) -> dict[Metric, list[bool]]:
-    """For each key of a family of shares, whether each value found is that key; also keys that never occur."""
+    """Return for each key of a family of shares, also one that never occurs, whether each value found is that key."""
     values = list(found)
     return {family.of(key): [value == key for value in values] for key in keys}
 
 
 def declared(namespace: Mapping[str, object]) -> tuple[Metric, ...]:
-    """The metrics that a module declares: `declared(vars(module))`."""
+    """Return the metrics that a module declares: `declared(vars(module))`."""
     return tuple(value for value in namespace.values() if isinstance(value, Metric))

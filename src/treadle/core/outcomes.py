@@ -3,7 +3,7 @@
     fact                        recorded by                           reasons
     Step.dropped                sessions                              cancelled
                                 `without_stale`, before training      stale
-    Trajectory.reward is None   whoever played the attempt            failed
+    Trajectory.reward is None   what played the attempt               failed
     Trajectory.dropped          shaping                               overlong
                                 `leave_out`, of what was rejected     failed, filtered, refused, stale, overlong
     rows of the ledger          a run that is resumed or finished     resampled, rolled back, damaged, unused
@@ -11,7 +11,7 @@
 Of every trajectory there are two views:
 
     played    steps whose answers reached the agent, and the reward as it was given. Only a `cancelled` step is no part
-              of it: nobody got its answer. Nothing that is decided afterwards changes this view.
+              of it: its answer reached no agent. Nothing that is decided afterwards changes this view.
     trained   steps that are in the loss, and the reward that is in the group's baseline: with shaping, and None for an
               attempt that is left out whole. A step that is dropped alone (`stale`) leaves its reward in the sum.
 
@@ -37,7 +37,7 @@ NOT_PLAYED = frozenset({DropReason.CANCELLED})
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryView:
-    """Some steps of a trajectory, in call order, and the reward that goes with them; None if it has none."""
+    """Holds some steps of a trajectory, in call order, and the reward that goes with them; None if it has none."""
 
     steps: tuple[Step, ...]
     reward: float | None
@@ -51,7 +51,7 @@ class TrajectoryView:
     def given(self, component: str | None = None) -> float | None:
         """Return what all steps were given under this name, before weights; None without a reward.
 
-        It is the whole reward without a name, or where only plain numbers were given: those are nobody's part.
+        It is the whole reward without a name, or where only plain numbers were given: those belong to no component.
         """
         components = self.components
         if self.reward is None or component is None or not components.keys() - {PLAIN}:
@@ -60,7 +60,7 @@ class TrajectoryView:
 
     @property
     def prompt_tokens(self) -> int:
-        """Return how many tokens prompts had as they were sent: what three steps share counts three times."""
+        """Return how many prompt tokens were sent: a prefix that three steps share counts three times."""
         return sum(len(step.prompt_ids) for step in self.steps)
 
     @property
@@ -75,7 +75,7 @@ class TrajectoryView:
 
     @property
     def newest_version(self) -> int | None:
-        """Return the newest one; None without tokens."""
+        """Return the newest policy version that sampled any of the tokens; None without tokens."""
         return max((int(versions.max()) for versions in self._versions()), default=None)
 
     def _versions(self) -> Iterator[Ids]:
@@ -83,7 +83,7 @@ class TrajectoryView:
 
 
 def as_played(trajectory: Trajectory) -> TrajectoryView:
-    """Return what happened: what the agent got, whatever became of it afterwards."""
+    """Return what was played: the steps that reached the agent and the reward as given, trained or not."""
     return TrajectoryView(tuple(step for step in trajectory.steps if was_played(step)), trajectory.reward)
 
 
@@ -101,27 +101,27 @@ def was_played(step: Step) -> bool:
 
 
 def attempt_drop_reason(trajectory: Trajectory) -> DropReason | None:
-    """Return why the trajectory trains nothing at all, or None if nothing is known against it."""
+    """Return why the trajectory trains nothing at all, or None if no reason is known."""
     return DropReason.FAILED if trajectory.reward is None else trajectory.dropped
 
 
 def step_drop_reason(trajectory: Trajectory, step: Step) -> DropReason | None:
-    """Return why this step of the trajectory is not trained, or None if nothing is known against it.
+    """Return why this step of the trajectory is not trained, or None if no reason is known.
 
-    Of several reasons that of the step itself counts, then that of its attempt.
+    A reason of the step itself comes before one of its attempt.
     """
     return step.dropped or attempt_drop_reason(trajectory)
 
 
 class StepOutcome(NamedTuple):
-    """The state of a step, and why it is dropped if it is."""
+    """Holds the state of a step, and why it is dropped if it is."""
 
     state: StepState
     reason: DropReason | None = None
 
 
 def outcome_when_recorded(trajectory: Trajectory, step: Step, split: str) -> StepOutcome:
-    """Return where a step stands once it is on record. An evaluated one is not dropped with its attempt: it counts."""
+    """Return the state of a step once it is recorded. An evaluated one is not dropped with its attempt: it counts."""
     reason = step_drop_reason(trajectory, step) if split == "train" else step.dropped
     if reason is not None:
         return StepOutcome(StepState.DROPPED, reason)
@@ -129,7 +129,7 @@ def outcome_when_recorded(trajectory: Trajectory, step: Step, split: str) -> Ste
 
 
 class DroppedStep(NamedTuple):
-    """A recorded step, by its number in its trajectory, and why it is not trained."""
+    """Names a recorded step, by its number in its trajectory, and why it is not trained."""
 
     trajectory_id: str
     step: int
@@ -149,7 +149,10 @@ def dropped_steps(groups: Iterable[Group]) -> Iterator[DroppedStep]:
 
 
 def reject_reason(group: Group, least: int) -> DropReason | None:
-    """Return why a finished group is not trained, or None: it needs `least` attempts with a reward, and to train."""
+    """Return why a finished group is not trained, or None.
+
+    least: attempts that must have a reward, as they were played (else `failed`) and as they are trained (`overlong`).
+    """
     if sum(t.reward is not None for t in group.trajectories) < least:
         return DropReason.FAILED
     if sum(as_trained(t).reward is not None for t in group.trajectories) < least:
@@ -190,13 +193,13 @@ def without_stale(group: Group, oldest: int) -> Group:
 
 
 def reason_on_record(reward: float | None, trained_reward: float | None) -> DropReason | None:
-    """Return `Trajectory.dropped` of an attempt on record: by then only shaping has left out any that has a reward."""
+    """Return `Trajectory.dropped` of a recorded attempt: by then only shaping has dropped any that has a reward."""
     return DropReason.OVERLONG if reward is not None and trained_reward is None else None
 
 
 def interrupted_reason(max_staleness: int) -> DropReason:
-    """Return what becomes of recorded steps that a resumed run does not go on with.
+    """Return why a resumed run drops the recorded steps that it does not continue with.
 
-    At max_staleness 0 it samples the same again; at any other the weights that sampled them are lost.
+    At max_staleness 0 it samples the same ones again; at any other the weights that sampled them are lost.
     """
     return DropReason.ROLLED_BACK if max_staleness else DropReason.RESAMPLED

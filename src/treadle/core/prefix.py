@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """How many leading ids of a and b agree; of rows, if they are [L, width]."""
+    """Return how many leading ids of a and b agree; or leading rows, if they are [L, width]."""
     size = min(len(a), len(b))
     different = a[:size] != b[:size]
     places = np.flatnonzero(different if different.ndim == 1 else different.any(1))

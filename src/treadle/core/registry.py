@@ -1,8 +1,8 @@
 """The one registry: a name is a registered entry point, or `module:attribute`.
 
-Treadle's own environments are registered like anybody else's, in a `pyproject.toml` under
-`[project.entry-points."treadle.environments"]`. Whoever does not want to package
-anything writes `my_module:MyEnvironment` instead.
+Treadle's own environments are registered like those of any package, in a `pyproject.toml` under
+`[project.entry-points."treadle.environments"]`. Code that is not packaged is named as
+`my_module:MyEnvironment` instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from treadle.core.extras import how_to_install
 
 
 def resolve(group: str, name: str, setting: str = "") -> Any:
-    """The object that `name` stands for in `group` (`environments`, `tasks`, `demonstrations`).
+    """Return the object that `name` stands for in `group` (`environments`, `tasks`, `demonstrations`).
 
     setting: the configuration's key or the command's option that chose it, for errors (default: the group).
 
@@ -53,7 +53,7 @@ def _target(group: str, name: str, where: str) -> str:
 
 
 def names(group: str) -> list[str]:
-    """All registered names of `group`, sorted."""
+    """Return all registered names of `group`, sorted."""
     return sorted(_registered(group))
 
 

@@ -1,4 +1,4 @@
-"""`Reward`: what a step was given, by whom and for what.
+"""`Reward`: what a step was given, and for what.
 
 Shapes: C completion tokens of one step.
 """
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from treadle.core.errors import DataError
 
 PLAIN = "reward"
-"""The component that a plain number is."""
+"""The component that a plain number stands for."""
 
 TOKENS = "tokens"
 """The component that rewards of single tokens add up to; nothing else has this name."""
@@ -34,7 +34,7 @@ _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reward:
-    """The reward of one step: named components, and rewards of single tokens of its completion.
+    """Holds the reward of one step: named components, and rewards of single tokens of its completion.
 
     components: `{"answer": 1.0, "page": 0.2}`, before weights. tokens float32[C], or None: paid beside the components,
     each for the token it stands at, and never weighted.
@@ -59,7 +59,7 @@ class Reward:
 
     @classmethod
     def of(cls, value: object, name: str = PLAIN) -> Reward:
-        """A plain number is the component `name`; 0 is nothing. Raises DataError for what is neither."""
+        """Return a Reward as it is, a plain number as the component `name`, 0 as none. Raises DataError for others."""
         if isinstance(value, Reward):
             return value
         if not is_reward(value):
@@ -67,7 +67,7 @@ class Reward:
         return cls({name: cast(float, value)} if value else {})
 
     def __bool__(self) -> bool:
-        """Whether anything was given, be it 0 by name."""
+        """Return whether anything was given, be it a named 0."""
         return bool(self.components) or self.tokens is not None
 
     def __reduce__(self) -> tuple[type[Reward], tuple[Any, ...]]:
@@ -75,22 +75,22 @@ class Reward:
         return Reward, (self.components, self.tokens)
 
     def total(self, weights: Mapping[str, float] = _NO_WEIGHTS) -> float:
-        """Components times their weights (1.0 without one), and tokens' rewards. Raises DataError as `reward_sum`."""
+        """Return the sum of components times weights (default 1.0) and tokens' rewards. Raises as `reward_sum` does."""
         own = [weights.get(name, 1.0) * value for name, value in self.components.items()]
         return reward_sum([*own, self.token_sum])
 
     @property
     def token_sum(self) -> float:
-        """What single tokens were given, together; 0.0 without any."""
+        """Return the sum of the rewards of single tokens; 0.0 without any."""
         return 0.0 if self.tokens is None else math.fsum(self.tokens.tolist())
 
     @property
     def by_name(self) -> dict[str, float]:
-        """Every component, `tokens` among them if single tokens were given any."""
+        """Return every component by name, `tokens` among them if single tokens have rewards."""
         return {**self.components, **({} if self.tokens is None else {TOKENS: self.token_sum})}
 
     def plus(self, other: Reward) -> Reward:
-        """Both together, name by name and token by token. Raises DataError, also where their lengths differ."""
+        """Return the sum by name and by token. Raises DataError where that is no reward or their lengths differ."""
         names = dict.fromkeys((*self.components, *other.components))
         components = {n: math.fsum([self.components.get(n, 0.0), other.components.get(n, 0.0)]) for n in names}
         if self.tokens is None or other.tokens is None:
@@ -134,7 +134,7 @@ def _encodes(text: str) -> bool:
 
 
 def reward_sum(values: Iterable[float]) -> float:
-    """Return their sum. Raises DataError where that is no reward: beyond `LARGEST`."""
+    """Return the sum of rewards. Raises DataError where that is no reward: beyond `LARGEST`, or not finite."""
     try:
         total = math.fsum(values)
     except (OverflowError, ValueError):
@@ -145,12 +145,12 @@ def reward_sum(values: Iterable[float]) -> float:
 
 
 def is_reward(value: object) -> bool:
-    """Whether the value is a number that can be a reward."""
+    """Return whether the value is a number that can be a reward."""
     return is_finite(value) and abs(cast(float, value)) <= LARGEST
 
 
 def is_finite(value: object) -> bool:
-    """Whether the value is a number, and finite."""
+    """Return whether the value is a finite number."""
     try:
         return isinstance(value, Real | np.bool_) and math.isfinite(value)
     except OverflowError:  # an integer beyond any float

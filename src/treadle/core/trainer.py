@@ -5,8 +5,8 @@
 Nothing here names a tensor library: what crosses these interfaces is plain picklable data, so that a trainer may be an
 object of this process, another process, or a group of them that shard one model.
 
-A trainer has three sets of weights. They coincide for a model that is trained whole in one process, and stop to do so
-with adapters and shards (`treadle.models.weights` has the definitions for a model that is at hand):
+A trainer has three sets of weights. They coincide for a model that is trained whole in one process, and differ with
+adapters and shards (`treadle.models.weights` defines them for a model in this process):
 
     trained     what the optimizer moves
     published   what engines serve: `stage`, `digest`, `score`
@@ -33,7 +33,7 @@ Conversation = Sequence[tuple[Ids, Ids]]
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What one optimizer update did.
+    """Reports what one optimizer update did.
 
     metrics: of what it trained (`training.metrics`). advantage: trajectory_id -> mean over its trainable tokens, if it
     has any. refused: trajectory_id -> why it could not be trained.
@@ -46,7 +46,7 @@ class UpdateResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is known of a model without its weights.
+    """Describes a model without its weights.
 
     vocabulary: ids are below it. context: most tokens of a sequence. parameters: their number, tied ones once.
     shapes: of the published weights, by name.
@@ -59,24 +59,24 @@ class ModelInfo:
 
 
 class WeightsDestination(Protocol[R_co]):
-    """Where published weights are to go: a small picklable object that is used where the weights are."""
+    """Writes published weights to where engines get them: a small picklable object, used where the weights are."""
 
     def write(self, weights: Iterable[tuple[str, Any]]) -> R_co:
         """Take (name, tensor) pairs, in the order of names, and return what the caller of `stage` is to have.
 
         The pairs come one at a time: a sharded tensor is gathered when it is its turn, and all must be consumed.
-        Tensors are the trainer's own, to be copied by whoever keeps them. The result must be picklable.
+        Tensors are the trainer's own: what keeps them must copy them. The result must be picklable.
         Raises EngineError.
         """
         ...
 
 
 class WeightSource(Protocol):
-    """A model whose weights engines can be given. A `Trainer` is one; so is a model that is only sampled from."""
+    """Provides engines with the weights of a model. A `Trainer` is one; so is a model that is only sampled from."""
 
     @property
     def model(self) -> ModelInfo:
-        """What is known of the model."""
+        """Return the model's sizes and the shapes of its published weights."""
         ...
 
     async def stage(self, destination: WeightsDestination[R]) -> R:
@@ -86,7 +86,7 @@ class WeightSource(Protocol):
     async def score(self, ids: Ids) -> Floats:
         """Return the log-probability of ids[1:] under the published weights: int32[T] -> float32[T - 1].
 
-        It is computed in float32 whatever the precision of training, which rounds by more than other weights may do.
+        It is computed in float32 whatever the precision of training, whose rounding may hide that weights are others.
         """
         ...
 
@@ -108,18 +108,18 @@ class Trainer(WeightSource, Protocol):
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About how much room on disk one checkpoint needs."""
+        """Return about how many bytes one checkpoint needs on disk."""
         ...
 
     async def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
-        """Move the trained weights by the updates between two publications; returns one result an update.
+        """Apply the updates between two publications to the trained weights; returns one result an update.
 
         Raises TrainingStopped where an update cannot be made; the weights are then those before it.
         """
         ...
 
     async def supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:
-        """Move the trained weights by one step of the warm start, on assistant tokens only.
+        """Apply one step of the warm start to the trained weights, on assistant tokens only.
 
         step: from 0; the optimizer is that of the warm start, and lasts from the first step to the last.
         Returns the mean loss before the step, in nats a token. Raises TrainingStopped as `train_batch` does.
@@ -131,7 +131,7 @@ class Trainer(WeightSource, Protocol):
         ...
 
     async def save(self, directory: Path) -> str:
-        """Write a checkpoint: the saved weights and all that `load` needs besides to go on bit for bit.
+        """Write a checkpoint: the saved weights and all else that `load` needs to continue bit for bit.
 
         The directory is complete, with its manifest, or absent; one of that name that nothing points to is replaced.
         Returns the manifest's digest. Raises CheckpointError; then nothing of it is left.
@@ -139,10 +139,10 @@ class Trainer(WeightSource, Protocol):
         ...
 
     async def load(self, saved: Manifest) -> None:
-        """Go on from what `save` wrote, or begin with the weights that `export` wrote.
+        """Continue from what `save` wrote, or start with the weights that `export` wrote.
 
         Raises DamageError for files that are damaged, CheckpointError for those of another model or tokenizer; a
-        trainer that raised is not to be used any more.
+        trainer that raised must not be used any more.
         """
         ...
 
@@ -152,20 +152,20 @@ class Trainer(WeightSource, Protocol):
 
 
 class WeightSync(Protocol):
-    """Makes the engines serve what the trainer has.
+    """Makes the engines serve the weights that the trainer has.
 
     A publication has these steps, in this order; implementations leave out those that do not apply to them:
 
-        1. stage    the trainer writes the published weights to where engines can get them; engines sample on
-        2. score    the trainer says what a probe must score under them (engines that are not proven by sharing code)
+        1. stage    the trainer writes the published weights to where engines can get them; engines keep sampling
+        2. score    the trainer scores a probe under them (for engines that do not run Treadle's own code)
         3. pause    engines stop between two tokens
         4. load     engines copy the weights in
-        5. resume   calls in flight go on, with their caches kept or computed anew (`engine.in_flight`)
+        5. resume   calls in flight continue, with their caches kept or computed anew (`engine.in_flight`)
         6. prove    engines must score the probe as the trainer did
         7. admit    completions of the new weights are handed out, and report their version
 
-    What fails in step 1 or 2 changes nothing. What fails in 3 to 6 brings the version before back, which serves on, or,
-    where there is none or it cannot be brought back, leaves an engine that refuses every call. Nobody ever gets a
+    A failure in step 1 or 2 changes nothing. A failure in 3 to 6 restores the version before, which serves on, or,
+    where there is none or it cannot be restored, leaves an engine that refuses every call. No caller ever gets a
     token of weights that were not admitted, and a token's version is that of the weights that sampled it.
     """
 

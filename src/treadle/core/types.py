@@ -38,14 +38,14 @@ _NOTHING = Reward()
 
 
 class FunctionCall(TypedDict):
-    """Which function is called with what; `arguments` is JSON text, as the model wrote it."""
+    """Holds the name and arguments of a function call; `arguments` is JSON text, as the model wrote it."""
 
     name: str
     arguments: str
 
 
 class ToolCall(TypedDict):
-    """One tool call of an assistant message, in the shape of OpenAI's chat completions."""
+    """Holds one tool call of an assistant message, in the shape of OpenAI's chat completions."""
 
     id: str
     type: str
@@ -53,7 +53,7 @@ class ToolCall(TypedDict):
 
 
 class Message(TypedDict):
-    """One chat message; `role` is system, user, assistant or tool.
+    """Holds one chat message; `role` is system, user, assistant or tool.
 
     reasoning_content, tool_calls: of an assistant message. tool_call_id: which call a tool message answers.
     """
@@ -71,12 +71,12 @@ PLAYERS = ("environment", "agent", "driver")
 
 
 def named_players(row: object) -> dict[str, str]:
-    """Return what a task or a recipe names as what plays it, by kind: `{"environment": "lookup"}`, or nothing."""
+    """Return what a task or a recipe names to play it, by kind: `{"environment": "lookup"}`; empty if it names none."""
     return {kind: name for kind in PLAYERS if (name := getattr(row, kind))}
 
 
 class StopReason(StrEnum):
-    """Why a completion ended."""
+    """Says why a completion ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -84,7 +84,7 @@ class StopReason(StrEnum):
 
 
 class Status(StrEnum):
-    """How a trajectory ended."""
+    """Says how a trajectory ended."""
 
     DONE = "done"  # the environment said so
     MAX_STEPS = "max_steps"  # the agent loop's limit on LLM calls
@@ -93,7 +93,7 @@ class Status(StrEnum):
 
 
 class StepState(StrEnum):
-    """What became of a recorded step. All but RECORDED are terminal."""
+    """Says what became of a recorded step. All but RECORDED are terminal."""
 
     RECORDED = "recorded"
     TRAINED = "trained"
@@ -102,12 +102,12 @@ class StepState(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why a recorded step was not trained."""
+    """Says why a recorded step was not trained."""
 
     FAILED = "failed"  # its trajectory has no reward
     RESAMPLED = "resampled"  # the batch was interrupted and sampled again whole
     REFUSED = "refused"  # the learner's model cannot train its trajectory
-    CANCELLED = "cancelled"  # nobody waited for the answer any more
+    CANCELLED = "cancelled"  # its caller no longer waited for the answer
     STALE = "stale"  # sampled by a policy too old to be trained now
     FILTERED = "filtered"  # nothing can be learned from its group: all advantages are 0
     ROLLED_BACK = "rolled back"  # sampled by weights that were lost when the run went back to a checkpoint
@@ -117,10 +117,10 @@ class DropReason(StrEnum):
 
 
 class BreakCause(StrEnum):
-    """Why a step's prompt does not carry on the ids of the step that it continues.
+    """Says why a step's prompt does not carry on the ids of the step that it continues.
 
-    The first three are also told from ids and text alone (`packing.breaks`), the others only from messages by whoever
-    renders.
+    The first three can also be recognised from ids and text alone (`packing.breaks`), the others only from messages,
+    where they are rendered.
     """
 
     TOKENIZATION = "tokenization"  # the same text in other tokens
@@ -168,14 +168,14 @@ def _routing(value: ArrayLike, tokens: int) -> Routing:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one completion is sampled.
+    """Says how one completion is sampled.
 
     temperature: 0 is greedy (such tokens are never trained). max_tokens: most tokens of the completion.
     stop: strings that end the completion. seed: of this call's draws (`core.draws.call_seed`).
     min_p: only tokens at least min_p times as probable as the most probable one. top_k: only the k most probable
     tokens, and those as probable as the last of them (0: all). top_p: the fewest tokens whose probabilities add up to
-    at least p. They apply in this order (vLLM's), after temperature, each to what the one before has left, normalised
-    again: that is the distribution that logprobs are of.
+    at least p. They apply in this order (vLLM's), after temperature, each to what the one before has left,
+    renormalised: that is the distribution that logprobs are of.
     """
 
     temperature: float = 1.0
@@ -204,17 +204,17 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether logprobs are of a truncated distribution, which no forward pass gives: of top-k, top-p or min-p."""
+        """Return whether top-k, top-p or min-p truncate what logprobs are of, so that no forward pass gives them."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One dataset row. `task_id` is stable; everything in it is plain JSON data.
+    """Holds one dataset row. `task_id` is stable; everything in it is plain JSON data.
 
     prompt: the messages an agent starts from, unless the environment's `reset` makes its own.
     environment, agent, driver: what plays it, at most one of them (a registered name or `module:attribute`); all
-    empty: the recipe's. ground_truth, extras: whatever that needs to run and grade it.
+    empty: the recipe's. ground_truth, extras: all that this needs to run and grade it.
 
     Raises DataError for what breaks this.
     """
@@ -241,11 +241,11 @@ class Task:
 
     @property
     def player(self) -> tuple[str, str]:
-        """Return what plays it, and its name: `("environment", "lookup")`. The name is "" if it names nothing."""
+        """Return the kind and name of what plays it: `("environment", "lookup")`; the name is "" if it names none."""
         return next(iter(named_players(self).items()), ("environment", ""))
 
     def copy(self) -> Task:
-        """Return a task that shares nothing with this one: who plays it may change what is in it."""
+        """Return a task that shares nothing with this one: what plays it may change what is in it."""
         try:
             return pickle.loads(pickle.dumps(self))  # type: ignore[no-any-return]  # several times as fast as deepcopy
         except (
@@ -258,7 +258,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One LLM call, exactly as the engine saw and answered it.
+    """Records one LLM call, exactly as the engine saw and answered it.
 
     prompt_ids      int32[P]    the prompt really sent
     completion_ids  int32[C]    the sampled tokens, nothing else
@@ -273,8 +273,8 @@ class Step:
     break_cause     why the prompt does not carry on an earlier step's ids, where the recorder knows it from messages
     dropped         why the step alone will not be trained, if it will not
     routing         int16[<= C, M, k]  the experts that the engine chose where it predicted each sampled token: while it
-                    read the token before, so that the first row is of the prompt's last token. None, or fewer rows:
-                    the engine did not say, of the last tokens
+                    read the token before, so that the first row is of the prompt's last token. None, or fewer rows
+                    than tokens: the engine did not report it, or not for the last tokens
 
     Raises DataError, naming the field, where lengths, dtypes or values break this.
     """
@@ -327,13 +327,13 @@ class Step:
 
     @property
     def full_ids(self) -> Ids:
-        """Prompt and completion, int32[P + C]."""
+        """Return prompt and completion, int32[P + C]."""
         return np.concatenate([self.prompt_ids, self.completion_ids])
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a trajectory has no reward. traceback: of user code that raised; equal failures may have different ones."""
+    """Says why a trajectory has no reward. traceback: of user code that raised; equal failures may differ in it."""
 
     cause: Cause
     message: str
@@ -342,13 +342,13 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One attempt at a task: its steps in call order and its reward. What follows from them, `core.outcomes` says.
+    """Records one attempt at a task: its steps in call order and its reward. `core.outcomes` says what follows.
 
-    `reward is None` says that the attempt could not be judged; it is not 0.0 and enters no baseline.
+    `reward is None` says that the attempt could not be graded; it is not 0.0 and enters no baseline.
     warning: something that went wrong without touching the reward (an environment that failed to close).
     metrics: what the environment measured, if it declares any.
     dropped: why the whole attempt trains nothing, although it has a reward.
-    blocked_seconds: for which its user code held the event loop, a second or longer at a time.
+    blocked_seconds: for which its user code blocked the event loop, a second or longer at a time.
     """
 
     trajectory_id: str
@@ -374,13 +374,13 @@ class Trajectory:
 
     @property
     def engine_seconds(self) -> float:
-        """Spent in engine calls; those side by side add up."""
+        """Return the seconds spent in engine calls; concurrent ones add up."""
         return math.fsum(step.seconds for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The trajectories of one task made for one update, in attempt order.
+    """Holds the trajectories of one task made for one update, in attempt order.
 
     index: submission number in the run (the canonical order). epoch, position: where the task came from.
     """
@@ -394,12 +394,12 @@ class Group:
 
 
 def group_id(index: int) -> str:
-    """`g000012` for the thirteenth group of a run."""
+    """Return `g000012` for the thirteenth group of a run."""
     return f"g{index:06d}"
 
 
 def trajectory_id(group: str, attempt: int) -> str:
-    """`g000012.3` for the fourth attempt of that group."""
+    """Return `g000012.3` for the fourth attempt of that group."""
     return f"{group}.{attempt}"
 
 

@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote, a client or a model: read only as far as it can be handled and written back."""
+"""JSON from outside, of a client or a model: read only as far as it can be handled and written back."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(text: str, *, strict: bool = True) -> Any:
-    """The value of JSON text. strict: whether control characters within strings are refused.
+    """Return the value of JSON text. strict: whether control characters within strings are refused.
 
-    Raises ValueError for what is broken, infinite, nested deeper than `DEEPEST` levels, or half a character.
+    Raises ValueError for broken text, numbers that are not finite, more than `DEEPEST` levels, and lone surrogates.
     """
     try:
         value = json.loads(text, strict=strict, parse_constant=_refused, parse_float=_finite)

@@ -12,7 +12,7 @@ InFlight = Literal["keep", "recompute"]
 
 
 class VLLMConfig(Config):
-    """vLLM servers: ones that run already (`urls`), or ones that Treadle starts on this machine and stops again."""
+    """Configures vLLM servers: ones that run already (`urls`), or ones that Treadle starts here and stops again."""
 
     urls: tuple[str, ...] = Field((), description="servers that run already, for example http://127.0.0.1:8000")
     servers: int = Field(1, ge=1, description="servers to start if no urls are given")
@@ -47,7 +47,7 @@ class VLLMConfig(Config):
 
 
 class EngineConfig(Config):
-    """Which inference engine samples."""
+    """Configures the inference engine that samples."""
 
     kind: str = Field(
         "torch",
@@ -85,10 +85,10 @@ class EngineConfig(Config):
 
     @property
     def capacity(self) -> int:
-        """Sequences that are decoded together, by all servers."""
+        """Return how many sequences are decoded together, by all servers."""
         return self.batch * (len(self.vllm.urls) or self.vllm.servers if self.kind == "vllm" else 1)
 
     @property
     def tolerance(self) -> float:
-        """By how much log-probabilities of one policy may differ from the learner's, on average."""
+        """Return by how much log-probabilities of one policy may differ from the learner's, on average."""
         return {"float32": 1e-4, "bfloat16": 0.05}[self.dtype]

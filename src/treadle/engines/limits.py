@@ -1,4 +1,4 @@
-"""What a model takes, and calls that ask for more."""
+"""The limits of a model, and the refusal of calls beyond them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from treadle.core.types import Ids, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """vocabulary: ids are below it. context: most tokens of prompt and completion together."""
+    """Checks calls against a model's limits.
+
+    vocabulary: ids are below it. context: most tokens of prompt and completion together.
+    """
 
     vocabulary: int
     context: int

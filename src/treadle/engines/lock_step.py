@@ -6,7 +6,7 @@ from collections.abc import Collection, KeysView
 
 
 def everybody_waits(waiting: Collection[str], sessions: KeysView[str]) -> bool:
-    """Return whether each open session waits for a completion, and there is one.
+    """Return whether every open session, of at least one, waits for a completion.
 
     waiting: the session of each call that waits; a session may have several.
     """

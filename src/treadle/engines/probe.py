@@ -1,4 +1,4 @@
-"""The start-up probe: a few tokens asked of an engine, and everything that training relies on checked.
+"""The start-up probe: an engine samples a few tokens, and everything that training relies on is checked.
 
 What an engine gets wrong here would be trained on silently; refused in one sentence it costs seconds.
 """
@@ -18,13 +18,13 @@ from treadle.core.types import Ids, SamplingParams, StopReason
 
 _PLAIN = SamplingParams(temperature=1.0, max_tokens=8)
 _SEEDS = (1, 2, 3, 4)
-_CHANCE = -30.0  # log-probability of a coincidence that nobody need believe
+_CHANCE = -30.0  # log-probability below which equal samples are no coincidence
 _number = count()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the probe found. prompt_ids, sampled: one call at temperature 1, for comparison with a learner.
+    """Holds what the probe found. prompt_ids, sampled: one call at temperature 1, for comparison with a learner.
 
     gap, tempered_gap: most by which reported log-probabilities differ from the engine's own scoring pass, at
     temperature 1 and 0.7. tokens: sampled in all.
@@ -155,7 +155,10 @@ class _Probe:
             )
 
     async def _gap(self, answer: Completion, temperature: float) -> float:
-        """Reported against scored; what differs is a distribution that is not the one sampled from."""
+        """Return the largest difference of reported and scored log-probabilities; raise EngineError if it is too large.
+
+        Then the reported ones are not of the distribution that was sampled from.
+        """
         whole = np.concatenate([self.prompt, answer.token_ids])
         scores = await self.engine.score(whole, temperature=temperature)
         if scores.shape != (len(whole) - 1,):
@@ -189,7 +192,7 @@ class _Probe:
             )
 
     async def _check_certain(self) -> None:
-        """Without a choice: greedy sampling, and a filter that leaves one token."""
+        """Check sampling that leaves no choice: greedy, and with a filter that leaves one token."""
         greedy = [await self._ask(replace(_PLAIN, temperature=0.0, seed=seed)) for seed in _SEEDS[:2]]
         if greedy[0].token_ids.tolist() != greedy[1].token_ids.tolist():
             raise self._refused("samples other tokens at temperature 0 for another seed", "0 must mean greedy")

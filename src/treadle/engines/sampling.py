@@ -17,7 +17,7 @@ from treadle.core.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How each of B rows is sampled; None where every row has the neutral value.
+    """Says how each of B rows is sampled; None where every row has the neutral value.
 
     temperature float32[B, 1], 1 for greedy rows; greedy bool[B]; min_p float32[B, 1]; top_k int64[B, 1], 0: all;
     top_p float64[B, 1].
@@ -31,7 +31,7 @@ class Rules:
 
 
 def rules(params: Sequence[SamplingParams], device: torch.device | None = None) -> Rules:
-    """The rules of rows with these parameters."""
+    """Return the rules of rows with these parameters."""
 
     def column(values: list[float] | list[int], neutral: float, dtype: torch.dtype) -> Tensor | None:
         return torch.tensor(values, dtype=dtype, device=device)[:, None] if set(values) != {neutral} else None
@@ -47,7 +47,7 @@ def rules(params: Sequence[SamplingParams], device: torch.device | None = None) 
 
 
 def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row.
+    """Sample one token a row.
 
     logits float32[B, V], draws float64[B] in [0, 1).
     Returns token ids int64[B] and logprobs float32[B] of the distribution really sampled from, after temperature and
@@ -69,7 +69,7 @@ def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def processed_logprobs(logits: Tensor, how: Rules) -> Tensor:
-    """float32[B, V]: log-probabilities after temperature and filters, -inf for what is filtered out."""
+    """Return log-probabilities after temperature and filters, float32[B, V]; -inf for what is filtered out."""
     if how.temperature is not None:
         logits = logits / how.temperature
     if how.min_p is not None:

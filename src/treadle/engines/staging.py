@@ -24,16 +24,16 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class InProcess:
-    """The `WeightsDestination` of an engine in this process: the tensors by name, not copied where they are here."""
+    """Hands an engine in this process the tensors by name, without copying them (a `WeightsDestination`)."""
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return all of them."""
+        """Return all tensors by name."""
         return dict(weights)
 
 
 @dataclass(frozen=True, slots=True)
 class StagedFile:
-    """Weights in a file, until they are discarded. shapes: by name."""
+    """Holds weights in a file, until they are discarded. shapes: by name."""
 
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
@@ -45,9 +45,9 @@ class StagedFile:
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """The `WeightsDestination` that is one safetensors file, complete or absent.
+    """Writes weights to one safetensors file, complete or absent (a `WeightsDestination`).
 
-    name: of a directory for it alone. dtype: that floating-point weights are written in; None: their own.
+    name: of the directory made for it alone. dtype: that floating-point weights are written in; None: their own.
     directory: where it lies; None: in shared memory, or with temporary files where that lacks room or does not exist.
     private: other users of the machine cannot read it. remedy: ends the message about a file that cannot be written.
     """
@@ -59,7 +59,7 @@ class WeightsFile:
     remedy: str = "make room there, or set TMPDIR"
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> StagedFile:
-        """Write the file where the weights are. Raises EngineError."""
+        """Write the file, in the process that has the weights. Raises EngineError."""
         tensors = {name: to_host(tensor, self.dtype) for name, tensor in weights}
         folder = self._folder(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
         _remove_orphans(folder)
@@ -72,7 +72,7 @@ class WeightsFile:
         return StagedFile(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
     def discard(self) -> None:
-        """Remove whatever was written of it."""
+        """Remove what was written of the file."""
         for folder in self._folders():
             shutil.rmtree(folder / self.name, ignore_errors=True)
 
@@ -99,7 +99,7 @@ async def stage_file(source: WeightSource, file: WeightsFile) -> StagedFile:
 
 
 def new_name() -> str:
-    """Return a new name for a directory that lives as long as this process at most."""
+    """Return a unique name for a directory that lives as long as this process at most."""
     return f"{_PREFIX}{os.getpid()}-{uuid4().hex}"
 
 
@@ -112,16 +112,16 @@ def new_directory(folder: Path) -> Path:
 
 
 def to_host(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """In that type if it is a floating-point one, contiguous. Not a copy where it is all of this already."""
+    """Return the tensor on the CPU, contiguous, a floating-point one in `dtype`; no copy if it is all this already."""
     return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
 
 
 def _remove_orphans(folder: Path) -> None:
-    """Remove what processes of this machine left that were killed."""
+    """Remove what killed processes of this machine left."""
     for path in folder.glob(f"{_PREFIX}*-*"):
         try:
             os.kill(int(path.name.removeprefix(_PREFIX).split("-")[0]), 0)
         except ProcessLookupError:
             shutil.rmtree(path, ignore_errors=True)
-        except PermissionError:  # somebody else's, and alive
+        except PermissionError:  # another user's, and alive
             continue

@@ -9,7 +9,7 @@ _UNFINISHED = "�"  # what decoders write for a character whose bytes have not 
 
 
 class StopStrings:
-    """Watches one completion.
+    """Watches one growing completion for stop strings.
 
     Only the newest tokens are decoded, with those of the piece before them: what a token contributes to the text can
     depend on its predecessor (spaces, characters of several tokens).
@@ -24,7 +24,7 @@ class StopStrings:
         self._known = ""  # that piece's text
 
     def completes(self, token: int) -> bool:
-        """Whether the text holds a stop string now that this token has come."""
+        """Return whether the text holds a stop string with this token added."""
         self._tokens.append(token)
         fresh = self._decode(self._tokens)[len(self._known) :]
         if any(s in self._tail + fresh for s in self._stop):

@@ -12,23 +12,26 @@ from treadle.engines.torch.engine import TorchEngine
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedSync:
-    """The engine of this process copies the trainer's own tensors, between two tokens."""
+    """Publishes to an engine in this process, which copies the trainer's own tensors between two tokens."""
 
     source: WeightSource
     engine: TorchEngine
 
     async def publish(self, version: int) -> None:
-        """See `WeightSync`. Weights that do not fit change nothing."""
+        """Make the engine serve the trainer's weights as this version. Weights that do not fit change nothing."""
         await self.engine.update_weights(await self.source.stage(InProcess()), version)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemorySync:
-    """The engine of another process reads a file in shared memory, which stays for the process that may replace it."""
+    """Publishes to an engine in another process by a file in shared memory, kept for a process that may replace it."""
 
     source: WeightSource
     engine: ProcessEngine
 
     async def publish(self, version: int) -> None:
-        """See `WeightSync`. Weights that do not fit, or cannot be written, change nothing."""
+        """Make the engine serve the trainer's weights as this version.
+
+        Weights that do not fit, or cannot be written, change nothing.
+        """
         await self.engine.update_weights(lambda: stage_file(self.source, WeightsFile(new_name())), version)

@@ -33,7 +33,7 @@ PAIRS: Mapping[str, tuple[Pair, ...]] = _split_pairs()
 
 
 class Arithmetic(Environment):
-    """Reward 1 for `<answer> 7</answer>` where the sum is 7; `info["ended"]` is right, wrong or format."""
+    """Gives reward 1 for `<answer> 7</answer>` where the sum is 7; `info["ended"]` is right, wrong or format."""
 
     async def step(self, text: str) -> EnvStep:
         """Grade the one reply; never raises, whatever the text."""
@@ -45,7 +45,7 @@ class Arithmetic(Environment):
 
 
 def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
-    """The first `count` tasks of a split (`train` or `held_out`), pass after pass over its pairs.
+    """Return the first `count` tasks of a split (`train` or `held_out`), pass after pass over its pairs.
 
     Each pass is shuffled anew, by `seed` for training; held-out tasks ignore `seed`. Task ids stay distinct
     when the pairs repeat. For example the first of `tasks("train", 1)`:
@@ -74,7 +74,7 @@ def _question(a: int, b: int) -> Message:
 
 
 def demonstration(index: int, seed: int, expert: float = 0.3) -> tuple[Message, ...]:
-    """Conversation number `index` of a supervised warm start, about a pair of the train split only.
+    """Return conversation number `index` of a supervised warm start, about a pair of the train split only.
 
     A share `expert` gives the sum, the others any number from 0 to 18 (so one in nineteen of those is right
     too). All draws come from (seed, index). Raises ConfigError where `expert` lies outside [0, 1].

@@ -13,12 +13,12 @@ P = ParamSpec("P")
 
 
 class EnvStep(NamedTuple):
-    """The environment's answer to one reply of the agent.
+    """Holds the environment's answer to one reply of the agent.
 
     observations: the messages the agent reads next (role `user` or `tool`); empty when done.
     reward: of this step; a trajectory's reward is their sum. A `Reward` names its components, and may reward single
     tokens of the reply. done: the episode is over.
-    info: values of the environment's `metrics`; the rest is for whoever calls it directly (tests, notebooks), and
+    info: values of the environment's `metrics`; the rest is for code that calls it directly (tests, notebooks), and
     neither shown to the agent nor recorded.
     state: names the state that the next step meets, for advantages that compare steps of one state (`gigpo`).
 
@@ -40,7 +40,7 @@ def _or_plain(method: Callable[P, Coroutine[Any, Any, Any]]) -> Callable[P, Any]
 
 
 class Environment(Protocol):
-    """One instance plays one attempt: `reset` once, `step` until done, `close` always.
+    """Plays one attempt, each instance its own: `reset` once, `step` until done, `close` always.
 
     Any method may raise or hang: that fails this attempt alone. A single-turn task needs only `step`:
 
@@ -52,8 +52,8 @@ class Environment(Protocol):
     thread, the same for all calls of an attempt.
 
     metrics: what it measures, each under its name in a step's `info`; recorded as `env/<name>`. Of level `step`, each
-    value counts for itself; of level `trajectory`, a trajectory's values add up first. What is not given is not
-    counted: what may be 0 is given as 0.
+    value counts for itself; of level `trajectory`, a trajectory's values add up first. A value that is left out is not
+    counted: give 0 as 0.
     """
 
     task: Task

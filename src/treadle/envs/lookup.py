@@ -96,14 +96,14 @@ _QUESTION_FIRST = 0.7  # share of reading drills that ask before they show the p
 
 
 class World:
-    """One drawn knowledge base. The same `seed` is the same world, whatever was looked up before."""
+    """Holds one drawn knowledge base. The same `seed` is the same world, whatever was looked up before."""
 
     def __init__(self, seed: str) -> None:
         self.seed = seed
         self._pages: dict[str, dict[str, str]] = {}  # only saves drawing a page twice
 
     def page(self, name: str) -> Mapping[str, str]:
-        """Fields of the page `name` (a person, company or city) in drawn order; KeyError if it has none."""
+        """Return the fields of page `name` (a person, company or city) in drawn order. Raises KeyError without one."""
         if name not in self._pages:
             draws = random.Random(f"lookup/page/{self.seed}/{name}")
             items = [(field, draws.choice(VALUES[field])) for field in FIELDS[name]]
@@ -112,7 +112,7 @@ class World:
         return self._pages[name]
 
     def search(self, name: str) -> str:
-        """What the agent reads: `page Anna, hobby chess, company Acme, friend Bob`, or `nothing found`."""
+        """Return what the agent reads: `page Anna, hobby chess, company Acme, friend Bob`, or `nothing found`."""
         if name not in FIELDS:
             return NOTHING
         return f"page {name}, " + ", ".join(f"{field} {value}" for field, value in self.page(name).items())
@@ -120,7 +120,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked (`attribute`, a key of `QUESTIONS`) about whom (`start`) in which world."""
+    """Says what is asked (`attribute`, a key of `QUESTIONS`) about whom (`start`) in which world."""
 
     world_seed: str
     start: str
@@ -128,16 +128,16 @@ class Question:
 
     @property
     def hops(self) -> int:
-        """Searches the answer takes: 1, 2 or 3."""
+        """Return how many searches the answer takes: 1, 2 or 3."""
         return HOPS[self.attribute]
 
     def prompt(self) -> tuple[Message, ...]:
-        """The messages an episode starts from."""
+        """Return the messages an episode starts from."""
         text = QUESTIONS[self.attribute].format(self.start)
         return (Message(role="system", content=SYSTEM), Message(role="user", content=text))
 
     def solve(self, world: World) -> tuple[tuple[str, ...], str]:
-        """The `hops` pages to search, in order, and the answer that the last of them holds."""
+        """Return the `hops` pages to search, in order, and the answer that the last of them holds."""
         names = [self.start]
         for link in _LINKS[: self.hops - 1]:
             names.append(world.page(names[-1])[link])
@@ -145,7 +145,7 @@ class Question:
 
 
 def draw_question(world_seed: str, hops: int, draws: random.Random) -> Question:
-    """A question of `hops` searches (1, 2 or 3): first whom it is about, then what is asked, both uniform."""
+    """Draw a question of `hops` searches (1, 2 or 3): first whom it is about, then what is asked, both uniform."""
     start = draws.choice(PERSONS)
     return Question(world_seed, start, draws.choice([kind for kind, count in HOPS.items() if count == hops]))
 
@@ -155,7 +155,7 @@ class Lookup(Environment):
 
     Needs a task of `tasks`, or one with `extras` {"world_seed", "start", "attribute"} and its `ground_truth`;
     the prompt is made from those. At most `MAX_TURNS` replies; any other text ends the episode with reward 0.
-    The last step's `info["ended"]` tells how it ended: `right`, `wrong`, `turns` (still searching at the last
+    The last step's `info["ended"]` says how it ended: `right`, `wrong`, `turns` (still searching at the last
     turn) or `format`. `metrics` count searches, those that find nothing, and replies that are neither.
 
     Extras may hold `page_reward`: each page on the way to the answer then pays that much when it is first opened (the
@@ -219,7 +219,7 @@ def _page_reward(task: Task) -> float | None:
 
 
 def question_of(task: Task) -> Question:
-    """The question a task asks; raises DataError naming the task and what it lacks."""
+    """Return the question a task asks; raises DataError naming the task and what it lacks."""
     where = f"task {task.task_id} of environment lookup"
     missing = [key for key in ("world_seed", "start", "attribute") if not isinstance(task.extras.get(key), str)]
     if missing:
@@ -238,16 +238,16 @@ def question_of(task: Task) -> Question:
 def tasks(
     split: str, count: int, seed: int = 0, hops: Sequence[int] = (1, 2, 3), page_reward: float | None = None
 ) -> list[Task]:
-    """The first `count` tasks of a split (`train`, `held_out`); task i takes `hops[i % len(hops)]` searches.
+    """Return the first `count` tasks of a split (`train`, `held_out`); task i takes `hops[i % len(hops)]` searches.
 
-    Held-out tasks ignore `seed`: every training seed is judged on the same ones. The split is part of each
-    world's key, so no held-out world is ever trained on. More tasks are a continuation, never another
-    selection. For example task 1 of `tasks("train", 3)`:
+    Held-out tasks ignore `seed`: every training seed is evaluated on the same ones. The split is part of each
+    world's key, so no held-out world is ever trained on. A larger `count` only appends tasks. For example task 1
+    of `tasks("train", 3)`:
 
         Task("lookup-train-0-000001", prompt=(<system>, <user>), environment="lookup", ground_truth="lamps",
              extras={"world_seed": "train/0/1", "hops": 2, "attribute": "product", "start": "Anna"})
 
-    page_reward: what each page on the way to the answer pays; with it, `evaluation.success_of=answer` tells success.
+    page_reward: what each page on the way to the answer pays; with it, `evaluation.success_of=answer` shows success.
 
     Raises DataError for another split, ConfigError for an impossible `count`, `hops` or `page_reward`.
     """
@@ -284,7 +284,7 @@ def _check_hops(hops: Sequence[int]) -> tuple[int, ...]:
 def demonstration(
     index: int, seed: int, expert: float = 0.2, drill: float = 0.4, hops: Sequence[int] = (1, 2, 3)
 ) -> tuple[Message, ...]:
-    """Conversation number `index` of a supervised warm start; its assistant messages are what to learn.
+    """Return conversation number `index` of a supervised warm start; its assistant messages are what to learn.
 
     A share `drill` are reading drills ("What city?" and a page -> " Paris"), a stand-in for pretraining. The
     others are search episodes: a share `expert` of them correct, the rest random walks blind to the question.
@@ -352,9 +352,9 @@ def _exchange(question: str, answer: str) -> tuple[Message, Message]:
 
 
 def corpus(count: int) -> Iterator[str]:
-    """Contents of the messages of `count` demonstrations, to train a tokenizer on.
+    """Yield the contents of the messages of `count` demonstrations, to train a tokenizer on.
 
-    Fixed for ever: the options of `demonstration` are pinned here, because a tokenizer whose training text
+    They never change: the options of `demonstration` are pinned here, because a tokenizer whose training text
     depended on an option would give most words another id.
     """
     for index in range(count):

@@ -15,7 +15,7 @@ RewardFunction = Callable[[Task, str], Grade | Awaitable[Grade]]
 
 
 class SingleTurn(Environment):
-    """The agent reads the task's prompt and replies once; `reward` grades it. It is called in the attempt's thread."""
+    """Plays one reply of the agent to the task's prompt; `reward`, called in the attempt's thread, grades it."""
 
     def __init__(self, reward: RewardFunction) -> None:
         self._reward = reward
@@ -31,8 +31,10 @@ async def _awaited(grade: Awaitable[Grade]) -> EnvStep:
 
 
 def is_reward_function(found: object) -> bool:
-    """Whether it is a function of (task, text); an agent is one of (task, client), and what makes environments, of
-    nothing."""
+    """Return whether it is a function of (task, text).
+
+    An agent is one of (task, client), and what makes environments, of nothing.
+    """
     if inspect.isclass(found) or not callable(found):
         return False
     try:

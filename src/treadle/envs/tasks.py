@@ -34,7 +34,7 @@ def load_tasks(
     player: tuple[str, str] = ("environment", ""),
     environments: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Task]:
-    """All tasks of `source`, in order: never none, and no `task_id` twice.
+    """Return all tasks of `source`, in order: at least one, and no `task_id` twice.
 
     source: the path of a `.jsonl` file (one file a split: `split` selects nothing in it, and it takes no
     options), or a generator's registered name or `module:attribute`, called as
@@ -70,7 +70,7 @@ def with_player(task: Task, player: tuple[str, str]) -> Task:
 
 
 def load_environment(name: str) -> type[Environment]:
-    """The environment class `name` (registered, or `module:attribute`), checked before anything runs.
+    """Return the environment class `name` (registered, or `module:attribute`), checked before anything runs.
 
     Raises ConfigError: unknown name, not a class, a constructor that needs arguments, or one of `reset`,
     `step` and `close` missing.
@@ -79,7 +79,7 @@ def load_environment(name: str) -> type[Environment]:
 
 
 def check_environment(found: object, name: str) -> type[Environment]:
-    """The class, if it is an environment's. Raises ConfigError as `load_environment` does."""
+    """Return the class, if it is an environment's. Raises ConfigError as `load_environment` does."""
     if not inspect.isclass(found):
         raise ConfigError(f"environments: {name!r} is of type {type(found).__name__}, it must be a class")
     for method, argument in _METHODS.items():
@@ -119,7 +119,7 @@ def check_share(name: str, value: float) -> None:
 
 
 def load_generator(source: str, split: str) -> Callable[..., Sequence[Task]]:
-    """The function `source` (registered, or `module:attribute`). Raises ConfigError."""
+    """Return the function `source` (registered, or `module:attribute`). Raises ConfigError."""
     setting = f"data.{split}.source"
     if source.endswith(_OTHER_FILES) or Path(source).is_file():
         raise ConfigError(f"{setting}: {source!r} is no .jsonl, a file of one JSON object a line; make it one")
@@ -188,9 +188,9 @@ def _refuse_constant(name: str) -> None:
 
 
 def task_from_row(row: Any, where: str, task_id: str) -> Task:
-    """The task in a row of a file, or in a dict with the same keys.
+    """Return the task in a row of a file, or in a dict with the same keys.
 
-    where: names the row in errors. task_id: of a row that has none. Raises DataError for what is no such row.
+    where: names the row in errors. task_id: for a row that has none. Raises DataError for anything else.
     """
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: a row must be a JSON object, got {type(row).__name__}")

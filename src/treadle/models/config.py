@@ -10,7 +10,7 @@ from treadle.core.config import Config
 
 
 class ModelConfig(Config):
-    """Which Hugging Face causal LM is trained: one at a path, or one built from a small config."""
+    """Configures the Hugging Face causal LM that is trained: one at a path, or one built from a small config."""
 
     path: str | None = Field(None, description="directory of a Hugging Face causal LM; code in it is never run")
     build: dict[str, Any] | None = Field(

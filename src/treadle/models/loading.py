@@ -33,11 +33,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory; it must have a chat template and an end token.
+    """Return the tokenizer of a directory; it must have a chat template and an end token.
 
-    Raises ConfigError; DamageError where the directory has a manifest that says otherwise (`core.manifest`).
+    Raises ConfigError; DamageError where files are not those that the directory's manifest lists (`core.manifest`).
     """
-    prove_files(directory, (*TOKENIZER_FILES, "config.json"))  # which says of what class it is
+    prove_files(directory, (*TOKENIZER_FILES, "config.json"))  # config.json names the tokenizer's class
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
@@ -65,15 +65,15 @@ def _names_code(file: Path) -> bool:
 
 
 def file_sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
+    """Return the SHA-256 (hex) of a file's bytes."""
     return sha256_of(path.read_bytes())
 
 
 def make_model(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
-    """The configured model in float32, without dropout; a built one is initialised from the seed.
+    """Return the configured model in float32, without dropout; a built one is initialised from the seed.
 
     Raises ConfigError for a directory that holds no model, unknown config fields, a vocabulary that is too small for
-    the tokenizer's `vocabulary` ids, dropout, or layers that cannot be packed; DamageError as `load_tokenizer`.
+    the tokenizer's `vocabulary` ids, dropout or routing noise; DamageError as `load_tokenizer`.
     """
     model = _load(config.path, "model.path") if config.path is not None else _build(config, vocabulary, seed)
     text = model.config.get_text_config()
@@ -84,7 +84,10 @@ def make_model(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedMod
 
 
 def load_reference(path: str, policy: PreTrainedModel) -> PreTrainedModel:
-    """The reference model in a directory, in float32. Raises ConfigError if it cannot score all the policy may say."""
+    """Return the reference model in a directory, in float32.
+
+    Raises ConfigError as `make_model`, and if it cannot score all that the policy may sample.
+    """
     model = _load(path, "algorithm.kl.model")
     refuse_randomness(model)
     mine, theirs = policy.config.get_text_config(), model.config.get_text_config()

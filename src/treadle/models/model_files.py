@@ -21,7 +21,7 @@ def check_model_files(config: ModelConfig) -> None:
 
 
 def require_model(directory: str, setting: str) -> Path:
-    """The directory of a model. Raises ConfigError, naming the setting, where there is none."""
+    """Return the directory of a model. Raises ConfigError, naming the setting, where there is none."""
     path = Path(directory)
     if (path / "config.json").is_file():
         return path
@@ -36,13 +36,13 @@ def require_model(directory: str, setting: str) -> Path:
 
 
 def require_template(template: str | None, setting: str) -> None:
-    """Raise ConfigError, naming the setting, for a file that is not there; a plain name is the tokenizer's to know."""
+    """Raise ConfigError, naming the setting, for a file that is not there; plain names are the tokenizer's to check."""
     if template is not None and ("/" in template or template.endswith(".jinja")) and not Path(template).is_file():
         raise ConfigError(f"{setting}: no file {template!r}; give the file of a chat template, or leave it out")
 
 
 def tokenizer_directory(config: ModelConfig) -> Path:
-    """Where the configured tokenizer lies. Raises ConfigError if it is not there."""
+    """Return the directory of the configured tokenizer. Raises ConfigError if it is not there."""
     name = config.tokenizer or config.path or ""
     directory = Path(str(files("treadle.recipes") / "tokenizer")) if name == "demo" else Path(name)
     if not (directory / "tokenizer.json").is_file():

@@ -1,4 +1,4 @@
-"""The routers of a mixture-of-experts model: which experts they choose, told or given.
+"""The routers of a mixture-of-experts model: recording or prescribing which experts they choose.
 
 Shapes: T tokens of a forward pass, M layers with experts, k experts a token.
 
@@ -51,7 +51,7 @@ class _Choice(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routers:
-    """A model's routers, in the order of its layers.
+    """Holds a model's routers, in the order of its layers.
 
     layers: M. top_k: k. experts: of a layer. topks: how often a router computes a top-k.
     """
@@ -63,12 +63,15 @@ class Routers:
 
     @property
     def layers(self) -> int:
-        """M."""
+        """Return M, the number of layers with experts."""
         return len(self.modules)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Routers:
-        """Raises ConfigError for a model without experts, or with routers that are not as described above."""
+        """Return a model's routers.
+
+        Raises ConfigError for a model without experts, or with routers that are not as described above.
+        """
         name, modules = type(model).__name__, _routers(model)
         if not modules:
             raise ConfigError(f"{name} has no experts to replay; set training.routing_replay to false")
@@ -83,9 +86,9 @@ class Routers:
 
     @contextmanager
     def choosing(self, wanted: Tensor | None = None) -> Iterator[list[Tensor]]:
-        """Within, the routers choose `wanted` int64[T, M, k]; where that is -1, or without, for themselves.
+        """Yield a list of what the routers choose, int64[T, k] a layer, which the first forward pass within fills.
 
-        Yields a list of what they choose, int64[T, k] a layer, which the first forward pass fills.
+        Within, the routers choose `wanted` int64[T, M, k]; where that is -1, or without it, for themselves.
         """
         found: list[Tensor] = []
         with ExitStack() as undo:
@@ -107,7 +110,7 @@ def _watched(forward: Callable[..., Any], wanted: Tensor | None, topks: int, fou
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
-    """On the instance; a replacement of somebody else's comes back afterwards."""
+    """Replace `forward` on the instance; an earlier replacement by other code is restored afterwards."""
     before = vars(module).get("forward")
     object.__setattr__(module, "forward", forward)
     if before is None:
@@ -128,7 +131,7 @@ def _routers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
 
 
 def _kind(router: nn.Module, model: PreTrainedModel) -> tuple[int, int, int] | None:
-    """(k, experts, calls of top-k) of a router that does as it is told, else None."""
+    """Return (k, experts, calls of top-k) of a router that uses the experts it is given, else None."""
     hidden = model.config.get_text_config().hidden_size
     tokens = torch.linspace(-1, 1, 3 * hidden, dtype=model.dtype, device=next(router.parameters()).device)
     with torch.no_grad():
@@ -142,7 +145,7 @@ def _kind(router: nn.Module, model: PreTrainedModel) -> tuple[int, int, int] | N
 
 
 def _ask(router: nn.Module, tokens: Tensor, choice: _Choice) -> _Choice | None:
-    """None if the router does not answer with the choice."""
+    """Return the choice; None if the router does not answer with it."""
     try:
         with choice:
             answer = router(tokens)

@@ -1,4 +1,4 @@
-"""Which models tree attention can express, told from their configuration; and what no packing can."""
+"""Which models tree attention can express, judged by their configuration; and what no packing can."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _layer_kinds(text: PretrainedConfig) -> set[str]:
 
 
 def why_not_packable(config: PretrainedConfig) -> str | None:
-    """Why the model's layers cannot share prefixes, or None where they can.
+    """Return why the model's layers cannot share prefixes, or None where they can.
 
     Such a model keeps its own attention and computes every step as a row of its own.
     """
@@ -60,9 +60,9 @@ def refuse_randomness(model: PreTrainedModel) -> None:
 
 
 def slides(config: PretrainedConfig, layer: int) -> bool:
-    """Whether the configuration says that this layer's attention has a sliding window.
+    """Return whether the configuration says that this layer's attention has a sliding window.
 
-    Without layer types, a window is every layer's; one as long as the model's context is none.
+    Without layer types, a window applies to every layer; one as long as the model's context is none.
     """
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:

@@ -18,8 +18,8 @@ class FakeEngine:
 
     A completion counts as stopped if it was not cut. `reply` may raise to play a failing engine. Where sampling leaves
     no choice (temperature 0, top_k 1) tokens have logprob 0.
-    delay: seconds that a call takes, asked once a call; its tokens come evenly over that time, each of the version
-    published last. A call that is cancelled meanwhile ends at once.
+    delay: called once a call, returns the seconds that it takes; its tokens come evenly over that time, each of the
+    version published last. A call that is cancelled meanwhile ends at once.
     `calls` keeps every prompt it was sent, `running` counts calls in flight, `aborted` those that were cancelled.
     """
 
@@ -37,20 +37,18 @@ class FakeEngine:
         self.running = self.aborted = 0
 
     def open_session(self, session: str) -> None:
-        """Announce a session."""
         if session in self.open:
             raise EngineError(f"session {session!r} is open already")
         self.open.append(session)
 
     def close_session(self, session: str) -> None:
-        """Forget a session."""
         if session in self.open:
             self.open.remove(session)
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
-        """The scripted completion. Raises EngineError for a session that is not open."""
+        """Return the scripted completion. Raises EngineError for a session that is not open."""
         if session not in self.open:
             raise EngineError(f"session {session!r} is not open")
         self.calls.append(np.asarray(prompt_ids))
@@ -65,7 +63,7 @@ class FakeEngine:
         )
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        """`logprob` for every token but the first."""
+        """Return `logprob` for every token but the first."""
         return np.full(len(ids) - 1, self.logprob, np.float32)
 
     async def publish(self, version: int) -> None:
@@ -73,10 +71,10 @@ class FakeEngine:
         self.version = version
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     async def _versions(self, tokens: int) -> list[int]:
-        """Let the tokens come; the version of each."""
+        """Wait for the tokens; returns the version of each."""
         if self.delay is None:
             return [self.version] * tokens
         pause = self.delay() / max(tokens, 1)

@@ -16,7 +16,7 @@ from treadle.testing.engine import FakeEngine
 
 @dataclass(frozen=True, slots=True)
 class FakeAttempt:
-    """What an attempt is like: `FakeAttempt((1.0, 2.5), reward=1.0)` has two steps, which take 1 s and 2.5 s.
+    """Scripts one attempt: `FakeAttempt((1.0, 2.5), reward=1.0)` has two steps, which take 1 s and 2.5 s.
 
     reward: None if the engine fails it in the end.
     """
@@ -47,7 +47,7 @@ class FakeRunner:
         return [asyncio.ensure_future(self._play(trajectory_id(group_id, a.attempt), task, a)) for a in addresses]
 
     def step_seconds(self) -> float:
-        """Return for how long steps have been sampled so far, all of them together."""
+        """Return the seconds for which steps have been sampled so far, summed over steps."""
         now = asyncio.get_running_loop().time()
         self._sampled += self._sampling_now * (now - self._since)
         self._since = now

@@ -21,7 +21,7 @@ R = TypeVar("R")
 class FakeTrainer:
     """Makes one update a batch, which takes `seconds` and changes nothing; there are no weights to publish or save.
 
-    on_batch: told of the groups of each batch before it takes its time. logprob: of every token.
+    on_batch: called with the groups of each batch, before the update takes its time. logprob: of every token.
     """
 
     checkpoint_bytes = 0
@@ -37,13 +37,13 @@ class FakeTrainer:
         self._seconds, self._on_batch, self._logprob = seconds, on_batch, logprob
 
     async def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
-        """Take its time; one update without metrics."""
+        """Wait for `seconds`; returns one update without metrics."""
         self._on_batch(groups)
         await asyncio.sleep(self._seconds)
         return [UpdateResult(Measures(), {})]
 
     async def supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:
-        """Nothing is learned; the loss is 0."""
+        """Learn nothing; returns a loss of 0."""
         return 0.0
 
     async def stage(self, destination: WeightsDestination[R]) -> R:
@@ -51,22 +51,22 @@ class FakeTrainer:
         return destination.write(())
 
     async def score(self, ids: Ids) -> Floats:
-        """`logprob` for every token but the first."""
+        """Return `logprob` for every token but the first."""
         return np.full(len(ids) - 1, self._logprob, np.float32)
 
     async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
-        """Nothing is written."""
+        """Write nothing."""
 
     async def digest(self) -> str:
-        """Of nothing."""
+        """Return "": there are no weights."""
         return ""
 
     async def save(self, directory: Path) -> str:
-        """Nothing is written."""
+        """Write nothing; returns ""."""
         return ""
 
     async def load(self, saved: Manifest) -> None:
-        """Nothing is read."""
+        """Read nothing."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""

@@ -13,7 +13,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its time starts at 0 and goes on only to the next timer, and only when nothing is left to be done before.
+    """Runs in virtual time, which starts at 0 and jumps to the next timer when nothing is left to be done before it.
 
     Invariant: time stands still while a function runs in one of its executors (`asyncio.to_thread` included): what it
     computes takes no time.
@@ -27,18 +27,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(_Jumping(self))
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return virtual seconds since the loop was made."""
         return self._now
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """As usual; time stands still until it is done."""
+        """Run it as usual; time stands still until it is done."""
         future = super().run_in_executor(executor, func, *args)
         self._busy += 1
         future.add_done_callback(self._done)
         return future
 
     async def shutdown_default_executor(self, *arguments: Any) -> None:
-        """As usual; its limit in seconds never comes."""
+        """Shut down as usual; the limit in seconds is never reached."""
         self._busy += 1
         try:
             await super().shutdown_default_executor(*arguments)
@@ -46,9 +46,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._busy -= 1
 
     def advance(self, seconds: float | None) -> float | None:
-        """For the selector: how long it may really wait, when timers say that it need not return for so long.
+        """Jump `seconds`, to the next timer, unless a thread is busy; return for how long the selector may really wait.
 
-        None: for ever, both times.
+        None: there is no timer, or it may wait for ever. Raises RuntimeError where nothing would ever happen again.
         """
         if self._busy:
             return None
@@ -62,14 +62,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Where the loop would wait, it jumps."""
+    """Jumps where the loop would wait."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """What is ready now; otherwise after the jump, or after a real wait for a thread."""
+        """Return what is ready now; otherwise after the jump, or after a real wait for a thread."""
         ready = super().select(0)
         if ready or (timeout is not None and timeout <= 0):
             return ready

@@ -1,11 +1,11 @@
 """`ProcessEngine`: a `TorchEngine` in a process of its own, so that inference, learner and environments never wait for
 one another's thread.
 
-    open / close / generate -> held -> wave --(channel)--> engine_child -> TorchEngine -> answers
+    open / close / generate -> held -> wave --(channel)--> worker -> TorchEngine -> answers
     update_weights -> a file in shared memory ------------^
 
-If that process ends, another one takes its place, with the weights that were published last: their file stays until
-others are published. What it samples is what the same engine in this process would sample, bit for bit.
+If that process ends, another one takes its place, with the weights that were published last: their file is kept until
+others are published. It samples what the same engine in this process would sample, bit for bit.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ async def start_engine(
     say: Callable[[str], None] = lambda line: None,
     on_close: Callable[[], None] = lambda: None,
 ) -> ProcessEngine:
-    """A `ProcessEngine` that has loaded `model`, a directory with model and tokenizer, which it needs until `on_close`.
+    """Return a `ProcessEngine` that has loaded `model`, a directory with model and tokenizer, needed until `on_close`.
 
     It computes with as many threads as this process does now, and deterministically if this process does. The options
     are `TorchEngine`'s. log: where the process writes. timeout: seconds it may take to start, or to take new weights.
-    silence: seconds without a sign of life after which it is killed. say: told when it ended and was started again.
+    silence: seconds without any message after which it is killed. say: gets a line when it ends and is started again.
     Raises EngineError, with the end of the log, if it does not start.
     """
     load: Message = {
@@ -83,7 +83,7 @@ async def start_engine(
 
 
 async def _start(log: Path, timeout: float, orders: Sequence[Message]) -> tuple[Link, list[Message]]:
-    """A process that has carried out these orders, and its answers."""
+    """Start a process and return it with its answers to these orders."""
     link = await Link.start(_CHILD, log)
     try:
         async with asyncio.timeout(timeout):
@@ -98,15 +98,15 @@ async def _start(log: Path, timeout: float, orders: Sequence[Message]) -> tuple[
 
 
 class ProcessEngine:
-    """The other process's engine, for this one. Made by `start_engine`.
+    """Passes calls on to a `TorchEngine` in another process. Made by `start_engine`.
 
-    In lock-step, what makes a wave is decided here, by TorchEngine's rule and as many turns of the event loop after the
-    call that completes it: over there it would depend on when messages arrive. The other engine is told of calls and
-    sessions a wave at a time, and then has every open session waiting.
-    If the process ends, or is killed because it falls silent (somebody stopped it), calls that it was told of fail with
-    an EngineError that holds its exit code and the end of its log; a publication, and others, wait for the next
-    process, which has the same sessions and the weights that were published last. One that does not start, or ends
-    before it has answered a call, has none after it: every call fails.
+    In lock-step, waves are formed here, by TorchEngine's rule and as many turns of the event loop after the call that
+    completes one: in the other process they would depend on when messages arrive. The other engine receives calls and
+    sessions one wave at a time, and then has every open session waiting.
+    If the process ends, or is killed because it sends nothing (it may be stopped), calls that were sent to it fail with
+    an EngineError that holds its exit code and the end of its log; a publication, and calls that were not yet sent,
+    wait for the next process, which has the same sessions and the weights that were published last. A replacement that
+    does not start, or ends before it has answered a call, is not replaced again: every call fails.
     """
 
     def __init__(
@@ -129,15 +129,15 @@ class ProcessEngine:
         self._file: StagedFile | None = None  # of that publication
         self._over: str | None = None  # why nothing is served any more
         self._sessions: dict[str, None] = {}  # in the order of opening
-        self._held: list[tuple[Message, asyncio.Future[Message] | None]] = []  # not yet said, in order
-        self._waiting: dict[asyncio.Future[Message], str] = {}  # calls among them, and whose
+        self._held: list[tuple[Message, asyncio.Future[Message] | None]] = []  # not yet sent, in order
+        self._waiting: dict[asyncio.Future[Message], str] = {}  # calls among them -> session
         self._driver: asyncio.Task[None] | None = None
         self._publication = asyncio.Lock()
         self._adopt(link, 0)
 
     @property
     def pid(self) -> int:
-        """Of the engine's process."""
+        """Return the id of the engine's process."""
         return self._link.pid
 
     def open_session(self, session: str) -> None:
@@ -148,7 +148,7 @@ class ProcessEngine:
         self._say(_opening(session))
 
     def close_session(self, session: str) -> None:
-        """Forget a session and its cache; a wave may be waiting for this. Its calls that wait fail, others end."""
+        """Forget a session and its cache; a wave may be waiting for this. Its calls that wait fail, others finish."""
         if session not in self._sessions:
             return
         del self._sessions[session]
@@ -174,16 +174,19 @@ class ProcessEngine:
         return completion_of(answer["completion"])
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        """Log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1]. Raises EngineError."""
+        """Return the log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1].
+
+        Raises EngineError.
+        """
         answer = await self._call({"do": "score", "ids": np.asarray(ids).tolist(), "temperature": temperature})
         return np.array(answer["logprobs"], np.float32)
 
     async def update_weights(self, stage: Callable[[], Awaitable[StagedFile]], version: int) -> None:
         """Have the other engine copy in what `stage` writes, between two tokens, in lock-step between two waves.
 
-        The file is this engine's from then on. Calls in flight go on with the new weights; waves that start later have
-        them. Raises EngineError, and changes nothing, where weights are missing or of another shape, or cannot be
-        handed over.
+        This engine discards the file when it is no longer needed. Calls in flight continue with the new weights; waves
+        that start later have them. Raises EngineError, and changes nothing, where weights are missing or of another
+        shape, or cannot be handed over.
         """
         self._check_open()
         try:
@@ -225,7 +228,7 @@ class ProcessEngine:
             raise EngineError(self._over)
 
     async def _call(self, message: Message, again: bool = False) -> Message:
-        """again: if the process ends amid it, have the next one do it."""
+        """Return the answer. again: if the process ends before it answers, send the message to the next one."""
         if self._link.ended.done() and self._over is None:
             await asyncio.wait([self._successor])
         self._check_open()
@@ -253,7 +256,7 @@ class ProcessEngine:
         self._successor = asyncio.get_running_loop().create_task(self._succeed(answered))
 
     async def _succeed(self, answered: int) -> None:
-        """Once the process has ended, put another one in its place, unless it has only `answered` calls."""
+        """Replace the process once it has ended, unless it has answered no more calls than `answered`."""
         link = self._link
         await asyncio.wait([link.ended])
         await link.close(_CLOSED)  # this end of the channel
@@ -298,7 +301,7 @@ class ProcessEngine:
             self._waiting.pop(answer, None)
 
     def _start(self) -> None:
-        """Something has changed: see to it that waves go out if everybody waits."""
+        """Start sending waves if every open session waits; to be called after any change."""
         if self._driver is None and self._wave_is_complete():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
@@ -306,7 +309,7 @@ class ProcessEngine:
         try:
             await asyncio.sleep(0)  # what is closed or opened in this same tick may change who waits
             while self._wave_is_complete():
-                await asyncio.wait(self._send_wave())  # whoever is answered goes on before this does
+                await asyncio.wait(self._send_wave())  # callers that are answered continue before this does
         finally:
             self._driver = None
 
@@ -316,7 +319,7 @@ class ProcessEngine:
         return everybody_waits(self._waiting.values(), self._sessions.keys())
 
     def _send_wave(self) -> list[asyncio.Future[Message]]:
-        """Say what was held; the calls in it, whose answers are passed on as they come."""
+        """Send what was held and return its calls, whose answers are passed on as they arrive."""
         held, self._held, waiting, self._waiting = self._held, [], self._waiting, {}
         calls = []
         for message, answer in held:

@@ -1,7 +1,7 @@
-"""What an engine in a process of its own and its client say to each other: lines of JSON over one ordered channel.
+"""The messages between an engine in a process of its own and its client: lines of JSON over one ordered channel.
 
-A line is a list of messages, said in one turn of the sender's event loop and taken in one of the receiver's. A message
-with `call` is answered by one with the same number. Floats survive exactly: JSON holds the shortest decimal of each.
+A line is a list of messages, sent in one turn of the sender's event loop and handled in one of the receiver's. One with
+`call` is answered by one with the same number. Floats survive exactly: JSON holds the shortest decimal of each.
 
     -> {do: load, call, model, dtype, options, threads, deterministic}     <- {call, vocabulary, context}
     -> {do: open | close, session}
@@ -31,25 +31,25 @@ LONGEST_LINE = 2**30  # bytes; both ends trust each other
 
 
 def encode(messages: Sequence[Message]) -> bytes:
-    """One line."""
+    """Return the messages as one line."""
     return json.dumps(messages, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> list[Message]:
-    """The messages of a line; of one that its sender did not live to finish, none."""
+    """Return the messages of a line; none of an unfinished one, whose sender was killed."""
     messages: list[Message] = json.loads(line) if line.endswith(b"\n") else []
     return messages
 
 
 class Outbox:
-    """Gathers what is said in one turn of the event loop into one line."""
+    """Gathers the messages of one turn of the event loop into one line."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._messages: list[Message] = []
 
     def post(self, message: Message) -> None:
-        """Send it, after everything posted before."""
+        """Send the message, after everything posted before."""
         if not self._messages:
             asyncio.get_running_loop().call_soon(self._flush)
         self._messages.append(message)
@@ -61,7 +61,7 @@ class Outbox:
 
 
 def completion_message(completion: Completion) -> Message:
-    """A completion as plain data."""
+    """Return a completion as plain data."""
     return {
         "token_ids": completion.token_ids.tolist(),
         "logprobs": completion.logprobs.tolist(),
@@ -74,7 +74,7 @@ def completion_message(completion: Completion) -> Message:
 
 
 def completion_of(message: Message) -> Completion:
-    """The completion, bit for bit."""
+    """Return the completion that `completion_message` was given, bit for bit."""
     routing = message["routing"]
     return Completion(
         token_ids=np.array(message["token_ids"], np.int32),
@@ -86,10 +86,10 @@ def completion_of(message: Message) -> Completion:
 
 
 def sampling_message(sampling: SamplingParams) -> Message:
-    """Sampling parameters as plain data."""
+    """Return sampling parameters as plain data."""
     return asdict(sampling)
 
 
 def sampling_of(message: Message) -> SamplingParams:
-    """The sampling parameters."""
+    """Return the sampling parameters that `sampling_message` was given."""
     return SamplingParams(**{**message, "stop": tuple(message["stop"])})

@@ -1,4 +1,4 @@
-"""Starting a process that answers calls, talking to it, and knowing when it is gone."""
+"""Starting a process that answers calls, exchanging messages with it, and noticing that it has ended."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from treadle.core.errors import EngineError
 from treadle.engines.process.protocol import LONGEST_LINE, Message, Outbox, decode
 
 _TAIL = 15  # lines of the log that an error shows
-_PATIENCE = 20.0  # seconds for a process to leave by itself
+_PATIENCE = 20.0  # seconds for a process to end by itself
 _SILENCES = 4  # unanswered pings in a row after which a process is killed: it may be stopped
 
 
 class Link:
-    """A process that answers calls, and the channel to it (`engine_messages`).
+    """Holds a process that answers calls, and the channel to it (`process.protocol`).
 
-    ended: once the process is gone, why; from then on every call fails with that. answered: calls that it has answered.
-    exit_code: in words, once the process is gone.
+    ended: once the process has ended, why; from then on every call fails with that. answered: how many calls it has
+    answered. exit_code: in words, once the process has ended.
     """
 
     def __init__(
@@ -42,20 +42,21 @@ class Link:
         self._outbox = Outbox(writer)
         self._numbers = count()
         self._calls: dict[int, asyncio.Future[Message]] = {}
-        self._unanswered, self._killed = 0, ""  # pings since it said anything; why it was killed, in words
+        self._unanswered, self._killed = 0, ""  # pings since its last message; why it was killed, in words
         self._listener = loop.create_task(self._listen())
 
     @classmethod
     async def start(cls, module: str, log: Path) -> Link:
         """Run `python -m module FD`, FD being the other end of the channel. log: where its output is appended.
 
-        It is in a session of its own: Ctrl-C is for this process alone, which may need it to finish. Its standard input
-        is a pipe that nobody writes to and that closes when this process ends, however that happens; it must end then.
+        It runs in a session of its own, so that Ctrl-C reaches only this process, which may need the other to finish.
+        Its standard input is a pipe without input that closes when this process ends, however that happens; it must end
+        then.
         """
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") as output:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LONGEST_LINE)
-            try:  # nothing is waited for from here on: whoever is cancelled leaves no process
+            try:  # nothing is awaited from here on: a cancelled caller leaves no process
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
@@ -72,16 +73,16 @@ class Link:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Return the id of the process."""
         return self._process.pid
 
     def post(self, message: Message) -> None:
-        """Say something that is not answered, after everything said before."""
+        """Send a message that is not answered, after everything sent before."""
         if not self.ended.done():
             self._outbox.post(message)
 
     def call(self, message: Message) -> asyncio.Future[Message]:
-        """Say something that is answered. Cancelling the future cancels the call; it fails with EngineError."""
+        """Send a message and return its answer. Cancelling the future cancels the call; it fails with EngineError."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         if self.ended.done():
             answer.set_exception(EngineError(self.ended.result()))
@@ -92,7 +93,7 @@ class Link:
         return answer
 
     async def watch(self, silence: float) -> None:
-        """Until the process ends, kill it if it says nothing for so many seconds, though it is asked to."""
+        """Ping the process until it ends; kill it if it sends nothing for `silence` seconds."""
         while self._unanswered < _SILENCES:
             self._unanswered += 1
             self.post({"do": "ping"})
@@ -102,12 +103,12 @@ class Link:
         self._process.kill()  # works on one that is stopped, too
 
     def tail(self) -> str:
-        """The end of the log, introduced."""
+        """Return the last lines of the log, with an introduction."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return f"its log {self.log} ends:\n" + "\n".join(lines[-_TAIL:])
 
     async def close(self, why: str) -> None:
-        """End the process; what still waits for an answer fails with `why`. Idempotent."""
+        """End the process; calls that are not answered yet fail with `why`. Idempotent."""
         self._end(why)
         self._writer.transport.abort()  # without waiting for it to read
         await asyncio.wait([self._listener])
@@ -149,7 +150,7 @@ class Link:
                 answer.set_exception(EngineError(why))
 
     async def _reap(self) -> int:
-        """The exit code, once standard input is closed; of a process that does not end by itself, killed."""
+        """Close standard input and return the exit code; kill a process that does not end by itself."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

@@ -1,7 +1,7 @@
-"""`python -m treadle.engines.process.worker FD`: a `TorchEngine` that serves whoever has the other end of a channel.
+"""`python -m treadle.engines.process.worker FD`: a `TorchEngine` that serves the process at the other end of a channel.
 
-What is said there: `engine_messages`. The engine computes in a thread of its own, so that calls come and are cancelled
-while it does. The process ends when the channel closes.
+The messages are those of `process.protocol`. The engine computes in a thread of its own, so that calls arrive and are
+cancelled meanwhile. The process ends when the channel closes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from treadle.engines.process.protocol import (
 from treadle.engines.stop_strings import Decode
 from treadle.engines.torch.engine import TorchEngine
 
-_GRACE = 10.0  # seconds to leave by itself once the other process is gone
+_GRACE = 10.0  # seconds to end by itself once the other process has ended
 
 
 class _Server:
@@ -86,14 +86,14 @@ class _Server:
 
     def _finished(self, call: int, task: asyncio.Task[Message]) -> None:
         del self._tasks[call]
-        if task.cancelled():  # nobody waits for it
+        if task.cancelled():  # its caller no longer waits
             return
         error = task.exception()
         self._outbox.post({"call": call, **(task.result() if error is None else _told(error))})
 
 
 def _told(error: BaseException) -> Message:
-    """What the caller learns of a failure; the log has all of one that is not the engine's own."""
+    """Return what the caller is sent of a failure; one that is not Treadle's own goes to the log with its traceback."""
     if isinstance(error, TreadleError):
         return {"error": str(error)}
     traceback.print_exception(error)
@@ -101,7 +101,7 @@ def _told(error: BaseException) -> Message:
 
 
 def load(message: Message) -> TorchEngine:
-    """The engine that is asked for. Raises what loading raises."""
+    """Return the engine that a `load` message describes. Raises what loading raises."""
     hf_logging.disable_progress_bar()  # the log is no terminal
     torch.set_num_threads(message["threads"])
     torch.use_deterministic_algorithms(message["deterministic"])
@@ -124,7 +124,7 @@ async def serve(channel: socket.socket) -> None:
     with suppress(ConnectionError):  # the other process was killed
         for message in decode(await reader.readline()):
             await _serve(message, reader, Outbox(writer))
-        await asyncio.sleep(0)  # the outbox has its turn
+        await asyncio.sleep(0)  # the outbox sends
         writer.close()
         await writer.wait_closed()
 
@@ -146,7 +146,10 @@ async def _serve(first: Message, reader: asyncio.StreamReader, outbox: Outbox) -
 
 
 def end_with_parent() -> None:
-    """Whoever started this holds the other end of standard input, which closes however that process dies."""
+    """Kill this process if it outlives the one that started it, however that one dies, by more than `_GRACE` seconds.
+
+    That process holds the other end of standard input, which then closes.
+    """
 
     def watch() -> None:
         while os.read(0, 1024):

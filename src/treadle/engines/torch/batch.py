@@ -25,7 +25,7 @@ _DRAWS = 16  # tokens whose draws are made at once
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Tokens the model computed or was spared, since the start."""
+    """Counts the tokens that the model computed or was spared, since the start."""
 
     prefilled: int = 0  # prompt tokens computed
     reused: int = 0  # prompt tokens found in the session's own cache
@@ -35,7 +35,7 @@ class EngineCounters:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One completion that is wanted. cancelled: not any more; set from any thread."""
+    """Requests one completion. cancelled: it is no longer wanted; set from any thread."""
 
     session: int
     prompt: Ids
@@ -45,7 +45,7 @@ class Call:
 
     @property
     def positions(self) -> int:
-        """The most that it may come to, and one for padding."""
+        """Return how many positions of a row it takes at most, with one for padding."""
         return len(self.prompt) + self.sampling.max_tokens + 1
 
 
@@ -63,11 +63,11 @@ class _Row:
     ended: StopReason | None = None
 
     def position(self) -> int:
-        """Where its last token goes; once it has ended, behind that, where nobody looks."""
+        """Return the position of its last token; once it has ended, the one behind that, which no query reads."""
         return len(self.call.prompt) + len(self.tokens) - (self.ended is None)
 
     def cached_ids(self) -> Ids:
-        """The last token has no keys yet."""
+        """Return the ids that have keys: all but the last token."""
         return np.concatenate([self.call.prompt, np.array(self.tokens[:-1], np.int32)])
 
     def completion(self, reason: StopReason) -> Completion:
@@ -82,10 +82,10 @@ class _Row:
 
 
 class Batch:
-    """Rows of the cache that decode together.
+    """Decodes rows of the cache together.
 
-    A call that has ended keeps its row until others join, or until so few are left that gathering theirs is cheaper.
-    What a call samples does not depend on who else is there, except for rounding.
+    The row of a call that has ended is still computed until others join, or until so few are left that gathering theirs
+    is cheaper. What a call samples does not depend on the other calls, except for rounding.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class Batch:
 
     @property
     def live(self) -> list[_Row]:
-        """The rows that still sample."""
+        """Return the rows that still sample."""
         return [row for row in self._rows if row.ended is None]
 
     @torch.inference_mode()
     def join(self, calls: Sequence[Call]) -> int:
-        """Let the first of `calls` join, as many as there is room for, and sample their first tokens.
+        """Add the first of `calls`, as many as there is room for, and sample their first tokens.
 
         Returns how many; an empty batch takes at least one.
         """
@@ -135,7 +135,7 @@ class Batch:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One more token for every live row. Calls that were cancelled leave first."""
+        """Sample one more token for every live row. Calls that were cancelled are ended first."""
         for row in self.live:
             if row.call.cancelled:
                 self._end(row, StopReason.ABORT)
@@ -156,7 +156,7 @@ class Batch:
 
     @torch.inference_mode()
     def publish(self, weights: Mapping[str, Tensor], version: int, *, recompute: bool) -> None:
-        """New weights between two tokens; live rows go on with their cache, or with one computed anew.
+        """Load new weights between two tokens; live rows continue with their cache, or with one computed anew.
 
         Raises EngineError, and changes nothing, where weights are missing or of another shape.
         """
@@ -174,11 +174,11 @@ class Batch:
                 self._model.extend(self._cached.cache, where, [row.cached_ids() for row in part], [0] * len(part))
 
     def forget(self, sessions: Sequence[int]) -> None:
-        """These sessions, which have no calls here, make no more; what they left in the cache goes."""
+        """Drop what these sessions left in the cache; they have no calls here and make no more."""
         self._cached.forget(sessions)
 
     def clear(self) -> None:
-        """Drop all rows and everything cached: after a failure nobody knows what is there."""
+        """Drop all rows and everything cached: after a failure their content is unknown."""
         self._rows, self.finished = [], []
         self._cached.clear()
 
@@ -198,7 +198,10 @@ class Batch:
     # --- prompts -------------------------------------------------------------------------------------------------
 
     def _prefill(self, rows: Sequence[_Row], known: Sequence[int]) -> Predicted:
-        """Bring every prompt into the cache, of which it knows so many tokens; what is predicted after each."""
+        """Compute what the cache lacks of every prompt; returns what is predicted after each.
+
+        known: how many tokens of each prompt are cached.
+        """
         predicted = self._model.empty(len(rows))
         fresh: dict[tuple[str | None, bytes], list[int]] = {}
         for number, row in enumerate(rows):
@@ -232,7 +235,7 @@ class Batch:
         self.counters.shared += sum(len(p) * (len(same) - 1) for p, same in zip(prompts, groups, strict=True))
 
     def _where(self, rows: list[int]) -> slice | Tensor:
-        """A slice where rows are consecutive (no copy), else the index."""
+        """Return a slice where rows are consecutive (no copy), else the index."""
         if rows == list(range(rows[0], rows[0] + len(rows))):
             return slice(rows[0], rows[0] + len(rows))
         return torch.tensor(rows, device=self._model.device)
@@ -248,7 +251,7 @@ class Batch:
         )
 
     def _draw(self, entering: set[int]) -> None:
-        """Make the next draws of all rows. Those who enter begin at once, the others with the next step."""
+        """Make the next draws of all rows. Rows that enter use them at once, the others from the next step on."""
         seeds = np.array([row.call.sampling.seed for row in self._rows], np.uint64)
         waits = bool(entering)
         first = [len(row.tokens) - (waits and number not in entering) for number, row in enumerate(self._rows)]

@@ -1,4 +1,4 @@
-"""Which row of the KV cache holds which tokens: placing calls, finding prefixes, evicting what was not used for long.
+"""Which row of the KV cache holds which tokens: placing calls, finding prefixes, evicting the least recently used.
 
     rows      0 ............ n                       R
               busy, no gaps   | idle sequences, free rows
@@ -23,9 +23,9 @@ _GROW = 64  # positions
 
 @dataclass(slots=True, eq=False)
 class Cached:
-    """Tokens whose keys and values stand at the start of a row.
+    """Describes tokens whose keys and values stand at the start of a row.
 
-    busy: a call goes on writing there. exact: all keys are of the current weights. used: when last, in placements.
+    busy: a call still writes there. exact: all keys are of the current weights. used: when last, on a clock of uses.
     """
 
     session: int
@@ -38,7 +38,7 @@ class Cached:
 
 
 class CachedRows:
-    """The cache and what its rows hold.
+    """Manages the cache and knows what its rows hold.
 
     budget: most bytes of the cache; a single call may exceed it. position_bytes: of one position of one row.
     """
@@ -50,15 +50,15 @@ class CachedRows:
         self._clock = count()
 
     def fits(self, busy: int, positions: int) -> bool:
-        """Whether so many calls at once, the longest of so many positions, stay within the budget."""
+        """Return whether `busy` calls at once, the longest of `positions` positions, stay within the budget."""
         return busy <= self._most_rows(max(self.cache.capacity, _rounded(positions)))
 
     def place(self, newcomers: Sequence[Cached], positions: int) -> list[int]:
         """Give each newcomer a row with as much of its prompt as a sequence of its session has.
 
-        positions: that the longest of all calls may come to. Busy sequences may change rows; afterwards they and the
+        positions: that the longest of all calls may take. Busy sequences may change rows; afterwards they and the
         newcomers, in order, fill the first rows. Returns how many tokens of each prompt are there; a prompt's last
-        token never is, for its logits are wanted.
+        token never is, because its logits are needed.
         """
         busy = [s for s in self._held if s.busy]
         origins, found, continued = self._sources(newcomers)
@@ -84,18 +84,21 @@ class CachedRows:
         return found
 
     def release(self, sequence: Cached, ids: Ids) -> None:
-        """Its call has ended and left keys for `ids`; a later call may go on from there."""
+        """Mark a sequence as idle: its call has ended and left keys for `ids`, which a later call may continue.
+
+        One with keys of old weights is dropped.
+        """
         sequence.ids, sequence.busy, sequence.used = ids, False, next(self._clock)
         if not sequence.exact:
             self._held.remove(sequence)
 
     def forget(self, sessions: Iterable[int]) -> None:
-        """These sessions, of which none is busy, call no more."""
+        """Drop the sequences of these sessions, which make no more calls; none of them is busy."""
         gone = set(sessions)
         self._held = [s for s in self._held if s.session not in gone]
 
     def outdate(self, keep_busy: bool) -> None:
-        """The weights have changed: idle sequences go, busy ones end with their call unless they are `keep_busy`."""
+        """Drop what old weights computed: idle sequences now, busy ones when their call ends unless `keep_busy`."""
         self._held = [s for s in self._held if s.busy]
         for sequence in self._held:
             sequence.exact &= keep_busy
@@ -103,7 +106,7 @@ class CachedRows:
             self.clear()
 
     def clear(self) -> None:
-        """Forget everything, and memory that bad weights may have filled with what is not a number."""
+        """Drop everything, with the memory, which bad weights may have filled with NaN."""
         self._held = []
         self.cache = KVCache(self.cache.rows, self.cache.capacity)
 

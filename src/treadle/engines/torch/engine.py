@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Request:
-    """A call with who made it and who waits for its answer."""
+    """A call with the session that made it and the future of its answer."""
 
     session: str
     call: Call
@@ -45,18 +45,18 @@ class _Request:
 
 
 class TorchEngine:
-    """Batched decoding over concurrent sessions with a KV cache kept from turn to turn.
+    """Decodes concurrent sessions in one batch, with a KV cache kept from turn to turn.
 
     model: any Hugging Face decoder with full or sliding-window attention; the engine works on its own copy, so that
     publication is a copy of weights and never races the optimizer.
     stop_token_ids: tokens that end a completion (they are part of it). decode: ids -> text, for stop strings.
     max_batch: most rows decoded together. prefill_tokens: most (padded) tokens of one prefill pass.
-    cache_gib: most memory for keys and values; calls wait, and sequences that were not used for long go, to keep it.
+    cache_gib: most memory for keys and values; beyond it calls wait, and least recently used sequences are evicted.
     dtype: of weights and cache (None: the model's); logits are float32.
     lock_step: admit in waves, as above: right for synchronous training. A publication waits for the end of the wave.
     in_flight: whether calls in flight keep their cache when weights change, or have it computed anew with the new ones.
     own_thread: compute beside the event loop, so that environments keep stepping; otherwise inline (`Compute`).
-    routing: completions tell which experts were chosen. Raises ConfigError for a model whose experts cannot be told.
+    routing: completions report the chosen experts. Raises ConfigError for a model whose choice cannot be observed.
 
     Invariant: a call starts from cached keys and values of the current weights only, of a prefix of what it sends,
     computed for the same session and salt.
@@ -91,19 +91,19 @@ class TorchEngine:
         self._closed = False
         self._opened = 0
         self._sessions: dict[str, int] = {}  # name -> number, in the order of opening
-        self._gone: list[int] = []  # closed sessions of which the batch has not been told
+        self._gone: list[int] = []  # closed sessions that the batch has not forgotten yet
         self._waiting: dict[Call, _Request] = {}  # in order of arrival
         self._admitted: list[Call] = []  # the batch takes them as it has room
         self._running: dict[Call, _Request] = {}
         self._driver: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # the batch, between two tokens (in lock-step: between two waves)
+        self._turn = asyncio.Lock()  # held to use the batch, between two tokens (in lock-step: between two waves)
         self._asked = 0  # publications and scoring passes that wait for their turn or have it
         self._pause = False  # calls have come or sessions have closed: do not go on to the next token
         self._computing = Compute("treadle-engine" if own_thread else None)
 
     @property
     def counters(self) -> EngineCounters:
-        """Tokens computed or spared so far."""
+        """Return the counts of tokens computed or spared so far."""
         return self._batch.counters
 
     # --- the Engine protocol -------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class TorchEngine:
         self._opened += 1
 
     def close_session(self, session: str) -> None:
-        """Forget a session and its cache; a wave may be waiting for this. Its calls that wait fail, others end."""
+        """Forget a session and its cache; a wave may be waiting for this. Its calls that wait fail, others finish."""
         if session not in self._sessions:
             return
         self._gone.append(self._sessions.pop(session))
@@ -130,7 +130,7 @@ class TorchEngine:
 
         A session may make several calls at once; in lock-step it waits as soon as one of them does.
         Raises EngineError: unknown session, ids outside the vocabulary, a prompt that leaves no room for `max_tokens`
-        in the model's context, or whatever the batch failed of.
+        in the model's context, or a failure of the batch.
         """
         self._check(prompt_ids, sampling, session)
         call = Call(self._sessions[session], np.array(prompt_ids, np.int32), sampling, cache_salt)
@@ -144,7 +144,7 @@ class TorchEngine:
             self._waiting.pop(call, None)
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        """Log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1].
+        """Return the log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1].
 
         Raises EngineError: ids outside the vocabulary, more than the model's context, or temperature 0.
         """
@@ -173,11 +173,11 @@ class TorchEngine:
             call.cancelled = True
         if self._driver is not None:
             await asyncio.wait([self._driver])
-        async with self._turn:  # whoever has it ends first; who waits for it is refused
+        async with self._turn:  # what holds it ends first; what waits for it is refused
             self._computing.close()
             self._batch.clear()
 
-    # --- what is asked for ---------------------------------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------------------------
 
     def _check(self, prompt: Ids, sampling: SamplingParams, session: str) -> None:
         self._check_open()
@@ -199,13 +199,13 @@ class TorchEngine:
     # --- scheduling (event loop) ---------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Something has changed: see to it that the loop runs if there is something to do."""
+        """Start the loop if there is something to do; to be called after any change."""
         self._pause = True
         if self._driver is None and self._may_admit():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
-        """Admit and compute until nobody can go on."""
+        """Admit and compute until there is nothing to do."""
         try:
             while await self._work_to_do():
                 async with self._turn:
@@ -229,7 +229,7 @@ class TorchEngine:
         self._admitted += sorted(admitted, key=lambda call: call.session) if self._lock_step else admitted
 
     def _may_admit(self) -> bool:
-        """The engine's rule: whoever waits, or everybody once everybody waits."""
+        """Return whether the waiting calls join: at once, or in lock-step when every open session waits."""
         if not self._lock_step:
             return bool(self._waiting)
         return everybody_waits([request.session for request in self._waiting.values()], self._sessions.keys())
@@ -259,13 +259,13 @@ class TorchEngine:
                 request.future.set_result(completion)
 
     def _drop_cancelled(self) -> None:
-        """Calls that were admitted, but for which there was no room yet."""
+        """Drop cancelled calls that were admitted, but for which there was no room yet."""
         for call in [call for call in self._admitted if call.cancelled]:
             self._admitted.remove(call)
             _fail(self._running.pop(call), EngineError("the engine was closed"))
 
     def _take_gone(self) -> list[int]:
-        """Closed sessions of which nothing runs any more: what a call of theirs leaves must go, too."""
+        """Take the closed sessions without running calls: what a running call leaves in the cache must go, too."""
         if not self._gone:
             return []
         busy = {call.session for call in self._running}
@@ -285,7 +285,7 @@ class TorchEngine:
     # --- computing (worker thread) -------------------------------------------------------------------------------
 
     def _compute(self, gone: Sequence[int]) -> list[tuple[Call, Completion]]:
-        """Some tokens: to the end of the wave, or until a call has ended or somebody wants something."""
+        """Compute to the end of the wave, or until a call has ended or a request waits; return what has ended."""
         batch = self._batch
         batch.forget(gone)
         while self._admitted or batch.live:
@@ -304,7 +304,7 @@ def _fail(request: _Request, error: BaseException) -> None:
 
 
 def _failure(work: asyncio.Future[list[tuple[Call, Completion]]]) -> BaseException | None:
-    """What the batch failed of, as an EngineError."""
+    """Return the batch's failure as an EngineError; None without one."""
     if work.cancelled():
         return EngineError("the engine was closed")
     error = work.exception()

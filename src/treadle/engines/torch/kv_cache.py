@@ -24,9 +24,9 @@ ATTENTION = "treadle_kv"
 
 @dataclass(slots=True)
 class KVCache:
-    """Keys and values of every layer: layer -> (K, V), each [R, K, T, D]. Layers allocate at their first write.
+    """Holds keys and values of every layer: layer -> (K, V), each [R, K, T, D]. Layers allocate at their first write.
 
-    Memory starts as zeros: what no query may look at is multiplied by 0 all the same, and must be finite.
+    Memory starts as zeros: masked positions are still multiplied by 0, and must be finite.
     """
 
     rows: int
@@ -34,18 +34,18 @@ class KVCache:
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's (K, V), allocated with the heads, head sizes and dtype of new ones [B, K, C, D]."""
+        """Return the layer's (K, V), allocated with the heads, head sizes and dtype of new ones [B, K, C, D]."""
         if index not in self.layers:
             keys, values = (t.new_zeros((self.rows, t.shape[1], self.capacity, t.shape[3])) for t in (key, value))
             self.layers[index] = (keys, values)
         return self.layers[index]
 
     def position_bytes(self) -> int:
-        """What one position of one row takes in all layers."""
+        """Return how many bytes one position of one row takes in all layers."""
         return sum(t.shape[1] * t.shape[3] * t.element_size() for pair in self.layers.values() for t in pair)
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Another number of rows, at least `capacity` positions; what still has a place stays."""
+        """Change to `rows` rows of `capacity` positions, not fewer than now; what still has a place stays."""
         kept, held = min(rows, self.rows), self.capacity
         self.rows, self.capacity = rows, capacity
         for number, pair in self.layers.items():
@@ -55,7 +55,7 @@ class KVCache:
             self.layers[number] = (larger[0], larger[1])
 
     def move(self, sources: Mapping[int, int], length: int) -> None:
-        """At once, each row takes the first `length` positions of the row that `sources` names."""
+        """Copy to each row, all at once, the first `length` positions of the row that `sources` names for it."""
         if not sources or not length:
             return
         for pair in self.layers.values():
@@ -64,7 +64,7 @@ class KVCache:
                 t[:, :, :length].index_copy_(0, rows, t[:, :, :length].index_select(0, origins))
 
     def copy_rows(self, other: KVCache, sources: Tensor, rows: Tensor, length: int) -> None:
-        """Row rows[i] takes the first `length` positions of `other`'s row sources[i]."""
+        """Copy to row rows[i] the first `length` positions of `other`'s row sources[i]."""
         for number, pair in other.layers.items():
             mine = self.layer(number, *pair)
             for target, origin in zip(mine, pair, strict=True):
@@ -73,7 +73,7 @@ class KVCache:
 
 @dataclass(slots=True)
 class KVCall:
-    """One forward pass over some rows of a cache.
+    """Describes one forward pass over some rows of a cache.
 
     rows: a slice, or int64[B]. positions: int64[B, C], where each new token is written.
     length: how many positions the queries may look at.
@@ -111,7 +111,7 @@ class KVCall:
         return self._index[heads]
 
     def mask(self, window: int | None) -> Tensor:
-        """bool[B, 1, C, length]: key position <= query position, and within the sliding window if there is one."""
+        """Return bool[B, 1, C, length]: key position <= query position, and within the sliding window, if any."""
         if window not in self._mask:
             key = torch.arange(self.length, device=self.positions.device)
             query = self.positions[:, None, :, None]
@@ -134,7 +134,7 @@ def cached_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of the new queries [B, H, C, D] over the cache; returns ([B, C, H, D], None)."""
+    """Compute the attention of the new queries [B, H, C, D] over the cache; returns ([B, C, H, D], None)."""
     if kv is None:
         raise EngineError(
             "an attention layer was called without the engine's KV cache: its model drops keyword arguments"

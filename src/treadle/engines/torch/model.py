@@ -25,27 +25,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predicted:
-    """What the model says after the last token of each of B rows.
+    """Holds what the model predicts after the last token of each of B rows.
 
-    logits float32[B, V]. routing int16[B, M, k]: the experts chosen there; None unless the model's were asked for.
+    logits float32[B, V]. routing int16[B, M, k]: the experts chosen there; None unless the model reports them.
     """
 
     logits: Tensor
     routing: Tensor | None = None
 
     def put(self, rows: Tensor, values: Predicted, of: Tensor | slice = slice(None)) -> None:
-        """Rows `rows` become rows `of` of `values`."""
+        """Set rows `rows` to rows `of` of `values`."""
         self.logits[rows] = values.logits[of]
         if self.routing is not None and values.routing is not None:
             self.routing[rows] = values.routing[of]
 
 
 class CachedModel:
-    """A copy of a Hugging Face decoder that reads and writes a `KVCache`.
+    """Runs a copy of a Hugging Face decoder that reads and writes a `KVCache`.
 
     dtype: of the weights and the cache; logits are float32 whatever it is.
-    prefill_tokens: most (padded) tokens of one pass. routing: tell which experts are chosen.
-    Raises ConfigError for a model whose experts cannot be told.
+    prefill_tokens: most (padded) tokens of one pass. routing: report which experts are chosen.
+    Raises ConfigError for layers that are not attention, and with routing for a model whose choice cannot be observed.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, prefill_tokens: int, routing: bool = False) -> None:
@@ -60,13 +60,13 @@ class CachedModel:
 
     @torch.inference_mode()
     def position_bytes(self) -> int:
-        """What one cached position takes, found by computing one. Raises EngineError if attention is not as needed."""
+        """Return the bytes of one cached position, found by computing one. Raises EngineError for other attention."""
         cache = KVCache(1, 1)
         self.extend(cache, slice(0, 1), [np.zeros(1, np.int32)], [0])
         return cache.position_bytes()
 
     def empty(self, rows: int) -> Predicted:
-        """Room for predictions."""
+        """Return uninitialised predictions of so many rows."""
         logits = torch.empty(rows, self.vocabulary, device=self.device)
         if self._routers is None:
             return Predicted(logits)
@@ -89,7 +89,7 @@ class CachedModel:
         return self.forward(cache, rows, torch.from_numpy(ids), torch.from_numpy(positions), length)
 
     def forward(self, cache: KVCache, rows: slice | Tensor, ids: Tensor, positions: Tensor, length: int) -> Predicted:
-        """ids, positions int64[B, C] -> what is predicted after the last column."""
+        """Return what is predicted after the last column. ids, positions: int64[B, C]."""
         positions = positions.to(self.device)
         call = KVCall(cache, rows, positions, length)
         ids = ids.to(self.device)
@@ -119,7 +119,7 @@ class CachedModel:
 
     @torch.inference_mode()
     def score(self, ids: Ids, temperature: float) -> Floats:
-        """Log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1]."""
+        """Return the log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1]."""
         tokens = torch.from_numpy(ids.astype(np.int64))[None].to(self.device)
         positions = torch.arange(len(ids), device=self.device)[None]
         call = KVCall(KVCache(1, len(ids)), slice(0, 1), positions, len(ids))

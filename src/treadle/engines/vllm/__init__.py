@@ -1,7 +1,7 @@
 """vLLM as an engine: servers, one HTTP client each, publication of weights in flight, and `VLLMEngine` over them.
 
     VLLMEngine.generate -> Server.post -> POST /inference/v1/generate        ids in, ids, logprobs and versions out
-    VLLMEngine.publish  -> Publication: stage -> pause -> load -> resume -> prove -> admit
+    Publication.publish -> stage -> score -> pause -> load -> resume -> prove -> admit
     Publication         -> Transfer: SharedMemory (a file) or Collective (a broadcast, worker/treadle_group.py)
     start.open_engine   -> ServerProcess -> worker/treadle_launch.py -> vLLM, with worker/treadle_worker.py inside
 

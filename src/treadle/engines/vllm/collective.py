@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Collective:
-    """The `Transfer` by broadcasts. dtype: of the servers' weights. address: at which servers reach this process.
+    """Transfers weights by broadcasts. dtype: of the servers' weights. address: at which servers reach this process.
 
     A group has the workers of all servers. It is made anew after any failure, on another port.
     """
@@ -55,7 +55,7 @@ class Collective:
         )
 
     async def stage(self, source: WeightSource) -> Buckets:
-        """See `Transfer`: a copy in this machine's memory."""
+        """Copy the source's published weights into this machine's memory. Raises EngineError."""
         self._device, buckets = await source.stage(Packed(self._dtype))
         return Buckets(self, buckets)
 
@@ -66,7 +66,7 @@ class Collective:
             self._group = None
 
     async def broadcast(self, buckets: Sequence[Bucket], servers: Sequence[Server], label: str) -> None:
-        """To the servers of the last `connect`, which load. Raises EngineError; then the group is gone."""
+        """Broadcast to the servers of the last `connect`, which load. Raises EngineError; then the group is closed."""
         group = self._group
         if group is None:
             raise EngineError("weights are to be broadcast, and no group was formed")
@@ -85,20 +85,20 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Weights of one type in one piece. shapes: by name, in the order in which they lie in packed, uint8 on the CPU."""
+    """Holds weights of one type in one piece. shapes: by name, in their order in packed, which is uint8 on the CPU."""
 
     dtype: torch.dtype
     shapes: Mapping[str, tuple[int, ...]]
     packed: Tensor
 
     def told(self) -> dict[str, Any]:
-        """What a server must know to receive it."""
+        """Return what a server must know to receive the bucket, as plain data."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "shapes": self.shapes}
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The `WeightsDestination` of a broadcast: weights copied into buckets. dtype: of the servers' weights."""
+    """Copies weights into buckets for a broadcast (a `WeightsDestination`). dtype: of the servers' weights."""
 
     dtype: torch.dtype
 
@@ -110,14 +110,13 @@ class Packed:
 
 
 class Buckets:
-    """All weights, until `discard`. They may be broadcast again."""
+    """Holds all weights, until `discard`. They may be broadcast more than once."""
 
     def __init__(self, transfer: Collective, buckets: list[Bucket]) -> None:
         self._transfer, self._buckets = transfer, buckets
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `Staged`."""
         return {name: shape for bucket in self._buckets for name, shape in bucket.shapes.items()}
 
     async def load(self, servers: Sequence[Server], label: str) -> None:
@@ -130,14 +129,14 @@ class Buckets:
 
 
 def _packed(weights: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Bucket]:
-    """In the order of names."""
+    """Yield buckets in the order of names."""
     for names in cut({name: _bytes(weights[name], dtype) for name in sorted(weights)}, _BUCKET):
         tensors = [to_host(weights[name], dtype) for name in names]
         yield Bucket(tensors[0].dtype, {name: tuple(weights[name].shape) for name in names}, pack(tensors))
 
 
 def cut(sizes: Mapping[str, tuple[torch.dtype, int]], limit: int) -> list[list[str]]:
-    """Runs of names of one type and, together, of at most `limit` bytes, if no single one has more."""
+    """Return runs of names of one type and, together, of at most `limit` bytes, if no single one has more."""
     runs: list[list[str]] = []
     kind, room = None, 0
     for name, (dtype, size) in sizes.items():
@@ -155,10 +154,10 @@ def _bytes(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.dtype, int]:
 
 
 async def _together(work: Callable[[], T], calls: Mapping[Server, Coroutine[Any, Any, Any]], *, steps: int) -> T:
-    """What `work` returns, in a thread, while the servers answer: neither ends without the other.
+    """Return what `work` returns, in a thread, while the servers answer: neither ends without the other.
 
-    Whatever fails, fails the rest at the latest as its steps time out. A server that does not answer then either is
-    given up, and the thread abandoned. Raises EngineError, for what failed first if it was not a server that got lost.
+    A failure anywhere fails the rest, at the latest when their steps time out. A server that still does not answer is
+    given up, and the thread abandoned. Raises EngineError, for what failed first if it was not a server that was lost.
     """
     here = _in_thread(work)
     there = {server: asyncio.ensure_future(call) for server, call in calls.items()}
@@ -185,7 +184,7 @@ async def _together(work: Callable[[], T], calls: Mapping[Server, Coroutine[Any,
 
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Unlike one of `asyncio.to_thread`, a thread that never ends keeps nobody from exiting."""
+    """Run `work` in a thread that, unlike one of `asyncio.to_thread`, never keeps the process from exiting."""
     result: Future[T] = Future()
 
     def run() -> None:

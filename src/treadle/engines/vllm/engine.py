@@ -15,15 +15,17 @@ from treadle.core.types import Floats, Ids, SamplingParams, StopReason
 from treadle.engines.vllm.publication import Publication
 from treadle.engines.vllm.server import Server, ServerLost
 
-_COLDEST = 0.01  # lowest temperature but 0 at which vLLM samples
-_HEALTH_PERIOD = 5.0  # seconds between questions
-_HEALTH_MISSES = 3  # unanswered ones after which a server is given up
+_COLDEST = 0.01  # lowest temperature above 0 at which vLLM samples
+_HEALTH_PERIOD = 5.0  # seconds between health checks
+_HEALTH_MISSES = 3  # failed ones in a row after which a server is given up
 _SILENCE = 150.0  # seconds that an engine may take to answer, amid a long prefill or while it loads weights
-_SILENCES = 2  # such questions in a row after which its server is given up
+_SILENCES = 2  # times in a row that it takes longer after which its server is given up
 
 
 class VLLMEngine:
-    """Sessions stay on the server that has their prefixes; calls of a lost server are made again on another.
+    """Samples on vLLM servers. Sessions stay on the server that has their prefixes, until it is lost.
+
+    Calls that a lost server had not answered are made again on another one.
 
     stop_token_ids: tokens that end a completion (they are part of it); nothing else does, whatever the model's own
     configuration says. on_close: called last.
@@ -47,13 +49,11 @@ class VLLMEngine:
         self._watches = [create_task(self._watch_health()), *(create_task(_watch_engine(s)) for s in servers)]
 
     def open_session(self, session: str) -> None:
-        """Announce a session."""
         if session in self._sessions:
             raise EngineError(f"session {session!r} is open already")
         self._sessions[session] = None
 
     def close_session(self, session: str) -> None:
-        """Forget a session."""
         self._sessions.pop(session, None)
 
     async def generate(
@@ -62,25 +62,25 @@ class VLLMEngine:
         """Sample one completion. Cancelling aborts it on the server.
 
         Raises EngineError: unknown session, a prompt that leaves no room for `max_tokens`, sampling that vLLM would
-        change in silence, a request that the server refuses, no server left.
+        change silently, a request that the server refuses, no server left.
         """
         self._check(len(prompt_ids), sampling, session)
         while True:
-            await self._publication.settled()  # one that begins now is a completion of the new weights
+            await self._publication.settled()  # a completion that begins now is of the new weights
             server = self._server(session)
             body = {
                 "token_ids": np.asarray(prompt_ids).tolist(),
                 "sampling_params": _sampling_body(sampling, self._stop),
                 "cache_salt": self._publication.salt(cache_salt),
             }
-            with suppress(ServerLost):  # then another one, or an error that names those that were lost
+            with suppress(ServerLost):  # then try another server, or raise an error that names all lost ones
                 answer = await server.post("/inference/v1/generate", body)
                 break
         await self._publication.settled()  # one that ends now may hold tokens of weights that are not admitted yet
         return self._completion(answer["choices"][0], sampling)
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        """Log-probability of ids[1:], each given what precedes it: int32[T] -> float32[T - 1].
+        """Return the log-probability of ids[1:], each given what precedes it: int32[T] -> float32[T - 1].
 
         Raises EngineError: no server left, more ids than the context, or a temperature at which vLLM does not sample.
         """
@@ -104,7 +104,7 @@ class VLLMEngine:
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
         context = min(server.context for server in self._servers)
-        if prompt + sampling.max_tokens > context:  # vLLM would cut the completion short and say nothing
+        if prompt + sampling.max_tokens > context:  # vLLM would silently cut the completion short
             raise EngineError(
                 f"prompt of {prompt} + max_tokens {sampling.max_tokens} exceeds the servers' context of {context}"
             )
@@ -113,7 +113,7 @@ class VLLMEngine:
             raise EngineError(f"told temperature {told}, vLLM samples at {_COLDEST}; use 0 or at least that")
 
     def _server(self, session: str) -> Server:
-        """The session's server; another one if that is lost."""
+        """Return the session's server; another one if that is lost."""
         if session not in self._sessions:
             raise EngineError(f"session {session!r} was closed while its call waited")
         server = self._sessions[session]
@@ -122,7 +122,7 @@ class VLLMEngine:
         return server
 
     def _least_busy(self) -> Server:
-        """The server with the fewest open sessions. Raises EngineError, naming every lost one, if none is left."""
+        """Return the server with the fewest open sessions. Raises EngineError, naming all, if every one is lost."""
         left = [server for server in self._servers if not server.is_lost]
         if not left:
             raise EngineError("no server is left: " + "; ".join(str(server.error()) for server in self._servers))
@@ -161,7 +161,7 @@ async def _watch_engine(server: Server) -> None:
 
 
 def _sampling_body(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> dict[str, Any]:
-    """vLLM's sampling parameters. Everything that could have a default on the server is said."""
+    """Return vLLM's sampling parameters. Everything that could have a default on the server is set."""
     return {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,

@@ -23,13 +23,14 @@ WORKER = Path(__file__).parent / "worker"
 
 VENV = "TREADLE_VLLM_VENV"
 VERSION = "0.32.0"
-"""Of vLLM, with which all of this is tested."""
+"""The version of vLLM with which all of this is tested."""
 _TAIL = 15  # lines of a log that an error shows
 
 
 def find_python(configured: str | None) -> str:
-    """The interpreter that runs vLLM: as configured, or of $TREADLE_VLLM_VENV, .venv-vllm, Treadle's own environment.
+    """Return the interpreter that runs vLLM.
 
+    It is the configured one if one is, else that of $TREADLE_VLLM_VENV (default: .venv-vllm), else Treadle's own.
     Raises ConfigError where there is none.
     """
     environments = [os.environ[VENV]] if os.environ.get(VENV) else [".venv-vllm"]
@@ -47,7 +48,7 @@ def find_python(configured: str | None) -> str:
 
 
 def command(python: str, model: Path, port: int, config: EngineConfig) -> list[str]:
-    """How one server is started. `engine.vllm.args` has the last word."""
+    """Return the command that starts one server, in which `engine.vllm.args` overrides everything else."""
     arguments: dict[str, Any] = {
         "model": str(model),
         "served-model-name": "policy",
@@ -71,7 +72,7 @@ def command(python: str, model: Path, port: int, config: EngineConfig) -> list[s
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """`{"a": 1, "b": True, "c": False, "d": None, "e": {"k": 2}}` -> `--a 1 --b --no-c --e '{"k": 2}'`."""
+    """Return `{"a": 1, "b": True, "c": False, "d": None, "e": {"k": 2}}` as `--a 1 --b --no-c --e '{"k": 2}'`."""
     written: list[str] = []
     for name, value in arguments.items():
         if value is True:
@@ -86,7 +87,10 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def environment(config: EngineConfig) -> dict[str, str]:
-    """Of a server: nothing is fetched or reported; on a CPU, as fast as measured; what is configured."""
+    """Return a server's environment variables, in which those that are configured override everything else.
+
+    vLLM then fetches and reports nothing; on a CPU, it gets the settings that were measured to be fastest.
+    """
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     fixed = {"PYTHONPATH": str(WORKER), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if not _on_gpu():
@@ -98,20 +102,20 @@ def environment(config: EngineConfig) -> dict[str, str]:
 
 
 def _on_gpu() -> bool:
-    import torch  # only where a server is started: `find_python` is asked before anything heavy is loaded
+    import torch  # only where a server is started: `find_python` is called before anything heavy is loaded
 
     return torch.cuda.is_available()
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """Return a port of the loopback interface that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class ServerProcess:
-    """One server, its children and its log. All of them end with `stop`, or when this process does."""
+    """Runs one server. It and its children end with `stop`, or when this process does."""
 
     def __init__(self, model: Path, config: EngineConfig, log: Path) -> None:
         port = free_port()
@@ -130,16 +134,16 @@ class ServerProcess:
 
     @property
     def group(self) -> int:
-        """Of processes: the server's and its children's."""
+        """Return the id of the process group of the server and its children."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether the server has not ended."""
+        """Return whether the server has not ended."""
         return self._process.poll() is None
 
     def tail(self) -> str:
-        """The end of the log."""
+        """Return the last lines of the log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-_TAIL:])
 

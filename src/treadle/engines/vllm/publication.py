@@ -4,8 +4,8 @@
                                               |               |
                                               +--- failed: load the old weights again, or give the server up
 
-Nobody gets a token of weights that were not proven: no call starts or returns while the gate is closed, and an answer
-that holds tokens of weights that were not admitted is an error.
+No caller gets a token of weights that were not proven: no call starts or returns while the gate is closed, and an
+answer that holds tokens of weights that were not admitted is an error.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from treadle.engines.vllm.server import Server, left, on_each
 from treadle.engines.vllm.transfer import Staged, Transfer
 
 LOADING = "treadle: half loaded"
-"""The label of a server from before a load to after it: one that is found with it must not be used."""
+"""The label of a server from before a load to after it: a server that is found with it must not be used."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """What new weights are proven with: servers must score `ids` int32[T] as the source does.
+    """Says how new weights are proven: servers must score `ids` int32[T] as the source does.
 
     tolerance: of the mean absolute difference of the log-probabilities of ids[1:] at temperature 1.
     """
@@ -43,11 +43,11 @@ class Probe:
 
 
 class Publication:
-    """The `WeightSync` of vLLM's servers: which weights they have, and the way to new ones.
+    """Keeps track of the weights that vLLM's servers have, and brings them new ones (a `WeightSync`).
 
     source: whose weights are published. probe: ids that new weights are proven with; None: they are not.
     Every swap gets a label of its own, which the servers report for each token and which salts their prefix caches. A
-    label that this object did not hand out says that somebody else changed the weights.
+    label that this object did not hand out shows that something else changed the weights.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Publication:
         self._gate = asyncio.Event()
 
     async def begin(self, version: int) -> None:
-        """Call the weights that the servers have by this version. Raises EngineError."""
+        """Admit the weights that the servers have already, as this version. Raises EngineError."""
         label = self._next_label()
         await self._each(lambda server: server.post("/update_weight_version", {"new_version": label}))
         self._admit(label, version)
@@ -81,11 +81,13 @@ class Publication:
         await self._gate.wait()
 
     def salt(self, own: str | None) -> str:
-        """What separates the cached prefixes of these weights, and of callers of another `own` salt, from others'."""
+        """Return a salt that separates the cached prefixes of these weights and of this `own` salt from all others."""
         return hashlib.sha256(f"{self._label}|{own or ''}".encode()).hexdigest()[:32]
 
     def spans(self, reported: Sequence[Mapping[str, object]]) -> tuple[VersionSpan, ...]:
-        """A server's version spans in our versions. Raises EngineError for weights that were not admitted."""
+        """Return the version spans that a server reported, with labels replaced by policy versions.
+
+        Raises EngineError for weights that were not admitted."""
         spans = []
         for span in reported:
             label = str(span["version"])
@@ -95,10 +97,10 @@ class Publication:
         return tuple(spans)
 
     async def publish(self, version: int) -> None:
-        """Swap the weights in, under the completions in flight; returns when they are proven and admitted.
+        """Swap the weights in, during the completions in flight; returns when they are proven and admitted.
 
         Raises EngineError: weights of another model (nothing has changed then), or a publication that failed; then the
-        old weights serve on, or, if even those could not be brought back, every further call fails.
+        old weights serve on, or, if even those could not be restored, every further call fails.
         """
         async with self._one:
             staged = await self._transfer.stage(self._source)
@@ -149,7 +151,7 @@ class Publication:
             old.discard()
 
     async def _load(self, staged: Staged, label: str, in_flight: Literal["keep", "abort"]) -> None:
-        """Again, with those that are left, where it fails and a server got lost."""
+        """Have the servers load; if that fails because servers were lost, try again with those that are left."""
         while True:
             servers = left(self._servers)
             try:

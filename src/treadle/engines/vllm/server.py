@@ -17,18 +17,18 @@ _EXCERPT = 500  # characters of an answer that an error shows
 
 
 class ServerLost(EngineError):
-    """The server is gone for good; an idempotent call may be made on another one."""
+    """Says that a server is lost for good; an idempotent call may be made on another one."""
 
 
 class Server:
-    """The client of one server, which may be a process of ours.
+    """Calls one server, which may be a process that Treadle started.
 
-    Invariant: a server that is lost stays lost. It would come back with weights of long ago.
+    Invariant: a server that is lost stays lost. It would come back with outdated weights.
     """
 
     def __init__(self, url: str, process: ServerProcess | None = None) -> None:
         self.url, self.process = url.rstrip("/"), process
-        # a connection of its own for each call: one that is kept may be closed by the server as it is used again
+        # a connection of its own for each call: a pooled one may be closed by the server just as it is reused
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(base_url=self.url, timeout=httpx.Timeout(None, connect=10.0), limits=limits)
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -40,7 +40,7 @@ class Server:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is gone for good."""
+        """Return whether the server is lost for good."""
         return self._lost.done()
 
     def lose(self, reason: str) -> None:
@@ -49,13 +49,13 @@ class Server:
             self._lost.set_result(reason)
 
     def error(self) -> ServerLost:
-        """Why it is lost."""
+        """Return an error that says why the server is lost."""
         return ServerLost(f"{self} is lost: {self._lost.result()}")
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
-        """The answer to an idempotent call, made twice if the connection breaks but the server is well.
+        """Return the answer to an idempotent call, made twice if the connection breaks but the server is well.
 
-        Raises EngineError for an answer that is none, ServerLost if the server is or gets lost. Cancelling closes the
+        Raises EngineError for any status but 200, ServerLost if the server is or gets lost. Cancelling closes the
         connection, and vLLM aborts what it was doing.
         """
         for last in (False, True):
@@ -76,7 +76,7 @@ class Server:
         raise AssertionError("unreachable")
 
     async def get(self, path: str) -> Any:
-        """The answer to a question. Raises EngineError."""
+        """Return the answer to a GET request. Raises EngineError."""
         try:
             response = await self._http.get(path, timeout=30.0)
         except httpx.TransportError as error:
@@ -86,7 +86,7 @@ class Server:
         return response.json()
 
     async def is_well(self) -> bool:
-        """Whether the server says so within ten seconds. vLLM says no once its engine has died."""
+        """Return whether the server reports good health within ten seconds. vLLM does not once its engine has died."""
         if self.process is not None and not self.process.running:
             return False
         try:
@@ -96,10 +96,10 @@ class Server:
         return response.status_code == 200
 
     async def engine_answers(self, seconds: float) -> bool:
-        """Whether the server's engine answers within so many seconds.
+        """Return whether the server's engine answers within so many seconds.
 
         `/health` is answered by the process in front of it, also while the engine's own is stopped. A connection that
-        breaks is no silence.
+        breaks counts as an answer.
         """
         try:
             await self._http.get("/is_paused", timeout=seconds)
@@ -110,10 +110,10 @@ class Server:
         return True
 
     async def score(self, ids: Ids, temperature: float = 1.0, salt: str | None = None) -> Floats:
-        """Log-probability of ids[1:]: int32[T] -> float32[T - 1]. Raises EngineError.
+        """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1]. Raises EngineError.
 
-        One call at temperature 1. vLLM scores prompts at no other, so that there it is a call for each token, which may
-        use prefixes cached under `salt`.
+        It is one call at temperature 1. vLLM scores prompts at no other, so that there it is a call for each token,
+        which may use prefixes cached under `salt`.
         """
         if len(ids) + 1 > self.context:  # it samples a token, too
             raise EngineError(f"{len(ids)} tokens to score, and one that vLLM samples, exceed {self.context}")
@@ -140,7 +140,10 @@ class Server:
         return found[token]
 
     async def load(self, update: Mapping[str, Any], label: str) -> None:
-        """Have it load weights, from where `update` says, and report this label. Raises EngineError: half loaded."""
+        """Have the server load weights, from where `update` says, and report this label.
+
+        Raises EngineError; then it may be half loaded.
+        """
         await self.post("/start_weight_update")
         await self.post("/update_weights", {"update_info": update})
         await self.post("/finish_weight_update", {"weight_version": label})
@@ -150,14 +153,14 @@ class Server:
         await self._http.aclose()
 
     async def close(self) -> None:
-        """Fail what waits, close connections, end the process if it is ours. Idempotent."""
+        """Fail the calls that wait, close connections, end the process if Treadle started it. Idempotent."""
         self.lose("the engine was closed")
         await self.disconnect()
         if self.process is not None:
             await self.process.stop()
 
     async def _unless_lost(self, call: Any) -> httpx.Response:
-        """The response, or ServerLost as soon as the server is given up."""
+        """Return the response, or raise ServerLost as soon as the server is given up."""
         work = asyncio.ensure_future(call)
         try:
             await asyncio.wait({work, self._lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -170,12 +173,15 @@ class Server:
 
 
 def left(servers: Sequence[Server]) -> list[Server]:
-    """Those that are not lost."""
+    """Return the servers that are not lost."""
     return [server for server in servers if not server.is_lost]
 
 
 async def on_each(servers: Sequence[Server], call: Callable[[Server], Awaitable[object]]) -> None:
-    """On every server that is left, side by side; raises the first error. One that gets lost is left behind."""
+    """Call every server that is not lost, concurrently. One that gets lost meanwhile is left behind.
+
+    Raises the first error of the others, and EngineError if all are lost.
+    """
     called = left(servers)
     answers = await asyncio.gather(*(call(server) for server in called), return_exceptions=True)
     for server, answer in zip(called, answers, strict=True):

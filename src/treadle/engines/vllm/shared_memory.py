@@ -14,26 +14,23 @@ from treadle.engines.vllm.server import Server, on_each
 
 @dataclass(frozen=True, slots=True)
 class StagedInFile:
-    """The `Staged` weights in a file."""
+    """Holds staged weights in a file (a `Staged`)."""
 
     file: StagedFile
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See `Staged`."""
         return self.file.shapes
 
     async def load(self, servers: Sequence[Server], label: str) -> None:
-        """See `Staged`."""
         await on_each(servers, lambda server: server.load({"path": str(self.file.path)}, label))
 
     def discard(self) -> None:
-        """See `Staged`."""
         self.file.discard()
 
 
 class SharedMemory:
-    """The `Transfer` by such files, which servers of other users can read.
+    """Transfers weights by such files, which servers of other users can read.
 
     dtype: of the servers' weights. directory: that all servers see; None: see `WeightsFile`.
     """
@@ -42,14 +39,13 @@ class SharedMemory:
         self._dtype, self._directory = dtype, directory
 
     async def connect(self, servers: Sequence[Server]) -> None:
-        """Have the servers forget what weights they took before. Raises EngineError."""
+        """Have the servers forget which weights they took before. Raises EngineError."""
         await on_each(servers, lambda server: server.post("/init_weight_transfer_engine", {"init_info": {}}))
 
     async def stage(self, source: WeightSource) -> StagedInFile:
-        """See `Transfer`."""
         remedy = "set engine.vllm.shared_directory"
         file = WeightsFile(new_name(), self._dtype, self._directory, private=False, remedy=remedy)
         return StagedInFile(await stage_file(source, file))
 
     def close(self) -> None:
-        """Nothing to drop."""
+        """Do nothing: there are no connections."""

@@ -31,7 +31,7 @@ async def open_engine(
     probe: Probe | None = None,
     on_close: Callable[[], None] = lambda: None,
 ) -> tuple[VLLMEngine, Publication]:
-    """An engine whose servers answer, at version 0, and the way to new weights, those of `source`.
+    """Return an engine whose servers answer, at version 0, and the publication of the weights of `source` to them.
 
     model: directory that servers to be started load. logs: directory for their output. probe: what new weights are
     proven with. Raises EngineError with the end of the log for a server that does not start, is no match for
@@ -68,7 +68,10 @@ def _transfer(config: EngineConfig) -> Transfer:
 
 
 async def wait_for(server: Server, timeout: float) -> None:
-    """Until the server says that it is well. Raises EngineError, with the end of the log, if it does not get there."""
+    """Wait until the server is well. Raises EngineError, with the end of the log if Treadle started it, if it never is.
+
+    A process that Treadle started has `timeout` seconds; one that should run already has to answer at once.
+    """
     deadline = time.monotonic() + (timeout if server.process else 0)
     while not await server.is_well():
         if server.process is None:

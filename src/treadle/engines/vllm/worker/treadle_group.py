@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 
 
 class Group:
-    """All ranks, connected.
+    """Connects all ranks.
 
     Constructing one waits for the others, `timeout` seconds at most for each step, as does `broadcast`. Both raise
     RuntimeError; the group of a broadcast that failed is of no further use.
@@ -35,7 +35,7 @@ class Group:
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects at first use
 
     def broadcast(self, packed: torch.Tensor) -> None:
-        """Rank 0's bytes into everybody's. packed: uint8, of one size everywhere, on `device`."""
+        """Copy rank 0's bytes to all ranks. packed: uint8, of one size everywhere, on `device`."""
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._group.broadcast([packed], options).wait(self._wait)
@@ -61,7 +61,7 @@ class Group:
 
 
 def listen(host: str, timeout: float) -> TCPStore:
-    """A new store, for one group, on a free port of that address and of no other. Raises OSError."""
+    """Return a new store, for one group, on a free port of that address and of no other. Raises OSError."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     wait = timedelta(seconds=timeout)
@@ -69,7 +69,7 @@ def listen(host: str, timeout: float) -> TCPStore:
 
 
 def join(host: str, port: int, rank: int, size: int, *, device: torch.device, timeout: float) -> Group:
-    """The group whose store is there. Raises RuntimeError."""
+    """Return the group whose store listens there, joined as this rank. Raises RuntimeError."""
     store = TCPStore(host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing: only asks which of this machine's addresses leads there
@@ -78,23 +78,23 @@ def join(host: str, port: int, rank: int, size: int, *, device: torch.device, ti
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One after the other as bytes. tensors: of one type."""
+    """Return the tensors as bytes, one after the other. tensors: of one type."""
     return torch.cat([tensor.flatten() for tensor in tensors]).view(torch.uint8)
 
 
 def unpack(packed: torch.Tensor, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
-    """What `pack` was given, as views."""
+    """Return views of the tensors that `pack` was given."""
     parts = packed.view(dtype).split([math.prod(shape) for shape in shapes])
     return (part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True))
 
 
 def packed_bytes(dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> int:
-    """What `pack` makes of such tensors."""
+    """Return how many bytes `pack` makes of such tensors."""
     return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
 
 
 def _identity(device: torch.device) -> str:
-    """Of the GPU, the same in every process; `cpu` for anything else."""
+    """Return the id of a GPU, the same in every process; `cpu` for anything else."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 

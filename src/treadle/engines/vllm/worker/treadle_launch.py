@@ -1,7 +1,7 @@
 """Runs a command until it ends or standard input closes, then ends its whole process group. Standard library only.
 
-Whoever starts this holds the other end of standard input. However that process dies, the pipe closes with it, and no
-server is left behind. Must be the leader of its own process group.
+The process that starts this holds the other end of standard input. However that process dies, the pipe closes with it,
+and no server is left behind. Must be the leader of its own process group.
 """
 
 import os
@@ -11,11 +11,11 @@ import sys
 import threading
 import time
 
-GRACE = 5.0  # seconds to leave by itself
+GRACE = 5.0  # seconds to end by itself
 
 
 def end(child: "subprocess.Popen[bytes]") -> None:
-    """Ask the group to leave, wait for the command, then kill what is left, this process included."""
+    """Ask the group to end, wait for the command, then kill what is left, this process included."""
     os.killpg(0, signal.SIGTERM)
     deadline = time.monotonic() + GRACE
     while child.poll() is None and time.monotonic() < deadline:
@@ -24,7 +24,7 @@ def end(child: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> None:
-    """`treadle_launch.py COMMAND ...`."""
+    """Run COMMAND, as in `treadle_launch.py COMMAND ...`, until it ends or standard input closes."""
     signal.signal(signal.SIGTERM, lambda number, frame: None)  # not SIG_IGN, which the command would inherit
     signal.signal(signal.SIGINT, lambda number, frame: None)
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)

@@ -28,8 +28,10 @@ if not torch.cuda.is_available():
 
 @dataclass
 class Init(WeightTransferInitInfo):
-    """group: in which weights will be broadcast: host and port of its store, size, timeout (seconds) and first, the
-    rank of this server's first worker; None for weights in files.
+    """Describes how weights will arrive.
+
+    group: in which they will be broadcast: host and port of its store, size, timeout (seconds) and first, the rank of
+    this server's first worker; None for weights in files.
     """
 
     group: dict[str, Any] | None = None
@@ -37,7 +39,7 @@ class Init(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """Every weight by its Hugging Face name, from one of both.
+    """Says where every weight comes from, by its Hugging Face name: one of these two.
 
     path: a safetensors file. buckets: what is about to be broadcast: {"dtype", "shapes": {name: shape}} each.
     """
@@ -58,7 +60,7 @@ class Engine(WeightTransferEngine[Init, Update]):
     _group: Group | None = None
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        """A new trainer, whose weights may have other names, or another group with the same one."""
+        """Prepare for a new trainer, whose weights may have other names, or for another group with the same one."""
         self.shutdown()
         self._shapes = None
         if init_info.group is not None:
@@ -67,19 +69,19 @@ class Engine(WeightTransferEngine[Init, Update]):
             self._group = join(rank=told.pop("first") + own, device=self.device, **told)
 
     def start_weight_update(self) -> None:
-        """Nothing to do before the weights have been looked at."""
+        """Do nothing: `update_weights` touches the model only once it has looked at the weights."""
 
     def finish_weight_update(self) -> None:
-        """Nothing left to do."""
+        """Do nothing: `update_weights` has done it all."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load them. The base class would synchronise an accelerator, which a CPU has none of."""
+        """Load the weights. The base class would synchronise an accelerator, also where there is none."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.cuda.is_available():
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Update) -> None:
-        """Raises ValueError, with the model untouched, for other weights than the last ones."""
+        """Load the weights. Raises ValueError, with the model untouched, for other names or shapes than before."""
         if update_info.path is None:
             self._receive_broadcast(update_info.buckets or [])
             return
@@ -100,7 +102,7 @@ class Engine(WeightTransferEngine[Init, Update]):
         try:
             self._load({name: tuple(shape) for bucket in buckets for name, shape in bucket["shapes"].items()}, weights)
         finally:
-            deque(weights, maxlen=0)  # a broadcast takes everybody, those included who can do nothing with it
+            deque(weights, maxlen=0)  # every rank must take part in a broadcast, also one that cannot use it
 
     def _load(self, shapes: dict[str, Any], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self._shapes not in (None, shapes):
@@ -115,7 +117,7 @@ class Engine(WeightTransferEngine[Init, Update]):
 
 
 def received(group: Group, buckets: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights by name as they arrive. Raises RuntimeError where the group fails."""
+    """Yield weights by name as they arrive. Raises RuntimeError where the group fails."""
     for bucket in buckets:
         dtype, shapes = getattr(torch, bucket["dtype"]), list(bucket["shapes"].values())
         packed = torch.empty(packed_bytes(dtype, shapes), dtype=torch.uint8, device=group.device)
@@ -124,7 +126,7 @@ def received(group: Group, buckets: list[dict[str, Any]]) -> Iterator[tuple[str,
 
 
 def load_all(model: torch.nn.Module, expected: set[str], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Raises ValueError where an expected parameter, or a part of one, is not among the weights."""
+    """Load the weights. Raises ValueError where an expected parameter, or a part of one, is not among them."""
     loaded = model.load_weights(weights)  # type: ignore[operator]
     missing = sorted(expected - loaded) if loaded is not None else []
     for name, layer in model.named_modules():
@@ -147,10 +149,10 @@ def abandon_reload(model: torch.nn.Module) -> None:
 
 
 def pack_again(model: torch.nn.Module) -> None:
-    """On the CPU, linear layers multiply by a packed copy of their weight.
+    """Renew the packed copy of the output layer's weight, which is what linear layers multiply by on the CPU.
 
     vLLM 0.32 renews that copy for layers whose own weight was loaded, and so not for the output layer of a model with
-    tied embeddings, which goes on with the old weights, in silence.
+    tied embeddings, which silently goes on with the old weights.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -161,7 +163,7 @@ def pack_again(model: torch.nn.Module) -> None:
 
 
 class Extension:
-    """What vLLM mixes into its worker class. Importing this module is what matters."""
+    """Makes vLLM import this module, which is what matters: vLLM mixes this class into its worker class."""
 
 
 WeightTransferEngineFactory.register_engine("treadle", Engine)
