@@ -13,7 +13,7 @@ from treadle.core.errors import ConfigError
 
 
 class GatewayConfig(Config):
-    """Where agent programs reach their sessions."""
+    """Configures where the gateway listens, and under which URL agent programs reach it."""
 
     host: str = Field(
         "127.0.0.1",
@@ -52,7 +52,7 @@ class GatewayConfig(Config):
 
 
 def listen(config: GatewayConfig, setting: str = "rollout.gateway.{}={}") -> socket.socket:
-    """Return a socket that listens there.
+    """Return a socket that listens at the configured address.
 
     setting: how an error names a field and its value. Raises ConfigError for an address that cannot be had.
     """
