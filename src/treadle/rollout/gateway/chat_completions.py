@@ -72,7 +72,7 @@ Content = Annotated[Annotated[Text, Tag("<text>")] | Annotated[Several[Part], Ta
 
 
 def joined(content: str | Sequence[TextPart | RefusalPart], joint: str = "\n") -> str:
-    """Return content that is text as it is, and the texts of its parts with `joint` between them."""
+    """Return content as one text, its parts joined by `joint`."""
     return content if isinstance(content, str) else joint.join(part.text for part in content)
 
 

@@ -54,7 +54,7 @@ Content = Annotated[
 
 
 def joined(content: str | Sequence[TextBlock]) -> str:
-    """Return content that is text as it is, and the texts of its blocks a line each."""
+    """Return content as one text, its blocks a line each."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
