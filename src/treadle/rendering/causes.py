@@ -1,4 +1,4 @@
-"""Why a prompt does not carry on the ids of the call that its messages continue, told from messages."""
+"""Why a prompt does not carry on the ids of the call that its messages continue, judged from messages."""
 
 from __future__ import annotations
 

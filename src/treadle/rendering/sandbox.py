@@ -232,7 +232,7 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-# How many characters an operation makes, told from its arguments
+# How many characters an operation makes, computed from its arguments
 
 Growth = Callable[..., int]
 

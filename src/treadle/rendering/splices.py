@@ -121,7 +121,7 @@ def _limits(places: Marked, messages: int, end: int) -> list[int]:
 
 
 def _change(text: str, message: Plain, parts: Mapping[Part, tuple[int, int]]) -> BreakCause | None:
-    """What the template leaves out or alters, told by marks."""
+    """Return what the template leaves out or alters, as the marks show."""
     for part, wanted, cause in _wanted(message):
         if part not in parts:
             return cause

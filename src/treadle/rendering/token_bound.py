@@ -1,4 +1,4 @@
-"""`TokenBound`: how few tokens a text can have, told from its length and the tokenizer alone, without encoding it."""
+"""`TokenBound`: how few tokens a text can have, from its length and the tokenizer alone, without encoding it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attempts at tasks, and those of a group side by side: everything that they share, whoever drives them.
+"""Attempts at tasks, and those of a group side by side: everything that they share, whichever driver plays them.
 
 Rollouts.start -> driver of the task -> Session -> Outcome -> Trajectory -> RewardShaper
 """

@@ -120,7 +120,7 @@ def _kill(program: "subprocess.Popen[bytes]") -> None:
     New ones may be born between a look and the next, so that nothing but "no children" is the end; save for those that
     run as another user (sudo), who cannot be killed.
     """
-    with suppress(ProcessLookupError, PermissionError):  # it is gone; on macOS, all of it are zombies
+    with suppress(ProcessLookupError, PermissionError):  # it has ended; on macOS, all of it are zombies
         os.killpg(program.pid, signal.SIGKILL)
     while _reap(program):
         children = _children()

@@ -60,7 +60,7 @@ def listen(config: GatewayConfig, setting: str = "rollout.gateway.{}={}") -> soc
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=1024)
-    except (OSError, UnicodeError) as error:  # the latter for a name that no name server can be asked for
+    except (OSError, UnicodeError) as error:  # the latter for a name that cannot be looked up
         raise ConfigError(_problem(error, host, port, setting)) from error
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: saves 40 ms an answer
     return listening

@@ -167,7 +167,7 @@ def count(low: int, high: int, what: str) -> Checked:
 
 
 NOT_EMPTY = Checked(lambda value: "" if value else "must not be empty", {"minLength": 1, "minItems": 1})
-"""Of text, or of an array: in JSON schema, what is said of the one type says nothing of the other."""
+"""Of text, or of an array: JSON schema ignores the keyword of the other type."""
 
 
 class FirstWrong:

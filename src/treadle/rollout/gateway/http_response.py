@@ -18,7 +18,7 @@ KEEP_ALIVE = 10.0  # seconds of silence after which a stream says that it is ali
 
 
 class CompletionResponse(Response):
-    """Waits for an exchange's answer and sends it; knows whether all of it went out.
+    """Waits for an exchange's answer and sends it; reports to the exchange once all of it was sent.
 
     A stream begins when the answer is there, or with a sign of life after `KEEP_ALIVE` seconds. Until then a failure
     still has its proper status.

@@ -304,7 +304,7 @@ def _stop(reply: Reply) -> Json:
 
 
 def _content(answer: Answer) -> list[Json]:
-    """The blocks: a thought if asked for, the text, the calls."""
+    """Return the blocks: a thought if it is to be shown, the text, the calls."""
     message = answer.replies[0].message
     found: list[Json] = []
     if answer.request.thoughts and "reasoning_content" in message:

@@ -148,7 +148,7 @@ class Exchanges:
             exchange.abort = asyncio.get_running_loop().call_later(self._grace, self._abort, exchange)
 
     def _abort(self, exchange: Exchange) -> None:
-        self._forget(exchange)  # first: nobody shall join it any more
+        self._forget(exchange)  # first, so that no retry joins it
         exchange.task.cancel()
 
     def _set_delivered(self, exchange: Exchange, delivered: bool) -> None:

@@ -26,7 +26,7 @@ _LATE = "the request was not sent to its end: of its body, nothing or next to no
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs the event loop."""
+    """Leaves signals to the code that runs the event loop."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -123,7 +123,7 @@ def _checked_step(value: object) -> EnvStep:
 
 
 def _is_synchronous(factory: EnvironmentFactory) -> bool:
-    """Whether it makes environments with a plain `step`, as far as that can be told before it has made one."""
+    """Return whether it makes environments with a plain `step`, as far as is known before it has made one."""
     while isinstance(factory, partial):
         factory = factory.func
     step = getattr(factory, "step", None)

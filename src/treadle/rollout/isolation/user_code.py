@@ -239,7 +239,7 @@ def user_code_of(task: asyncio.Task[Any]) -> UserCode | None:
 
 def _ended(task: asyncio.Task[Any]) -> None:
     _left_running.discard(task)
-    _error_of(task)  # nobody else will look at it, which asyncio would complain about
+    _error_of(task)  # retrieves the error, or asyncio would complain
 
 
 def _error_of(task: asyncio.Task[Any]) -> BaseException | None:
@@ -264,7 +264,7 @@ class _UserCoroutine(Coroutine[Any, Any, Any]):
     def __await__(self) -> Generator[Any, Any, Any]:
         return self.coroutine.__await__()
 
-    def __getattr__(self, name: str) -> Any:  # cr_frame and others, for whoever shows tasks
+    def __getattr__(self, name: str) -> Any:  # cr_frame and others, for code that shows tasks
         return getattr(self.coroutine, name)
 
 
