@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _GRACE = 5.0  # seconds that tasks of user code have to end once they are cancelled
 
-_left_behind: list[asyncio.Task[Any]] = []  # tasks that did not end: collecting them would run their code
+_left_behind: list[asyncio.Task[Any]] = []  # tasks that did not end; held, as collecting them would run their code
 
 
 def run(
