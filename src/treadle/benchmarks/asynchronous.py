@@ -29,7 +29,7 @@ def measure(
     staleness: Sequence[int] = (0, 1, 2, 4, 8),
     **sizes: Any,
 ) -> Report:
-    """A row for each `max_staleness` and each way to treat what is stale; `threads` and `repeats` have no say here.
+    """Simulate each `max_staleness` with each `stale_policy`, a row each; `threads` and `repeats` have no effect.
 
     generation: `lognormal:MEAN:SIGMA`; run: draw from the seconds of its trajectories instead. plot: a PNG to write.
     sizes: of the `World`. Raises ConfigError and RunError.

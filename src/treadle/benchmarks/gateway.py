@@ -39,7 +39,10 @@ _MESSAGES, _TOKENS, _REPLY = 20, 4000, 32
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """concurrent sessions, each making `requests` requests one after the other; latency of the engine in seconds."""
+    """Describes a load: `concurrent` sessions, each making `requests` requests one after the other.
+
+    latency: of the engine, seconds.
+    """
 
     concurrent: int
     requests: int
@@ -48,7 +51,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """seconds of each request; wall and CPU seconds of all of them, the latter of the serving process."""
+    """Holds the figures of one load.
+
+    seconds: of each request. wall, cpu: seconds of all of them, the latter of the serving process.
+    """
 
     seconds: Sequence[float]
     wall: float
@@ -70,7 +76,7 @@ class _SlowEngine(FakeEngine):
 
 
 def measure(threads: int, repeats: int, loads: Sequence[Load] | None = None) -> Report:
-    """Latency, throughput and CPU time of each load, through the gateway and without it."""
+    """Measure latency, throughput and CPU time of each load, through the gateway and without it."""
     loads = loads or (Load(1, 200, 0.0), Load(32, 40, 0.1), Load(32, 40, 0.0))
     renderer = _renderer()
     messages = conversation(renderer)
@@ -109,7 +115,7 @@ def _renderer() -> ChatRenderer:
 
 
 def conversation(renderer: ChatRenderer) -> list[Message]:
-    """Messages of user and assistant in turn, with about the wanted number of tokens."""
+    """Return messages of user and assistant in turn, with about the wanted number of tokens."""
     words = "Anna plays chess with Bob. "
     each = _TOKENS // _MESSAGES // len(renderer.encode(words))
     roles = ("user", "assistant")
@@ -155,7 +161,7 @@ async def _through_gateway(load: Load, renderer: ChatRenderer, messages: list[Me
 
 
 def _play_all(urls: Sequence[str], body: str, requests: int) -> list[float]:
-    """In the process of the load: the seconds of every request."""
+    """Return the seconds of every request; runs in the process of the load."""
 
     async def play() -> list[float]:
         return [s for own in await asyncio.gather(*(_play(url, body, requests) for url in urls)) for s in own]
@@ -164,7 +170,7 @@ def _play_all(urls: Sequence[str], body: str, requests: int) -> list[float]:
 
 
 async def _play(url: str, body: str, requests: int) -> list[float]:
-    """One client on one connection. Every body is another one: a repetition would be looked up as a retry."""
+    """Play one client on one connection. Every body is different: a repetition would be looked up as a retry."""
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
 

@@ -11,7 +11,7 @@ from treadle.benchmarks.report import Report, Row
 
 
 def measure(threads: int, repeats: int) -> Report:
-    """Medians; `threads` has no say here."""
+    """Measure the median CPU seconds of each import; `threads` has no effect."""
     statements = ("pass", "import treadle", "import treadle; treadle.Step", "import treadle.cli.main")
     rows: list[Row] = [
         {"statement": s, "CPU s": median(_cpu_seconds(s) for _ in range(max(repeats, 5)))} for s in statements

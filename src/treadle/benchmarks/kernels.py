@@ -27,7 +27,7 @@ _QWEN = 151_669  # ids of Qwen3's tokenizer
 
 
 def attention(repeats: int, lengths: Sequence[int] = (2048, 4096, 8192)) -> Report:
-    """One layer's tree attention, against a dense mask and against plain causal attention of as many tokens."""
+    """Compare one layer's tree attention with a dense mask and with plain causal attention of as many tokens."""
     rows = [_attention(length, repeats) for length in lengths]
     note = (
         f"{_HEADS} heads, {_KEY_HEADS} of keys, of size {_HEAD_SIZE}, float32, forward and backward pass, the first "
@@ -37,7 +37,7 @@ def attention(repeats: int, lengths: Sequence[int] = (2048, 4096, 8192)) -> Repo
 
 
 def branched(nodes: int) -> Shape:
-    """The first nodes of a group with about a thousand for each attempt."""
+    """Return the first nodes of a group with about a thousand for each attempt."""
     group = CLASSIC["20% drift"](replace(Size(), attempts=nodes // 1000 + 2))
     arranged = arrange(calls(flatten(group)), Packing.TREE)
     return Shape.of(chunks(PrefixTree.of(arranged.calls, arranged.shared), nodes)[0])
@@ -81,7 +81,10 @@ def _stock(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Te
 
 
 def logprobs(rows: int = 8192, whole_rows: int = 1024, vocabulary: int = _QWEN, hidden_size: int = 256) -> Report:
-    """Log-probabilities and entropies of many tokens: all logits at once, where they fit, and in chunks of rows."""
+    """Measure log-probabilities and entropies of many tokens.
+
+    All logits at once, where they fit, and in chunks of rows.
+    """
     generator = torch.Generator().manual_seed(0)
     head = Head(torch.nn.Linear(hidden_size, vocabulary, bias=False), scale=1.0, cap=None)
     head.embedding.weight.grad = torch.zeros_like(head.embedding.weight)

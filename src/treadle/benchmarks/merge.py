@@ -36,8 +36,11 @@ _GROUP = 10  # trajectories of a group, with a common first prompt
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """calls, the longest of `length` tokens. forks: each leaves an earlier one of its group anywhere; otherwise each
-    trajectory is append-only, from half the length on."""
+    """Describes calls to pack, the longest of `length` tokens.
+
+    forks: each leaves an earlier one of its group anywhere; otherwise each trajectory is append-only, from half the
+    length on.
+    """
 
     calls: int
     length: int
@@ -45,7 +48,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For the table."""
         return "forks" if self.forks else "append-only"
 
 
@@ -53,7 +55,7 @@ CASES = (Case(1000, 4096), Case(1000, 4096, forks=True), Case(10_000, 2048), Cas
 
 
 def measure(threads: int, repeats: int, cases: Sequence[Case] = CASES) -> Report:
-    """CPU seconds of every way on every case; `threads` has no say here."""
+    """Measure the CPU seconds of every way on every case; `threads` has no effect."""
     rows = [row for case in cases for row in _compare(case, repeats)]
     note = (
         f"ids of {_VOCABULARY}, micro-batches of {_BUDGET} tokens, median of {repeats}; "
@@ -93,7 +95,7 @@ def _compare(case: Case, repeats: int) -> list[Row]:
 
 
 def recorded(case: Case) -> list[PackedCall]:
-    """Calls in the order in which agents make them."""
+    """Return calls in the order in which agents make them."""
     rng = np.random.default_rng(0)
 
     def ids(count: int) -> Ids:
@@ -144,7 +146,7 @@ def _lists(calls: Sequence[PackedCall]) -> list[tuple[int, list[int]]]:
 
 
 def dict_trie(calls: Sequence[tuple[int, Sequence[int]]]) -> int:
-    """Unique nodes of calls (group, ids)."""
+    """Return the number of unique nodes of calls (group, ids)."""
     roots: dict[int, dict[int, Any]] = {}
     nodes = 0
     for group, ids in calls:
@@ -159,7 +161,10 @@ def dict_trie(calls: Sequence[tuple[int, Sequence[int]]]) -> int:
 
 
 def list_merge(records: Sequence[Record]) -> int:
-    """Tokens that are left when each call that continues the one before, in its trajectory, is appended to it."""
+    """Return how many tokens a list merge leaves.
+
+    Each call that continues the one before, in its trajectory, is appended to it.
+    """
     merged: list[list[int]] = []
     for _, own in groupby(records, key=lambda record: record[0]):
         whole: list[int] = []

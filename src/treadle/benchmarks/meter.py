@@ -13,15 +13,18 @@ MIB = 2**20
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """Seconds since some moment: of this process on a CPU, of the wall on a GPU, once it has nothing left to do."""
+    """Return a clock of seconds since some moment.
+
+    On a CPU it counts CPU time of this process, on a GPU wall time, read once the GPU has nothing left to do.
+    """
     return _cuda_clock if device.type == "cuda" else time.process_time
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most tensor memory that `run` has allocated at a time, beyond what was there before.
+    """Return the most bytes of tensors that `run` has allocated at a time, beyond those there before.
 
     On a CPU every allocation of torch is counted: unlike the process's resident memory, that is the same in every run
-    and knows no remains of earlier work.
+    and does not depend on earlier work.
     """
     if device.type == "cuda":
         torch.cuda.synchronize()

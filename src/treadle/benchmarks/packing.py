@@ -67,7 +67,7 @@ WAYS: Mapping[str, Way] = {
 
 
 def measure(threads: int, repeats: int, device: str = "cpu") -> Reports:
-    """All tables. Raises ConfigError for a device that is not there."""
+    """Measure all tables. Raises ConfigError if this torch does not see the device."""
     if device == "cuda":
         return _measure_cuda(repeats)
     torch.set_num_threads(threads)
@@ -101,7 +101,10 @@ def _model(build: Mapping[str, Any], vocabulary: int) -> PreTrainedModel:
 def packings(
     forward: Forward, repeats: int, size: Size, others: Mapping[str, Forward] = MappingProxyType({})
 ) -> Report:
-    """Every workload under every packing; `others`: the same model with other kernels, for tree packing by group."""
+    """Measure every workload under every packing.
+
+    others: the same model with other kernels, for tree packing by group.
+    """
     rows: list[Row] = []
     for workload, make in WORKLOADS.items():
         rows += _compare(workload, make(size), forward, repeats, others)
@@ -150,7 +153,7 @@ def _pass(forward: Forward, found: Sequence[PackedCall], way: Way, tokens: int) 
 
 
 def _peak(forward: Forward, trees: Sequence[PrefixTree], tokens: int) -> int:
-    """Of the micro-batch with the most nodes and pairs; they are computed one after the other."""
+    """Return the peak of the micro-batch with the most nodes and pairs; they are computed one after the other."""
     largest = max(trees, key=lambda tree: len(tree) + len(tree.flat))
     return peak_bytes(partial(_differentiate, forward, [largest], tokens), forward.model.device)
 
@@ -166,7 +169,7 @@ def _gradient(scores: TokenScores) -> LossGradients:
 
 
 def _zero_gradients(model: PreTrainedModel) -> None:
-    """So that they are there before the first pass, whose peak would hold them otherwise."""
+    """Make the gradients before the first pass, whose peak would include them otherwise."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
 
@@ -195,7 +198,7 @@ def _note(forward: Forward, repeats: int) -> str:
 
 
 def recomputed(size: Size, budgets: Sequence[int] = (2048, 4096, 8192)) -> Report:
-    """What tree packing by group computes again because micro-batches are cut."""
+    """Count the tokens that tree packing by group computes more than once because micro-batches are cut."""
     rows: list[Row] = []
     for workload, make in CLASSIC.items():
         arranged = arrange(calls(flatten(make(size))), Packing.TREE, Sharing.GROUP)
@@ -216,7 +219,7 @@ def recomputed(size: Size, budgets: Sequence[int] = (2048, 4096, 8192)) -> Repor
 
 
 def streaming(model: PreTrainedModel, repeats: int, size: Size, budgets: Sequence[int] = (1024, 2048)) -> Report:
-    """One tree, whole and in chunks."""
+    """Measure passes over one tree, whole and in chunks."""
     batch = flatten(CLASSIC["20% drift"](size))
     arranged = arrange(calls(batch), Packing.TREE, Sharing.GROUP)
     tree = PrefixTree.of(arranged.calls, arranged.shared)

@@ -53,7 +53,7 @@ class _Work:
 
 
 def measure(threads: int, repeats: int, messages: Sequence[int] = (10, 20, 40, 80)) -> Report:
-    """Milliseconds of CPU time of the next prompt, for conversations of so many messages, on one thread."""
+    """Measure CPU milliseconds of the next prompt, for conversations of so many messages, on one thread."""
     tokenizer = _tokenizer()
     renderer = ChatRenderer(tokenizer, [int(tokenizer.eos_token_id)])
     rows: list[Row] = []

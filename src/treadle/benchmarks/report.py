@@ -14,7 +14,7 @@ Row = Mapping[str, str | int | float]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One table. rows: one mapping of column to figure each, same columns. note: what was held fixed."""
+    """Holds one table. rows: one mapping of column to figure each, same columns. note: what was held fixed."""
 
     name: str
     note: str
@@ -22,29 +22,29 @@ class Report:
 
     @property
     def tables(self) -> Sequence[Report]:
-        """The table, as of any benchmark's result."""
+        """Return the table as the only one, so that all results have `tables`."""
         return (self,)
 
     def data(self) -> dict[str, object]:
-        """Return it as plain data."""
+        """Return the table as plain data."""
         return {"benchmark": self.name, "note": self.note, "machine": machine(), "rows": list(self.rows)}
 
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Several tables of one benchmark."""
+    """Holds several tables of one benchmark."""
 
     name: str
     tables: Sequence[Report]
 
     def data(self) -> dict[str, object]:
-        """Return them as plain data."""
+        """Return the tables as plain data."""
         tables = [{"table": t.name, "note": t.note, "rows": list(t.rows)} for t in self.tables]
         return {"benchmark": self.name, "machine": machine(), "tables": tables}
 
 
 def machine() -> str:
-    """Return what the figures were taken on."""
+    """Return a description of the machine on which the figures are taken."""
     return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 

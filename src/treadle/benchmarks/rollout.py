@@ -41,9 +41,10 @@ RolloutRunner = Callable[["Work"], object]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """sessions in groups of `group` with a common first prompt; lengths in tokens, those of the demo.
+    """Describes the work: `sessions` in groups of `group` with a common first prompt.
 
-    Prompts and observations vary between half and one and a half times as many, so that a batch is ragged.
+    Lengths are in tokens, those of the demo. Prompts and observations vary between half and one and a half times as
+    many, so that a batch is ragged.
     """
 
     sessions: int
@@ -54,13 +55,13 @@ class Work:
     observation: int = 20
 
     def first_prompts(self) -> list[Ids]:
-        """One prompt per session."""
+        """Return one prompt per session."""
         rng = np.random.default_rng(0)
         distinct = [_about(rng, self.prompt) for _ in range(-(-self.sessions // self.group))]
         return [distinct[i // self.group] for i in range(self.sessions)]
 
     def observations(self, turn: int) -> list[Ids]:
-        """What each session is told after its turn."""
+        """Return what each session observes after that turn."""
         rng = np.random.default_rng(turn + 1)
         return [_about(rng, self.observation) for _ in range(self.sessions)]
 
@@ -71,9 +72,10 @@ def _about(rng: np.random.Generator, count: int) -> Ids:
 
 
 def measure(threads: int, repeats: int, sessions: Sequence[int] = (1, 8, 32, 64), vllm: bool | None = None) -> Report:
-    """Seconds and sampled tokens a second, for each number of sessions. vllm: default: where its environment is there.
+    """Measure seconds and sampled tokens a second, for each number of sessions.
 
-    vLLM's kernels for CPUs want heads of at least 32, so that beside it all play with such a model.
+    vllm: whether to measure vLLM, too; default: if its environment is there. Its kernels for CPUs want heads of at
+    least 32, so that beside it all play with such a model.
     """
     torch.set_num_threads(threads)
     with asyncio.Runner() as runner:

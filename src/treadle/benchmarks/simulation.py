@@ -39,20 +39,20 @@ _TASKS = 64
 
 
 def lognormal(mean: float, sigma: float) -> Seconds:
-    """exp(N(mu, sigma^2)) of this mean; sigma 0 is constant."""
+    """Return the distribution exp(N(mu, sigma^2)) of this mean; sigma 0 is constant."""
     normal, scale = NormalDist(), mean * float(np.exp(-(sigma**2) / 2))
     return lambda u: scale * float(np.exp(sigma * normal.inv_cdf(min(max(u, 1e-12), 1 - 1e-12))))
 
 
 def replayed(seconds: Sequence[float]) -> Seconds:
-    """Those, each as probable as another."""
+    """Return the distribution of these seconds, each as probable as another."""
     ordered = sorted(seconds)
     return lambda u: ordered[int(u * len(ordered))]
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What is simulated.
+    """Describes what is simulated.
 
     Seconds: generation of a trajectory, `mean` on average; training of an update; publication of weights to the engine,
     which samples on meanwhile. engine_capacity: steps that it samples at a time.
@@ -71,19 +71,19 @@ class World:
 
     @property
     def batch(self) -> int:
-        """Trajectories of an update."""
+        """Return the number of trajectories of an update."""
         return self.tasks_per_update * self.group_size
 
     @property
     def bound(self) -> float:
-        """Trajectories a second that neither engine nor learner could exceed, however they overlap."""
+        """Return the trajectories a second that neither engine nor learner could exceed, however they overlap."""
         learner = self.training + self.publication
         return min(self.engine_capacity / self.mean, self.batch / learner if learner else float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How it is trained."""
+    """Holds the staleness settings of training."""
 
     max_staleness: int
     stale_policy: StalePolicy = "mask_steps"
@@ -91,7 +91,7 @@ class Way:
 
 @dataclass(slots=True)
 class Seen:
-    """What happened.
+    """Records what happened in a simulation.
 
     seconds, groups: of each finished trajectory, by its id, what it took and the index of its group; trained: how many
     of its steps. staleness: of every trained step, in order. published: when each update's weights were in use, and the
@@ -107,14 +107,14 @@ class Seen:
     outstanding: frozenset[int] = frozenset()
 
     def train(self, groups: Sequence[Group]) -> None:
-        """Note the groups of an update."""
+        """Record the groups of an update."""
         live = {t.trajectory_id: as_trained(t).steps for group in groups for t in group.trajectories}
         version = len(self.trained)
         self.trained.append({name: len(steps) for name, steps in live.items()})
         self.staleness += [version - int(s.policy_versions.min()) for steps in live.values() for s in steps]
 
     def fates(self, steps: int) -> Iterator[tuple[float, int, int]]:
-        """(seconds, trained steps, dropped steps) of every trajectory whose group is done with."""
+        """Yield (seconds, trained steps, dropped steps) of every trajectory whose group has finished."""
         trained = {name: count for update in self.trained for name, count in update.items()}
         for name, index in self.groups.items():
             if index not in self.outstanding:
@@ -122,7 +122,7 @@ class Seen:
 
 
 def simulate(world: World, way: Way) -> Seen:
-    """Train `world.updates` updates in virtual time."""
+    """Train `world.updates` updates in virtual time and return what happened."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(_simulate(world, way))
 
@@ -153,7 +153,7 @@ async def _simulate(world: World, way: Way) -> Seen:
 
 
 def _config(world: World, way: Way) -> RunConfig:
-    """The demo's with these sizes; nothing of its model is used."""
+    """Return the demo's configuration with these sizes; nothing of its model is used."""
     settings = {
         "seed": world.seed,
         "training.tasks_per_update": world.tasks_per_update,
@@ -207,7 +207,7 @@ class _Unwritten(RunStore):
 
 
 def figures(world: World, seen: Seen) -> dict[str, float]:
-    """Rates and shares of one simulation.
+    """Return rates and shares of one simulation.
 
     Rates leave out the first tenth of the updates. A trajectory counts as trained by the share of its steps that were;
     means over trajectories are weighted so.

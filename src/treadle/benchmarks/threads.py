@@ -34,7 +34,7 @@ _WAITS: Mapping[str, Mapping[str, str]] = {
 
 
 def measure(threads: int, repeats: int) -> Report:
-    """Seconds of wall clock and of CPU a step, alone and beside a busy loop; `threads` has no say here."""
+    """Measure seconds of wall clock and of CPU a step, alone and beside a busy loop; `threads` has no effect."""
     counts = sorted({1, available_cores()})
     plan = [(model, count, "passive") for model in _SHAPES for count in counts]
     plan += [("demo", counts[-1], wait) for wait in _WAITS if wait != "passive"]

@@ -30,7 +30,7 @@ _VOCABULARY = 704
 
 
 def recorded_groups(tasks: int = 32, group_size: int = 8) -> list[Group]:
-    """Append-only trajectories of 1 to 4 steps, as the demo records them; random ids, rewards 0 and 1."""
+    """Return groups of append-only trajectories of 1 to 4 steps, as in the demo; random ids, rewards 0 and 1."""
     rng = np.random.default_rng(0)
 
     def ids(count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -55,7 +55,10 @@ def recorded_groups(tasks: int = 32, group_size: int = 8) -> list[Group]:
 
 
 def replayed_batches(run: Path, count: int) -> list[list[Group]]:
-    """The groups of up to `count` recorded updates of a run, evenly spaced. Raises RunError for no such run."""
+    """Return the groups of up to `count` recorded updates of a run, evenly spaced.
+
+    Raises RunError for no such run, or one without a training batch.
+    """
     directory = RunDirectory.open(run)
     with closing(directory.ledger()) as ledger:
         shards = ledger.shards()
@@ -88,7 +91,7 @@ def _replayed(folder: Path, shards: Mapping[str, WrittenFile], rows: Sequence[Ma
 
 
 def measure(threads: int, repeats: int, tasks: int = 32, run: Path | None = None) -> Report:
-    """CPU seconds of forward, backward and optimizer step for the same recorded groups, under each packing."""
+    """Measure CPU seconds of forward, backward and optimizer step for the same groups, under each packing."""
     torch.set_num_threads(threads)
     if run is not None:
         return _replay(run, threads, repeats)

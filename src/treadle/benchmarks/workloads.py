@@ -23,7 +23,10 @@ _DRIFT = 5  # every fifth turn of a group, which meets every place in a conversa
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Counts and tokens; thinking, action and observation vary uniformly between half and one and a half times that."""
+    """Holds counts and lengths in tokens.
+
+    Thinking, action and observation vary uniformly between half and one and a half times their length.
+    """
 
     tasks: int = 1
     attempts: int = 8
@@ -36,22 +39,22 @@ class Size:
 
 
 class Draws:
-    """Random tokens from one seed. turns: played so far."""
+    """Draws random tokens from one seed. turns: played so far."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.turns = 0
 
     def ids(self, count: int) -> Ids:
-        """Exactly so many."""
+        """Return exactly `count` random ids."""
         return self.rng.integers(_FIRST, VOCABULARY, count).astype(np.int32)
 
     def about(self, count: int) -> Ids:
-        """Half to one and a half times as many, at least one."""
+        """Return random ids, half to one and a half times `count`, at least one."""
         return self.ids(int(self.rng.integers(max(1, count // 2), count + count // 2 + 1)))
 
     def others(self, ids: Ids) -> Ids:
-        """As many, each another one."""
+        """Return as many random ids, each different from the one in its place."""
         span = VOCABULARY - _FIRST
         return (_FIRST + (ids - _FIRST + self.rng.integers(1, span, len(ids))) % span).astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""Why a prompt does not carry on the ids of the call that its messages continue, told from messages."""
+"""Why a prompt does not carry on the ids of the call that its messages continue, judged from messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from treadle.rendering.identity import Value, common
 
 
 def agents_change(known: Sequence[Value], sent: Sequence[Value]) -> BreakCause | None:
-    """What the agent did to a conversation that it goes on with; None if it only left its end away.
+    """Return how the agent changed a conversation that it continues; None if it only left out its end.
 
     known: a call's messages and its reply. sent: the messages of the new call, which do not begin with all of `known`.
-    A conversation that goes on without any of the replies behind the change is a new one (a fork), not a broken one.
+    A conversation that goes on without any of the replies after the change is a new one (a fork), not a broken one:
+    None.
     """
     at = common(known, sent)
     was, now = known[at:], sent[at:]
@@ -28,6 +29,6 @@ def agents_change(known: Sequence[Value], sent: Sequence[Value]) -> BreakCause |
 
 
 def _says_something(message: Value) -> bool:
-    """An assistant message that is told from others by what it says."""
+    """Return whether it is an assistant message with content or tool calls, by which to recognise it."""
     role, content, calls = message
     return role == "assistant" and bool(content or calls)

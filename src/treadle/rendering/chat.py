@@ -21,24 +21,24 @@ from treadle.rendering.tools import PROBE, ignores_tools, probe_call, written_ca
 
 
 class Tokenizer(Protocol):
-    """What Treadle needs of a Hugging Face tokenizer (a fast one: one with a `tokenizer.json`)."""
+    """Provides what Treadle needs of a Hugging Face tokenizer (a fast one: one with a `tokenizer.json`)."""
 
     chat_template: Any
     """A Jinja template, or several by name."""
 
     @property
     def backend_tokenizer(self) -> Backend:
-        """The `tokenizers.Tokenizer` in it."""
+        """Return the `tokenizers.Tokenizer` in it."""
         ...
 
     @property
     def special_tokens_map(self) -> Mapping[str, Any]:
-        """Names of special tokens (`bos_token`, ...), which templates may write."""
+        """Return special tokens by name (`bos_token`, ...), which templates may write."""
         ...
 
 
 class ChatRenderer:
-    """One tokenizer with its chat template, shared by all conversations.
+    """Holds one tokenizer with its chat template, shared by all conversations.
 
     stop_token_ids: the ids that end a completion; a sampled one stands for the template's own end of turn.
     chat_template: the file of another template, or the name of one of the tokenizer's; default: the tokenizer's own.
@@ -70,11 +70,11 @@ class ChatRenderer:
         self._unreadable = lru_cache(maxsize=64)(self._unread)
 
     def template(self, tools: Sequence[Any]) -> ChatTemplate:
-        """The template for calls with these tools: a tokenizer may bring one of its own for them (`tool_use`)."""
+        """Return the template for calls with these tools: a tokenizer may bring one for tools (`tool_use`)."""
         return self._compiled("tool_use" if tools and "tool_use" in self._sources else "default")
 
     def text(self, completion_ids: Ids) -> str:
-        """The completion as text, without its end token."""
+        """Return the completion as text, without its end token."""
         ids = [int(i) for i in completion_ids]
         if ids and ids[-1] in self._stop_ids:
             ids.pop()
@@ -82,34 +82,35 @@ class ChatRenderer:
 
     @property
     def source(self) -> str:
-        """The template's own text."""
+        """Return the template's own text."""
         return self._sources["default"]
 
     @property
     def vocabulary(self) -> int:
-        """Ids lie below this."""
+        """Return the size of the vocabulary: all ids lie below it."""
         return self._backend.get_vocab_size()
 
     def encode(self, text: str) -> Ids:
-        """Token ids of raw text, special tokens included, int32[T]."""
+        """Return the token ids of raw text, special tokens included, int32[T]."""
         return np.array(encode_text(self._backend, text), np.int32)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Text of the ids, special tokens included."""
+        """Return the text of the ids, special tokens included."""
         return self.structure.decode([int(i) for i in ids])
 
     def reply(self, message: Message) -> Ids:
-        """A reply as a model would ideally sample it: its tokens and the template's end token (for demonstrations).
+        """Return the ids of a reply as a model would ideally sample it, for demonstrations.
 
-        Raises ConfigError for a template whose turns no stop token ends.
+        These are its tokens and the template's end token. Raises ConfigError for a template whose turns no stop token
+        ends.
         """
         return np.concatenate([*self.structure.encode(message["content"]), self._end_of_turn])
 
     def tools_problem(self, tools: Sequence[Tool] = (), parse: ReplyParser | None = None) -> str:
-        """Why calls with tools cannot work, in a sentence; "" if they can, as far as that can be told.
+        """Return why calls with tools cannot work, in a sentence; "" if they can, as far as that can be judged.
 
-        The template has to tell the model of tools, and the reply parser, where one is given, to read a call as the
-        template writes it. tools: where the template refuses one that it does not know.
+        The template has to describe tools to the model, and the reply parser, where one is given, has to read a call as
+        the template writes it. tools: the first is tried where the template refuses a tool that it does not know.
         """
         if self._ignores_tools():
             return (

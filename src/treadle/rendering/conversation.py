@@ -33,9 +33,9 @@ from treadle.rendering.template import ChatTemplate, Opening, Plain
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """What one call sends.
+    """Holds what one call sends.
 
-    ids int32[P]. messages: what it was rendered from. break_cause: why it does not carry on the ids of the call that
+    ids int32[P]. messages: what it was rendered from. break_cause: why it does not continue the ids of the call that
     its messages continue; None where it does, or continues none. rendering: how it came about, if from messages.
     """
 
@@ -50,7 +50,7 @@ Span = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendering:
-    """How the ids of a prompt came about.
+    """Describes how the ids of a prompt came about.
 
     text: what the template wrote, structural tokens by private names (`Structure.plain` undoes that). spans: (start,
     end in the text, start, end in the ids) of each recorded reply that stands in the prompt with its own ids; outside
@@ -73,7 +73,7 @@ class Rendering:
 
 
 class Record:
-    """A recorded call: its prompt, the ids that were sampled, and the message as the agent sends it back.
+    """Holds a recorded call: its prompt, the ids that were sampled, and the message as the agent sends it back.
 
     ids: prompt and completion. turn: those of the assistant's turn, from its head on. stop: the end token, if sampled.
     """
@@ -90,19 +90,19 @@ class Record:
 
     @cached_property
     def known(self) -> tuple[identity.Value, ...]:
-        """What was said up to and including the reply."""
+        """Return the values of the messages up to and including the reply."""
         return (*self.rendering.values, self.value)
 
     def opens(self, content: str) -> bool:
-        """Whether an assistant message with this content may be the reply, continued."""
+        """Return whether an assistant message with this content may be the reply, continued."""
         return not self.call_ids and content.startswith(self.message["content"])
 
     def begins(self, ids: Ids) -> bool:
-        """Whether the ids carry on prompt and completion."""
+        """Return whether the ids begin with this call's prompt and completion."""
         return len(ids) >= len(self.ids) and bool((ids[: len(self.ids)] == self.ids).all())
 
     def answers(self, values: tuple[identity.Value, ...], end: int) -> bool:
-        """Whether it was a reply to values[:end]."""
+        """Return whether this call was a reply to values[:end]."""
         return len(self.rendering.values) == end and self.rendering.values == values[:end]
 
 
@@ -122,7 +122,7 @@ class _Draft:
 
     @cached_property
     def marked(self) -> Marked | None:
-        """Where the messages' parts stand in the text; None if the template does not stand marks."""
+        """Return where the messages' parts stand in the text; None if marks change what the template writes."""
         setter = Marks()
         marked = setter.mark(self.shown)
         try:
@@ -188,7 +188,7 @@ class Conversation:
         template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> Prompt:
-        """The prompt of a call with these messages and tools (JSON schemas, as OpenAI's API has them).
+        """Return the prompt of a call with these messages and tools (JSON schemas, as OpenAI's API has them).
 
         template_kwargs: options of the template, above the renderer's own. continue_final_message: the last message is
         the assistant's, and what is sampled goes on with it, in the same turn.
@@ -202,7 +202,10 @@ class Conversation:
         return Prompt(ids, tuple(messages), cause, rendering)
 
     def record(self, prompt: Prompt, completion_ids: Ids, reply: Message) -> None:
-        """Note what was sampled for a prompt of `render`, and the message that was handed out for it."""
+        """Remember what was sampled for a prompt of `render`, and the message that the agent got for it.
+
+        Raises DataError for a prompt that was not rendered from messages.
+        """
         if prompt.rendering is None:
             raise DataError("only a prompt that was rendered from messages can be continued by messages")
         if prompt.rendering.opened:

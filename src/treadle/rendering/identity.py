@@ -13,7 +13,7 @@ Value = tuple[str, str, str]
 
 
 def flat(content: Any) -> str:
-    """Content as one string: None is "", a list of text parts is joined."""
+    """Return content as one string: None is "", a list of text parts is joined."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -22,7 +22,7 @@ def flat(content: Any) -> str:
 
 
 def size(message: Mapping[str, Any]) -> int:
-    """About how many characters a message says."""
+    """Return about how many characters a message has."""
     content = message.get("content")
     texts = [content if isinstance(content, str) else flat(content), message.get("reasoning_content") or ""]
     texts += [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
@@ -30,7 +30,7 @@ def size(message: Mapping[str, Any]) -> int:
 
 
 def value(message: Mapping[str, Any]) -> Value:
-    """What a message says.
+    """Return what a message says, by which messages are compared.
 
     Of an assistant's, outer white space, the JSON text of arguments, ids of calls and reasoning do not count.
     """
@@ -45,17 +45,17 @@ def value(message: Mapping[str, Any]) -> Value:
 
 
 def reasoning(message: Mapping[str, Any]) -> str:
-    """The thought of an assistant message without outer white space; "" if there is none."""
+    """Return the thought of an assistant message without outer white space; "" if there is none."""
     return flat(message.get("reasoning_content")).strip()
 
 
 def call_ids(message: Mapping[str, Any]) -> frozenset[str]:
-    """The ids of its tool calls."""
+    """Return the ids of a message's tool calls."""
     return frozenset(call["id"] for call in message.get("tool_calls") or () if call.get("id"))
 
 
 def parsed(arguments: Any) -> Any:
-    """A tool call's arguments as a value; text that is no JSON, or none that can be handled, stays text."""
+    """Return a tool call's arguments as a value; text that is no JSON, or none that can be handled, stays text."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -65,7 +65,7 @@ def parsed(arguments: Any) -> Any:
 
 
 def common(a: Sequence[Value], b: Sequence[Value]) -> int:
-    """How many leading messages are the same."""
+    """Return how many leading messages are the same."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

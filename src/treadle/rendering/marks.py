@@ -31,7 +31,7 @@ _LOOKED_AT = 400  # characters at the end of a content in which a place for a fe
 
 @dataclass(slots=True)
 class Marked:
-    """Where the parts of messages stand in a text.
+    """Says where the parts of messages stand in a text.
 
     parts: message number -> part -> (start, end). fences: message number -> place, in order of messages.
     """
@@ -41,20 +41,20 @@ class Marked:
 
 
 class Marks:
-    """Marks set in one conversation: which number stands for what."""
+    """Sets marks in one conversation, and reads them: each stands for a message and a part of it."""
 
     def __init__(self) -> None:
         self._meaning: list[tuple[int, Part, int]] = []  # (message, part, 0 start or 1 end) of each mark
 
     def mark(self, messages: Sequence[Plain]) -> list[Plain]:
-        """Copies of the messages, marked."""
+        """Return copies of the messages, marked."""
         return [
             self._mark_parts(number, message) if message["role"] == "assistant" else self._fence(number, message)
             for number, message in enumerate(messages)
         ]
 
     def read(self, rendered: str) -> tuple[str, Marked]:
-        """The text without marks, and where they stood in it; of a part that comes out twice, the first one."""
+        """Return the text without marks, and where they stood in it; of a part that comes out twice, the first."""
         pieces: list[str] = []
         places: dict[tuple[int, Part, int], int] = {}
         length = last = 0

@@ -15,10 +15,10 @@ _CUT = 32  # most sampled tokens that a stop string and an end token can have hi
 
 
 class RawPrompts:
-    """Turns raw prompts into ids, keeping those of an earlier call that the text carries on.
+    """Turns raw prompts into ids, with the recorded ids of an earlier call where the text continues it.
 
-    Text is matched against the decoded ids of earlier calls, prompt and completion; the longest wins.
-    check_length: as a `Conversation` has it.
+    Text is matched against the decoded ids of earlier calls, prompt and completion; the longest wins. check_length: as
+    a `Conversation` has it.
     """
 
     def __init__(self, renderer: ChatRenderer, check_length: Callable[[int], None] = lambda tokens: None) -> None:
@@ -26,7 +26,7 @@ class RawPrompts:
         self._records: list[tuple[str, Step]] = []  # the prompt's text, and the call
 
     def ids(self, prompt: str | Sequence[int]) -> Ids:
-        """int32[P]. Raises DataError for an empty prompt or one that is no ids of the vocabulary."""
+        """Return the prompt's ids, int32[P]. Raises DataError for an empty prompt or ids that the vocabulary lacks."""
         if isinstance(prompt, str):
             known, rest = self._longest(prompt)
             if len(rest) >= LARGE:
@@ -41,7 +41,7 @@ class RawPrompts:
         return ids.astype(np.int32)
 
     def record(self, step: Step) -> None:
-        """Note a call of such a prompt."""
+        """Remember the call of a raw prompt, for prompts that continue it."""
         self._records.append((self._renderer.decode(step.prompt_ids), step))
 
     def _longest(self, text: str) -> tuple[Ids, str]:

@@ -34,31 +34,35 @@ _THOUGHT_END = "</think>"
 
 
 def plain(text: str, tools: Sequence[Tool] = ()) -> Message:
-    """All of the text is the message's content."""
+    """Return all of the text as the message's content."""
     return Message(role="assistant", content=text)
 
 
 def thinking(text: str, tools: Sequence[Tool] = ()) -> Message:
-    """What stands before `</think>` is the message's reasoning_content."""
+    """Return what stands before `</think>` as reasoning_content, the rest as content."""
     thought, content = _split_thought(text)
     return _message(thought, content, [])
 
 
 def hermes(text: str, tools: Sequence[Tool] = ()) -> Message:
-    """Thoughts, and tool calls as JSON: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen)."""
+    """Read thoughts, and tool calls as JSON (Hermes, Qwen).
+
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
+    """
     return _with_calls(text, tools, _json_call)
 
 
 def qwen_xml(text: str, tools: Sequence[Tool] = ()) -> Message:
-    """Thoughts, and tool calls as tags: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function>...`.
+    """Read thoughts, and tool calls as tags.
 
-    A value is text where the tool's schema says so or says nothing, and otherwise JSON if it can be read as such.
+    `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function>...`: a value is text where the tool's schema
+    says so or says nothing, and otherwise JSON if it can be read as such.
     """
     return _with_calls(text, tools, _xml_call)
 
 
 def reply_parser(name: str, template: str = "", setting: str = "rollout.reply_parser") -> ReplyParser:
-    """The parser of that name. `auto` looks at how the chat template `template` writes tool calls and thoughts.
+    """Return the parser of that name; `auto`: by how the chat template `template` writes tool calls and thoughts.
 
     setting: what chose the name, for errors. Raises ConfigError for a name that is not registered, or no function.
     """
@@ -73,7 +77,7 @@ def reply_parser(name: str, template: str = "", setting: str = "rollout.reply_pa
 
 
 def parser_name(parser: ReplyParser) -> str:
-    """What a parser is called in messages."""
+    """Return what a parser is called in error messages."""
     return str(getattr(parser, "__qualname__", parser))
 
 

@@ -1,7 +1,7 @@
 """Structural strings that a template puts together from roles: `'<|' + message['role'] + '|>'` is `<|user|>`.
 
 A role is a word that the template expects, and the only text of a message that may be part of structure. It is passed
-to such templates as a `Role`, which is known again where it was written; a structural string is the template's if it
+to such templates as a `Role`, which is recognised where it was written; a structural string is the template's if it
 consists of a role between two halves that are constants of the template:
 
     <|        user        |>         marked:  <|M  MuserM  M|>  -->  the private name of `<|user|>`
@@ -19,13 +19,13 @@ _SECRET = secret_text()
 
 
 class Role(str):
-    """A role that is known again where it was written; as a value it is nothing but its word."""
+    """Marks a role, so that it is recognised where it was written; as a value it is just its word."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, role: str) -> str:
-        """Other words than roles are only text."""
+        """Return the word as a Role if it is a role's, and otherwise as it is."""
         return cls(role) if role in _ROLES else role
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Role(str):
 
 
 class Composed:
-    """Structural strings that can be put together from a role and what the template writes around it."""
+    """Finds structural strings that a template puts together from a role and what it writes around it."""
 
     def __init__(self, structure: Structure) -> None:
         split = [(name, *usual.partition(role)) for usual, name in structure.names.items() for role in _ROLES]
@@ -53,11 +53,11 @@ class Composed:
         self._halves = re.compile(rf"(?P<before>(?:{before.pattern})\Z)|(?P<after>\A(?:{after.pattern}))")
 
     def constant(self, text: str) -> str:
-        """A constant of the template: a role, or else marked where it can stand beside one."""
+        """Return a constant of the template: as a role, or else marked where it can stand beside one."""
         if text in _ROLES:
             return Role(text)
         return self._halves.sub(lambda f: f[0] + _SECRET if f.lastgroup == "before" else _SECRET + f[0], text)
 
     def read(self, text: str) -> str:
-        """Rendered text: the structural strings by their private names, all marks taken away."""
+        """Return rendered text with the structural strings by their private names, and without marks."""
         return self._pattern.sub(lambda found: self._names[found[0]], text).replace(_SECRET, "")

@@ -4,9 +4,9 @@ Chat templates are programs that come with a model. The sandbox keeps them from 
 `{% for i in range(100000) %}` within itself, `indent(10**9)` or forty doublings of a text from halting the process:
 
     every loop and call       looks at the clock now and then               `_Rendering.check_time`
-    what makes text longer    says first how long it will be                `_Rendering.take`
+    what makes text longer    counts first how long it will be              `_Rendering.take`
 
-They are no cell: a template can still be slow, and one that is meant to do harm has no business on your machine.
+They do not confine it: a template can still be slow, and one that is meant to do harm has no place on your machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WIDTH = re.compile(r"[0-9]{6}|%[^a-zA-Z%]*\*|\{[^{}]*\{")  # in a format: a hug
 
 
 class TooMuch(TemplateError):
-    """A template went beyond a bound."""
+    """Is raised when a template goes beyond a bound."""
 
 
 class _Rendering(threading.local):
@@ -73,14 +73,14 @@ _rendering = _Rendering()
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """One rendering: the bounds hold from here on."""
+    """Begin one rendering on this thread: what it uses is counted, against the bounds, from here on."""
     _rendering.characters = _rendering.steps = 0
     _rendering.began = time.thread_time()
     yield
 
 
 def length(value: Any) -> int:
-    """How many characters, at least, a value has as text; what it holds twice counts twice. Does not write it out."""
+    """Return how many characters, at least, a value would have as text; what it holds twice counts twice."""
     if isinstance(value, str):
         return len(value)
     return _length(value, {}) if isinstance(value, _CONTAINERS) else 1
@@ -103,14 +103,14 @@ class _Code(CodeGenerator):
     """Generates `a ~ b` as a call, so that its length can be bounded, and constants that are roles as such."""
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
-        """The code of a constant."""
+        """Write the code of a constant, a role as such."""
         if isinstance(node.value, Role):
             self.write(f"environment.role({str.__repr__(node.value)})")
         else:
             super().visit_Const(node, frame)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        """The code of `a ~ b ~ c`."""
+        """Write the code of `a ~ b ~ c`."""
         self.write("environment.concatenated((")
         for part in node.nodes:
             self.visit(part, frame)
@@ -119,7 +119,7 @@ class _Code(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment that chat templates are compiled and rendered in."""
+    """Compiles and renders chat templates, within the bounds."""
 
     code_generator_class = _Code
     role = Role
@@ -141,24 +141,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)  # its methods change what they are given
 
     def with_clock(self, template: nodes.Template) -> nodes.Template:
-        """The template, each of its loops going through `clocked`."""
+        """Return the template with each of its loops going through `clocked`."""
         for loop in template.find_all(nodes.For):
             loop.iter = nodes.Call(nodes.EnvironmentAttribute("clocked"), [loop.iter], [], None, None)
         return template
 
     def clocked(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items. Raises TooMuch once the template has taken too long."""
+        """Yield the items. Raises TooMuch once the template has taken too long."""
         for item in items:
             _rendering.check_time()
             yield item
 
     def concatenated(self, parts: tuple[Any, ...]) -> str:
-        """The parts as one text. Raises TooMuch."""
+        """Return the parts as one text. Raises TooMuch."""
         _rendering.take(sum(map(length, parts)))
         return "".join(map(str, parts))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """An operator that can make things larger. Raises TooMuch."""
+        """Return the result of an operator that can make things larger. Raises TooMuch."""
         if operator == "+":
             made = left + right
             _rendering.take(len(made) if isinstance(made, str | list | tuple) else 1)
@@ -167,7 +167,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call from a template. Raises TooMuch."""
+        """Return the result of a call from a template. Raises TooMuch."""
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
         text = getattr(method, "__self__", None)
         if isinstance(text, str | int) and (growth := _METHODS.get(method.__name__)):
@@ -180,7 +180,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 @lru_cache(maxsize=1)
 def sandbox() -> Sandbox:
-    """The environment of this process."""
+    """Return the environment of this process."""
     return Sandbox()
 
 
@@ -232,13 +232,13 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-# How many characters an operation makes, told from its arguments
+# How many characters an operation makes, computed from its arguments
 
 Growth = Callable[..., int]
 
 
 def _grown(growth: Growth, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that says first how much it makes."""
+    """Return a filter that is refused before it runs if it would make too much."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

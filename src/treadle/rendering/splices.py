@@ -25,7 +25,7 @@ from treadle.rendering.template import Plain
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What must be known of a recorded reply to find it again.
+    """Holds what must be known of a recorded reply to find it in rendered text.
 
     head: the text with which its turn began, as far as history repeats it. stop: the end token it sampled, "" if none.
     """
@@ -36,7 +36,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """text[start:end] is the turn of message `message`; `stopped`: up to and including the end token it sampled."""
+    """Locates the turn of message `message`, text[start:end]; `stopped`: it ends with the sampled end token."""
 
     start: int
     end: int
@@ -46,7 +46,7 @@ class Splice:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """The splices in order, and why the other recorded messages (or their end tokens) are not as they were."""
+    """Holds the splices in order, and why the other recorded messages (or their end tokens) could not be kept."""
 
     splices: tuple[Splice, ...]
     lost: Mapping[int, BreakCause]
@@ -77,8 +77,8 @@ def locate(
 ) -> Located:
     """Find the turns of recorded replies (by message number) in rendered text.
 
-    messages: as they were rendered. marked: None where the template does not stand marks: turns are then found
-    by their heads alone. ends: the end tokens of an assistant's turn.
+    messages: as they were rendered. marked: None where marks change what the template writes: turns are then found by
+    their heads alone. ends: the end tokens of an assistant's turn.
     """
     places = marked or Marked()
     limits = _limits(places, len(messages), len(text))
@@ -121,7 +121,7 @@ def _limits(places: Marked, messages: int, end: int) -> list[int]:
 
 
 def _change(text: str, message: Plain, parts: Mapping[Part, tuple[int, int]]) -> BreakCause | None:
-    """What the template leaves out or alters, told by marks."""
+    """Return what the template leaves out or alters, as the marks show."""
     for part, wanted, cause in _wanted(message):
         if part not in parts:
             return cause

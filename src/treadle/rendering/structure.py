@@ -34,44 +34,44 @@ _LONG = 2**14  # characters from which on encoding lets other threads run, which
 
 
 def secret_text() -> str:
-    """Twelve random hieroglyphs: 120 bits, which no message holds. Letters, so that no normalizer drops them."""
+    """Return twelve random hieroglyphs: 120 bits, which no message holds. Letters, so that no normalizer drops them."""
     return "".join(chr(0x13000 + secrets.randbits(10)) for _ in range(12))
 
 
 class Backend(Protocol):
-    """What is needed of a `tokenizers.Tokenizer`."""
+    """Provides what is needed of a `tokenizers.Tokenizer`."""
 
     def to_str(self) -> str:
-        """All of it as JSON."""
+        """Return all of it as JSON."""
         ...
 
     def get_vocab_size(self) -> int:
-        """How many tokens it has, added ones among them."""
+        """Return how many tokens it has, added ones among them."""
         ...
 
     def id_to_token(self, id: int) -> str | None:
-        """A token as the vocabulary writes it."""
+        """Return a token as the vocabulary writes it; None for an unknown id."""
         ...
 
     def token_to_id(self, token: str) -> int | None:
-        """The opposite."""
+        """Return the id of a token; None for an unknown one."""
         ...
 
     def encode(self, sequence: str, *, add_special_tokens: bool) -> Any:
-        """An encoding with `.ids`."""
+        """Return an encoding with `.ids`."""
         ...
 
     def encode_batch_fast(self, input: list[str], *, add_special_tokens: bool) -> Any:
-        """Encodings with `.ids` alone; other threads run meanwhile."""
+        """Return encodings with `.ids` alone; other threads run meanwhile."""
         ...
 
     def decode(self, ids: Any, *, skip_special_tokens: bool) -> str:
-        """Text."""
+        """Return the text of the ids."""
         ...
 
 
 def encode_text(tokenizer: Backend, text: str) -> list[int]:
-    """Token ids. However long the text, other threads are not halted."""
+    """Return the token ids of text. However long it is, other threads are not halted."""
     if len(text) < _LONG:
         return tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
     [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
@@ -79,7 +79,7 @@ def encode_text(tokenizer: Backend, text: str) -> list[int]:
 
 
 class Structure:
-    """Structural tokens of one tokenizer. stop_ids: the ids that end a completion.
+    """Encodes text with the structural tokens of one tokenizer. stop_ids: the ids that end a completion.
 
     names: usual name -> private name, `<|im_end|>` between secret texts. stops: private name -> id.
     """
@@ -102,23 +102,23 @@ class Structure:
         self._memos = [(longest, lru_cache(maxsize=most)(self._piece)) for longest, most in _MEMOISED]
 
     def claim(self, text: str) -> str:
-        """The template's own text, its structural strings by their private names; `plain` undoes it."""
+        """Return the template's own text, its structural strings by their private names; `plain` undoes it."""
         return self._usual.sub(lambda found: self.names[found[0]], text)
 
     def plain(self, text: str) -> str:
-        """Rendered text with the usual names."""
+        """Return rendered text with the usual names."""
         return text.replace(self._secret, "")
 
     def unclaimed(self, text: str) -> list[str]:
-        """The structural strings in rendered text that are ordinary text there."""
+        """Return the structural strings in rendered text that are ordinary text there."""
         return self._usual.findall(self.pattern.sub(self._secret, text))
 
     def least_tokens(self, text: str) -> int:
-        """`encode` gives no fewer ids than this; found without encoding anything."""
+        """Return a number of ids below which `encode` never stays; found without encoding anything."""
         return self._bound.least(self.plain(text))
 
     def encode(self, text: str, after: int | None = None) -> list[Ids]:
-        """Ids of rendered text, in pieces. after: the id before it, where that is a structural token."""
+        """Return the ids of rendered text, in pieces. after: the id before it, where that is a structural token."""
         if not text:
             return []
         cuts = [0, *(m.start() for m in self.pattern.finditer(text) if m.start()), len(text)]
@@ -130,7 +130,7 @@ class Structure:
         return found
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids, structural tokens by their usual names."""
+        """Return the text of the ids, structural tokens by their usual names."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def _leading(self, text: str, at: int) -> str | None:
@@ -148,7 +148,7 @@ class Structure:
 
 
 def any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Any of the strings, the longest first; of none, nothing."""
+    """Return a pattern of any of the strings, the longest first; without any, it matches nothing."""
     found = sorted(strings, key=lambda s: (-len(s), s))
     return re.compile("|".join(map(re.escape, found)) if found else r"(?!)")
 

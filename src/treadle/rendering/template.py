@@ -34,7 +34,7 @@ _QUESTION: Plain = {"role": "user", "content": "u"}
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a template opens the assistant's turn.
+    """Describes how a template opens the assistant's turn.
 
     prompt: what `add_generation_prompt` appends. kept: how much of it also stands before an earlier assistant message.
     For Qwen 3.5 they are `<|im_start|>assistant\\n<think>\\n` and `<|im_start|>assistant\\n`.
@@ -45,7 +45,7 @@ class Opening:
 
 
 class ChatTemplate:
-    """One template. variables: what it may read beside messages and tools (the names of special tokens).
+    """Renders one template. variables: what it may read beside messages and tools (the names of special tokens).
 
     Raises ConfigError for one that cannot be compiled, or that puts structural strings together in a way that hides
     whether all of them is its own.
@@ -74,7 +74,7 @@ class ChatTemplate:
         *,
         generation_prompt: bool,
     ) -> str:
-        """The conversation as text, structural tokens by private names.
+        """Return the conversation as text, structural tokens by private names.
 
         Raises DataError if the template refuses it, or does what no template should (`sandbox.py`).
         """
@@ -123,7 +123,7 @@ class ChatTemplate:
 
     @cached_property
     def arguments_as_text(self) -> bool:
-        """Whether it wants a tool call's arguments as JSON text rather than as a mapping."""
+        """Return whether it wants a tool call's arguments as JSON text rather than as a mapping."""
         for as_text in (False, True):
             arguments: Any = {"q": _PROBE}
             function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
@@ -135,12 +135,15 @@ class ChatTemplate:
 
     @cached_property
     def after_reply(self) -> str:
-        """What it writes after an assistant message with a user message behind it; "" if it writes no such message."""
+        """Return what the template writes after an assistant message with a user message behind it.
+
+        "" if it does not write such a message.
+        """
         text = self._try([_QUESTION, {"role": "assistant", "content": _PROBE}, _QUESTION])
         return text.rpartition(_PROBE)[2] if _PROBE in text else ""
 
     def opening(self, options: Variables) -> Opening:
-        """How it opens the assistant's turn under these options."""
+        """Return how the template opens the assistant's turn under these options."""
         return self._opening(json.dumps(options, sort_keys=True, default=str))
 
     def _probe_opening(self, options: str) -> Opening:

@@ -1,4 +1,4 @@
-"""`TokenBound`: how few tokens a text can have, told from its length and the tokenizer alone, without encoding it."""
+"""`TokenBound`: how few tokens a text can have, from its length and the tokenizer alone, without encoding it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SPACES = [chr(code) for code in range(0x3001) if chr(code).isspace()]
 
 
 class TokenBound:
-    """How much text one token of a tokenizer (as JSON data) can stand for at most.
+    """Bounds how much text one token of a tokenizer (as JSON data) can stand for.
 
     characters: of normalized text. None where one token can stand for any length: words that are not in the vocabulary
     as a whole, normalizers and pre-tokenizers that drop characters, or that are not known here.
@@ -42,7 +42,7 @@ class TokenBound:
             self.characters = max([1, *map(len, words), *longest])
 
     def least(self, text: str) -> int:
-        """No encoding of the text has fewer tokens; 0 where nothing is known."""
+        """Return a number of tokens that no encoding of the text stays below; 0 where nothing is known."""
         if self.characters is None:
             return 0
         spaces = sum(map(text.count, _SPACES)) if self._strips else 0

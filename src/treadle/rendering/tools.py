@@ -24,13 +24,16 @@ _TALKS = [_QUESTION], [{"role": "system", "content": "s"}, _QUESTION]
 
 
 def ignores_tools(template: ChatTemplate, options: Variables) -> bool:
-    """Whether it takes a tool and says nothing of it. A template that refuses the tool does not ignore it."""
+    """Return whether the template takes a tool and writes nothing of it.
+
+    A template that refuses the tool does not ignore it.
+    """
     texts = [text for talk in _TALKS if (text := _rendered(template, talk, PROBE, options)) is not None]
     return bool(texts) and not any(_NAME in text for text in texts)
 
 
 def probe_call(tool: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """A call of the tool: its name, and a text for each argument that is one."""
+    """Return a call of the tool to try out: its name, and a text for each argument that is one."""
     function = tool["function"]
     schema = function.get("parameters")
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
@@ -41,9 +44,10 @@ def probe_call(tool: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def written_call(template: ChatTemplate, tool: Plain, options: Variables) -> str | None:
-    """What an assistant's turn holds that makes `probe_call`, from its head to its end, structure by private names.
+    """Return how the template writes `probe_call` in the assistant's turn, from its head to its end.
 
-    None if the template refuses the tool or the call; "" if it leaves the call out.
+    Structural tokens stand by private names. None if the template refuses the tool or the call; "" if it leaves the
+    call out.
     """
     name, arguments = probe_call(tool)
     function = {"name": name, "arguments": json.dumps(arguments) if template.arguments_as_text else arguments}

@@ -1,4 +1,4 @@
-"""Attempts at tasks, and those of a group side by side: everything that they share, whoever drives them.
+"""Attempts at tasks, and those of a group side by side: everything that they share, whichever driver plays them.
 
 Rollouts.start -> driver of the task -> Session -> Outcome -> Trajectory -> RewardShaper
 """
@@ -36,7 +36,7 @@ _AS_GIVEN = RewardsConfig()
 
 @dataclass(frozen=True, slots=True)
 class Players:
-    """What tasks name as what plays them, by name."""
+    """Holds what plays tasks, under the names by which tasks refer to it."""
 
     environments: Mapping[str, EnvironmentFactory] = field(default_factory=dict)
     agents: Mapping[str, Agent] = field(default_factory=dict)
@@ -44,14 +44,14 @@ class Players:
 
 
 class RolloutRunner(Protocol):
-    """Plays tasks: `Rollouts`, or one that only takes its time. sampling: as for training."""
+    """Plays attempts at tasks: `Rollouts`, or a fake that only takes its time. sampling: as used in training."""
 
     sampling: SamplingParams
 
     def start(
         self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
     ) -> list[asyncio.Future[Trajectory]]:
-        """Start one attempt at the task per address."""
+        """Start one attempt at the task per address; return their futures, in order."""
         ...
 
 
@@ -59,8 +59,8 @@ class Rollouts:
     """Plays attempts, each by the driver of its task.
 
     drivers: for each `Task.player`, `{("environment", "lookup"): EnvironmentDriver(...)}`. rewards: applied to each
-    attempt as it ends; shaping only to those for training, as their addresses tell. monitor: watches the event loop
-    that they are played on.
+    attempt as it ends; shaping only to training attempts (`Address.stream`). monitor: watches the event loop that they
+    are played on.
     """
 
     def __init__(
@@ -87,9 +87,10 @@ class Rollouts:
     def start(
         self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
     ) -> list[asyncio.Future[Trajectory]]:
-        """Open one session per address, now and in order, and start the attempts. sampling: default: as for training.
+        """Open one session per address, now and in order, and start the attempts; return their futures.
 
-        Opening is immediate so that a lock-step engine knows of every attempt before the first one calls it.
+        sampling: default: as used in training. Opening is immediate so that a lock-step engine knows of every attempt
+        before the first one calls it.
         """
         driver = self._drivers[task.player]
         attempts: list[asyncio.Future[Trajectory]] = []
@@ -131,7 +132,7 @@ class Rollouts:
             user.release()
 
     async def _outcome(self, driver: AttemptDriver[Any], session: Session, task: Task, user: UserCode) -> Outcome:
-        """What the driver says of the attempt, or what ended it before the driver could."""
+        """Return the driver's outcome, or that of the error or time limit that ended the attempt."""
         limit, clock = self.config.trajectory_timeout, user.clock()
         try:
             async with asyncio.timeout(limit):
@@ -155,10 +156,10 @@ async def open_rollouts(
     rewards: RewardsConfig = _AS_GIVEN,
     say: Callable[[str], None] = lambda line: None,
 ) -> AsyncIterator[Rollouts]:
-    """Open `Rollouts` with a driver for whatever may play: agents have one gateway, and none is served without agents.
+    """Open `Rollouts` with a driver for each player; agents share one gateway, which is served only if there are any.
 
-    say: told of user code that blocks the event loop, from another thread.
-    Raises ConfigError for a shaping hook or a reply parser that is not there, and what drivers raise on being opened.
+    say: called from another thread with a line about user code that blocks the event loop. Raises ConfigError for a
+    shaping hook or a reply parser that does not exist, and what drivers raise on being opened.
     """
     setup = DriverSetup(config, renderer, reply_parser(config.reply_parser, renderer.source))
     monitor = LoopMonitor(say)
@@ -190,5 +191,5 @@ def _close_session(session: Session, _: object) -> None:
 async def gather_group(
     name: str, index: int, epoch: int, position: int, task: Task, attempts: Sequence[Awaitable[Trajectory]]
 ) -> Group:
-    """Wait for all attempts of one group."""
+    """Wait for all attempts of one group and return the group."""
     return Group(name, index, epoch, position, task, tuple(await asyncio.gather(*attempts)))

@@ -12,7 +12,7 @@ from treadle.rollout.gateway.address import GatewayConfig
 
 
 class RolloutConfig(Config):
-    """How an agent plays one attempt."""
+    """Configures how an agent plays one attempt."""
 
     max_steps: int = Field(8, ge=1, description="most LLM calls of one trajectory")
     max_input_tokens: int = Field(1024, ge=1, description="longest prompt that may be sent, in tokens")
@@ -38,5 +38,5 @@ class RolloutConfig(Config):
 
     @property
     def filters(self) -> bool:
-        """Whether tokens are left out of what is sampled from, in training."""
+        """Return whether training samples from a filtered distribution (`top_k`, `top_p` or `min_p`)."""
         return bool(self.top_k) or self.top_p < 1 or self.min_p > 0

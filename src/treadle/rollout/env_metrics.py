@@ -13,9 +13,9 @@ _LARGEST = 1e300  # so that no sum of such values is infinite
 
 
 def check_metrics(environments: Mapping[str, object]) -> None:
-    """Raise ConfigError for what environments declare and cannot be counted, or declare in two ways.
+    """Raise ConfigError if environments declare a metric that cannot be counted, or one name in two ways.
 
-    environments: name -> class, or whatever makes one; what does not tell its metrics declares none yet.
+    environments: name -> class, or factory; a factory without an attribute `metrics` declares none yet.
     """
     known: dict[str, tuple[str, Metric]] = {}
     for name, environment in environments.items():
@@ -39,17 +39,23 @@ def _listed(found: object, where: str) -> Iterable[Metric]:
 
 
 class EnvMetrics:
-    """Counts one attempt's values of what its environment declares. Raises TrajectoryFailure (environment)."""
+    """Counts one attempt's values of the metrics that its environment declares.
+
+    Raises TrajectoryFailure (environment) for metrics that `check_metrics` refuses.
+    """
 
     def __init__(self, name: str, environment: object) -> None:
         try:
             check_metrics({name: environment})
-        except ConfigError as error:  # only now: what makes the environment did not tell
+        except ConfigError as error:  # only now: a factory need not name them
             raise TrajectoryFailure(Cause.ENVIRONMENT, str(error)) from error
         self._values: dict[Metric, list[float]] = {metric: [] for metric in getattr(environment, "metrics", ())}
 
     def record(self, info: object) -> None:
-        """Count what a step says. Raises TrajectoryFailure (environment) for a value that is no finite number."""
+        """Count the declared metrics in a step's `info`.
+
+        Raises TrajectoryFailure (environment) if `info` is no mapping, or a value no finite number.
+        """
         if self._values and not isinstance(info, Mapping):
             raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave info {info!r:.100}; it must be a mapping")
         for metric, values in self._values.items():
@@ -65,7 +71,7 @@ class EnvMetrics:
             values.append(float(value))
 
     def measured(self) -> Measures:
-        """Return the metrics that have a value: each one of level step, their sum of level trajectory."""
+        """Return the metrics that have a value: all values at level step, their sum at level trajectory."""
         found = {metric: values for metric, values in self._values.items() if values}
         return Measures(
             Tally.over(metric, values if metric.level == "step" else [math.fsum(values)])

@@ -32,7 +32,7 @@ Hook = Callable[[Task, Trajectory], Any]
 
 
 class LengthPenaltyConfig(Config):
-    """The soft overlong punishment; see `length_penalty`."""
+    """Configures the soft overlong punishment; see `length_penalty`."""
 
     free: int = Field(ge=0, description="sampled tokens of a trajectory that cost nothing")
     limit: int = Field(ge=1, description="sampled tokens of a trajectory from which on the whole penalty is due")
@@ -46,7 +46,7 @@ class LengthPenaltyConfig(Config):
 
 
 class RewardsConfig(Config):
-    """From rewards to what is trained. Evaluations use weights alone."""
+    """Configures how rewards become what is trained. Evaluations use weights alone."""
 
     weights: dict[str, float] = Field(
         default_factory=dict, description="weight of each named component of a reward; 1 for those not named"
@@ -72,12 +72,12 @@ class RewardsConfig(Config):
 
     @property
     def shapes(self) -> bool:
-        """Whether training may use other rewards than the record."""
+        """Return whether training may use other rewards than the recorded ones."""
         return self.shaping is not None or self.length_penalty is not None or self.overlong != "keep"
 
 
 class RewardShaper:
-    """Applies a `RewardsConfig` to finished attempts. Raises ConfigError for a hook that is not there.
+    """Applies a `RewardsConfig` to finished attempts. Raises ConfigError for a hook that does not exist.
 
     timeout: of a call of the hook, seconds.
     """
@@ -87,14 +87,16 @@ class RewardShaper:
         self._hook = None if config.shaping is None else load_shaping(config.shaping)
 
     def apply_weights(self, trajectory: Trajectory) -> Trajectory:
-        """With the weights applied. What adds up to more than a reward can be fails."""
+        """Return the trajectory with the weights applied; failed (environment) if a sum is too large for a reward."""
         try:
             return apply_weights(trajectory, self._config.weights)
         except DataError as error:
             return _failed(trajectory, Cause.ENVIRONMENT, str(error))
 
     async def shape(self, task: Task, trajectory: Trajectory, user: UserCode) -> Trajectory:
-        """As training uses it. A hook that raises, hangs or gives something else fails the attempt (verifier).
+        """Return the trajectory as training uses it.
+
+        The attempt fails if the hook raises or returns something else than rewards (verifier), or hangs (timeout).
 
         user: the user code of the attempt, which the hook is part of.
         """
@@ -113,7 +115,7 @@ class RewardShaper:
         return apply_overlong_policy(trajectory, self._config.overlong)
 
     async def _by_hook(self, hook: Hook, task: Task, trajectory: Trajectory, user: UserCode) -> Trajectory:
-        """On the event loop even if it is no `async def`: one call at a time, of a function that may keep count."""
+        """Call the hook on the event loop even if it is not `async`: one call at a time, as it may keep state."""
 
         def checked(found: Any) -> list[Reward]:
             try:
@@ -135,7 +137,7 @@ class RewardShaper:
 
 
 def load_shaping(name: str) -> Hook:
-    """The hook `name` (registered under `treadle.shaping`, or `module:function`). Raises ConfigError."""
+    """Return the hook `name` (registered under `treadle.shaping`, or `module:function`). Raises ConfigError."""
     found = registry.resolve("shaping", name, "rewards.shaping")
     if not callable(found) or inspect.isclass(found):
         raise ConfigError(f"rewards.shaping: {name!r} is of type {type(found).__name__}, it must be a function")
@@ -147,7 +149,7 @@ def load_shaping(name: str) -> Hook:
 
 
 def apply_weights(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
-    """Each step's reward is the weighted sum of its components, and the trajectory's their sum.
+    """Return the trajectory with its steps' rewards the weighted sums of their components, and its own their sum.
 
     Raises DataError where a sum is too large for a reward.
     """
@@ -166,7 +168,7 @@ def _checked(trajectory: Trajectory) -> Trajectory:
 
 
 def length_penalty(tokens: int, config: LengthPenaltyConfig) -> float:
-    """max * clip((tokens - free) / (limit - free), 0, 1), of all sampled tokens of a trajectory.
+    """Return max * clip((tokens - free) / (limit - free), 0, 1), of all sampled tokens of a trajectory.
 
     Source: Yu et al. 2025, "DAPO", eq. 13, the soft overlong punishment, with limit = L_max, limit - free = L_cache.
     """
@@ -174,9 +176,10 @@ def length_penalty(tokens: int, config: LengthPenaltyConfig) -> float:
 
 
 def add_rewards(trajectory: Trajectory, added: Sequence[Reward], weights: Mapping[str, float]) -> Trajectory:
-    """With a reward added to each step, dropped ones included, to which only nothing can be added.
+    """Return the trajectory with a reward added to each step; that of a step that was not played must be empty.
 
-    Raises DataError for another number of them or of tokens, or for sums that are too large.
+    added: one reward per step. Raises DataError for another number of them or of tokens, for a reward of a step that
+    was not played, or for sums that are too large.
     """
     if len(added) != len(trajectory.steps):
         raise DataError(f"there are {len(added)} rewards for {len(trajectory.steps)} steps")
@@ -193,7 +196,7 @@ def _add_reward(step: Step, more: Reward, weights: Mapping[str, float]) -> Step:
 
 
 def apply_length_penalty(trajectory: Trajectory, taken: float) -> Trajectory:
-    """With the length penalty taken off the last step that was played."""
+    """Return the trajectory with the length penalty taken off the last step that was played."""
     last = max((number for number, step in enumerate(trajectory.steps) if was_played(step)), default=None)
     if not taken or last is None:
         return trajectory
@@ -202,16 +205,16 @@ def apply_length_penalty(trajectory: Trajectory, taken: float) -> Trajectory:
 
 
 def is_overlong(trajectory: Trajectory) -> bool:
-    """Whether a limit on tokens cut it off: the context was full, or its last completion reached `max_tokens`.
+    """Return whether a token limit cut it off: the context was full, or its last completion reached `max_tokens`.
 
-    An attempt that used up its `max_steps` said all it was asked to say, and is not overlong.
+    Having used up its `max_steps` does not make an attempt overlong.
     """
     steps = as_played(trajectory).steps
     return trajectory.status is Status.CONTEXT or (bool(steps) and steps[-1].stop_reason is StopReason.LENGTH)
 
 
 def apply_overlong_policy(trajectory: Trajectory, overlong: str) -> Trajectory:
-    """Keep, drop or zero the trajectory if it is overlong. Zeroing leaves nothing of its steps' and tokens' rewards."""
+    """Keep, drop or zero the trajectory if it is overlong, and return it. Zeroing cancels all its rewards."""
     if overlong == "keep" or not is_overlong(trajectory):
         return trajectory
     if overlong == "drop":

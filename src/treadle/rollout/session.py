@@ -30,7 +30,7 @@ _SAMPLING = {f.name for f in fields(SamplingParams)}
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where an attempt stands in the run; with the step number it keys every draw of it."""
+    """Identifies an attempt in the run; with the step number it keys every random draw of the attempt."""
 
     seed: int
     stream: Stream
@@ -41,7 +41,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What a session needs to be opened, whatever plays on it.
+    """Holds what a session needs to be opened, whatever plays on it.
 
     name: the trajectory's id, and the engine's name of the session. sampling: of every call. max_input_tokens: longest
     prompt. address: keys its draws.
@@ -57,11 +57,11 @@ class SessionSpec:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What a caller may say about one call, beside messages and tools.
+    """Holds what a caller may set for one call, beside messages and tools.
 
     sampling_overrides: fields of SamplingParams by name, as the caller would like them: `{"temperature": 0.2}`.
-    tool_calls: whether tool calls are looked for in the reply. parallel_tool_calls: whether more than the first counts.
-    template_kwargs, continue_final_message: for the chat template. on_rendered: called once the prompt stands.
+    tool_calls: whether tool calls are looked for in the reply. parallel_tool_calls: whether any after the first count.
+    template_kwargs, continue_final_message: for the chat template. on_rendered: called once the prompt is rendered.
     """
 
     sampling_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to one call: the message for the agent, and the step that was recorded, with its number.
+    """Holds the answer to one call: the message for the agent, and the recorded step with its number.
 
     stop: the stop string that ended it, if one did; the message does not hold it.
     """
@@ -121,7 +121,7 @@ class Session:
 
     @property
     def steps(self) -> list[Step]:
-        """What has been recorded so far, in the order in which calls arrived."""
+        """Return the steps recorded so far, in the order in which calls arrived."""
         return [self._steps[number] for number in sorted(self._steps)]
 
     async def chat(
@@ -132,7 +132,7 @@ class Session:
         A call that is cancelled is recorded too, without tokens, as dropped.
 
         Raises ContextExceeded if the prompt that would be sent is longer than `max_input_tokens`, DataError if the
-        chat template refuses the conversation, or if template and parser cannot do with tools, EngineError from the
+        chat template refuses the conversation, or if template and parser cannot handle tools, EngineError from the
         engine or for an answer that cannot be recorded.
         """
         if tools and options.tool_calls and (problem := self.renderer.tools_problem(tools, self.parse)):
@@ -148,7 +148,7 @@ class Session:
     async def complete(self, prompt: str | Sequence[int], options: CallOptions = CallOptions()) -> Reply:
         """Sample what follows a raw prompt, text or ids, and record the call. Raises as `chat` does.
 
-        Text that carries on an earlier call's, prompt and completion, keeps the ids of that call.
+        Text that continues an earlier call's prompt and completion keeps the ids of that call.
         """
         async with self._order:
             rendered = Prompt(await off_loop(len(prompt), self._raw.ids, prompt))
@@ -160,36 +160,36 @@ class Session:
     async def count(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), continue_final_message: bool = False
     ) -> int:
-        """How many tokens the prompt of such a call would have.
+        """Return how many tokens the prompt of such a call would have.
 
-        Raises DataError as `chat` does, ContextExceeded for one that is not even tokenized.
+        Raises DataError as `chat` does, ContextExceeded for a prompt so long that it is not even tokenized.
         """
         async with self._order:
             prompt = await self._render(messages, tools, CallOptions(continue_final_message=continue_final_message))
         return len(prompt.ids)
 
     def set_delivered(self, number: int, delivered: bool) -> None:
-        """Note whether call `number`'s answer reached the agent; a step whose answer did not is never trained."""
+        """Record whether call `number`'s answer reached the agent; a step whose answer did not is never trained."""
         dropped = None if delivered else DropReason.CANCELLED
         if self._steps[number].dropped is not dropped:
             self._steps[number] = replace(self._steps[number], dropped=dropped)
 
     def reward_last(self, given: Reward) -> None:
-        """Note what was given for the last step of those that count; without any, it is given to none.
+        """Give the reward to the last step that reached the agent; without such a step it goes to none.
 
-        Raises DataError for rewards of more or fewer tokens than it has.
+        Raises DataError for rewards of more or fewer tokens than the step has.
         """
         last = max((number for number, step in self._steps.items() if was_played(step)), default=None)
         if given and last is not None:
             self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
 
     def set_state(self, number: int, state: str) -> None:
-        """Note the environment's state that call `number` met; recorded as a hash of 128 bits."""
+        """Record the environment's state in which call `number` was made, as a hash of 128 bits."""
         key = blake2b(state.encode(errors="surrogatepass"), digest_size=16).hexdigest()
         self._steps[number] = replace(self._steps[number], state_key=key)
 
     def close(self) -> None:
-        """No further calls: the engine may free its cache, and waits for this session no more."""
+        """Close the engine's session: it may free its cache, and no longer waits for calls of this session."""
         self._engine.close_session(self.name)
 
     async def _render(self, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> Prompt:
@@ -207,7 +207,7 @@ class Session:
             raise ContextExceeded(tokens, self._max_input_tokens, self._context, counted=False)
 
     def _numbered(self, prompt: Prompt) -> int:
-        """The call's number: by arrival. Raises ContextExceeded."""
+        """Return the call's number, by order of arrival. Raises ContextExceeded."""
         if len(prompt.ids) > self._max_input_tokens:
             raise ContextExceeded(len(prompt.ids), self._max_input_tokens, self._context)
         self._calls += 1

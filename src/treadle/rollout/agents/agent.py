@@ -24,17 +24,17 @@ _PACKAGES = ("openai", "fastapi", "uvicorn")  # the extra `agents`
 class AsyncAgent(Protocol):
     """Plays one attempt: `async def agent(task, client)`, or an object that is called like that.
 
-    client: of OpenAI's SDK, and ready; all that is asked through it is recorded and may be trained. Whatever name of a
-    model is given, the trained one answers. Other SDKs reach the same session by its `base_url` and `api_key`
+    client: of OpenAI's SDK, ready to use; every call through it is recorded and may be trained. Whatever model name a
+    call gives, the trained model answers. Other SDKs reach the same session by its `base_url` and `api_key`
     (`treadle.rollout.agents.clients.anthropic_client`).
 
     Returns the attempt's reward, which belongs to its last step. What it raises, and an attempt of more than
-    `rollout.agent_timeout` seconds, fails this attempt alone. It shares the run's event loop: what blocks belongs into
-    `asyncio.to_thread`, or into a `SyncAgent`.
+    `rollout.agent_timeout` seconds, fails this attempt alone. It shares the run's event loop: what blocks belongs in
+    `asyncio.to_thread`, or in a `SyncAgent`.
     """
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float | Reward:
-        """Play the attempt; returns its reward."""
+        """Play the attempt and return its reward."""
         ...
 
 
@@ -45,7 +45,7 @@ class SyncAgent(Protocol):
     """
 
     def __call__(self, task: Task, client: OpenAI) -> float | Reward:
-        """Play the attempt; returns its reward."""
+        """Play the attempt and return its reward."""
         ...
 
 
@@ -53,16 +53,16 @@ Agent = AsyncAgent | SyncAgent
 
 
 def load_agent(name: str) -> Agent:
-    """The agent `name` (registered under `treadle.agents`, or `module:attribute`), checked before anything runs.
+    """Return the agent `name` (registered under `treadle.agents`, or `module:attribute`), checked before anything runs.
 
-    Raises ConfigError: an unknown name, no function, other parameters than (task, client), or a package missing that
-    agents need.
+    Raises ConfigError for an unknown name, for what is no function, for other parameters than (task, client), or if a
+    package that agents need is missing.
     """
     return check_agent(registry.resolve("agents", name), name)
 
 
 def check_agent(found: object, name: str) -> Agent:
-    """The object, if it is an agent. Raises ConfigError as `load_agent` does."""
+    """Return the object, if it is an agent. Raises ConfigError as `load_agent` does."""
     where = f"agents: {name!r}"
     if inspect.isclass(found) or not callable(found):
         raise ConfigError(
@@ -78,9 +78,10 @@ def check_agent(found: object, name: str) -> Agent:
 
 
 def is_agent(found: object) -> bool:
-    """Whether it is called as agent(task, client): any `async def`, or a function whose second parameter is `client`.
+    """Return whether it is called as agent(task, client).
 
-    Other functions make environments, or grade replies.
+    That is any `async def`, or a function whose second parameter is `client`. Other functions make environments, or
+    grade replies.
     """
     if inspect.isclass(found) or not callable(found):
         return False

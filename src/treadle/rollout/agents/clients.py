@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def async_client(base_url: str, api_key: str, timeout: float) -> AsyncIterator[AsyncOpenAI]:
-    """A client of the session at `base_url`, which ends in `/v1`. timeout: of each of its calls, seconds."""
+    """Yield a client of the session at `base_url`, which ends in `/v1`. timeout: of each of its calls, seconds."""
     import openai
 
     http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=_tls())  # a proxy must not be asked for loopback
@@ -25,7 +25,7 @@ async def async_client(base_url: str, api_key: str, timeout: float) -> AsyncIter
 
 @asynccontextmanager
 async def sync_client(base_url: str, api_key: str, timeout: float) -> AsyncIterator[OpenAI]:
-    """As `async_client`, for code that runs in a thread."""
+    """Yield a synchronous client, for code that runs in a thread. Parameters: as of `async_client`."""
     import openai
 
     http = openai.DefaultHttpxClient(trust_env=False, verify=_tls())
@@ -38,7 +38,7 @@ def anthropic_client(client: AsyncOpenAI) -> AsyncAnthropic: ...
 @overload
 def anthropic_client(client: OpenAI) -> Anthropic: ...
 def anthropic_client(client: AsyncOpenAI | OpenAI) -> AsyncAnthropic | Anthropic:
-    """Anthropic's client for the same session, asynchronous if that one is.
+    """Return Anthropic's client for the same session, asynchronous if that one is.
 
     Close it, or use it as `async with anthropic_client(client) as mine`. Raises ModuleNotFoundError where the package
     `anthropic` is not installed.
@@ -56,11 +56,11 @@ def anthropic_client(client: AsyncOpenAI | OpenAI) -> AsyncAnthropic | Anthropic
 
 
 def anthropic_base_url(client: AsyncOpenAI | OpenAI) -> str:
-    """What Anthropic's SDK calls the base URL of that client's session: it adds `/v1` itself."""
+    """Return the base URL of that client's session for Anthropic's SDK, which adds `/v1` itself."""
     return str(client.base_url).rstrip("/").removesuffix("/v1")
 
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Reading the certificates takes some 20 ms: once, not for every attempt."""
+    """Return the TLS context, made once and not for every attempt: reading the certificates takes some 20 ms."""
     return ssl.create_default_context()

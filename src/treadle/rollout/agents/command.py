@@ -7,7 +7,7 @@ Standard input: the task as one line of JSON (task_id, prompt, ground_truth, ext
 run's, with OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY leading to the attempt's own
 session. Standard output: whatever it likes, and as its last line the reward, as JSON: {"reward": 0.5}.
 
-The program is no prisoner: it runs with the rights of the run, on its files and network. Put a container or another
+The program is not confined: it runs with the rights of the run, on its files and network. Put a container or another
 sandbox into the command where the model's words are executed.
 """
 
@@ -71,7 +71,7 @@ class Command:
             raise ConfigError(f"Command: user_namespace is not possible here ({problem}); leave it out")
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float:
-        """Run it; returns its reward. Raises TrajectoryFailure (agent)."""
+        """Run the program and return its reward. Raises TrajectoryFailure (agent)."""
         with tempfile.TemporaryFile() as given:  # a file: a program that does not read it keeps nobody waiting
             given.write(_task_line(task))
             given.seek(0)
@@ -86,7 +86,7 @@ class Command:
         return _reward(result["stdout"])
 
     async def _run(self, variables: Mapping[str, str], given: IO[bytes]) -> dict[str, Any]:
-        """Have a supervisor run it; returns its result, when nothing of the program is left."""
+        """Have a supervisor run the program; return its result when nothing of the program is left."""
         process = await asyncio.create_subprocess_exec(
             *_SUPERVISOR,
             stdin=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """`python supervisor.py`: runs a program for `command`, and sees to it that nothing of it stays behind.
 
 Standard input: the order, one line of JSON (words, environment, directory, stdin: a file descriptor, user_namespace).
-Whoever gave it keeps the other end open; when that closes, because the attempt is over or the run was killed, the
+The caller keeps the other end open; when that closes, because the attempt is over or the run was killed, the
 program is asked to end, and killed. Standard output, once nothing of the program runs any more: the result as JSON.
 
 On Linux it is a subreaper: what the program started, in whatever process group or session, becomes a child of this
@@ -30,16 +30,16 @@ _CHILDREN = Path("/proc/thread-self/children")
 
 
 def main() -> None:
-    """Carry out one order."""
+    """Read one order from standard input, run it, and write its result."""
     line = sys.stdin.buffer.readline()
-    if line.endswith(b"\n"):  # else whoever gives orders is gone
+    if line.endswith(b"\n"):  # else the caller has ended
         result = json.dumps(run(json.loads(line))).encode()
         with suppress(BrokenPipeError):
             os.write(1, result)
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
-    """Return status, stdout and stderr when nothing of the program is left; or error, if it cannot be started.
+    """Return status, stdout and stderr once nothing of the program is left; or error, if it cannot be started.
 
     status: as of `subprocess`, below 0 for a signal. stdout, stderr: their last TAIL bytes.
     """
@@ -47,7 +47,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    if _CHILDREN.exists():  # whom it cannot find, it had better not adopt
+    if _CHILDREN.exists():  # elsewhere it could not find the children it adopts
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         if order["user_namespace"]:
@@ -78,7 +78,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _watch(program: "subprocess.Popen[bytes]", ended: int, tails: dict[int, bytes]) -> None:
-    """Read its outputs until the program has ended, or has not GRACE after it was asked to."""
+    """Read the program's outputs until it has ended, or until GRACE seconds after it was asked to."""
     deadline: float | None = None
     with selectors.DefaultSelector() as selector:
         for source in (0, ended, *tails):
@@ -120,7 +120,7 @@ def _kill(program: "subprocess.Popen[bytes]") -> None:
     New ones may be born between a look and the next, so that nothing but "no children" is the end; save for those that
     run as another user (sudo), who cannot be killed.
     """
-    with suppress(ProcessLookupError, PermissionError):  # it is gone; on macOS, all of it are zombies
+    with suppress(ProcessLookupError, PermissionError):  # it has ended; on macOS, all of it are zombies
         os.killpg(program.pid, signal.SIGKILL)
     while _reap(program):
         children = _children()
@@ -174,7 +174,7 @@ def _enter_user_namespace() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Where there is no such thing, the program's group is all that can be found."""
+    """Call prctl; on systems without it, only the program's group can be found."""
     if sys.platform == "linux":
         with suppress(OSError):
             _system_call("prctl", option, value)

@@ -35,7 +35,7 @@ _GRACE = 5.0  # seconds that an agent whose time is over has to clean up
 
 
 class AgentSession(Session):
-    """A session whose calls come from an agent program: at most `max_calls`.
+    """Records an attempt whose calls come from an agent program: at most `max_calls`.
 
     last_error: what the last call to end was refused or failed with; None if it was answered.
     """
@@ -48,12 +48,12 @@ class AgentSession(Session):
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = _DEFAULT
     ) -> Reply:
-        """As of any session, and raises StepsExceeded for one call too many."""
+        """Sample a reply as `Session.chat` does. Raises StepsExceeded, too, for one call too many."""
         with self._watched():
             return await super().chat(messages, tools, options)
 
     async def complete(self, prompt: str | Sequence[int], options: CallOptions = _DEFAULT) -> Reply:
-        """As of any session, and raises StepsExceeded for one call too many."""
+        """Sample a completion as `Session.complete` does. Raises StepsExceeded, too, for one call too many."""
         with self._watched():
             return await super().complete(prompt, options)
 
@@ -77,7 +77,7 @@ class AgentSession(Session):
 
 
 class AgentDriver(AttemptDriver[AgentSession]):
-    """Plays the tasks of agent programs. They reach the model through one gateway, which is open as long as it is."""
+    """Plays the tasks of agent programs. They reach the model through one gateway, open as long as the driver is."""
 
     def __init__(self, agents: Mapping[str, Agent], setup: DriverSetup) -> None:
         self._agents, self._config, self._parse = agents, setup.config, setup.parse
@@ -102,9 +102,10 @@ class AgentDriver(AttemptDriver[AgentSession]):
         return AgentSession(spec, self._parse, max_calls=self._config.max_steps)
 
     async def play(self, session: AgentSession, task: Task, user: UserCode) -> Outcome:
-        """Run the task's agent. What it raises over the last thing it met, a limit or a failing engine, is due to that.
+        """Run the task's agent and return how that ended.
 
-        Where that was a limit, what it raised is a warning.
+        If the agent raises after its last call was refused for a limit or failed in the engine, that call's error
+        decides how the attempt ended; where it was a limit, what the agent raised becomes a warning.
         """
         try:
             session.reward_last(await self._run(task, session, user))

@@ -33,7 +33,7 @@ S = TypeVar("S", bound=Session)
 
 @dataclass(frozen=True, slots=True)
 class DriverSetup:
-    """What a driver may know of its run. parse: reads the replies of agent programs."""
+    """Holds what a driver may know of its run. parse: reads the replies of agent programs."""
 
     config: RolloutConfig
     renderer: ChatRenderer
@@ -61,15 +61,15 @@ class AttemptDriver(Protocol[S]):
         return None
 
     def open_session(self, spec: SessionSpec) -> S:
-        """Open the session that one attempt is recorded by. Must not wait: the engine counts on it being there."""
+        """Open the session that records one attempt. Must not wait: the engine relies on the session being there."""
         return cast(S, Session(spec))
 
     async def play(self, session: S, task: Task, user: UserCode) -> Outcome:
-        """Play the task on the session; returns how that ended (`outcome.outcome_of`).
+        """Play the task on the session; return how that ended (`outcome.outcome_of`).
 
         May raise what `outcome.ATTEMPT_ERRORS` lists, as `Session.chat` does: that ends this attempt, by the same
-        table. Anything else that it raises ends the run; what is not to be trusted is called through `user.call`. The
-        session is closed for it, at the latest when it has returned. Time limits are the caller's: it is cancelled.
+        table. Anything else that it raises ends the run; code that is not trusted is called through `user.call`. The
+        caller closes the session, at the latest when this has returned, and keeps time limits by cancelling it.
 
         task: a copy, which may be changed. user: the boundary behind which the attempt's user code is called.
         """

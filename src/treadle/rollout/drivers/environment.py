@@ -29,7 +29,10 @@ class EnvironmentDriver(AttemptDriver[Session]):
         self._environments, self._config = environments, config
 
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
-        """Let model and environment answer each other. A `close` that fails is a warning, and takes no reward away."""
+        """Let model and environment answer each other; return how that ended.
+
+        A `close` that fails is a warning, and takes no reward away.
+        """
         factory = self._environments[task.environment]
         environment = IsolatedEnvironment(task.environment, factory, user, self._config.environment_timeout)
         ended_by: AttemptError | None = None
@@ -45,7 +48,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
         return replace(outcome, warning=warning, metrics=Measures() if outcome.failure else environment.metrics())
 
     async def _converse(self, environment: IsolatedEnvironment, task: Task, session: Session) -> None:
-        """Until the environment is done. Raises StepsExceeded after `max_steps`, and what `Session.chat` does."""
+        """Play until the environment is done. Raises StepsExceeded after `max_steps`, and what `Session.chat` does."""
         one_message = self._config.conversation == "single_message"
         conversation: list[Message] = list(await environment.reset(task))
         state = ""

@@ -36,7 +36,7 @@ _LIMITS = {StepsExceeded: Status.MAX_STEPS, ContextExceeded: Status.CONTEXT}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an attempt's trajectory says of how it ended: a reward or a failure; what its environment measured.
+    """Holds what a trajectory records of how its attempt ended: a reward or a failure; what the environment measured.
 
     warning: something that went wrong without touching the reward.
     """
@@ -51,7 +51,7 @@ class Outcome:
 def outcome_of(steps: Sequence[Step], ended_by: AttemptError | None, cause: Cause) -> Outcome:
     """Return the outcome of an attempt by the table above.
 
-    steps: what was recorded. ended_by: what ended it; None where it came to its end. cause: of what its user code does.
+    steps: those recorded. ended_by: None where the attempt came to its end. cause: that of failures of its user code.
     """
     try:
         if (failure := _failure(steps, ended_by, cause)) is None:

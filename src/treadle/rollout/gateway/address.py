@@ -13,7 +13,7 @@ from treadle.core.errors import ConfigError
 
 
 class GatewayConfig(Config):
-    """Where agent programs reach their sessions."""
+    """Configures where the gateway listens, and under which URL agent programs reach it."""
 
     host: str = Field(
         "127.0.0.1",
@@ -52,7 +52,7 @@ class GatewayConfig(Config):
 
 
 def listen(config: GatewayConfig, setting: str = "rollout.gateway.{}={}") -> socket.socket:
-    """Return a socket that listens there.
+    """Return a socket that listens at the configured address.
 
     setting: how an error names a field and its value. Raises ConfigError for an address that cannot be had.
     """
@@ -60,7 +60,7 @@ def listen(config: GatewayConfig, setting: str = "rollout.gateway.{}={}") -> soc
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=1024)
-    except (OSError, UnicodeError) as error:  # the latter for a name that no name server can be asked for
+    except (OSError, UnicodeError) as error:  # the latter for a name that cannot be looked up
         raise ConfigError(_problem(error, host, port, setting)) from error
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: saves 40 ms an answer
     return listening

@@ -30,7 +30,7 @@ from treadle.rollout.gateway.schemas import described, error_responses, request_
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-_QUICKER = 16  # times: reading a request against tokenizing it
+_QUICKER = 16  # times as fast as tokenizing a request: reading it
 _DRAINED = 8  # a body up to this many times too large is still read, so that its sender sees the answer
 DIALECTS = {
     "/chat/completions": CHAT,
@@ -42,7 +42,7 @@ _COUNTING = "/messages/count_tokens"
 
 
 def make_app(gateway: Gateway) -> FastAPI:
-    """The ASGI application, every route both with the session's secret in its path and with it as API key."""
+    """Return the ASGI application, every route both with the session's secret in its path and with it as API key."""
     app = FastAPI(title="Treadle gateway", version=__version__, openapi_url=None, redirect_slashes=False)
     models = {path: dialect.body for path, dialect in DIALECTS.items()}
     requests, components = request_schemas({**models, _COUNTING: CountRequest})
@@ -114,7 +114,7 @@ def _description(gateway: Gateway, app: FastAPI, components: Json) -> Handler:
 
 
 def _session(gateway: Gateway, request: Request) -> Attached:
-    """Whose request it is. Raises ApiError, the same for a secret that was and one that never was."""
+    """Return the session of a request. Raises ApiError, the same for an expired secret and an unknown one."""
     in_path = request.path_params.get("secret")
     if in_path is not None:
         attached = gateway.find(in_path)
@@ -130,7 +130,7 @@ def _session(gateway: Gateway, request: Request) -> Attached:
 
 
 async def _received(gateway: Gateway, request: Request, held: ExitStack) -> tuple[Attached, bytes]:
-    """Whose request it is, and its body. held: gives back the room that it takes. Raises ApiError."""
+    """Return the session of a request, and its body. held: gives back the room of the body. Raises ApiError."""
     attached = _session(gateway, request)  # nothing is read from those who have no session
     length = request.headers.get("content-length", "")
     size = min(int(length), gateway.max_body) if length.isdecimal() else gateway.max_body

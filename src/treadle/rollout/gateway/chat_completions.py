@@ -46,21 +46,21 @@ _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_f
 
 
 class TextPart(RequestModel):
-    """A part of a message's content."""
+    """Holds one text of a message's content."""
 
     type: Annotated[Any, only("only text is supported here", "text", "input_text", "output_text")]
     text: Text = ""
 
 
 class RefusalPart(RequestModel):
-    """What the assistant said instead."""
+    """Holds a refusal of the assistant within a message's content."""
 
     type: Annotated[Text, one_of("refusal")]
     refusal: Text = ""
 
     @property
     def text(self) -> str:
-        """Return what it said, which counts as any text does."""
+        """Return the refusal, which counts as any text does."""
         return self.refusal
 
 
@@ -72,12 +72,12 @@ Content = Annotated[Annotated[Text, Tag("<text>")] | Annotated[Several[Part], Ta
 
 
 def joined(content: str | Sequence[TextPart | RefusalPart], joint: str = "\n") -> str:
-    """Return text, or the texts of its parts with `joint` between them."""
+    """Return content as one text, its parts joined by `joint`."""
     return content if isinstance(content, str) else joint.join(part.text for part in content)
 
 
 class CalledFunction(RequestModel):
-    """Which function was called, with what: arguments as JSON text, or any JSON."""
+    """Says which function was called, with what: arguments as JSON text, or any JSON."""
 
     null_counts: ClassVar[frozenset[str]] = frozenset({"arguments"})
     name: Text
@@ -85,26 +85,26 @@ class CalledFunction(RequestModel):
 
 
 class RequestedCall(RequestModel):
-    """A tool call of an earlier assistant message."""
+    """Holds a tool call of an earlier assistant message."""
 
     id: Text = ""
     function: CalledFunction
 
     def tool_call(self) -> ToolCall:
-        """Return it as messages have it."""
+        """Return the call as a `Message` holds it."""
         function = FunctionCall(name=self.function.name, arguments=json_text(self.function.arguments))
         return ToolCall(id=self.id, type="function", function=function)
 
 
 class ChatMessage(RequestModel):
-    """A message of anybody but the assistant and tools."""
+    """Holds a message of anybody but the assistant and tools."""
 
     role: Annotated[Text, one_of(*_KNOWN_ROLES, here=("system", "user", "developer", "function"))]
     content: Content = ""
     name: Text = ""
 
     def message(self) -> Message:
-        """Return it as templates read it."""
+        """Return the message as chat templates read it."""
         found = Message(role=_ROLES.get(self.role, self.role), content=joined(self.content))
         if self.name:
             found["name"] = self.name
@@ -112,18 +112,17 @@ class ChatMessage(RequestModel):
 
 
 class ToolMessage(ChatMessage):
-    """What a tool answered."""
+    """Holds what a tool answered."""
 
     role: Annotated[Text, one_of("tool")]
     tool_call_id: Text = ""
 
     def message(self) -> Message:
-        """Return it as templates read it."""
         return {**super().message(), "tool_call_id": self.tool_call_id}
 
 
 class AssistantMessage(ChatMessage):
-    """An earlier reply. reasoning_content, reasoning: its thought, under the one name or the other."""
+    """Holds an earlier reply. reasoning_content, reasoning: its thought, under the one name or the other."""
 
     role: Annotated[Text, one_of("assistant")]
     tool_calls: Several[RequestedCall] = ()
@@ -133,7 +132,6 @@ class AssistantMessage(ChatMessage):
     audio: Annotated[Any, unsupported()] = None
 
     def message(self) -> Message:
-        """Return it as templates read it."""
         found: Message = {**super().message(), "content": joined(self.content, joint="")}
         thought = next((text for text in (self.reasoning_content, self.reasoning) if isinstance(text, str)), None)
         if thought is not None:
@@ -157,14 +155,14 @@ AnyMessage = Annotated[
 
 
 class Function(RequestModel):
-    """What a tool is called, and its arguments' JSON schema."""
+    """Names a tool, with the JSON schema of its arguments."""
 
     name: Text
     parameters: Object | None = None
 
 
 class FunctionTool(RequestModel):
-    """A tool that the model may call."""
+    """Describes a tool that the model may call."""
 
     null_counts: ClassVar[frozenset[str]] = frozenset({"type"})
     type: Annotated[Any, only("only function tools are supported here", "function")] = "function"
@@ -179,7 +177,7 @@ ToolChoice = Annotated[
 
 
 class TextFormat(RequestModel):
-    """A format that only constrained decoding could keep is refused."""
+    """Refuses every format that only constrained decoding could keep to."""
 
     type: Annotated[
         Any, only("only plain text is supported here: no engine of this server constrains decoding", "text")
@@ -187,13 +185,13 @@ class TextFormat(RequestModel):
 
 
 class StreamOptions(RequestModel):
-    """What a stream holds beside the answer."""
+    """Says what a stream holds beside the answer."""
 
     include_usage: Flag = False
 
 
 class ChatRequest(SamplingRequest):
-    """The body of a request."""
+    """Holds the body of a request for chat completions."""
 
     messages: SomeOf[AnyMessage]
     tools: Several[FunctionTool] = ()
@@ -228,7 +226,7 @@ class ChatRequest(SamplingRequest):
 
 
 def read_chat(body: Json) -> CompletionRequest:
-    """Return the request. Raises ApiError."""
+    """Return the body as a CompletionRequest. Raises ApiError."""
     request = read(ChatRequest, body)
     longest = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     return CompletionRequest(
@@ -251,7 +249,7 @@ def read_chat(body: Json) -> CompletionRequest:
 
 
 def write(answer: Answer) -> Json:
-    """The response body."""
+    """Return the response body."""
     return {
         **_head(answer, "chat.completion"),
         "choices": [
@@ -270,7 +268,7 @@ def write(answer: Answer) -> Json:
 
 
 def events(answer: Answer) -> Iterator[str]:
-    """The same as server-sent events."""
+    """Yield the response as server-sent events."""
     head = _head(answer, "chat.completion.chunk")
     if answer.request.usage_in_stream:
         head["usage"] = None
@@ -302,7 +300,7 @@ def _chunk(head: Json, index: int, delta: Json, finish_reason: str | None = None
 
 
 def event(data: Json) -> str:
-    """One server-sent event without a name."""
+    """Return one server-sent event without a name."""
     return f"data: {json.dumps(data)}\n\n"
 
 
@@ -335,19 +333,19 @@ def _token(text: str, logprob: float) -> Json:
 
 
 def usage(answer: Answer) -> Json:
-    """Tokens of the request."""
+    """Return how many tokens the request and its answer have, in OpenAI's form."""
     prompt, completion = answer.prompt_tokens, answer.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def error(problem: ApiError) -> Json:
-    """OpenAI's error body."""
+    """Return OpenAI's error body."""
     kind = _TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
     return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
 
 
 def error_event(problem: ApiError) -> str:
-    """An error within a stream."""
+    """Return an error as an event of a stream."""
     return event(error(problem))
 
 

@@ -58,11 +58,12 @@ Logprobs = Annotated[
     Annotated[Flag, Tag("<flag>")] | Annotated[Integer, between(0, 1), Tag("<count>")],
     Discriminator(lambda value: "<flag>" if isinstance(value, bool) else "<count>"),
 ]
-"""Some clients write chat's form. 1: the most probable token, too: nobody knows it, the sampled one stands for it."""
+"""A flag, as in chat, from some clients. 1 asks for the most probable token, too, which is not known: the sampled one
+stands for it."""
 
 
 class RawRequest(SamplingRequest):
-    """The body of a request."""
+    """Holds the body of a request for raw completions."""
 
     prompt: Prompts
     max_tokens: Length | None = None
@@ -76,7 +77,7 @@ class RawRequest(SamplingRequest):
 
 
 def read_completion(body: Json) -> CompletionRequest:
-    """Return the request. Raises ApiError."""
+    """Return the body as a CompletionRequest. Raises ApiError."""
     request = read(RawRequest, body)
     if request.best_of not in (None, request.n):
         raise bad_request("best_of", f"must equal n here, got {request.best_of}")
@@ -97,12 +98,12 @@ def _prompts(given: str | tuple[Any, ...]) -> tuple[str | tuple[int, ...], ...]:
 
 
 def write(answer: Answer) -> Json:
-    """The response body."""
+    """Return the response body."""
     return {**_head(answer), "choices": list(_choices(answer)), "usage": usage(answer)}
 
 
 def events(answer: Answer) -> Iterator[str]:
-    """The same as server-sent events: each choice is one."""
+    """Yield the response as server-sent events, one for each choice."""
     for choice in _choices(answer):
         yield event({**_head(answer), "choices": [choice]})
     if answer.request.usage_in_stream:

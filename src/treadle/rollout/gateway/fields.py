@@ -41,7 +41,7 @@ _KINDS = {
 
 
 class RequestModel(BaseModel):
-    """An object of a request. Fields that nobody reads are ignored, and null is as if the field were missing.
+    """Validates an object of a request. Unknown fields are ignored, and null is as if the field were missing.
 
     null_counts: fields for which it is not.
     """
@@ -66,7 +66,7 @@ class RequestModel(BaseModel):
 
 
 def read(model: type[M], body: Json) -> M:
-    """Return the request as this model has it. Raises ApiError, naming the first field that is wrong and its value."""
+    """Return the request as this model. Raises ApiError, naming the first field that is wrong and its value."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -76,7 +76,7 @@ def read(model: type[M], body: Json) -> M:
 
 
 def bad_request(param: str, problem: str) -> ApiError:
-    """400, naming the field."""
+    """Return an error of status 400 that names the field."""
     return ApiError(400, f"{param}: {problem}", param)
 
 
@@ -102,7 +102,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """Of `Annotated[type, ...]`: one more check of a value that is of the type, and the same in JSON schema.
+    """Checks a value of `Annotated[type, ...]` once more, after its type, and writes the same into the JSON schema.
 
     problem: returns what is wrong with the value; nothing if it is as it should be. means: added to the type's schema.
     """
@@ -134,7 +134,10 @@ def between(low: float, high: float, *, above: bool = False) -> Checked:
 
 
 def one_of(*known: str, here: tuple[str, ...] = ()) -> Checked:
-    """Return the check of a string among these. here: those that choose the member of a union that has this field."""
+    """Return the check of a string among these.
+
+    here: in the JSON schema, only those that choose the member of a union that has this field.
+    """
     return Checked(
         lambda value: "" if value in known else f"must be one of {', '.join(known)}, got {shown(value)}",
         {"enum": [*(here or known)]},
@@ -156,7 +159,7 @@ def unsupported(*neutral: Any) -> Checked:
 
 
 def count(low: int, high: int, what: str) -> Checked:
-    """Return the check of an array of so many."""
+    """Return the check of an array of `low` to `high` elements."""
     return Checked(
         lambda value: "" if low <= len(value) <= high else f"must hold {low} to {high} {what}, got {len(value)}",
         {"minItems": low, "maxItems": high},
@@ -164,18 +167,18 @@ def count(low: int, high: int, what: str) -> Checked:
 
 
 NOT_EMPTY = Checked(lambda value: "" if value else "must not be empty", {"minLength": 1, "minItems": 1})
-"""Of text, or of an array: in JSON schema, what is said of the one type says nothing of the other."""
+"""Of text, or of an array: JSON schema ignores the keyword of the other type."""
 
 
 class FirstWrong:
-    """An array, of which nothing after the first wrong element is looked at."""
+    """Stops the validation of an array at its first wrong element."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return {**handler(source), "fail_fast": True}  # of a tuple, as used here
 
 
 def text_or(tag: str) -> Discriminator:
-    """Return what tells text, `<text>`, from everything else, which is taken for what has the other tag."""
+    """Return the discriminator of text, tagged `<text>`, from everything else, which gets the other tag."""
     return Discriminator(lambda value: "<text>" if isinstance(value, str) else tag)
 
 
@@ -189,12 +192,12 @@ StopStrings = Annotated[
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON text, or text as it is."""
+    """Return a value as JSON text, or text as it is."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A value for an error message; cut first, so that a huge one costs nothing."""
+    """Return a value as text for an error message; it is cut first, so that a huge one costs nothing."""
     if isinstance(value, str | list):
         text = repr(value[:limit])
     elif isinstance(value, dict):

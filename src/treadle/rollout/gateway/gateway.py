@@ -20,7 +20,7 @@ from treadle.rollout.session import Reply, Session
 
 @dataclass(frozen=True, slots=True)
 class SessionAddress:
-    """Where an agent finds its session: the base URL for OpenAI's clients, or the server's with the secret as API key.
+    """Locates an agent's session: the base URL for OpenAI's clients, or the server's with the secret as API key.
 
     base_url: `http://127.0.0.1:8000/sessions/SECRET/v1`; Anthropic's client takes it without `/v1` (`anthropic_url`).
     """
@@ -30,12 +30,12 @@ class SessionAddress:
 
     @property
     def anthropic_url(self) -> str:
-        """Anthropic's client adds `/v1` itself."""
+        """Return the base URL for Anthropic's client, which adds `/v1` itself."""
         return self.base_url.removesuffix("/v1")
 
 
 class Attached:
-    """A session that is open to clients. responses: by id, the conversation that each ended, for follow-ups."""
+    """Answers the requests of a session that is open to clients, and remembers conversations for follow-ups by id."""
 
     def __init__(self, session: Session, exchanges: Exchanges, room: Room) -> None:
         self.session, self.exchanges, self.room = session, exchanges, room
@@ -44,7 +44,7 @@ class Attached:
     async def answer(self, request: CompletionRequest, ident: str, rendered: Callable[[], None]) -> Answer:
         """Sample every choice of every prompt and record each as a step. Raises what `Session.chat` does.
 
-        rendered: called once all prompts stand.
+        rendered: called once all prompts are rendered.
         """
         history = (*self._history(request.previous), *request.messages)
         opening = (Message(role="system", content=request.instructions),) if request.instructions else ()
@@ -124,21 +124,21 @@ class Gateway:
         self._attached: dict[bytes, Attached] = {}
 
     def attach(self, session: Session, secret: str | None = None) -> SessionAddress:
-        """Open a session to clients under a new secret (or the given one)."""
+        """Open a session to clients under a new secret (or the given one); return its address."""
         secret = secret or secrets.token_urlsafe(32)
         exchanges = Exchanges(session, self._grace, self._most)
         self._attached[_digest(secret)] = Attached(session, exchanges, Room(self._held_by_one))
         return SessionAddress(secret, f"{self.url}/sessions/{secret}/v1")
 
     async def detach(self, secret: str) -> None:
-        """Close it to clients: calls in flight are aborted, steps stay. Unknown secrets are ignored."""
+        """Close a session to clients: its calls in flight are aborted, its steps stay. Unknown secrets are ignored."""
         attached = self._attached.pop(_digest(secret), None)
         if attached is not None:
             await attached.exchanges.close()
 
     @asynccontextmanager
     async def attached(self, session: Session) -> AsyncIterator[SessionAddress]:
-        """`attach`, and `detach` on leaving."""
+        """Attach the session and yield its address; detach it on leaving."""
         address = self.attach(session)
         try:
             yield address
@@ -152,7 +152,7 @@ class Gateway:
             await attached.exchanges.close()
 
     def find(self, secret: str) -> Attached | None:
-        """The session of this secret."""
+        """Return the session of this secret, None for an unknown one."""
         return self._attached.get(_digest(secret))
 
 

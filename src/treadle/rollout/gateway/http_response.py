@@ -18,7 +18,7 @@ KEEP_ALIVE = 10.0  # seconds of silence after which a stream says that it is ali
 
 
 class CompletionResponse(Response):
-    """Waits for an exchange's answer and sends it; knows whether all of it went out.
+    """Waits for an exchange's answer and sends it; reports to the exchange once all of it was sent.
 
     A stream begins when the answer is there, or with a sign of life after `KEEP_ALIVE` seconds. Until then a failure
     still has its proper status.
@@ -32,7 +32,7 @@ class CompletionResponse(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI call."""
+        """Wait for the answer and send it, as ASGI has it."""
         async with self._exchanges.waiting(self._exchange, self._origin) as task:
             gone = asyncio.ensure_future(_disconnected(receive))
             try:
@@ -43,7 +43,7 @@ class CompletionResponse(Response):
                 gone.cancel()
 
     async def _wait(self, task: asyncio.Task[Answer], gone: asyncio.Task[None], send: Send) -> bool:
-        """Until there is an answer or nobody waits for it; returns whether a stream has begun."""
+        """Wait until there is an answer or the client has gone; return whether a stream has begun."""
         began = False
         while not task.done() and not gone.done():
             await asyncio.wait(
@@ -75,7 +75,7 @@ class CompletionResponse(Response):
 
 
 def _outcome(task: asyncio.Task[Answer]) -> Answer | ApiError:
-    """The answer, or the error that its failure becomes. Raises what is nobody's fault but ours."""
+    """Return the answer, or the error that its failure becomes. Raises an exception that is a bug."""
     if task.cancelled():
         return ApiError(404, "the session has ended")
     error = task.exception()
@@ -83,7 +83,7 @@ def _outcome(task: asyncio.Task[Answer]) -> Answer | ApiError:
 
 
 def api_error_of(error: BaseException) -> ApiError:
-    """What a client is told of a call that failed. Raises what is nobody's fault but ours."""
+    """Return the error that a client gets for a call that failed. Raises the exception itself if it is a bug."""
     match error:
         case ApiError():
             return error

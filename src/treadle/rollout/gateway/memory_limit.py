@@ -7,10 +7,10 @@ from collections import deque
 
 
 class Room:
-    """Bytes of requests that may be held at a time; whoever finds no room waits, first come, first served.
+    """Limits the bytes of requests held at a time; a request that finds no room waits, first come, first served.
 
-    What is taken is given back once the request's prompt stands, which waits for nothing but work of this process: a
-    queue here cannot hold up itself.
+    What is taken is given back once the request's prompt is rendered, which waits for nothing but work of this process:
+    the queue cannot block itself.
     """
 
     def __init__(self, most: int) -> None:
@@ -19,11 +19,11 @@ class Room:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is taken."""
+        """Return whether nothing is taken."""
         return self._left == self.most
 
     async def take(self, size: int) -> None:
-        """Wait for room for that many bytes, no more than there are in all."""
+        """Take that many bytes, at most `most`, waiting until there is room for them."""
         if not self._queue and size <= self._left:
             self._left -= size
             return
@@ -40,7 +40,7 @@ class Room:
             raise
 
     def give(self, size: int) -> None:
-        """Give so many bytes back."""
+        """Give that many bytes back; requests that waited for them go on."""
         self._left += size
         while self._queue and self._queue[0][0] <= self._left:
             taken, turn = self._queue.popleft()

@@ -42,7 +42,7 @@ _BLOCKS = ("text", "tool_use", "thinking", "redacted_thinking")  # of the assist
 
 
 class TextBlock(RequestModel):
-    """Text, of anybody but the assistant."""
+    """Holds text, of anybody but the assistant."""
 
     type: Annotated[Any, only("only text is supported here", "text")]
     text: Text = ""
@@ -54,12 +54,12 @@ Content = Annotated[
 
 
 def joined(content: str | Sequence[TextBlock]) -> str:
-    """Return text, or the texts of its blocks, a line each."""
+    """Return content as one text, its blocks a line each."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 class ToolResult(RequestModel):
-    """What a tool answered, in the user's turn."""
+    """Holds what a tool answered, in the user's turn."""
 
     type: Annotated[Text, one_of("tool_result")]
     tool_use_id: Text
@@ -81,7 +81,7 @@ UserBlock = Annotated[
 
 
 class OtherTurn(RequestModel):
-    """A turn of anybody but the assistant."""
+    """Holds a turn of anybody but the assistant."""
 
     role: Annotated[Text, one_of(*_ROLES, here=("user", "system"))]
     content: Annotated[
@@ -89,7 +89,7 @@ class OtherTurn(RequestModel):
     ]
 
     def messages(self) -> list[Message]:
-        """Return the turn as templates read it: what tools answered is a message of its own."""
+        """Return the turn as templates read it: each tool result is a message of its own."""
         if isinstance(self.content, str):
             return [Message(role=self.role, content=self.content)]
         messages: list[Message] = []
@@ -108,38 +108,36 @@ class OtherTurn(RequestModel):
 
 
 class AssistantBlock(RequestModel):
-    """Text of the assistant, or what it does not show."""
+    """Holds a block of the assistant's turn; as itself, one whose contents are not shown."""
 
     type: Annotated[Text, one_of(*_BLOCKS, here=("redacted_thinking",))]
 
     def add_to(self, message: Message) -> None:
-        """Put it into the assistant's message."""
+        """Add the block to the assistant's message; what is not shown adds nothing."""
 
 
 class AssistantText(AssistantBlock):
-    """What it said."""
+    """Holds text of the assistant."""
 
     type: Annotated[Text, one_of("text")]
     text: Text = ""
 
     def add_to(self, message: Message) -> None:
-        """Put it into the assistant's message."""
         message["content"] += self.text
 
 
 class Thinking(AssistantBlock):
-    """What it thought."""
+    """Holds a thought of the assistant."""
 
     type: Annotated[Text, one_of("thinking")]
     thinking: Text = ""
 
     def add_to(self, message: Message) -> None:
-        """Put it into the assistant's message."""
         message["reasoning_content"] = self.thinking
 
 
 class ToolUse(AssistantBlock):
-    """A tool that it called."""
+    """Holds a tool call of the assistant."""
 
     type: Annotated[Text, one_of("tool_use")]
     id: Text
@@ -147,7 +145,6 @@ class ToolUse(AssistantBlock):
     input: Object | None = None
 
     def add_to(self, message: Message) -> None:
-        """Put it into the assistant's message."""
         function = FunctionCall(name=self.name, arguments=json.dumps(self.input or {}, ensure_ascii=False))
         message.setdefault("tool_calls", []).append(ToolCall(id=self.id, type="function", function=function))
 
@@ -161,7 +158,7 @@ def _one_of_the_assistants(block: Any) -> str:
 
 
 class AssistantTurn(RequestModel):
-    """A turn of the assistant."""
+    """Holds a turn of the assistant."""
 
     role: Annotated[Text, one_of("assistant")]
     content: Annotated[
@@ -198,7 +195,7 @@ AnyTurn = Annotated[
 
 
 class CustomTool(RequestModel):
-    """A tool that the model may call."""
+    """Describes a tool that the model may call."""
 
     null_counts: ClassVar[frozenset[str]] = frozenset({"type"})
     type: Annotated[Any, only("only custom tools are supported here", None, "custom")] = "custom"
@@ -207,33 +204,33 @@ class CustomTool(RequestModel):
     input_schema: Object | None = None
 
     def tool(self) -> Tool:
-        """Return it as OpenAI writes it, which is what templates read."""
+        """Return the tool as OpenAI's API writes it, which is what templates read."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema or {}}
         return {"type": "function", "function": function}
 
 
 class Choice(RequestModel):
-    """Which tools may be called: `any` and `tool` cannot be enforced, and count as `auto`."""
+    """Says which tools may be called: `any` and `tool` cannot be enforced, and count as `auto`."""
 
     type: Annotated[Text, one_of("auto", "any", "tool", "none")] = "auto"
     disable_parallel_tool_use: Flag = False
 
 
 class ThinkingChoice(RequestModel):
-    """Whether thoughts are handed out: unless it is `disabled`."""
+    """Says whether the answer shows thoughts: unless it is `disabled`."""
 
     type: Text = "disabled"
 
 
 class CountRequest(RequestModel):
-    """The body of a request that counts tokens: the prompt."""
+    """Holds the body of a request that counts the tokens of a prompt."""
 
     system: Content = ""
     messages: SomeOf[AnyTurn]
     tools: Several[CustomTool] = ()
 
     def prompt(self) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool]:
-        """Return messages, tools, and whether the reply goes on with the last message (a prefill)."""
+        """Return messages, tools, and whether the reply continues the last message (a prefill)."""
         system = joined(self.system)
         messages = [Message(role="system", content=system)] if system else []
         for message in self.messages:
@@ -242,7 +239,7 @@ class CountRequest(RequestModel):
 
 
 class MessagesRequest(SamplingRequest, CountRequest):
-    """The body of a request."""
+    """Holds the body of a request for a message."""
 
     max_tokens: Length
     stop_sequences: StopStrings = ()
@@ -251,7 +248,7 @@ class MessagesRequest(SamplingRequest, CountRequest):
 
 
 def read_messages(body: Json) -> CompletionRequest:
-    """Return the request. Raises ApiError."""
+    """Return the body as a CompletionRequest. Raises ApiError."""
     request = read(MessagesRequest, body)
     messages, tools, prefilled = request.prompt()
     return CompletionRequest(
@@ -271,12 +268,12 @@ def read_messages(body: Json) -> CompletionRequest:
 
 
 def read_prompt(body: Json) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool]:
-    """Return messages, tools, and whether the reply goes on with the last message. Raises ApiError."""
+    """Return messages, tools, and whether the reply continues the last message. Raises ApiError."""
     return read(CountRequest, body).prompt()
 
 
 def write(answer: Answer) -> Json:
-    """The response body."""
+    """Return the response body."""
     [reply] = answer.replies
     body = {
         **_head(answer),
@@ -307,7 +304,7 @@ def _stop(reply: Reply) -> Json:
 
 
 def _content(answer: Answer) -> list[Json]:
-    """The blocks: a thought if asked for, the text, the calls."""
+    """Return the blocks: a thought if it is to be shown, the text, the calls."""
     message = answer.replies[0].message
     found: list[Json] = []
     if answer.request.thoughts and "reasoning_content" in message:
@@ -331,7 +328,7 @@ def _input(arguments: str) -> Json:
 
 
 def events(answer: Answer) -> Iterator[str]:
-    """The same as server-sent events."""
+    """Yield the response as server-sent events."""
     [reply] = answer.replies
     nothing: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
     started = {**_head(answer), **nothing, "usage": {**_usage(answer), "output_tokens": 0}}
@@ -362,13 +359,13 @@ def _event(kind: str, **data: Any) -> str:
 
 
 def error(problem: ApiError) -> Json:
-    """Anthropic's error body."""
+    """Return Anthropic's error body."""
     kind = _ERRORS.get(problem.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
 def error_event(problem: ApiError) -> str:
-    """An error within a stream."""
+    """Return an error as an event of a stream."""
     return f"event: error\ndata: {json.dumps(error(problem))}\n\n"
 
 

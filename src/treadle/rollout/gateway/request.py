@@ -20,7 +20,7 @@ MAX_CHOICES = 128  # of one request
 
 
 class ApiError(TreadleError, ValueError):
-    """A request that gets an error for an answer: HTTP status, message, and the field that is to blame."""
+    """Says that a request gets an error for an answer: HTTP status, message, and the field that is to blame."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message, param, code)
@@ -32,11 +32,11 @@ class ApiError(TreadleError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One request.
+    """Holds one request, whatever dialect it came in.
 
-    instructions: a system message before everything, not repeated by requests that follow this one.
-    prompts: of raw completions, text or ids each; otherwise messages and tools are what counts. choices: samples of
-    each prompt. previous: id of an earlier response that the messages follow. thoughts: whether they go out.
+    instructions: a system message before everything, not repeated by requests that follow this one. prompts: of raw
+    completions, text or ids each; where there are any, messages and tools do not count. choices: samples of each
+    prompt. previous: id of an earlier response that the messages follow. thoughts: whether the answer shows them.
     """
 
     model: str
@@ -56,7 +56,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The record from which a request is answered, once or again. created: seconds since 1970."""
+    """Holds the record from which a request and its retries are answered. created: seconds since 1970."""
 
     ident: str
     created: int
@@ -66,22 +66,22 @@ class Answer:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of each distinct prompt once."""
+        """Return the number of prompt tokens, each distinct prompt counted once."""
         return sum(len(reply.step.prompt_ids) for reply in self.replies[:: self.request.choices])
 
     @property
     def completion_tokens(self) -> int:
-        """Of all choices."""
+        """Return the number of sampled tokens of all choices."""
         return sum(len(reply.step.completion_ids) for reply in self.replies)
 
     def text_of(self, token: int) -> str:
-        """One token as text."""
+        """Return one token as text."""
         return self.renderer.decode([token])
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One API: from its JSON to a request, from the answer to its JSON or events, and how it puts errors.
+    """Translates one API: its JSON to a request, an answer to its JSON or events, errors to their form in it.
 
     error: (ApiError) -> body. error_event: the same within a stream that has begun.
     """
@@ -95,12 +95,12 @@ class Dialect:
     error_event: Callable[[ApiError], str]
 
     def new_id(self) -> str:
-        """For an answer; tells nothing about its session."""
+        """Return a new id for an answer, which reveals nothing about its session."""
         return self.prefix + secrets.token_hex(12)
 
 
 def finish_reason(reply: Reply) -> str:
-    """OpenAI's word for why a completion ended."""
+    """Return OpenAI's word for why a completion ended."""
     if reply.step.stop_reason is not StopReason.STOP:
         return "length"
     return "tool_calls" if reply.message.get("tool_calls") else "stop"

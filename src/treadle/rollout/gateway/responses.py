@@ -38,7 +38,7 @@ _KINDS = (*_RANKS, "function_call_output")
 
 
 class MessageItem(RequestModel):
-    """A message; also of an item whose type nobody knows, which is refused by it."""
+    """Holds a message; an item of an unknown type is read as one, too, and refused for its type."""
 
     type: Annotated[Text, one_of(*_KINDS, here=("message",))] = "message"
     role: Annotated[Text, one_of(*_ROLES)]
@@ -46,20 +46,20 @@ class MessageItem(RequestModel):
 
 
 class Thought(RequestModel):
-    """A part of what the assistant thought."""
+    """Holds a part of what the assistant thought."""
 
     text: Text = ""
 
 
 class ReasoningItem(RequestModel):
-    """What the assistant thought."""
+    """Holds what the assistant thought."""
 
     type: Annotated[Text, one_of("reasoning")]
     content: Several[Thought] = ()
 
 
 class CallItem(RequestModel):
-    """A tool that the assistant called."""
+    """Holds a tool call of the assistant."""
 
     null_counts: ClassVar[frozenset[str]] = frozenset({"arguments"})
     type: Annotated[Text, one_of("function_call")]
@@ -69,7 +69,7 @@ class CallItem(RequestModel):
 
 
 class OutputItem(RequestModel):
-    """What a tool answered."""
+    """Holds what a tool answered."""
 
     type: Annotated[Text, one_of("function_call_output")]
     call_id: Text
@@ -94,7 +94,7 @@ AnyItem = Annotated[
 
 
 class FlatTool(RequestModel):
-    """A tool that the model may call: this API writes a function's fields beside its type."""
+    """Describes a tool that the model may call: this API writes a function's fields beside its type."""
 
     null_counts: ClassVar[frozenset[str]] = frozenset({"type"})
     type: Annotated[Any, only("only function tools are supported here", "function")] = "function"
@@ -103,13 +103,13 @@ class FlatTool(RequestModel):
 
 
 class TextOptions(RequestModel):
-    """How text is to look."""
+    """Says in which format text is wanted."""
 
     format: TextFormat = TextFormat()
 
 
 class ResponsesRequest(SamplingRequest):
-    """The body of a request."""
+    """Holds the body of a request for a response."""
 
     input: Annotated[Annotated[Text, Tag("<text>")] | Annotated[SomeOf[AnyItem], Tag("<items>")], text_or("<items>")]
     instructions: Text = ""
@@ -128,7 +128,7 @@ class ResponsesRequest(SamplingRequest):
 
 
 def read_response(body: Json) -> CompletionRequest:
-    """Return the request. Raises ApiError."""
+    """Return the body as a CompletionRequest. Raises ApiError."""
     request = read(ResponsesRequest, body)
     given = request.input
     return CompletionRequest(
@@ -153,7 +153,7 @@ def read_response(body: Json) -> CompletionRequest:
 
 
 def read_items(items: Sequence[Item]) -> tuple[Message, ...]:
-    """Return messages of the items. Reasoning, text and calls that follow each other are one assistant message."""
+    """Return the items as messages. Reasoning, text and calls that follow each other are one assistant message."""
     found: list[Message] = []
     rank: int | None = None  # of the last item, while an assistant message is being put together
     for item in items:
@@ -185,7 +185,7 @@ def _add(message: Message, item: MessageItem | ReasoningItem | CallItem) -> None
 
 
 def write(answer: Answer) -> Json:
-    """The response body."""
+    """Return the response body."""
     [reply] = answer.replies
     cut = reply.step.stop_reason is not StopReason.STOP
     body = {
@@ -273,7 +273,7 @@ def _logprobs(answer: Answer) -> list[Json]:
 
 
 def events(answer: Answer) -> Iterator[str]:
-    """The same as server-sent events."""
+    """Yield the response as server-sent events."""
     for number, (kind, data) in enumerate(_events(answer)):
         yield _event(kind, {"sequence_number": number, **data})
 
@@ -313,7 +313,7 @@ def _deltas(item: Json, at: Json) -> Iterator[tuple[str, Json]]:
 
 
 def error_event(problem: ApiError) -> str:
-    """An error within a stream."""
+    """Return an error as an event of a stream."""
     told = {"code": problem.code, "message": problem.message, "param": problem.param}
     return _event("error", {"sequence_number": 0, **told, **error(problem)})
 

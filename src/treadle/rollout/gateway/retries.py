@@ -24,7 +24,7 @@ from treadle.rollout.session import Session
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What tells a retry from a new request. body: digest of route and body. retry: the SDK's retry count."""
+    """Identifies a request and its retries. body: digest of route and body. retry: the SDK's retry count."""
 
     body: bytes
     key: str | None = None
@@ -33,7 +33,10 @@ class Origin:
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One request with all its retries. waiting: how many connections want the answer now. retry: the last count."""
+    """Tracks one request with all its retries.
+
+    waiting: how many connections want the answer now. retry: the highest retry count so far.
+    """
 
     origin: Origin
     task: asyncio.Task[Answer]
@@ -44,12 +47,12 @@ class Exchange:
 
     @property
     def abandoned(self) -> bool:
-        """Nobody waits for it, and nobody got it."""
+        """Return whether nobody waits for the answer and nobody got it."""
         return not self.waiting and not self.delivered
 
 
 class Exchanges:
-    """The exchanges of one session.
+    """Keeps the exchanges of one session, and decides which requests are retries of them.
 
     grace: seconds for which sampling goes on when nobody waits any more, so that a retry can join.
     most: how many may be sampled at a time.
@@ -65,10 +68,10 @@ class Exchanges:
         self._running: set[Exchange] = set()
 
     def find(self, origin: Origin) -> Exchange | None:
-        """The exchange that this request is a retry of; None for a new sample.
+        """Return the exchange that this request is a retry of; None for a new sample.
 
-        Among identical requests a retry goes with one that nobody waits for or got an answer to, then with the newest.
-        Raises ApiError for a key that came with another body.
+        Among identical requests a retry joins one that nobody waits for or got an answer to, else the newest. Raises
+        ApiError for a key that came with another body.
         """
         if origin.key is not None and (found := self._by_key.get(origin.key)):
             if found.origin.body != origin.body:
@@ -85,7 +88,7 @@ class Exchanges:
         return next((e for e in reversed(same) if e.retry < origin.retry), None)
 
     def start(self, origin: Origin, sample: Callable[[], Awaitable[Answer]]) -> Exchange:
-        """Begin a new exchange. Raises ApiError (429) where too many are sampled already."""
+        """Start and return a new exchange. Raises ApiError (429) where too many are being sampled already."""
         if len(self._running) >= self._most:
             self._void[origin.body] += 1
             raise ApiError(429, f"this session has {self._most} requests in flight already; wait for one of them")
@@ -99,7 +102,7 @@ class Exchanges:
 
     @asynccontextmanager
     async def waiting(self, exchange: Exchange, origin: Origin) -> AsyncIterator[asyncio.Task[Answer]]:
-        """While a connection waits for the answer; leaving without `deliver` gives it up."""
+        """Yield the sampling task while a connection waits for it; the last to leave without `deliver` gives it up."""
         exchange.retry = max(exchange.retry, origin.retry)
         exchange.waiting += 1
         if exchange.abort is not None:
@@ -113,12 +116,12 @@ class Exchanges:
                 self._give_up(exchange)
 
     def deliver(self, exchange: Exchange) -> None:
-        """All of the answer went out."""
+        """Record that all of the answer was sent."""
         exchange.delivered = True
         self._set_delivered(exchange, True)
 
     async def close(self) -> None:
-        """Abort what is being sampled, and give up what has not been delivered."""
+        """Abort what is being sampled, and drop the steps of answers that were not delivered."""
         running = [e.task for e in self._running]
         for task in running:
             task.cancel()
@@ -145,7 +148,7 @@ class Exchanges:
             exchange.abort = asyncio.get_running_loop().call_later(self._grace, self._abort, exchange)
 
     def _abort(self, exchange: Exchange) -> None:
-        self._forget(exchange)  # first: nobody shall join it any more
+        self._forget(exchange)  # first, so that no retry joins it
         exchange.task.cancel()
 
     def _set_delivered(self, exchange: Exchange, delivered: bool) -> None:

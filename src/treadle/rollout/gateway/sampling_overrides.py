@@ -17,7 +17,7 @@ Length = Annotated[Integer, between(1, 2**31)]
 
 
 class SamplingRequest(RequestModel):
-    """The fields of a request that say who is asked and how is sampled."""
+    """Holds the fields that requests of all dialects share: which model to call, and how to sample."""
 
     model: Text = ""
     stream: Flag = False
@@ -33,7 +33,7 @@ class SamplingRequest(RequestModel):
     logit_bias: Any = None
 
     def overrides(self, max_tokens: int | None, stop: str | tuple[str, ...]) -> dict[str, Any]:
-        """Return the fields of SamplingParams that the client names, and those that engines here do not know.
+        """Return the fields of SamplingParams that the client sets, and those that engines here do not know.
 
         max_tokens, stop: of the request, under whatever names its dialect has for them.
         """

@@ -24,7 +24,7 @@ _ERRORS = {
 
 
 class _Generator(GenerateJsonSchema):
-    """Says `anyOf` of unions: what distinguishes their members is a function, of which JSON schema cannot tell."""
+    """Writes unions as `anyOf`: a function tells their members apart, which JSON schema cannot express."""
 
     def tagged_union_schema(self, schema: core_schema.TaggedUnionSchema) -> Schema:
         described = super().tagged_union_schema(schema)
@@ -43,7 +43,7 @@ def request_schemas(models: Mapping[str, type[BaseModel]]) -> tuple[dict[str, Sc
 
 
 def error_responses() -> dict[int | str, Schema]:
-    """Return the error answers of any route."""
+    """Return the OpenAPI descriptions of the error answers that any route may give."""
     error: Schema = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
     body = {"application/json": {"schema": error}}
     return {status: {"description": text, "content": body} for status, text in _ERRORS.items()}

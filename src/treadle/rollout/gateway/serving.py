@@ -26,7 +26,7 @@ _LATE = "the request was not sent to its end: of its body, nothing or next to no
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs the event loop."""
+    """Leaves signals to the code that runs the event loop."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -34,10 +34,10 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed when its client owes the rest of a request and stops sending it.
+    """Is closed when its client stops sending in the middle of a request.
 
     A client may be silent for `patience` seconds in all; bytes that arrive earn that time back, at `_SLOWEST` a second.
-    It owes nothing between two requests (uvicorn's keep-alive sees to those) or while the gateway does not read on.
+    Between two requests (uvicorn's keep-alive sees to those), and while the gateway does not read on, no time counts.
     """
 
     def __init__(self, *args: Any, patience: float, **kwargs: Any) -> None:
@@ -59,7 +59,7 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _tick(self, seconds: float) -> None:
-        """Count time bit by bit: of one for which the event loop was held up, only the first bit counts."""
+        """Count time in small ticks: of a time for which the event loop was blocked, only one tick counts."""
         self._left = self._left - seconds if self._client_owes() else self._patience
         if self._left <= 0:
             self._close_late()
@@ -90,7 +90,7 @@ class _Connection(H11Protocol):
 async def serving(
     gateway: Gateway, config: GatewayConfig = _LOOPBACK, listening: socket.socket | None = None
 ) -> AsyncIterator[str]:
-    """Serve the gateway while the context lasts; gives the URL that agents are told, `http://127.0.0.1:54321`.
+    """Serve the gateway while the context lasts; yield the URL that agents are given, `http://127.0.0.1:54321`.
 
     config: by default a free port of the loopback interface. listening: the socket, where it was opened earlier.
     On leaving it is closed and every session detached. Raises ConfigError for an address that cannot be had.

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _GRACE = 5.0  # seconds that tasks of user code have to end once they are cancelled
 
-_left_behind: list[asyncio.Task[Any]] = []  # tasks that did not: kept, as collecting them would run their code
+_left_behind: list[asyncio.Task[Any]] = []  # tasks that did not end; held, as collecting them would run their code
 
 
 def run(
@@ -33,9 +33,9 @@ def run(
     """Run `main` as asyncio.run does, on a new event loop, and return its result.
 
     Where user code stops the loop, or tries to exit the process in a callback, the loop goes on, and `on_culprit`
-    (default: `say`) is told who it was. What tasks of user code raise and nobody awaits is said in a line. Those that
-    do not end when they are cancelled at the end are named and left behind. Raises KeyboardInterrupt after a Ctrl-C,
-    which cancels `main`.
+    (default: `say`) gets a line that names the culprit. `say` gets a line for each error in a task of user code that
+    nobody awaits, and for tasks that do not end when they are cancelled at the end, which are left behind. Raises
+    KeyboardInterrupt after a Ctrl-C, which cancels `main`.
     """
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         loop = runner.get_loop()
@@ -84,7 +84,7 @@ def _cancelled_by_interrupt(task: asyncio.Task[Any]) -> Iterator[InterruptHandle
 
 
 class _Stops:
-    """Notes who calls the loop's `stop`; its own end is nobody's. culprit: the last one, in words."""
+    """Records which code calls the loop's `stop`. culprit: the last caller, in words."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.culprit: str | None = None
@@ -99,7 +99,7 @@ class _Stops:
 
 
 class _UnawaitedErrors:
-    """Handles what asyncio has nobody to tell of: an error of user code is said once for each line that raises it."""
+    """Handles errors that nobody awaits; one of user code is reported once for each line that raises it."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._said = say, set[tuple[str, str]]()

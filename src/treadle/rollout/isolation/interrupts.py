@@ -9,7 +9,7 @@ from types import FrameType
 
 
 class Interrupt(KeyboardInterrupt):
-    """Ctrl-C was pressed: what `InterruptHandler` raises, and user code does not."""
+    """Says that Ctrl-C was pressed: `InterruptHandler` raises it, user code does not."""
 
 
 class InterruptHandler:
@@ -27,7 +27,7 @@ class InterruptHandler:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether the error is a Ctrl-C that must pass, and not a KeyboardInterrupt that user code raised.
+    """Return whether the error is a Ctrl-C, which must propagate, and not a KeyboardInterrupt raised by user code.
 
     Only the main thread is ever interrupted. Under a handler of another kind the two cannot be told apart there: it
     counts as a Ctrl-C then.

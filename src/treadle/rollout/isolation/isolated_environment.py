@@ -24,11 +24,11 @@ EnvironmentFactory = Callable[[], Environment]
 
 
 class IsolatedEnvironment:
-    """One attempt's environment. What it returns is checked, and of plain types.
+    """Runs one attempt's environment. What it returns is checked, and of plain types.
 
     timeout: limit on each call, seconds. `async` methods run on the event loop, others on the attempt's own thread. The
-    environment is made there, too, if it is given by its class and has a plain `step`. What goes wrong is raised as
-    TrajectoryFailure.
+    environment is made on that thread, too, if it is given by its class and has a plain `step`. What goes wrong is
+    raised as TrajectoryFailure.
     """
 
     def __init__(self, name: str, factory: EnvironmentFactory, user: UserCode, timeout: float) -> None:
@@ -37,24 +37,24 @@ class IsolatedEnvironment:
         self._metrics: EnvMetrics | None = None
 
     async def make(self) -> None:
-        """Make it. On the event loop nothing is awaited, so that cancelling leaves none behind."""
+        """Make the environment. On the event loop nothing is awaited, so that a cancelled call leaves none behind."""
         if _is_synchronous(self._factory):
             await self._user.call(self._made, what="create", timeout=self._timeout, check=_as_it_is, in_thread=True)
         else:
             self._user.run(self._made, "create")
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
-        """Start the attempt; returns what the agent starts from."""
+        """Start the attempt and return the messages that the agent starts from."""
         return await self._call("reset", task, check=partial(checked_messages, where="reset"))
 
     async def step(self, text: str) -> EnvStep:
-        """Have it answer a reply; its metrics are counted."""
+        """Return the environment's answer to a reply, and count its metrics."""
         return await self._call("step", text, check=self._checked_step)
 
     async def close(self) -> str:
-        """Close what was made; returns a warning if that fails: the attempt was over, and keeps its reward.
+        """Close the environment; return a warning if that fails: the attempt is over and keeps its reward.
 
-        On a thread that is stuck it is closed when that is free.
+        Where its thread is stuck, it is closed once the thread is free.
         """
         if self._user.is_stuck:
             self._user.post(self._close_on_thread)
@@ -67,7 +67,7 @@ class IsolatedEnvironment:
         return ""
 
     def metrics(self) -> Measures:
-        """What it has measured."""
+        """Return the metrics measured so far."""
         return Measures() if self._metrics is None else self._metrics.measured()
 
     def _made(self) -> None:
@@ -92,7 +92,7 @@ class IsolatedEnvironment:
 
 
 def checked_messages(value: object, where: str) -> tuple[Message, ...]:
-    """What an environment gives the agent to read. Raises TrajectoryFailure (environment)."""
+    """Return the messages that an environment gives the agent to read. Raises TrajectoryFailure (environment)."""
     try:
         messages = as_messages(value, where)  # type: ignore[arg-type]
         for message in messages:
@@ -123,7 +123,7 @@ def _checked_step(value: object) -> EnvStep:
 
 
 def _is_synchronous(factory: EnvironmentFactory) -> bool:
-    """Whether it makes environments with a plain `step`, as far as that can be told before it has made one."""
+    """Return whether it makes environments with a plain `step`, as far as is known before it has made one."""
     while isinstance(factory, partial):
         factory = factory.func
     step = getattr(factory, "step", None)

@@ -1,7 +1,7 @@
 """Which user code holds the event loop, and for how long.
 
 begin -> user code runs on the loop -> end
-   └── meanwhile a thread looks on: after a second it says who it is, and at which line
+   └── meanwhile a thread watches: after a second it reports whose code it is, and at which line
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ BLOCKED = 1.0
 """Seconds after which a turn on the event loop counts as blocking it."""
 
 _PERIOD = 0.25  # seconds between two looks
-_MOST = 20  # lines said in all
+_MOST = 20  # lines reported in all
 
 
 @dataclass(slots=True)
 class Turn:
-    """User code that runs on the event loop now: whose, for which attempt, since when, on which thread."""
+    """Describes user code that runs on the event loop now: whose, for which attempt, since when, on which thread."""
 
     name: str
     attempt: str
@@ -36,8 +36,8 @@ class Turn:
 class LoopMonitor:
     """Times every turn of user code on one event loop.
 
-    blocked_seconds: of all turns of `BLOCKED` seconds and more. say: told of each line that blocks, once, from another
-    thread while it does (`watching`); otherwise afterwards.
+    blocked_seconds: of all turns of `BLOCKED` seconds and more. say: called once for each line that blocks, from
+    another thread while it does (`watching`); otherwise afterwards.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda line: None) -> None:
@@ -47,12 +47,12 @@ class LoopMonitor:
         self._said: set[tuple[str, str]] = set()
 
     def begin(self, name: str, attempt: str) -> Turn | None:
-        """Note that user code runs from now on; returns what it runs inside of, for `end`."""
+        """Start timing user code; return the turn that it is nested in, to be passed to `end`."""
         outer, self._turn = self._turn, Turn(name, attempt, time.monotonic(), threading.get_ident())
         return outer
 
     def end(self, outer: Turn | None) -> float:
-        """Note that it returned; returns how many seconds it took."""
+        """Stop timing it; return how many seconds it took."""
         turn, self._turn = self._turn, outer
         assert turn is not None
         seconds = time.monotonic() - turn.since
@@ -63,7 +63,7 @@ class LoopMonitor:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look on from a thread while the context lasts."""
+        """Watch from a thread while the context lasts, and report code that blocks as it does."""
         over = threading.Event()
         thread = threading.Thread(target=self._watch, args=(over,), name="treadle-loop-monitor", daemon=True)
         thread.start()

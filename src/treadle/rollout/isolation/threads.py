@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class AttemptThread(Executor):
-    """One thread that makes all calls of an attempt, in order: SQLite connections and browsers are bound to theirs.
+    """Makes all calls of an attempt on one thread, in order: SQLite connections and browsers must stay on theirs.
 
     abandoned: nobody waits for the call that it is making; the calls after it are still made when that one returns.
     """
@@ -25,13 +25,13 @@ class AttemptThread(Executor):
         _Worker(self, name).start()
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Have the call made after those before it."""
+        """Queue the call behind those before it; return its future."""
         future: Future[T] = Future()
         self._calls.put(partial(_settle, future, partial(function, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """End the thread after the calls that were submitted; nobody waits for it."""
+        """End the thread after the calls that were submitted, without waiting for it."""
         self._calls.put(None)
 
     def work(self) -> None:
@@ -52,21 +52,21 @@ def abandoned_threads() -> list[threading.Thread]:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """An event loop's default executor: each call (`asyncio.to_thread`) has a daemon thread of its own.
+    """Serves as an event loop's default executor: each call (`asyncio.to_thread`) has a daemon thread of its own.
 
     The standard one has a few threads that all share, and waits for them on exit: calls that never return would keep
     others from being made, and the process from exiting.
     """
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Start the call now."""
+        """Start the call now; return its future."""
         future: Future[T] = Future()
         call = partial(_settle, future, partial(function, *args, **kwargs))
         threading.Thread(target=call, name="treadle-to-thread", daemon=True).start()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait for nobody."""
+        """Return at once; no thread is waited for."""
 
 
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:

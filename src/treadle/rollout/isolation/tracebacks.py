@@ -40,7 +40,7 @@ def user_traceback(error: BaseException) -> str:
 def user_place(frame: FrameType | None) -> str:
     """Return `my_env.py:12 in step`: the innermost line of user code that the event loop runs on this stack.
 
-    Outside of libraries, if there is one; empty where there is none.
+    Lines outside of libraries come first; empty where there is no user code.
     """
     stack = extract_stack(frame) if frame is not None else []
     loops = [number for number, each in enumerate(stack) if (each.filename, each.name) == _LOOP]
@@ -76,7 +76,7 @@ def _chain(found: TracebackException) -> Iterator[TracebackException]:
 
 
 def _keep_users(found: TracebackException) -> bool:
-    """Drop the frames that are not user code's; whether any is left.
+    """Drop the frames that are not user code's; return whether any is left.
 
     Columns are dropped, too: marking them parses the line, which CPython 3.11 cannot do in two threads at a time.
     """

@@ -31,7 +31,7 @@ _LONGEST = 2000  # characters of a failure's message
 
 
 class UserCode:
-    """The user code of one attempt.
+    """Runs the user code of one attempt.
 
     name: of the code, for people: "environment 'lookup'". cause: of what it raises. attempt: the trajectory's id.
     blocked_seconds: for which it held the event loop, in turns of `BLOCKED` seconds and more.
@@ -58,7 +58,7 @@ class UserCode:
         grace: float = 0.0,
         in_thread: bool | None = None,
     ) -> T:
-        """Call it for at most `timeout` seconds; returns what `check` makes of its result.
+        """Call the function for at most `timeout` seconds; return what `check` makes of its result.
 
         Raises TrajectoryFailure: of this cause (default: its own) for whatever it or `check` raises, unless that is a
         TrajectoryFailure itself, from code that knows better (an environment whose verifier failed: `Cause.VERIFIER`);
@@ -88,7 +88,7 @@ class UserCode:
         return work.result()
 
     def run(self, function: Callable[[], T], what: str) -> T:
-        """Call it on the event loop, here and now; returns its result. Raises TrajectoryFailure as `call` does."""
+        """Call the function on the event loop, now, and return its result. Raises TrajectoryFailure as `call` does."""
         self._calling = what, self.cause
         try:
             return self._context().run(self.turn, function)
@@ -99,11 +99,11 @@ class UserCode:
             raise attributed(error, what, self.cause) from error
 
     def clock(self) -> Clock:
-        """Count the seconds from now on that a limit is of."""
+        """Return a clock that starts now and counts the seconds that go towards a limit."""
         return Clock(self)
 
     def turn(self, resume: Callable[..., T], *arguments: Any) -> T:
-        """Run it until it waits or returns. What would end the event loop ends the attempt instead."""
+        """Run the code until it waits or returns. What would end the event loop ends the attempt instead."""
         outer = self.monitor.begin(self.name, self.attempt)
         try:
             return resume(*arguments)
@@ -124,16 +124,16 @@ class UserCode:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether its thread is in a call for which nobody waits any more."""
+        """Return whether its thread is in a call that nobody waits for any more."""
         return self._thread is not None and self._thread.abandoned
 
     def post(self, function: Callable[[], object]) -> None:
-        """Have it called on the thread when that is free. Nobody waits for it, or looks at what comes of it."""
+        """Queue the function on the attempt's thread, if there is one. Nothing waits for it or for its result."""
         if self._thread is not None:
             self._thread.submit(function)
 
     def release(self) -> None:
-        """End the thread, once it has made the calls that it was given."""
+        """End the thread, once it has made the calls that were submitted to it."""
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -164,7 +164,7 @@ class UserCode:
         return answer.value if answer.checked else check(await answer.value)
 
     def _context(self) -> Context:
-        """Where it runs: the tasks that it starts are in this context, too, and are known by that."""
+        """Return the context in which it runs; the tasks that it starts inherit it, and are recognised by that."""
         loop = asyncio.get_running_loop()
         factory = loop.get_task_factory()
         if not isinstance(factory, _TaskFactory):
@@ -177,7 +177,7 @@ class UserCode:
         return asyncio.get_running_loop().create_task(coroutine, context=self._context())
 
     async def _ended(self, work: asyncio.Task[Any], timeout: float, clock: Clock) -> bool:
-        """Wait until it has returned, or a task of it tried to exit; whether that was in time."""
+        """Wait until it has returned, or a task of it tried to exit; return whether that was in time."""
         waiting: set[asyncio.Future[Any]] = {work} if self._exit.done() else {work, self._exit}
         left = timeout
         while left > 0:
@@ -193,7 +193,7 @@ class UserCode:
             raise failure
 
     def _leave(self, work: asyncio.Task[Any], in_thread: bool) -> None:
-        """Wait for it no more. It is held on to until it ends, which nobody else does."""
+        """Stop waiting for the task, and hold a reference to it until it ends, which nothing else does."""
         work.cancel()
         _left_running.add(work)
         work.add_done_callback(_ended)
@@ -202,18 +202,18 @@ class UserCode:
 
 
 class Clock:
-    """Counts the seconds that a limit is of: all since it was made, but for those in which others blocked the loop."""
+    """Counts the seconds of a limit: all since it was made, except those in which others blocked the loop."""
 
     def __init__(self, user: UserCode) -> None:
         self._user, self._loop = user, asyncio.get_running_loop()
         self._started, self._turns, self._others = self._loop.time(), user.turn_seconds, self._blocked_by_others()
 
     def seconds(self) -> float:
-        """So far."""
+        """Return the seconds counted so far."""
         return self._loop.time() - self._started - (self._blocked_by_others() - self._others)
 
     def was_overrun(self, limit: float) -> bool:
-        """Whether the limit is over because the user code itself held the event loop, where nothing could end it."""
+        """Return whether the limit passed while its own code held the event loop, where nothing could end it."""
         return 0 < self.seconds() - limit <= self._user.turn_seconds - self._turns
 
     def _blocked_by_others(self) -> float:
@@ -227,19 +227,19 @@ _left_running: set[asyncio.Task[Any]] = set()
 
 
 def current_user_code() -> UserCode | None:
-    """Return the user code that the caller is called by; None outside of any."""
+    """Return the user code that the caller runs in; None outside of any."""
     return _current.get()
 
 
 def user_code_of(task: asyncio.Task[Any]) -> UserCode | None:
-    """Return whose task it is; None for one of Treadle's own."""
+    """Return the user code that a task belongs to; None for one of Treadle's own."""
     coroutine = task.get_coro()
     return coroutine.user if isinstance(coroutine, _UserCoroutine) else None
 
 
 def _ended(task: asyncio.Task[Any]) -> None:
     _left_running.discard(task)
-    _error_of(task)  # nobody else will look at it, which asyncio would complain about
+    _error_of(task)  # retrieves the error, or asyncio would complain
 
 
 def _error_of(task: asyncio.Task[Any]) -> BaseException | None:
@@ -264,7 +264,7 @@ class _UserCoroutine(Coroutine[Any, Any, Any]):
     def __await__(self) -> Generator[Any, Any, Any]:
         return self.coroutine.__await__()
 
-    def __getattr__(self, name: str) -> Any:  # cr_frame and others, for whoever shows tasks
+    def __getattr__(self, name: str) -> Any:  # cr_frame and others, for code that shows tasks
         return getattr(self.coroutine, name)
 
 
@@ -306,14 +306,14 @@ def _in_thread(
 
 
 def is_async(function: object) -> bool:
-    """Whether calling it gives a coroutine: an `async def`, or an object whose call is one."""
+    """Return whether calling it gives a coroutine: an `async def`, or an object whose call is one."""
     if inspect.isclass(function):
         return False
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def attributed(error: BaseException, what: str, cause: Cause) -> TrajectoryFailure:
-    """Return the failure that an exception of user code is: its own, or one of this cause that names it."""
+    """Return an exception of user code as a failure: the one that it is, or one of this cause that names it."""
     if isinstance(error, TrajectoryFailure):
         try:
             return TrajectoryFailure(error.cause, error.message, error.traceback or user_traceback(error))
@@ -328,7 +328,7 @@ def attributed(error: BaseException, what: str, cause: Cause) -> TrajectoryFailu
 
 
 def raised(what: str, error: BaseException) -> str:
-    """Text that any file, terminal and database takes: foreign messages may hold lone surrogates."""
+    """Return `WHAT raised TYPE: TEXT`, escaped for files, terminals and databases: it may hold lone surrogates."""
     return f"{what} raised {type(error).__name__}: {_text(error)}".encode(errors="backslashreplace").decode()
 
 
