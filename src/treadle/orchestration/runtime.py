@@ -1,4 +1,4 @@
-"""What a run computes with, each part replaceable: the door for another trainer, engine or event loop."""
+"""What a run computes with, each part replaceable: where another trainer, engine or event loop goes in."""
 
 from __future__ import annotations
 
