@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups that nothing can be learned from make room for others. Source: Yu et al. 2025, "DAPO"."""
+"""Dynamic sampling: groups without any learning signal make room for others. Source: Yu et al. 2025, "DAPO"."""
 
 from __future__ import annotations
 

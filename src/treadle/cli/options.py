@@ -16,7 +16,7 @@ else:
 def add_command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str, examples: str
 ) -> argparse.ArgumentParser:
-    """Add a command's sub-parser, with its help and examples, and `run` as what it runs; returns the sub-parser."""
+    """Add a command that calls `run`, with its help and examples; returns its sub-parser, to be given arguments."""
     parser = commands.add_parser(
         name,
         help=summary,

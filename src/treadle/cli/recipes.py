@@ -60,7 +60,7 @@ def run_show(options: argparse.Namespace) -> int:
 
 
 class _Entry(NamedTuple):
-    """Holds one line: `_Entry("*", "training.group_size", "16", "trajectories ...", "bold")`; headings have no value."""
+    """Holds a line: `_Entry("*", "training.group_size", "16", "trajectories ...", "bold")`; a heading has no value."""
 
     mark: str
     name: str

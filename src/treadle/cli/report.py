@@ -51,7 +51,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report, or all failures; returns 0."""
+    """Print the report, or with --failures every failure; returns 0."""
     require_record(options.run_directory)
     from treadle.cli.report_data import failures, run_facts
     from treadle.orchestration.store.run_directory import RunDirectory

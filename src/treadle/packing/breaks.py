@@ -30,7 +30,7 @@ step with a recorded cause is a break unless it extends. Without one it is that 
 The price of a break, `extra_tokens`, is what a prompt of that length that had kept the sequence would have shared with
 it beyond what this one does: min(length of sequence, of prompt) - shared. Forks carry nothing along and cost nothing.
 
-Ids alone cannot tell a conversation that starts anew with a summary of the old one from a sub-agent's: both are forks.
+Ids alone cannot distinguish a conversation that starts anew with a summary from a sub-agent's: both are forks.
 """
 
 from __future__ import annotations

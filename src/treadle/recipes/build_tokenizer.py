@@ -26,7 +26,7 @@ VOCABULARY = 800
 
 PAD, TURN_START, TURN_END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<search>", "</search>", "<answer>", "</answer>")
-"""Added tokens that are not special: part of what is said, so they survive decoding."""
+"""Added tokens that are not special: part of a message's text, so they survive decoding."""
 
 CHAT_TEMPLATE = """\
 {%- for tool in tools or [] -%}

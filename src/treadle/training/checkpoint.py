@@ -77,7 +77,7 @@ def read_model_files(checkpoint: Manifest) -> dict[str, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Holds what checkpoint.json says."""
+    """Holds the content of checkpoint.json."""
 
     updates_done: int
     kl_coef: float | None

@@ -109,7 +109,7 @@ class Learner:
 
     def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
         """Train on the groups between two publications: `updates_per_batch` updates of equally many groups, in order,
-        and so again in each of `epochs_per_batch` epochs.
+        repeated in each of `epochs_per_batch` epochs.
 
         Log-probabilities and values at the batch's start are computed for all updates before the first one: values if
         there is a value head, log-probabilities if anything compares with them and there are several updates; a single

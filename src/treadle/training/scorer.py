@@ -57,7 +57,7 @@ class Scorer(nn.Module):
     in which it was sampled.
 
     Invariant: making one changes nothing of the model; it computes as `ready` says only inside that context.
-    Raises ConfigError for a model that does not tell its decoder from its head.
+    Raises ConfigError for a model whose `get_decoder` returns the model itself, head and all.
     """
 
     def __init__(self, model: PreTrainedModel, value_head: nn.Linear | None = None) -> None:

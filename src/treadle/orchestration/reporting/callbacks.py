@@ -158,7 +158,7 @@ class Callbacks(Callback):
         self._tell("message", lambda callback: callback.message(line))
 
     def _tell(self, event: str, tell: Callable[[Callback], None]) -> None:
-        """Call each callback; switch off one that fails and request a stop: the run's state is whole between updates."""
+        """Call each callback. Switch off one that fails and request a stop: state is whole only between updates."""
         for name, callback in list(self._members.items()):
             error = _raised_by(tell, callback)
             if isinstance(error, TreadleError):

@@ -1,7 +1,7 @@
-"""Metrics of what was played, and of what became of it: over trajectories, tasks and tokens, never over rows.
+"""Metrics of what was played, and of what was trained of it: over trajectories, tasks and tokens, never over rows.
 
-Each declares its view (`core.metrics.View`). What was played is read off `core.outcomes.as_played`, and is the same
-whatever was dropped afterwards.
+Each declares its view (`core.metrics.View`). What was played comes from `core.outcomes.as_played`, and does not depend
+on what was dropped afterwards.
 """
 
 from __future__ import annotations

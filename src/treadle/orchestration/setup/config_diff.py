@@ -35,7 +35,7 @@ CHANGEABLE = (
     "training.max_tokens_per_microbatch",
     "training.gradient_checkpointing",
 )
-"""Paths, and sections with all below them: pace, cost, what is stored and what is shown; never what is learned."""
+"""Paths, and sections with all below them: pace, cost, what is stored and what is shown; never what is trained."""
 
 _REASONS = {
     "seed": "it keys every draw",

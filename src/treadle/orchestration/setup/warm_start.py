@@ -94,13 +94,13 @@ async def run_warm_start(
     report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)
     try:
         await trainer.export(entry, {"report.json": json.dumps(asdict(report)).encode()})
-    except CheckpointError as error:  # another run was quicker, or the disk refuses: no reason to lose what is learned
+    except CheckpointError as error:  # another run was quicker, or the disk refuses: the trained weights are still good
         progress.say(f"the warm start was not cached: {error}")
     return report
 
 
 async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> WarmStartReport | None:
-    """Load the cached weights into the trainer; None if there are none, or they are damaged and thus removed."""
+    """Load the cached weights into the trainer; return None if there are none, or remove them if they are damaged."""
     if not entry.is_dir():
         return None
     try:
