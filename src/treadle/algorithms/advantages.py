@@ -21,7 +21,7 @@ _EPSILON = 1e-6
 
 
 def grpo(rewards: Doubles, group: Indices, norm_by_std: bool = True) -> Doubles:
-    """Group-relative advantage: A_i = (R_i - mean) / (std + 1e-6) over i's group, std unbiased.
+    """Return the group-relative advantage A_i = (R_i - mean) / (std + 1e-6) over i's group, std unbiased.
 
     rewards float64[J], group int64[J]; both hold graded trajectories only. Returns float64[J].
     A group of one, or with equal rewards, gets exactly 0. `norm_by_std=False` leaves the division out.
@@ -36,8 +36,9 @@ def grpo(rewards: Doubles, group: Indices, norm_by_std: bool = True) -> Doubles:
 
 
 def rloo(rewards: Doubles, group: Indices) -> Doubles:
-    """Leave-one-out: A_i = R_i - mean of the others of i's group. rewards float64[J], group int64[J] -> float64[J].
+    """Return the leave-one-out advantage A_i = R_i - mean of the others of i's group.
 
+    rewards float64[J], group int64[J]; returns float64[J]. A group of one, or with equal rewards, gets exactly 0.
     Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; for language models: Ahmadian et al.
     2024, "Back to basics".
     """
@@ -49,7 +50,7 @@ def rloo(rewards: Doubles, group: Indices) -> Doubles:
 
 
 def maxrl(rewards: Doubles, group: Indices) -> Doubles:
-    """A_i = (R_i - mean) / mean over i's group; 0 where all are equal.
+    """Return A_i = (R_i - mean) / mean over i's group; 0 where all rewards are equal.
 
     rewards float64[J], group int64[J]; returns float64[J].
     With rewards of 0 and 1 this is the gradient of log pass rate, to the order that the group's size allows.
@@ -68,10 +69,10 @@ def maxrl(rewards: Doubles, group: Indices) -> Doubles:
 def step_return(
     rewards: Doubles, step_rewards: Doubles, trajectory_of_step: Indices, group: Indices, gamma: float
 ) -> Doubles:
-    """Return to go of a step over what the group's other trajectories had left at the same step.
+    """Return a step's return to go less the mean return to go of the group's other trajectories at the same step.
 
     G_t = sum_{k >= t} gamma^(k-t) r_k. A_t = G_t - mean of G_t over the group's other trajectories that reached step t.
-    If none did, their returns from the start less the own rewards so far stand in:
+    If none did, their returns from the start less this trajectory's own rewards so far stand in:
     A_t = G_t - (mean of others' G_0 - sum_{k < t} gamma^k r_k) = (1 - gamma^t) G_t + (G_0 - mean of others' G_0).
     Every baseline is of other trajectories or of the past, so that it does not bias the gradient.
 
@@ -107,7 +108,7 @@ def gigpo(
     weight: float,
     norm_by_std: bool = True,
 ) -> Doubles:
-    """Group in group: A_t = episode advantage + weight * step advantage.
+    """Return the group-in-group advantage A_t = episode advantage + weight * step advantage.
 
     The episode advantage is `grpo` of R over the group; the step advantage is `grpo` of the return to go G_t over the
     steps that share a state. state int64[S]: equal where the steps of one group met the same state of the environment.
@@ -125,11 +126,11 @@ def reinforce_plus_plus(
     gamma: float,
     source: Indices | None = None,
 ) -> Doubles:
-    """Discounted return to go of each trainable token, whitened over all trainable tokens of the update.
+    """Return the discounted return to go of each trainable token, whitened over all trainable tokens of the update.
 
     token_rewards float64[N] (see `paid_to_tokens`), mask bool[N], trajectory int64[N]. Returns float64[N], 0 elsewhere.
-    Tokens are counted over trainable ones, across the steps of a trajectory. source int64[N]: whose return each token
-    takes, its own by default; what a token that takes another's was given is paid there.
+    The discount counts trainable tokens only, across the steps of a trajectory. source int64[N]: the token whose return
+    each token takes, itself by default; the reward of a token that takes another's return is added to that other token.
     Source: Hu 2025, "REINFORCE++".
     """
     own = np.arange(len(mask))
@@ -144,11 +145,11 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     rewards: Doubles, group: Indices, mask: NDArray[np.bool_], trajectory: Indices
 ) -> Doubles:
-    """R less the group's mean, on each trainable token, whitened over those of the update: its baseline form.
+    """Return R less the group's mean on each trainable token, whitened over those of the update: its baseline form.
 
     rewards float64[J], group int64[J], mask bool[N], trajectory int64[N]. Returns float64[N].
     A group with equal rewards gets exactly 0 and is left out of mean and standard deviation: whitening would give it
-    an advantage again. Source: Hu 2025, "REINFORCE++", the variant with several samples for a prompt.
+    an advantage. Source: Hu 2025, "REINFORCE++", the variant with several samples for a prompt.
     """
     centred, informative = np.zeros(len(rewards)), np.zeros(len(rewards), np.bool_)
     for members in _unequal_groups(rewards, group):
@@ -168,10 +169,10 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> Doubles:
-    """Generalised advantage estimation over a trajectory's trainable tokens, from step to step.
+    """Return generalised advantage estimates over a trajectory's trainable tokens, across its steps.
 
-    delta_i = r_i + gamma V_{i+1} - V_i, A_i = sum_l (gamma lambda)^l delta_{i+l}; V is 0 after the last one. What is
-    observed between steps is no action: it is skipped and costs no discount. A + V is what a value head learns.
+    delta_i = r_i + gamma V_{i+1} - V_i, A_i = sum_l (gamma lambda)^l delta_{i+l}; V is 0 after the last one.
+    Observations between steps are no actions: they are skipped and cost no discount. A value head learns A + V.
     token_rewards, values float64[N], mask bool[N], trajectory int64[N]. Returns float64[N], 0 elsewhere.
     Source: Schulman et al. 2015, "High-dimensional continuous control using generalized advantage estimation", eq. 16.
     """
@@ -188,7 +189,10 @@ def gae(
 
 
 def returns(rewards: Doubles, owner: Indices, gamma: float) -> Doubles:
-    """G_i = r_i + gamma G_{i+1} within each run of equal owners. rewards float64[n], owner int64[n] -> float64[n]."""
+    """Return G_i = r_i + gamma G_{i+1} within each run of equal owners.
+
+    rewards float64[n], owner int64[n]; returns float64[n].
+    """
     found = np.zeros(len(rewards))
     running = 0.0
     for i, (reward, last) in reversed(list(enumerate(zip(rewards.tolist(), _is_last(owner).tolist(), strict=True)))):
@@ -198,17 +202,18 @@ def returns(rewards: Doubles, owner: Indices, gamma: float) -> Doubles:
 
 
 def whiten(values: Doubles) -> Doubles:
-    """(x - mean) / (std + 1e-6), std unbiased; exactly 0 where all are equal. float64[n] -> float64[n]."""
+    """Return (x - mean) / (std + 1e-6), std unbiased; exactly 0 where all are equal. float64[n] -> float64[n]."""
     return grpo(values, np.zeros(len(values), np.int64))
 
 
 def paid_to_tokens(
     step_rewards: Doubles, trajectory_of_step: Indices, step: Indices, mask: NDArray[np.bool_]
 ) -> Doubles:
-    """The reward of each step on the last trainable token that came before it: float64[N].
+    """Return float64[N] with the reward of each step on its last trainable token.
 
-    step_rewards float64[S], trajectory_of_step int64[S], step int64[N], mask bool[N]. A step without a trainable token
-    (greedy, masked) pays the trajectory's token before it; what comes before any trainable token was not earned by one.
+    step_rewards float64[S], trajectory_of_step int64[S], step int64[N], mask bool[N]. The reward of a step without one
+    (greedy, masked) goes to the trajectory's last trainable token before it, and to no token if there is none: no
+    trainable token earned it.
     """
     paid = np.zeros(len(mask))
     trained = np.flatnonzero(mask)
@@ -220,7 +225,7 @@ def paid_to_tokens(
 
 
 def moved_to_trainable(token_rewards: Doubles, trajectory: Indices, mask: NDArray[np.bool_]) -> Doubles:
-    """The reward of each token on the last trainable token at or before it, as `paid_to_tokens` has it for steps.
+    """Return the reward of each token on the last trainable token at or before it, like `paid_to_tokens` for steps.
 
     token_rewards float64[N], trajectory int64[N], mask bool[N]; returns float64[N]. An untrainable token (masked, the
     tail of a stop string) is a consequence of what was sampled before it: the trainable token there earned its reward.

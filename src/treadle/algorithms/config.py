@@ -12,7 +12,7 @@ Scope = Literal["trajectory", "step"]
 
 
 class PpoClipConfig(Config):
-    """Options of policy_loss ppo_clip."""
+    """Configures policy_loss ppo_clip."""
 
     eps_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - eps_low")
     eps_high: float = Field(0.28, gt=0, description="the ratio is clipped above 1 + eps_high")
@@ -20,12 +20,12 @@ class PpoClipConfig(Config):
 
     @property
     def bounds(self) -> tuple[float, float, float | None]:
-        """As the loss takes them."""
+        """Return (eps_low, eps_high, dual_clip), the order in which `ppo_clip` takes them."""
         return self.eps_low, self.eps_high, self.dual_clip
 
 
 class GspoConfig(Config):
-    """Options of policy_loss gspo."""
+    """Configures policy_loss gspo."""
 
     eps_low: float = Field(3e-4, gt=0, lt=1, description="the unit's ratio is clipped below 1 - eps_low")
     eps_high: float = Field(4e-4, gt=0, description="the unit's ratio is clipped above 1 + eps_high")
@@ -33,21 +33,21 @@ class GspoConfig(Config):
 
 
 class CispoConfig(Config):
-    """Options of policy_loss cispo."""
+    """Configures policy_loss cispo."""
 
     eps_low: float = Field(1.0, gt=0, le=1, description="the weight is at least 1 - eps_low (1: no lower bound)")
     eps_high: float = Field(4.0, gt=0, description="the weight is at most 1 + eps_high")
 
 
 class SapoConfig(Config):
-    """Options of policy_loss sapo."""
+    """Configures policy_loss sapo."""
 
     tau_positive: float = Field(1.0, gt=0, description="steepness of the gate where the advantage is positive")
     tau_negative: float = Field(1.05, gt=0, description="steepness of the gate elsewhere")
 
 
 class DppoConfig(Config):
-    """Options of policy_loss dppo."""
+    """Configures policy_loss dppo."""
 
     divergence: Literal["tv", "kl"] = Field("tv", description="total variation or KL, of the token against all others")
     delta: float = Field(0.15, gt=0, description="largest divergence from the sampling policy")
@@ -64,7 +64,7 @@ Bounds = Annotated[tuple[float, float], AfterValidator(_ordered)]
 
 
 class CorrectionConfig(Config):
-    """What is done about rho = exp(logp_old - logp_rollout), the learner's policy against the engine's; all off."""
+    """Configures corrections by rho = exp(logp_old - logp_rollout), the learner's policy over the engine's; all off."""
 
     token_tis: float | None = Field(None, ge=1, description="weigh each token by min(rho, this)")
     sequence_tis: float | None = Field(None, ge=1, description="weigh each unit by min(product of its rho, this)")
@@ -83,34 +83,34 @@ class CorrectionConfig(Config):
 
     @property
     def active(self) -> bool:
-        """Whether anything is corrected."""
+        """Return whether anything is corrected."""
         return self.weighs or self.masks
 
     @property
     def weighs(self) -> bool:
-        """Whether policy losses are weighed by a ratio."""
+        """Return whether policy losses are weighed by a ratio."""
         return self.token_tis is not None or self.sequence_tis is not None
 
     @property
     def masks(self) -> bool:
-        """Whether tokens are left out."""
+        """Return whether tokens are left out."""
         masks = (self.token_mask, self.geometric_mask, self.product_mask, self.outlier_mask)
         return any(mask is not None for mask in masks)
 
     @property
     def by_unit(self) -> bool:
-        """Whether anything is decided over a unit, so that `scope` matters."""
+        """Return whether anything is decided over a unit, so that `scope` matters."""
         units = (self.sequence_tis, self.geometric_mask, self.product_mask, self.outlier_mask)
         return any(option is not None for option in units)
 
     @property
     def couples(self) -> bool:
-        """Whether a token's weight depends on other tokens' log-probabilities."""
+        """Return whether a token's weight depends on other tokens' log-probabilities."""
         return self.by_unit or (self.renormalize and self.masks)
 
 
 class KlConfig(Config):
-    """KL divergence from a reference model, and its coefficient."""
+    """Configures the KL divergence from a reference model, and its coefficient."""
 
     coef: float = Field(gt=0, description="coefficient; with a target, the first one")
     estimator: Literal["k1", "k2", "k3", "abs"] = Field("k3", description="estimator of KL for each token")
@@ -126,7 +126,7 @@ class KlConfig(Config):
 
 
 class ValueConfig(Config):
-    """The value head of an advantage that needs one, trained along with the policy."""
+    """Configures the value head of an advantage that needs one; it is trained along with the policy."""
 
     coef: float = Field(0.5, gt=0, description="coefficient of the value loss, half the squared error")
     clip: float | None = Field(
@@ -135,7 +135,7 @@ class ValueConfig(Config):
 
 
 class AlgorithmConfig(Config):
-    """How rewards become a loss: an advantage, a policy loss with its options, corrections, KL and a reduction."""
+    """Configures how rewards become a loss: advantage, policy loss with its options, corrections, KL and reduction."""
 
     advantage: str = Field("grpo", description="advantage estimator: a registered name or module:attribute")
     advantage_options: dict[str, Any] = Field(

@@ -23,32 +23,32 @@ from treadle.algorithms.segments import unit_mean, unit_sum
 
 
 def token_tis(log_rho: Tensor, cap: float) -> Tensor:
-    """Truncated importance sampling: min(rho, cap) [N]."""
+    """Return min(rho, cap) [N]: truncated importance sampling."""
     return log_rho.exp().clamp(max=cap)
 
 
 def sequence_tis(log_rho: Tensor, mask: Tensor, unit: Tensor, cap: float) -> Tensor:
-    """min(product of the unit's rho, cap), for all of its tokens [N]. mask bool[N], unit int64[N]."""
+    """Return min(product of the unit's rho, cap) for each of its tokens [N]. mask bool[N], unit int64[N]."""
     return unit_sum(log_rho, mask, unit).exp().clamp(max=cap)
 
 
 def token_mask(log_rho: Tensor, low: float, high: float) -> Tensor:
-    """bool[N]: low <= rho <= high (IcePop)."""
+    """Return bool[N], whether low <= rho <= high (IcePop)."""
     return _between(log_rho.exp(), low, high)
 
 
 def geometric_mask(log_rho: Tensor, mask: Tensor, unit: Tensor, low: float, high: float) -> Tensor:
-    """bool[N]: the geometric mean of the unit's rho lies in [low, high]; it does not depend on the unit's length."""
+    """Return bool[N], whether the geometric mean of the unit's rho, whatever its length, lies in [low, high]."""
     return _between(unit_mean(log_rho, mask, unit).exp(), low, high)
 
 
 def product_mask(log_rho: Tensor, mask: Tensor, unit: Tensor, low: float, high: float) -> Tensor:
-    """bool[N]: the product of the unit's rho, its true importance ratio, lies in [low, high]."""
+    """Return bool[N], whether the product of the unit's rho, its true importance ratio, lies in [low, high]."""
     return _between(unit_sum(log_rho, mask, unit).exp(), low, high)
 
 
 def outlier_mask(log_rho: Tensor, mask: Tensor, unit: Tensor, low: float, high: float) -> Tensor:
-    """bool[N]: no trainable token of the unit has a rho outside [low, high]; one drops the whole unit."""
+    """Return bool[N], false for all tokens of a unit of which one trainable token has a rho outside [low, high]."""
     outside = (~_between(log_rho.exp(), low, high)).to(log_rho.dtype)
     return unit_sum(outside, mask, unit) == 0
 
@@ -59,22 +59,27 @@ def _between(value: Tensor, low: float, high: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """weight [N]: of each token's loss, 0 where it is left out. factor [N]: of its policy loss alone. keep bool[N]."""
+    """Holds what corrections make of the weights of a loss.
+
+    weight [N]: of each token's loss, 0 where it is left out. factor [N]: of its policy loss alone. keep bool[N]: tokens
+    that no mask leaves out.
+    """
 
     weight: Tensor
     factor: Tensor
     keep: Tensor
 
     def at(self, index: Tensor) -> Corrected:
-        """These tokens only. index int64[n]."""
+        """Return the same of these tokens only. index int64[n]."""
         return Corrected(self.weight[index], self.factor[index], self.keep[index])
 
 
 def corrected(
     tokens: Tokens, weight: Tensor, config: CorrectionConfig, reduction: Callable[[Tensor], Tensor]
 ) -> Corrected:
-    """Apply what the section asks for. weight [N]: the reduction's. reduction: weights of the tokens in a mask.
+    """Apply the corrections that the section sets.
 
+    weight [N]: the reduction's. reduction: mask bool[N] -> weights [N] of the tokens in it.
     Tokens left out weigh 0 also for KL and entropy; truncated ratios weigh the policy loss alone. `renormalize` takes
     the reduction's denominators over the tokens kept.
     """

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups that nothing can be learned from make room for others. Source: Yu et al. 2025, "DAPO"."""
+"""Dynamic sampling: groups without any learning signal make room for others. Source: Yu et al. 2025, "DAPO"."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from treadle.packing.flat import flatten
 
 
 def has_zero_advantage(group: Group, config: AlgorithmConfig) -> bool:
-    """Whether the advantages of all its trainable tokens are 0; without KL in the reward, which is not known yet.
+    """Return whether the advantages of all trainable tokens of the group are 0.
 
-    Decided on advantages, not on rewards: what has equal rewards but a penalty in one attempt does teach something.
+    KL in the reward is left out: it is not known yet. The test is of advantages, not of rewards: a group with equal
+    rewards but a penalty in one attempt does teach something.
     """
     batch = flatten([group])
     return not advantages(batch, config)[batch.mask].any()

@@ -35,7 +35,7 @@ from treadle.packing.flat import Doubles, FlatBatch, Indices
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signals:
-    """What an estimator may use beside the batch.
+    """Holds what an estimator may use beside the batch.
 
     penalty float64[N]: taken off the reward of each token (KL in the reward). values float64[N]: a value head's.
     """
@@ -46,9 +46,11 @@ class Signals:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rewards:
-    """The same rewards at three levels; each sums up to the next: trajectory float64[J], step float64[K], token
-    float64[N] (those of single tokens where they were given, the rest of each step's on its last trainable token). What
-    an untrainable token or step was given is paid to the trajectory's last trainable token before it, if there is one.
+    """Holds the same rewards at three levels: trajectory float64[J], step float64[K], token float64[N].
+
+    The rewards of a trajectory's steps sum up to its own. `token` holds the rewards given to single tokens, and the
+    rest of each step's reward on its last trainable token. The reward of an untrainable token or step goes to the
+    trajectory's last trainable token before it, if there is one.
     """
 
     trajectory: Doubles
@@ -57,7 +59,7 @@ class Rewards:
 
     @classmethod
     def of(cls, batch: FlatBatch, penalty: Doubles | None) -> Rewards:
-        """Of the environment, less the penalty of trainable tokens."""
+        """Return the environment's rewards less the penalty float64[N] of trainable tokens."""
         rest = batch.played_rewards - np.bincount(batch.played_id, batch.token_rewards, len(batch.played))
         paid = paid_to_tokens(rest, batch.trajectory_of_played, batch.played_id, batch.mask)
         paid += moved_to_trainable(batch.token_rewards, batch.trajectory_id, batch.mask)
@@ -73,14 +75,16 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True)
 class Advantage:
-    """A registered advantage estimator (entry points `treadle.advantages`).
+    """Describes a registered advantage estimator (entry points `treadle.advantages`).
 
     per_token: (batch, signals, config) -> advantage float64[N]; values at untrainable tokens are of no effect.
-    options: fields of the configuration that it reads. options_type: what `advantage_options` must make
+    options: fields of the configuration that it reads. options_type: the type that `advantage_options` is built into
     (`core.config.build`), for one with options of its own.
-    needs_values: `Signals.values`, of a value head, which then learns values + advantage: no whitened one.
-    by_group: has a baseline over the group, so that a group of one trains nothing.
-    by_step: uses when a reward came; the others use a trajectory's sum alone. by_token: uses those of single tokens.
+    needs_values: it needs `Signals.values`, of a value head, which then learns values + advantage; such an advantage
+    must not be whitened.
+    by_group: it has a baseline over the group, so that a group of one trains nothing.
+    by_step: it uses at which step a reward came; others use a trajectory's sum alone. by_token: it uses the rewards of
+    single tokens.
     """
 
     per_token: Callable[[FlatBatch, Signals, AlgorithmConfig], Doubles]
@@ -94,7 +98,7 @@ class Advantage:
 
 @cache
 def by_name(name: str) -> Advantage:
-    """A registered name or module:attribute. Raises ConfigError."""
+    """Return the advantage of a registered name or module:attribute. Raises ConfigError."""
     found = resolve("advantages", name, "algorithm.advantage")
     if not isinstance(found, Advantage):
         raise ConfigError(f"algorithm.advantage: {name!r} is of type {type(found).__name__}; make it an `Advantage`")
@@ -107,8 +111,10 @@ def advantages(batch: FlatBatch, config: AlgorithmConfig, signals: Signals | Non
 
 
 def state_ids(batch: FlatBatch) -> Indices:
-    """int64[K]: the state that each played step met, within its group: by the key that the environment gave it, or by
-    its prompt, token for token, where it gave none (before its first answer, or never).
+    """Return int64[K], the number of the state in which each step was played; equal states of one group share a number.
+
+    States are compared by the key that the environment gave, or, where it gave none (before its first answer, or ever),
+    by the step's prompt, token for token.
     """
     groups = batch.group_of_trajectory[batch.trajectory_of_played]
     known: dict[tuple[int, str | bytes], int] = {}
@@ -119,7 +125,7 @@ def state_ids(batch: FlatBatch) -> Indices:
 def _by_trajectory(
     estimate: Callable[[Doubles, Indices, AlgorithmConfig], Doubles],
 ) -> Callable[[FlatBatch, Signals, AlgorithmConfig], Doubles]:
-    """From an estimator of trajectories: each of a trajectory's tokens gets its advantage."""
+    """Turn an estimator of trajectories into one of tokens: each token gets its trajectory's advantage."""
 
     def per_token(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
         rewards = Rewards.of(batch, signals.penalty).trajectory
@@ -131,10 +137,12 @@ def _by_trajectory(
 def _by_main_step(
     estimate: Callable[[Rewards, FlatBatch, Indices, AlgorithmConfig], Doubles],
 ) -> Callable[[FlatBatch, Signals, AlgorithmConfig], Doubles]:
-    """From an estimator of the main branch's steps (rewards of those, batch, which they are int64[M], configuration).
+    """Turn an estimator of the main branch's M steps into one of tokens.
 
-    It sees all steps that were played, so that a step's return, and what it is compared with, are the same whichever of
-    them are trained. What a sub-agent's steps were given is paid to the step that called it, whose advantage they take.
+    estimate: (rewards, with `step` of these M only; batch; their indices int64[M] among the played steps; config) ->
+    advantage float64[M].
+    It sees all steps that were played, so that a step's return and its baseline are the same whichever of them are
+    trained. Rewards of a sub-agent's steps are added to the step that called it, whose advantage they take.
     """
 
     def per_token(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
@@ -166,8 +174,10 @@ def _gigpo(rewards: Rewards, batch: FlatBatch, main: Indices, config: AlgorithmC
 
 
 def parent_tokens(batch: FlatBatch) -> Indices:
-    """int64[N]: of each trainable token itself, or of a sub-agent's the last trainable token of the main branch up to
-    the step that called it; itself for all others, and where the main branch has none.
+    """Return int64[N], the token whose return each token takes.
+
+    That is the token itself, but for a trainable token of a sub-agent: it takes the return of the main branch's last
+    trainable token up to the step that called the sub-agent, if there is one.
     """
     own, played, caller = np.arange(len(batch)), batch.played_id, parent_steps(batch)[batch.played_id]
     trained = np.flatnonzero(batch.mask & (caller == played))

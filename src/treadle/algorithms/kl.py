@@ -15,22 +15,31 @@ from torch import Tensor
 
 
 def k1(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """d: unbiased, may be negative. As a loss its expected gradient is 0. Source: Schulman 2020, "Approximating KL"."""
+    """Return d: unbiased, may be negative. As a loss its expected gradient is 0.
+
+    Source: Schulman 2020, "Approximating KL".
+    """
     return logp - logp_ref
 
 
 def k2(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """d^2 / 2: biased, low variance; as a loss its gradient is that of KL(policy || reference). Source: as `k1`."""
+    """Return d^2 / 2: biased, low variance. As a loss its gradient is that of KL(policy || reference).
+
+    Source: as `k1`.
+    """
     return (logp - logp_ref).square() / 2
 
 
 def k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """exp(-d) - 1 + d: unbiased, >= 0. Source: as `k1`; in GRPO's loss: Shao et al. 2024, "DeepSeekMath", eq. 4."""
+    """Return exp(-d) - 1 + d: unbiased, >= 0.
+
+    Source: as `k1`; in GRPO's loss: Shao et al. 2024, "DeepSeekMath", eq. 4.
+    """
     return (logp_ref - logp).exp() - 1 + (logp - logp_ref)
 
 
 def absolute(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """|d|. Source: the `abs` penalty of verl and OpenRLHF."""
+    """Return |d|. Source: the `abs` penalty of verl and OpenRLHF."""
     return (logp - logp_ref).abs()
 
 
@@ -39,9 +48,9 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2,
 
 @dataclass(frozen=True, slots=True)
 class KlController:
-    """The coefficient of KL, and how it goes on.
+    """Holds the coefficient of KL, and the rule by which it changes.
 
-    target: mean KL per token to steer towards, None for a fixed coefficient. horizon: about how many trajectories it
+    target: mean KL per token to steer towards, None for a fixed coefficient. horizon: about how many trajectories that
     takes. For example, at twice the target or more, an update of 100 trajectories with a horizon of 10000 raises the
     coefficient by 0.2 * 100 / 10000 = 0.2%.
     """
@@ -51,8 +60,9 @@ class KlController:
     horizon: float = 10000.0
 
     def after(self, kl: float, trajectories: int) -> KlController:
-        """The controller after an update: coef (1 + clip(kl / target - 1, -0.2, 0.2) trajectories / horizon).
+        """Return the controller after an update: coef (1 + clip(kl / target - 1, -0.2, 0.2) trajectories / horizon).
 
+        kl: mean per token of the update, in nats. trajectories: how many it trained.
         Source: Ziegler et al. 2019, "Fine-tuning language models from human preferences", sec. 2.2.
         """
         if self.target is None:

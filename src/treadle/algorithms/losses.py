@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a loss may use of N completion tokens, in canonical order and without gradient.
+    """Holds what a loss may use of N completion tokens, in canonical order and without gradient.
 
     logp_old [N]: of the policy that the update started from. logp_rollout [N]: as the engine sampled.
     advantage [N]. mask bool[N]: trainable. step, trajectory int64[N]: the unit that each token belongs to.
@@ -48,7 +48,7 @@ class Tokens:
         return self.trajectory if scope == "trajectory" else self.step
 
     def at(self, index: Tensor) -> Tokens:
-        """Return these tokens only. index int64[n]."""
+        """Return the same of these tokens only. index int64[n]."""
         values = (getattr(self, f.name) for f in fields(self))
         return Tokens(*(None if value is None else value[index] for value in values))  # type: ignore[arg-type]
 
@@ -58,15 +58,15 @@ TokenFunction: TypeAlias = "Callable[[Tensor, Tokens, AlgorithmConfig], Tensor]"
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A registered policy loss (entry points `treadle.policy_losses`).
+    """Describes a registered policy loss (entry points `treadle.policy_losses`).
 
     per_token: (logp [N], tokens, config) -> loss of each token [N].
     couples: a token's loss depends on other tokens' log-probabilities, so that it must see the whole batch at once. A
     loss with a `scope` couples the tokens of each unit.
     anchor: the log-probabilities that it compares with; only `old` needs a pass before the first of several updates.
-    options: the sections of the configuration that it reads. options_type: what `policy_loss_options` must make
-    (`core.config.build`), for a loss with options of its own. clipped: (logp, tokens, config) -> bool[N], tokens whose
-    ratio was bounded.
+    options: the sections of the configuration that it reads. options_type: the type that `policy_loss_options` is built
+    into (`core.config.build`), for a loss with options of its own. clipped: (logp, tokens, config) -> bool[N], tokens
+    whose ratio was bounded.
     """
 
     per_token: TokenFunction
@@ -79,7 +79,7 @@ class PolicyLoss:
 
 @cache
 def by_name(name: str) -> PolicyLoss:
-    """A registered name or module:attribute. Raises ConfigError."""
+    """Return the policy loss of a registered name or module:attribute. Raises ConfigError."""
     found = resolve("policy_losses", name, "algorithm.policy_loss")
     if not isinstance(found, PolicyLoss):
         raise ConfigError(f"algorithm.policy_loss: {name!r} is of type {type(found).__name__}; make it a `PolicyLoss`")
@@ -97,7 +97,7 @@ def ppo_clip(
     eps_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Clipped surrogate: -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A); with A < 0 at most -dual_clip A.
+    """Return the clipped surrogate -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A); with A < 0 at most -dual_clip A.
 
     Source: Schulman et al. 2017, "PPO", eq. 7; asymmetric bounds: Yu et al. 2025, "DAPO"; dual clip: Ye et al. 2020,
     "Mastering complex control in MOBA games", eq. 5.
@@ -117,7 +117,7 @@ def clipped(
     eps_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """bool[N]: tokens whose gradient `ppo_clip` cuts off."""
+    """Return bool[N], the tokens whose gradient `ppo_clip` cuts off."""
     ratio = (logp_new - logp_old).exp()
     cut = (ratio > 1 + eps_high).where(advantage >= 0, ratio < 1 - eps_low)
     if dual_clip is not None:
@@ -126,8 +126,8 @@ def clipped(
 
 
 def sequence_log_ratio(logp_new: Tensor, logp_old: Tensor, mask: Tensor, unit: Tensor) -> Tensor:
-    """log s of each token's unit, s = (product of its trainable tokens' r)^(1 / their number), with a gradient of one
-    for the token's own logp_new.
+    """Return log s of each token's unit, s = (product of its trainable tokens' r)^(1 / their number), with a gradient
+    of one for the token's own logp_new.
 
     All [N]; mask bool, unit int64. Source: Zheng et al. 2025, "Group sequence policy optimization", eq. 7 and, for the
     gradient by token (equal to that of eq. 5 where a unit's advantages and weights are equal), eq. 14.
@@ -139,8 +139,9 @@ def sequence_log_ratio(logp_new: Tensor, logp_old: Tensor, mask: Tensor, unit: T
 def gspo(
     logp_new: Tensor, logp_old: Tensor, advantage: Tensor, mask: Tensor, unit: Tensor, eps_low: float, eps_high: float
 ) -> Tensor:
-    """-min(s A, clip(s, 1 - eps_low, 1 + eps_high) A), s the length-normalised ratio of the token's unit (the scope).
+    """Return -min(s A, clip(s, 1 - eps_low, 1 + eps_high) A).
 
+    s is the length-normalised ratio of the token's unit (the scope): see `sequence_log_ratio`.
     Source: Zheng et al. 2025, "Group sequence policy optimization", eq. 5 and 13.
     """
     ratio = sequence_log_ratio(logp_new, logp_old, mask, unit)
@@ -148,7 +149,7 @@ def gspo(
 
 
 def cispo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, eps_low: float, eps_high: float) -> Tensor:
-    """-sg(clip(r, 1 - eps_low, 1 + eps_high)) A logp_new: the weight is clipped, no token loses its gradient.
+    """Return -sg(clip(r, 1 - eps_low, 1 + eps_high)) A logp_new: the weight is clipped, no token loses its gradient.
 
     Source: MiniMax 2025, "MiniMax-M1", eq. 4-5.
     """
@@ -157,7 +158,7 @@ def cispo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, eps_low: float,
 
 
 def sapo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate in place of clipping.
+    """Return -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate in place of clipping.
 
     Source: Gao et al. 2025, "Soft adaptive policy optimization", eq. 5-6.
     """
@@ -169,7 +170,7 @@ def sapo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, tau_positive: fl
 def outside_trust_region(
     logp_new: Tensor, logp_rollout: Tensor, advantage: Tensor, divergence: Literal["tv", "kl"], delta: float
 ) -> Tensor:
-    """bool[N]: tokens that A pushes away from the sampling policy though they are more than delta from it.
+    """Return bool[N], the tokens that A pushes away from the sampling policy though they are more than delta from it.
 
     The divergence is that of two outcomes, the token and any other: with mu, pi the probabilities of the token,
     tv = |mu - pi|, kl = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)).
@@ -189,7 +190,7 @@ def outside_trust_region(
 def dppo(
     logp_new: Tensor, logp_rollout: Tensor, advantage: Tensor, divergence: Literal["tv", "kl"], delta: float
 ) -> Tensor:
-    """-M r A with r = exp(logp_new - logp_rollout), M = 0 for tokens outside the trust region, else 1.
+    """Return -M r A with r = exp(logp_new - logp_rollout), M = 0 for tokens outside the trust region, else 1.
 
     Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (binary TV and KL).
     """
@@ -198,12 +199,12 @@ def dppo(
 
 
 def reinforce(logp_new: Tensor, advantage: Tensor) -> Tensor:
-    """-A logp_new. Source: Williams 1992, "Simple statistical gradient-following algorithms"."""
+    """Return -A logp_new. Source: Williams 1992, "Simple statistical gradient-following algorithms"."""
     return -advantage * logp_new
 
 
 def importance_sampling(logp_new: Tensor, logp_rollout: Tensor, advantage: Tensor) -> Tensor:
-    """-r A with r = exp(logp_new - logp_rollout), unbounded: unbiased by token whatever policy sampled it.
+    """Return -r A with r = exp(logp_new - logp_rollout), unbounded: unbiased by token whatever policy sampled it.
 
     Source: importance sampling of the policy gradient, as `importance_sampling` of Thinking Machines' Tinker.
     """

@@ -15,12 +15,15 @@ from treadle.packing.flat import Doubles, FlatBatch, Indices
 
 
 def token_mean(mask: NDArray[np.bool_]) -> Doubles:
-    """w = 1 / trainable tokens of the update. mask bool[N] -> float64[N]. Source: Yu et al. 2025, "DAPO", eq. 12."""
+    """Return w = 1 / trainable tokens of the update. mask bool[N] -> float64[N].
+
+    Source: Yu et al. 2025, "DAPO", eq. 12.
+    """
     return mask / max(int(mask.sum()), 1)
 
 
 def unit_mean(mask: NDArray[np.bool_], unit: Indices) -> Doubles:
-    """w = 1 / (units * trainable tokens of the token's unit): a mean over units of means over their tokens.
+    """Return w = 1 / (units * trainable tokens of the token's unit): a mean over units of means over their tokens.
 
     With trajectories as units `trajectory_mean` (Shao et al. 2024, "DeepSeekMath", eq. 3), with steps `step_mean`, with
     groups `task_mean`.
@@ -31,7 +34,7 @@ def unit_mean(mask: NDArray[np.bool_], unit: Indices) -> Doubles:
 
 
 def seq_mean_token_sum_norm(mask: NDArray[np.bool_], unit: Indices, length_norm: float) -> Doubles:
-    """w = 1 / (units * length_norm): a sum over each unit's tokens divided by a constant, a mean over units.
+    """Return w = 1 / (units * length_norm): a sum over each unit's tokens divided by a constant, a mean over units.
 
     unit int64[N]: the trajectory or step (the scope) of each token. Source: Liu et al. 2025, "Dr. GRPO".
     """

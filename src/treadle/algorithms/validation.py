@@ -24,7 +24,7 @@ def check(config: AlgorithmConfig, filtered_sampling: bool = False) -> None:
 
 
 def problems(config: AlgorithmConfig, filtered_sampling: bool = False) -> list[str]:
-    """What is wrong with the section, each naming the value and the fix. Raises ConfigError for an unknown name.
+    """Return what is wrong with the section, each naming the value and the fix. Raises ConfigError for an unknown name.
 
     filtered_sampling: completions are sampled with top-k, top-p or min-p, so that `logp_rollout` is of a truncated
     distribution and rho is biased.
@@ -55,7 +55,7 @@ def _unread_options(config: AlgorithmConfig, advantage: Advantage, loss: PolicyL
 
 
 def _own_options(kind: str, name: str, given: Mapping[str, Any], expected: type[Config] | None) -> Iterator[str]:
-    """Problems of the options of somebody else's advantage or loss."""
+    """Yield the problems of `advantage_options` or `policy_loss_options`."""
     if expected is None:
         if given:
             yield f"{kind}_options is set, but {kind} {name!r} has no options of its own; leave it out"

@@ -13,18 +13,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ValueTargets:
-    """old [n]: values at the start of the batch. target [n]: returns, `old` plus the advantage."""
+    """Holds what a value head learns. old [n]: values at the batch's start. target [n]: returns, `old` + advantage."""
 
     old: Tensor
     target: Tensor
 
     def at(self, index: Tensor) -> ValueTargets:
-        """Of some tokens only. index int64[n]."""
+        """Return the same of these tokens only. index int64[n]."""
         return ValueTargets(self.old[index], self.target[index])
 
 
 def value_loss(value: Tensor, targets: ValueTargets, clip: float | None = None) -> Tensor:
-    """(V - G)^2 / 2; with `clip`, at least that of V held within `clip` of the old value.
+    """Return (V - G)^2 / 2; with `clip`, at least that of V held within `clip` of the old value.
 
     Source: Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation", eq. 28;
     clipped: Engstrom et al. 2020, "Implementation matters in deep policy gradients", sec. 3.
@@ -34,14 +34,15 @@ def value_loss(value: Tensor, targets: ValueTargets, clip: float | None = None) 
 
 
 def value_clipped(value: Tensor, targets: ValueTargets, clip: float) -> Tensor:
-    """bool[n]: tokens whose gradient `value_loss` cuts off."""
+    """Return bool[n], the tokens whose gradient `value_loss` cuts off."""
     return _held_error(value, targets, clip) > (value - targets.target).square() / 2
 
 
 def explained_variance(value: Tensor, target: Tensor) -> float:
-    """1 - Var(G - V) / Var(G); 0 where all G are equal. value, target [n], of trained tokens.
+    """Return 1 - Var(G - V) / Var(G); 0 where all G are equal. value, target [n], of trained tokens.
 
-    Equal but for rounding: returns are sums of values and advantages, which leave some even where each reward is 0.
+    "Equal" allows for rounding: returns are sums of values and advantages, which differ a little even where every
+    reward is 0.
     """
     if not len(target):
         return 0.0

@@ -79,7 +79,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Run the benchmark and print its result, and write it to `--output`; returns 0."""
     if options.device != "cpu" and options.name != "packing":
         raise ConfigError(f"--device {options.device}: 'treadle bench {options.name}' runs on the CPU alone")
     if options.replay is not None and options.name != "update":
@@ -121,7 +121,7 @@ def show(report: Report | Reports, as_json: bool) -> None:
 
 
 def _simulated(options: argparse.Namespace) -> dict[str, Any]:
-    """What was said of `async`, by the names of its parameters. Raises ConfigError for sizes that mean nothing."""
+    """Return the options of `async`, by the names of its parameters. Raises ConfigError for sizes that mean nothing."""
     given = {"generation": options.generation, "run": options.like, "plot": options.plot}
     if options.generation is not None and options.like is not None:
         both = f"--generation {options.generation} and --run {options.like}"

@@ -1,4 +1,4 @@
-"""Where commands print: coloured and fitted to a terminal, plain lines elsewhere, and never what steers a terminal."""
+"""Where commands print: coloured and fitted to a terminal, plain lines elsewhere, control sequences always escaped."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Part = str | tuple[str, str]  # some text; or some text and its style
 
 
 class Table:
-    """A table whose cells, one line each, are escaped."""
+    """Holds a table whose cells, one line each, are escaped."""
 
     def __init__(self, rich_table: rich.table.Table) -> None:
         self.rich = rich_table
 
     def add_row(self, *cells: Part, style: str = "") -> None:
-        """Add a row; an empty one separates."""
+        """Add a row; one without cells is a blank line."""
         self.rich.add_row(*(_styled(escape_line, [cell]) for cell in cells), style=style)
 
 
 class Console:
     """Writes to standard output or standard error; all that a command shows goes through here.
 
-    Models, tasks, environments and file names decide about much of what is shown. What steers a terminal is
-    therefore shown escaped (`treadle.core.text`): each method takes text as it is, never markup or escape sequences.
+    Much of what is shown comes from models, tasks, environments and file names. Control sequences are therefore shown
+    escaped (`treadle.core.text`): each method takes text as it is, never markup or escape sequences.
     """
 
     def __init__(self, stderr: bool = False) -> None:
@@ -44,17 +44,17 @@ class Console:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether somebody is watching."""
+        """Return whether the output is a terminal."""
         return self.rich.is_terminal
 
     @property
     def width(self) -> int:
-        """Columns."""
+        """Return the width in columns."""
         return self.rich.width
 
     def line(self, *parts: Part, style: str = "", wrap: bool = False) -> None:
-        """Print one line, of parts in their own styles. One that is too long for a terminal is left to it, so that
-        paths and commands can be copied; or it is wrapped at words."""
+        """Print one line, of parts in their own styles. One that is too long for the terminal is left to the terminal,
+        so that paths and commands can be copied; with `wrap` it is wrapped at words."""
         self.rich.print(_styled(escape_line, parts), style=style, soft_wrap=not wrap)
 
     def text(self, *parts: Part, style: str = "") -> None:
@@ -62,7 +62,7 @@ class Console:
         self.rich.print(_styled(escape_text, parts), style=style, soft_wrap=True)
 
     def table(self, table: Table) -> None:
-        """Print a table; without a terminal, without the blanks that fill its lines."""
+        """Print a table; where there is no terminal, without trailing blanks."""
         if self.is_terminal:
             self.rich.print(table.rich)
             return
@@ -71,21 +71,21 @@ class Console:
         self.rich.print("\n".join(line.rstrip() for line in capture.get().splitlines()), soft_wrap=True)
 
     def json(self, data: Any, indent: int | None = 2) -> None:
-        """Print it as JSON in ASCII, never coloured or wrapped: escaping is JSON's own."""
+        """Print data as JSON in ASCII, never coloured or wrapped; JSON's own escaping suffices."""
         self.verbatim(json.dumps(data, indent=indent).replace("\x7f", "\\u007f") + "\n")
 
     def verbatim(self, text: str) -> None:
-        """Print what a program will read, which escapes by itself."""
+        """Print text for a program to read, as it is; the caller escapes it."""
         (sys.stderr if self._stderr else sys.stdout).write(text)
 
 
 def indented(text: str) -> str:
-    """The lines of a text two columns further in, where none can pass for a line of the command's own."""
+    """Return a text with its lines indented by two columns, so that none can pass for the command's own output."""
     return "".join(f"  {line}\n" for line in text.strip("\n").split("\n"))
 
 
 def make_table(*columns: str, title: str | None = None, text: Sequence[str] = ()) -> Table:
-    """A table in the house style. Columns are figures, aligned right, but for those named in `text`."""
+    """Return an empty table in Treadle's style. Columns are figures, aligned right, but for those named in `text`."""
     shown = None if title is None else escape_line(title)
     table = rich.table.Table(title=shown, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
     table.show_edge, table.padding = False, (0, 1, 0, 0)

@@ -38,7 +38,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Evaluate and print; 0 also where attempts failed."""
+    """Evaluate and print the result; returns 0, even if attempts failed."""
     subject = find_subject(options.subject, options.overrides, options.checkpoint, options.model)
     inputs = held_out_inputs(subject)
     if options.dump is not None and not options.dump.parent.is_dir():
@@ -69,7 +69,7 @@ def _print(evaluation: Evaluation, subject: Subject) -> None:
 
 
 def evaluation_table(evaluation: Evaluation, table_by: str | None) -> Table:
-    """One row for each value of `table_by`, and one for all."""
+    """Return a table with a row for each value of `table_by`, and one for all tasks."""
     first = table_by or "tasks of"
     several = [k for k in evaluation.result.pass_at if k != "1"]
     passes = [f"pass@{k}" for k in several]

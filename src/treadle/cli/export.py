@@ -32,7 +32,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the model; 0 if it is written."""
+    """Write the model; returns 0."""
     if options.out.exists():
         raise ConfigError(f"{str(options.out)!r} exists already; choose another directory")
     find_checkpoint(options.directory, options.checkpoint)  # or an error, before torch is loaded

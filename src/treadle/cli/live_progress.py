@@ -30,7 +30,7 @@ _WIDE = 110  # columns from which both times and a longer bar fit beside the fig
 
 @contextmanager
 def make_progress(config: RunConfig, stderr: bool = False) -> Iterator[Progress]:
-    """The progress that fits where it goes: standard output, or standard error for commands that print a result."""
+    """Yield live progress on a terminal, else plain lines; on standard error for commands that print a result."""
     console, table_by = Console(stderr), config.data.table_by
     if console.is_terminal:
         with make_bars(console) as bars:
@@ -41,7 +41,7 @@ def make_progress(config: RunConfig, stderr: bool = False) -> Iterator[Progress]
 
 
 def make_bars(console: Console) -> Bars:
-    """Bars that vanish when they are done."""
+    """Return progress bars that vanish when they are done."""
     wide = console.width >= _WIDE
     columns: list[ProgressColumn] = [
         SpinnerColumn(),
@@ -56,7 +56,7 @@ def make_bars(console: Console) -> Bars:
 
 
 class LiveProgress:
-    """Two bars, the run's updates and the current phase; every tenth update's figures stay as a line."""
+    """Shows two bars, the run's updates and the current phase; every tenth update's figures stay as a line."""
 
     def __init__(self, console: Console, bars: Bars, updates: int, table_by: str | None = None) -> None:
         self._console, self._bars, self._table_by = console, bars, table_by
@@ -64,25 +64,23 @@ class LiveProgress:
         self._phase = bars.add_task("loading", total=None, note="")  # libraries and model, until a phase begins
 
     def say(self, line: str) -> None:
-        """Print above the bars."""
+        """Print a line above the bars."""
         self._console.line(line)
 
     def phase(self, name: str, total: int) -> None:
-        """Start the phase's bar anew."""
+        """Reset the phase's bar for a new phase."""
         self._bars.reset(self._phase, total=total, description=escape_line(name), visible=True, note="")
 
     def advance(self, done: int, note: str = "") -> None:
-        """Move the phase's bar."""
         self._bars.update(self._phase, completed=done, note=escape_line(note))
 
     def updated(self, row: Mapping[str, Any], updates: int) -> None:
-        """Move the run's bar."""
+        """Move the run's bar, and print the update's line if it is worth one (`has_line`)."""
         note = f"reward {shown(row['reward_mean'])}  success {shown(row['success'])}"
         self._bars.update(self._run, completed=row["update"], total=updates, note=note, visible=True)
         if has_line(row, updates, _EVERY):
             self._console.line(update_line(row, updates, self._console.width))
 
     def evaluated(self, result: EvaluationResult) -> None:
-        """Print the result."""
         for line in evaluation_lines(result, self._table_by, self._console.width):
             self._console.line(line, style="bold")

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _close_standard_input() -> None:
-    """Nobody's question is answered by what is piped in (`yes | treadle ...`); a debugger may read a terminal."""
+    """Replace piped standard input by nothing, so that it answers no question; a debugger may read a terminal."""
     if not os.isatty(0):
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -68,14 +68,14 @@ def _complain(message: str) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Escapes what it repeats of the command line."""
+    """Parses arguments, and escapes what error messages repeat of them."""
 
     def error(self, message: str) -> NoReturn:
         super().error(escape_text(message))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides may stand anywhere on the line, also behind an option, where argparse itself would refuse them."""
+    """Parse the command line; overrides may stand anywhere, even after an option, where argparse would refuse them."""
     parser = _Parser(
         prog="treadle",
         description="Step-wise reinforcement learning of multi-turn LLM agents.",

@@ -1,4 +1,4 @@
-"""Declaring a command, and checking what most of them are given."""
+"""Declaring commands, and the arguments that several of them share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
 def add_command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str, examples: str
 ) -> argparse.ArgumentParser:
-    """A sub-parser with its help, examples and what it runs."""
+    """Add a command that calls `run`, with its help and examples; returns its sub-parser, to be given arguments."""
     parser = commands.add_parser(
         name,
         help=summary,
@@ -29,23 +29,23 @@ def add_command(
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """RECIPE [key.path=value ...]."""
+    """Add the arguments `RECIPE [key.path=value ...]`."""
     parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe (see `treadle recipes`) or a .yaml file")
     add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser, what: str = "configuration values to change") -> None:
-    """[key.path=value ...]."""
+    """Add the arguments `[key.path=value ...]`. what: their help."""
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=what)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """--json."""
+    """Add the option `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def require_record(run: Path) -> None:
-    """Raise RunError, saying why, where there is no ledger to read."""
+    """Raise RunError, with the reason, if the run has no ledger to read."""
     from treadle.orchestration.store.run_directory import RunDirectory
 
     RunDirectory.open(run).ledger().close()

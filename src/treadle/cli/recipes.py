@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_show(options: argparse.Namespace) -> int:
-    """Print one recipe."""
+    """Print every resolved value of a recipe; with --yaml as a recipe."""
     config = load_recipe(options.recipe, options.overrides)
     console = Console()
     if options.yaml:
@@ -60,7 +60,7 @@ def run_show(options: argparse.Namespace) -> int:
 
 
 class _Entry(NamedTuple):
-    """`_Entry("*", "training.group_size", "16", "trajectories of ...", "bold")`; a heading has no value."""
+    """Holds a line: `_Entry("*", "training.group_size", "16", "trajectories ...", "bold")`; a heading has no value."""
 
     mark: str
     name: str
@@ -70,7 +70,7 @@ class _Entry(NamedTuple):
 
 
 def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str]) -> None:
-    """A heading for each section, then its own values: mark, path, value, help, and the default if it is another.
+    """Print each section's heading, then its own values: mark, path, value, help, and the default if it is another.
 
     overridden: paths set on the command line. On a narrow terminal help stands below the values, and names take the
     place of paths below the headings.
@@ -112,7 +112,7 @@ def _print_stacked(console: Console, entries: Iterator[_Entry]) -> None:
 
 
 def _entries(config: RunConfig, overridden: Sequence[str], with_paths: bool) -> Iterator[_Entry]:
-    """Each section's heading and own values. Nested plain data (model.build) is opened up below its key."""
+    """Yield each section's heading and own values. Nested plain data (model.build) is listed below its key."""
     lines = describe(config)
     for section, meaning in {"": "", **describe_sections(config)}.items():
         if section:
@@ -125,7 +125,7 @@ def _entries(config: RunConfig, overridden: Sequence[str], with_paths: bool) -> 
 
 
 def _values(line: FieldLine, shown: str, indent: str, overridden: Sequence[str]) -> Iterator[_Entry]:
-    """One setting, and what is in it."""
+    """Yield one setting, and the values nested in it."""
     style = "" if line.is_default else "bold"
     nested = line.value if isinstance(line.value, dict) else {}
     differs = not line.is_default and line.default is not REQUIRED
@@ -138,5 +138,5 @@ def _values(line: FieldLine, shown: str, indent: str, overridden: Sequence[str])
 
 
 def _is_below(path: str, overridden: Sequence[str]) -> bool:
-    """Whether an override set this, a part of it, or what it is a part of."""
+    """Return whether an override set this path, something below it or above it."""
     return any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.") for other in overridden)

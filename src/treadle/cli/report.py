@@ -51,7 +51,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report."""
+    """Print the report, or with --failures every failure; returns 0."""
     require_record(options.run_directory)
     from treadle.cli.report_data import failures, run_facts
     from treadle.orchestration.store.run_directory import RunDirectory
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _shard_progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error while shards are read; without a terminal, nothing."""
+    """Show a bar on standard error while shards are read; without a terminal, nothing."""
     console = Console(stderr=True)
     if not console.is_terminal or not sys.stderr.isatty():
         yield lambda done, total: None
@@ -129,7 +129,7 @@ def _print_counts(console: Console, facts: Facts) -> None:
 
 
 def _print_breakdown(console: Console, facts: Facts) -> None:
-    """One line each for step states, statuses and stop reasons of each split."""
+    """Print step states, statuses and stop reasons of each split, a line each."""
     for row in facts["steps"]:
         row["what"] = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
     for split in [row["split"] for row in facts["splits"]]:
@@ -188,7 +188,7 @@ def _print_packing(console: Console, packing: Facts) -> None:
 
 
 def _print_relations(console: Console, relations: Facts) -> None:
-    """How steps relate to the earlier ones of their trajectories, and what broke."""
+    """Print how steps relate to the earlier ones of their trajectories, and what broke."""
     if relations["no_tokenizer"]:
         line = f"breaks not counted, there is no tokenizer: {relations['no_tokenizer']}"
         console.line(line, style="red")
@@ -226,7 +226,7 @@ def _print_breaks(console: Console, breaks: list[Facts]) -> None:
 
 
 def _print_last_update(console: Console, row: Facts | None, updates: int) -> None:
-    """The last update's figures, with pass@k and what its environments measured."""
+    """Print the last update's figures, with pass@k and what its environments measured."""
     if row is None:
         return
     passes = {name: value for name, value in row.items() if name.startswith("pass_at_") and name != "pass_at_1"}
@@ -240,7 +240,7 @@ def _print_last_update(console: Console, row: Facts | None, updates: int) -> Non
 
 
 def _print_evaluations(console: Console, rows: list[Facts], table_by: str | None) -> None:
-    """A row an evaluation. Columns that do not fit beside the others go into a table below, with the same rows."""
+    """Print a row for each evaluation. Columns that do not fit go into a table below, with the same rows."""
     if not rows:
         return
     greedy = ["greedy" if row["temperature"] == 0 else f"{row['temperature']:g}" for row in rows]
@@ -265,13 +265,13 @@ def _print_evaluations(console: Console, rows: list[Facts], table_by: str | None
 
 
 def _columns(rows: Sequence[Mapping[str, float | None]]) -> Columns:
-    """Name -> the cells of all rows, of every name that any row has."""
+    """Return name -> the cells of all rows, of every name that any row has."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [shown(row.get(name)) for row in rows] for name in names}
 
 
 def _fitting(keys: Columns, columns: Columns, width: int) -> list[Columns]:
-    """The columns in as few groups as fit into the width, each behind the keys; a group has one of them at least."""
+    """Return the columns in as few groups as fit the width, each after the keys; a group has one column at least."""
 
     def needed(group: Columns) -> int:
         return sum(max(map(len, (name, *cells))) + 2 for name, cells in group.items())

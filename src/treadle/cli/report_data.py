@@ -1,4 +1,4 @@
-"""What `treadle report` says, as plain data: counted in the ledger, and token by token in the rollout shards."""
+"""What `treadle report` shows, as plain data: counted in the ledger, and token by token in the rollout shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EXAMPLES = 3  # of the breaks of each cause
 
 
 def run_facts(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[str, Any]:
-    """Everything the report shows. on_shard(done, total) is called after each shard. Raises TreadleError."""
+    """Return everything the report shows. on_shard(done, total) is called after each shard. Raises TreadleError."""
     config, log = run.config(), run.metrics_log()
     updates = [row for row in log.rows if row["kind"] == "update"]
     ledger = run.ledger()
@@ -82,7 +82,7 @@ def run_facts(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[s
 
 
 def _state(run: RunDirectory) -> str:
-    """finished, in progress (a process holds the lock), or stopped."""
+    """Return `finished`, `in progress` (a process holds the lock), or `stopped`."""
     if run.summary_file.is_file():
         return "finished"
     try:
@@ -96,7 +96,7 @@ def _state(run: RunDirectory) -> str:
 
 
 def _splits(ledger: Ledger) -> list[dict[str, Any]]:
-    """Groups, trajectories, steps and tokens of each split."""
+    """Return the counts of groups, trajectories, steps and tokens of each split."""
     return ledger.query(
         "SELECT g.split, count(DISTINCT g.group_id) AS groups, count(DISTINCT t.trajectory_id) AS trajectories, "
         "count(s.step) AS steps, coalesce(sum(s.prompt_tokens), 0) AS prompt_tokens, "
@@ -106,7 +106,7 @@ def _splits(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def failures(run: RunDirectory) -> list[dict[str, Any]]:
-    """Every cause and message, most frequent first, each with a trajectory that shows it, and its traceback."""
+    """Return every cause and message, most frequent first, each with an example trajectory and its traceback."""
     with closing(run.ledger()) as ledger:
         return ledger.query(
             "SELECT cause, message, count, trajectory_id, failure_traceback AS traceback FROM "
@@ -117,7 +117,7 @@ def failures(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _failures(ledger: Ledger) -> list[dict[str, Any]]:
-    """Each cause once, with its most frequent message and a trajectory that shows it."""
+    """Return each cause once, with its most frequent message and an example trajectory."""
     rows = ledger.query(
         "SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
         "trajectory_id FROM trajectories WHERE failure_cause IS NOT NULL GROUP BY 1, 2 ORDER BY 1, 3 DESC"
@@ -134,7 +134,7 @@ def _failures(ledger: Ledger) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class PackingCount:
-    """Tokens a forward pass computes for the same training steps, by what it shares."""
+    """Counts the tokens that a forward pass computes for the same training steps, by what it shares."""
 
     groups: int = 0
     trajectories: int = 0
@@ -144,7 +144,7 @@ class PackingCount:
     group_tree: int = 0
 
     def add_trajectory(self, calls: Sequence[PackedCall]) -> list[PackedCall]:
-        """Count its calls; returns those that are no prefix of another one, which hold all of its tree."""
+        """Count a trajectory's calls; returns those that are no prefix of another one, which hold all of its tree."""
         tree = arrange(calls, Packing.TREE, Sharing.TRAJECTORY)
         self.trajectories += 1
         self.step += int(tree.lengths.sum())
@@ -154,26 +154,26 @@ class PackingCount:
         return [call for call, shared in zip(tree.calls, following, strict=True) if shared < len(call.token_ids)]
 
     def add_group(self, ends: Sequence[PackedCall]) -> None:
-        """Count a group, after its trajectories: the calls these left."""
+        """Count a group, after its trajectories. ends: the calls that `add_trajectory` returned for them."""
         self.groups += bool(ends)
         self.group_tree += arrange(ends, Packing.TREE, Sharing.GROUP).nodes
 
     def facts(self) -> dict[str, Any]:
-        """The counts, and by which factor each packing is below `step`."""
+        """Return the counts, and by which factor each packing is below `step`."""
         ways = ("chain", "tree", "group_tree")
         return {**asdict(self), "ratios": {way: self.step / getattr(self, way) if self.step else None for way in ways}}
 
 
 @dataclass(slots=True)
 class RelationCount:
-    """How steps relate to the earlier ones of their trajectories, of every split; breaks by cause."""
+    """Counts how steps relate to the earlier ones of their trajectories, in each split; breaks by cause."""
 
     kinds: dict[str, Counter[str]] = field(default_factory=dict)  # split -> kind -> steps
     extra_tokens: Counter[str] = field(default_factory=Counter)  # of each split
     breaks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by cause
 
     def add(self, split: str, trajectory: str, found: Sequence[Relation]) -> None:
-        """Count a trajectory."""
+        """Count the relations of a trajectory's steps."""
         self.kinds.setdefault(split, Counter()).update(relation.kind for relation in found)
         for step, relation in enumerate(found):
             if relation.cause is None:
@@ -186,7 +186,7 @@ class RelationCount:
             row["examples"] = sorted(examples, key=lambda example: -example["extra_tokens"])[:_EXAMPLES]
 
     def facts(self) -> dict[str, Any]:
-        """Rows by split; breaks by cause, each with its costliest examples, the costliest first."""
+        """Return counts by split, and breaks by cause, the costliest first, each with its costliest examples."""
         splits = [
             {
                 "split": split,
@@ -201,7 +201,7 @@ class RelationCount:
 
 
 def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], None]) -> dict[str, Any]:
-    """What takes a look at every token, group by group.
+    """Return the facts that need every token, read group by group.
 
     Packing counts the training steps that were trained or still will be, relations all that is recorded.
     """
@@ -236,7 +236,7 @@ def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], No
 
 
 class _Played(NamedTuple):
-    """A step that was played, by its number in the trajectory."""
+    """Holds a step that was played, with its number in the trajectory."""
 
     number: int
     call: PackedCall
@@ -244,10 +244,10 @@ class _Played(NamedTuple):
 
 
 class _Shards:
-    """Trajectories' steps as they were played, asked for in the order of `rows`.
+    """Reads trajectories' steps as they were played; `take` must be called in the order of `rows`.
 
-    A shard holds what finished together, a group may lie in several: each is read once, and forgotten when all of it
-    was taken. missing, damaged: shards that are gone, or not as they were written.
+    A shard holds attempts that finished together, and a group may lie in several: each is read once, and freed when all
+    of it was taken. missing, damaged: shards that are missing, or not as they were written.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class _Shards:
         self.damaged: list[str] = []
 
     def take(self, shard: str, trajectory: str) -> list[_Played]:
-        """Return them in call order; none of a shard that cannot be read."""
+        """Return a trajectory's steps in call order; none of a shard that cannot be read."""
         if shard not in self._read:
             try:
                 self._read[shard] = _played(open_shard(self._folder, self._files[shard]))
@@ -283,7 +283,7 @@ class _Shards:
 
 
 def _played(shard: pa.BufferReader) -> dict[str, list[_Played]]:
-    """trajectory_id -> its steps, in call order."""
+    """Return trajectory_id -> its steps, in call order."""
     columns = ["trajectory_id", "prompt_ids", "completion_ids", "step", "break_cause", "dropped"]
     found: dict[str, list[_Played]] = {}
     with pq.ParquetFile(shard) as file:
@@ -299,6 +299,6 @@ def _played(shard: pa.BufferReader) -> dict[str, list[_Played]]:
 
 
 def _arrays(column: pa.ListArray) -> list[Any]:
-    """The rows of a list column as numpy views, without a Python object for each token."""
+    """Return the rows of a list column as numpy views, without a Python object for each token."""
     values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy(zero_copy_only=False)
     return [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]

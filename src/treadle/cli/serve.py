@@ -50,7 +50,7 @@ every call in memory: it is meant for trying models and agents out, not for serv
 
 
 class ServeConfig(Config):
-    """What can be set of the server, by the same keys as in a recipe."""
+    """Configures the server, by the same keys as in a recipe."""
 
     engine: EngineConfig = Field(description="what samples")
 
@@ -75,14 +75,14 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until interrupted; 0 then."""
+    """Serve until interrupted; then returns 0."""
     engine = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides).engine
     model = ModelConfig(path=str(options.model), chat_template=options.chat_template)
     _check(options, engine)
     from treadle.rollout.gateway.serving import serving  # FastAPI and uvicorn
 
     address = _address(options)
-    with listen(address, "--{} {}") as listening:  # now: a busy port is told before a model is loaded
+    with listen(address, "--{} {}") as listening:  # now: a busy port is an error before a model is loaded
         from treadle.orchestration.setup.chat_interface import load_chat_interface
         from treadle.training.make import load_source
 
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
-    """Raise ConfigError for what can be told before torch is loaded."""
+    """Raise ConfigError for what can be checked before torch is loaded."""
     if not (require_model(str(options.model), "MODEL_DIR") / "tokenizer.json").is_file():
         raise ConfigError(f"MODEL_DIR: no tokenizer.json in {str(options.model)!r}; add the model's tokenizer")
     require_template(options.chat_template, "--chat-template")
@@ -109,7 +109,7 @@ def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
 
 
 def _address(options: argparse.Namespace) -> GatewayConfig:
-    """Where it listens, as the options say. Raises ConfigError."""
+    """Return where the server listens, from the options. Raises ConfigError."""
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port}: ports lie in [0, 65535]")
     given = {"host": options.host, "port": options.port, "advertised_url": options.advertised_url}
@@ -147,13 +147,13 @@ async def _serve(
 
 
 def _reading(session: Session) -> str:
-    """How replies are read, and whether requests with tools are refused."""
+    """Return how replies are read, and whether requests with tools are refused."""
     problem = session.renderer.tools_problem(parse=session.parse)
     return f"read by {parser_name(session.parse)}" + (f"; tools are refused: {problem}" if problem else "")
 
 
 def _session(options: argparse.Namespace, chat: ChatInterface, context: int, engine: Engine) -> Session:
-    """The one session that everybody who has the key shares."""
+    """Return the one session that all clients with the key share."""
     spec = SessionSpec(
         "serve",
         engine,
@@ -171,7 +171,7 @@ def _session(options: argparse.Namespace, chat: ChatInterface, context: int, eng
 
 
 def _write(directory: Path, session: Session) -> Path:
-    """All steps as one trajectory, in a shard of its own."""
+    """Write all steps as one trajectory, into a shard of its own; returns its path."""
     from treadle.orchestration.store.rollout_store import write_shard
 
     directory.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train and write the model; 0 if it is written."""
+    """Train and write the model; returns 0."""
     config = load_recipe(options.recipe, options.overrides)
     _check(config, options.recipe, options.out)
 
@@ -50,13 +50,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def next_overrides(config: RunConfig, directory: Path) -> list[str]:
-    """What makes a run of this configuration start from the written model."""
+    """Return the overrides with which a run of this configuration starts from the written model."""
     build = ["model.build=null"] if config.model.build is not None else []
     return [*build, f"model.path={directory}", "warm_start=null"]
 
 
 def _check(config: RunConfig, recipe: str, out: Path) -> None:
-    """Raise ConfigError for what would only come up after the training."""
+    """Raise ConfigError for problems that would otherwise show only during or after the training."""
     if config.warm_start is None:
         raise ConfigError(f"recipe {recipe!r} has no warm_start section, so there is nothing to learn; add one")
     if out.exists():

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def newest(run: Path) -> list[dict[str, Any]]:
-    """The last trajectories on record, newest first."""
+    """Return the last trajectories on record, newest first."""
     from treadle.orchestration.store.run_directory import RunDirectory
 
     ledger = RunDirectory(run).ledger()
@@ -90,7 +90,7 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def as_json(row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Everything on record about a trajectory as plain data; the printed form shows the same."""
+    """Return everything on record about a trajectory as plain data; the printed form shows the same."""
     from treadle.cli.transcript import decoder, step_relations
 
     head = {key: value for key, value in row.items() if key not in ("task", "shard", "oldest_version", "steps")}
@@ -130,7 +130,7 @@ def _step(number: int, step: Step, relation: Relation, advantage: float | None, 
 
 
 def _token_text(tokenizer: Tokenizer, ident: int) -> str:
-    """Decoded; a piece of a character, which has no text of its own, as the vocabulary writes it."""
+    """Return a token's text; of a piece of a character, which has none of its own, what the vocabulary writes."""
     text: str = tokenizer.decode([ident], skip_special_tokens=False)
     return text if text and "\ufffd" not in text else str(tokenizer.id_to_token(ident))
 
@@ -173,14 +173,14 @@ def _print_step(console: Console, step: dict[str, Any]) -> None:
 
 
 def _made_of(step: dict[str, Any]) -> str:
-    """` (page 0.2, length_penalty -0.1; 0.1 in training)`; nothing for a plain reward."""
+    """Return ` (page 0.2, length_penalty -0.1; 0.1 in training)`; an empty text for a plain reward."""
     parts = ", ".join(f"{name} {value:g}" for name, value in step["components"].items())
     trained = f"; {step['reward'] + step['shaping']:g} in training" if step["shaping"] else ""
     return f" ({parts}{trained})" if trained or step["components"].keys() - {"reward"} else ""
 
 
 def relation_line(relation: dict[str, Any], step: int) -> str:
-    """What there is to say about a step that does not just go on; for example
+    """Return a line about a step that does not just extend an earlier one, else an empty text; for example
 
     `break from step 2: tokenization at token 153, 42 tokens computed again: 'par is' [7, 9] -> 'paris' [31]`.
     """
@@ -199,7 +199,7 @@ def relation_line(relation: dict[str, Any], step: int) -> str:
 
 
 def shown_tokens(tokens: dict[str, Any]) -> str:
-    """`'par is' [7, 9]`."""
+    """Return tokens as text and ids: `'par is' [7, 9]`."""
     return f"{tokens['text']!r} {list(tokens['ids'])}"
 
 

@@ -15,7 +15,7 @@ from treadle.orchestration.store.run_directory import RunDirectory
 
 
 def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None:
-    """Tables, two transcripts, and where everything is."""
+    """Print a finished run's held-out results, two transcripts, and where everything is."""
     console = Console()
     results = summary["evaluations"]
     if results:
@@ -37,7 +37,7 @@ def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None
 
 
 def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Table:
-    """Held-out success before and after training, sampled and greedy, by the configured key."""
+    """Return a table of held-out success before and after training, sampled and greedy, by `data.table_by`."""
     first = config.data.table_by or "tasks"
     columns: dict[str, dict[str, Any]] = {}
     for temperature in dict.fromkeys(r["temperature"] for r in results):
@@ -54,7 +54,10 @@ def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Tabl
 
 
 def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any]], config: RunConfig) -> None:
-    """One held-out task before and after, if there is one from failure to success, as sampled (else greedy)."""
+    """Print attempts at one held-out task before and after training, from failure to success if there is one.
+
+    They are sampled ones, or greedy ones where evaluations are greedy.
+    """
     sampled = [r for r in results if r["temperature"] == results[0]["temperature"]]
     mark = "g" if results[0]["temperature"] == 0 else ""
     first, last = (f"e{r['update']:06d}{mark}-*" for r in (sampled[0], sampled[-1]))

@@ -46,7 +46,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train; 0 if the run is finished, 130 if it was asked to stop (and can be resumed)."""
+    """Train; returns 0 if the run is finished, 130 if it was asked to stop (and can be resumed)."""
     resume = options.resume or options.resume_from is not None
     if resume:
         config, path = _to_resume(options)
@@ -123,9 +123,9 @@ def _go_on_command(options: argparse.Namespace, path: Path) -> str:
 
 @contextmanager
 def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[Path]:
-    """A path for the run: as named, or a new directory of the default name.
+    """Yield a path for the run: as named, or a new directory of the default name.
 
-    It is removed again where the run ends before it recorded anything: nothing could resume it.
+    It is removed if the run ends before it recorded anything: nothing could resume it.
     """
     path: Path = options.runs / options.name if options.name else make_directory(options.runs, config)
     new = not path.exists() or not any(path.iterdir())
@@ -140,7 +140,7 @@ def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[P
 
 
 def _is_stub(run: RunDirectory) -> bool:
-    """Whether nothing is recorded in it, and no other process, which took the same name just now, is training there."""
+    """Return whether nothing is recorded in it, and no other process that took the same name is training there."""
     if not run.config_file.is_file() or any(run.rollouts.glob("*.parquet")) or any(run.checkpoints.glob("step-*")):
         return False
     try:

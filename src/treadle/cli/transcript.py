@@ -20,7 +20,7 @@ from treadle.packing.flat import PackedCall
 
 
 def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
-    """Its ledger row (with the task and split) and its steps. Raises RunError if it is not on record."""
+    """Return a trajectory's ledger row (with task and split) and its steps. Raises RunError if it is not on record."""
     ledger = RunDirectory(run).ledger()
     rows = ledger.query(
         "SELECT t.*, g.task, g.split FROM trajectories t JOIN groups g USING (group_id) WHERE trajectory_id = ?",
@@ -36,7 +36,7 @@ def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list
 
 
 def load_run_tokenizer(run: Path) -> Tokenizer:
-    """The tokenizer in the run's latest checkpoint; without checkpoints, the configured one. Raises TreadleError."""
+    """Return the tokenizer of the run's latest checkpoint, or else the configured one. Raises TreadleError."""
     directory, latest = RunDirectory.open(run), RunDirectory(run).latest_checkpoint()
     if latest is not None and (directory.checkpoints / latest).is_dir():
         checkpoint, content = read_checkpoint(run, "latest", lambda checkpoint: checkpoint.read("tokenizer.json"))
@@ -51,25 +51,25 @@ def load_run_tokenizer(run: Path) -> Tokenizer:
 
 
 def decoder(tokenizer: Tokenizer) -> Decode:
-    """Ids -> text, special tokens included."""
+    """Return a function from ids to text, special tokens included."""
     return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
 def step_relations(steps: Sequence[Step], decode: Decode) -> list[Relation]:
-    """How each step of a trajectory relates to the earlier ones."""
+    """Return how each step of a trajectory relates to the earlier ones."""
     calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
     return relations(calls, decode, [step.break_cause for step in steps])
 
 
 def ending(row: dict[str, Any]) -> str:
-    """`reward 1, done`, or `no reward, failed: environment: step raised ...`."""
+    """Return `reward 1, done`, or `no reward, failed: environment: step raised ...`."""
     reward = "no reward" if row["reward"] is None else f"reward {row['reward']:g}"
     failure = f": {row['failure_cause']}: {row['failure_message']}" if row["failure_cause"] else ""
     return f"{reward}, {row['status']}{failure}"
 
 
 def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
-    """What the model read (dim) and wrote (bold), and how it ended."""
+    """Print what the model read (dim) and wrote (bold), and how the trajectory ended."""
     row, steps = load_trajectory(run, trajectory_id)
     decode = decoder(load_run_tokenizer(run))
     parts: list[Part] = []

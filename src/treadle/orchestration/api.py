@@ -52,10 +52,10 @@ def train(
     run: directory of the new run. held_out: tasks to evaluate on before and after.
     settings: any configuration by its path, as on the command line: `{"training.group_size": 16}`.
 
-    callbacks: told of what happens, beside those in `settings` (`treadle.Callback`).
-
     resume: go on from the latest checkpoint of `run`; tasks, environment and most settings must be the same
     (`treadle.orchestration.setup.config_diff`).
+    progress: shows the run to a person; default: plain lines. callbacks: follow the run (`treadle.Callback`), beside
+    those in `settings`.
 
     Raises ConfigError, DataError or RunError before anything is sampled, TrainingStopped later.
     """
@@ -103,7 +103,7 @@ def train(
 
 
 def _player(given: Any) -> tuple[str, str, Any]:
-    """The key of the configuration that names what plays, its name, and itself: `("environment", "Larger", Larger)`.
+    """Return the configuration's key for what plays, its name, and itself: `("environment", "Larger", Larger)`.
 
     Raises ConfigError for what plays nothing.
     """
@@ -135,7 +135,7 @@ def _player(given: Any) -> tuple[str, str, Any]:
 
 
 def _given(tasks: Any, name: str) -> str | list[Any]:
-    """What a recipe could name, or the tasks and rows themselves. Raises ConfigError for neither."""
+    """Return what a recipe could name, or the tasks and rows themselves. Raises ConfigError for neither."""
     if isinstance(tasks, str | os.PathLike):
         return os.fspath(tasks)
     if isinstance(tasks, Mapping | Task) or not isinstance(tasks, Iterable | None):
@@ -144,14 +144,14 @@ def _given(tasks: Any, name: str) -> str | list[Any]:
 
 
 def _source(given: str | list[Any]) -> str:
-    """Tasks made in Python are no file that a config could name."""
+    """Return the `source` of the tasks; `IN_MEMORY` for tasks made in Python, which no configuration could name."""
     return given if isinstance(given, str) else IN_MEMORY
 
 
 def _tasks(
     given: str | list[Any], split: Split, config: RunConfig, environments: dict[str, EnvironmentFactory]
 ) -> list[Task]:
-    """Raises ConfigError or DataError."""
+    """Return the tasks of a split. Raises ConfigError or DataError."""
     if isinstance(given, str):
         return load_split(config, split, environments)
     name = "tasks" if split == "train" else split
@@ -162,7 +162,7 @@ def _tasks(
 
 
 def _model(given: Any) -> dict[str, Any]:
-    """The `model` section. Raises ConfigError."""
+    """Return the `model` section. Raises ConfigError."""
     if isinstance(given, str | os.PathLike):
         return {"path": os.fspath(given)}
     if not isinstance(given, Mapping):
@@ -172,14 +172,14 @@ def _model(given: Any) -> dict[str, Any]:
 
 
 def _several(callbacks: Sequence[Callback]) -> Sequence[Callback]:
-    """Raises ConfigError for a single one."""
+    """Return the callbacks. Raises ConfigError for a single one."""
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks is one {type(callbacks).__name__}; give a list of them")
     return callbacks
 
 
 def _with_setting(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """`apply_overrides` places a null at the path (making its parents); the value then takes its place."""
+    """Set a value at a path: `apply_overrides` puts a null there (making its parents), which the value replaces."""
     data = apply_overrides(data, [f"{path}=null"])
     *parents, leaf = path.split(".")
     node = data

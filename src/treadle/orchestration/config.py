@@ -29,7 +29,7 @@ KeepBest = Literal["held_out_success", "held_out_reward"]
 
 
 class TaskSetConfig(Config):
-    """Where tasks come from."""
+    """Configures where tasks come from."""
 
     source: str = Field(description="a .jsonl file, a registered name or module:function")
     options: dict[str, Any] = Field(
@@ -38,7 +38,7 @@ class TaskSetConfig(Config):
 
 
 class DataConfig(Config):
-    """Training and held-out tasks."""
+    """Configures training and held-out tasks."""
 
     train: TaskSetConfig = Field(description="tasks to train on")
     held_out: TaskSetConfig | None = Field(None, description="tasks to evaluate on; never trained")
@@ -47,7 +47,7 @@ class DataConfig(Config):
 
 
 class EvaluationConfig(Config):
-    """How held-out tasks are played."""
+    """Configures how held-out tasks are played."""
 
     every: int = Field(50, ge=0, description="updates between evaluations (0: only before and after)")
     attempts: int = Field(1, ge=1, description="at each task; with several, pass@k (one of k succeeds) is estimated")
@@ -63,11 +63,11 @@ class EvaluationConfig(Config):
     concurrency: int = Field(256, ge=1, description="attempts played side by side")
 
     def attempts_at(self, temperature: float) -> int:
-        """At each task; greedy ones would all be the same."""
+        """Return the number of attempts at each task: one at temperature 0, where all would be the same."""
         return self.attempts if temperature > 0 else 1
 
     def sampling(self, training: SamplingParams, temperature: float) -> SamplingParams:
-        """How evaluations sample at this temperature, where training samples thus."""
+        """Return the sampling parameters of an evaluation at this temperature. training: those of training."""
         longest = self.max_completion_tokens or training.max_tokens
         return replace(
             training, temperature=temperature, top_p=self.top_p, top_k=self.top_k, min_p=0.0, max_tokens=longest
@@ -75,7 +75,7 @@ class EvaluationConfig(Config):
 
 
 class OrchestrationConfig(Config):
-    """The loop. Buffer sizes and pacing follow from `training` and max_staleness."""
+    """Configures the loop. Buffer sizes and pacing follow from `training` and max_staleness."""
 
     updates: int = Field(100, ge=1, description="optimizer updates of the run")
     max_staleness: int = Field(0, ge=0, description="policy versions a trained token may lag behind; 0 is synchronous")
@@ -105,7 +105,7 @@ class OrchestrationConfig(Config):
 
 
 class CallbackConfig(Config):
-    """What follows the run: a tracker, or a callback of one's own. A plain name stands for one without options."""
+    """Configures what follows the run: a tracker, or your own callback. A plain name stands for one without options."""
 
     name: str = Field(description="a registered name (tensorboard, wandb, trackio, mlflow) or module:attribute")
     options: dict[str, Any] = Field(default_factory=dict, description="what it is called with")
@@ -117,7 +117,7 @@ class CallbackConfig(Config):
 
 
 class RunConfig(Config):
-    """One training run."""
+    """Configures one training run."""
 
     renamed_keys = MappingProxyType(
         {
@@ -206,12 +206,12 @@ class RunConfig(Config):
 
     @property
     def player(self) -> tuple[str, str]:
-        """What plays the tasks that name nothing themselves, as `Task.player`."""
+        """Return what plays the tasks that name nothing themselves: (kind, name), as `Task.player`."""
         return next(iter(named_players(self).items()), ("environment", ""))
 
     @property
     def trainer(self) -> TrainerSpec:
-        """What the run's trainer is made of."""
+        """Return what the run's trainer is made from."""
         section = self.orchestration
         return TrainerSpec(
             self.model,
@@ -225,31 +225,31 @@ class RunConfig(Config):
 
     @property
     def engine_in_training(self) -> EngineConfig:
-        """With lock_step resolved."""
+        """Return the `engine` section with lock_step resolved: by default it is on in a synchronous run."""
         synchronous = self.orchestration.max_staleness == 0
         given = self.engine.lock_step
         return self.engine.model_copy(update={"lock_step": synchronous if given is None else given})
 
     @property
     def groups_per_batch(self) -> int:
-        """Groups trained between two weight publications."""
+        """Return the number of groups trained between two weight publications."""
         return self.training.tasks_per_update * self.training.updates_per_batch
 
     @property
     def min_group_size(self) -> int:
-        """Graded attempts that a group needs to be trained; by default two where it is compared within itself."""
+        """Return how many graded attempts a group needs to be trained; by default 2 with a group baseline, else 1."""
         configured, size = self.training.min_group_size, self.training.group_size
         by_group = estimators.by_name(self.algorithm.advantage).by_group
         return configured or (min(2, size) if by_group else 1)
 
 
 def recipe_names() -> list[str]:
-    """The shipped recipes."""
+    """Return the names of the shipped recipes, sorted."""
     return sorted(Path(str(f)).stem for f in files("treadle.recipes").iterdir() if f.name.endswith(".yaml"))
 
 
 def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """A shipped recipe by name or any by path, with `key.path=value` overrides. Raises ConfigError."""
+    """Return a shipped recipe by name or any by path, with `key.path=value` overrides. Raises ConfigError."""
     data = load_yaml(_recipe_path(recipe))
     return build(RunConfig, {"recipe": Path(recipe).stem, **data}, recipe, overrides)
 

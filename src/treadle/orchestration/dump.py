@@ -14,7 +14,7 @@ from treadle.core.types import Group, Ids, Step, Trajectory
 
 
 def write_dump(path: Path, groups: Sequence[Group], decode: Callable[[Ids], str]) -> None:
-    """One line a trajectory. Complete or absent. Raises RunError where the disk refuses."""
+    """Write the trajectories to a file, one a line. Complete or absent. Raises RunError where the disk refuses."""
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in dump_records(groups, decode)]
     try:
         write_atomically(path, "".join(lines).encode())
@@ -23,7 +23,7 @@ def write_dump(path: Path, groups: Sequence[Group], decode: Callable[[Ids], str]
 
 
 def dump_records(groups: Sequence[Group], decode: Callable[[Ids], str]) -> Iterator[dict[str, Any]]:
-    """What `write_dump` writes of each trajectory, in order of tasks and attempts."""
+    """Yield what `write_dump` writes of each trajectory, in order of tasks and attempts."""
     for group in groups:
         for trajectory in group.trajectories:
             yield _trajectory(group, trajectory, decode)

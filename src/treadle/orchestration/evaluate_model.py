@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is evaluated: `Subject(config, Path("runs/demo/checkpoints/step-000040"), 40)`.
+    """Names what is evaluated: `Subject(config, Path("runs/demo/checkpoints/step-000040"), 40)`.
 
     update: keys the draws, as in the run's own evaluation after that many updates; 0 for a bare model.
     """
@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def model_config(self) -> ModelConfig:
-        """How the model is loaded: with its own tokenizer, or else the configured one."""
+        """Return how the model is loaded: with its own tokenizer, or else the configured one."""
         configured = self.config.model
         own = (self.model / "tokenizer.json").is_file()
         tokenizer = None if own else configured.tokenizer or configured.path
@@ -53,7 +53,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation as a whole and for each value of `data.table_by`.
+    """Holds an evaluation as a whole and for each value of `data.table_by`.
 
     failures: message -> count, most frequent first. seconds: of playing, without loading.
     """
@@ -67,7 +67,8 @@ class Evaluation:
 def find_subject(
     run_or_recipe: str, overrides: Sequence[str] = (), checkpoint: str | None = None, model: Path | None = None
 ) -> Subject:
-    """A run's checkpoint (the latest unless named), or the directory `model` under a run's or recipe's configuration.
+    """Return a run's checkpoint (the latest unless named), or the model directory `model` with a run's or recipe's
+    configuration.
 
     Needs no torch. Raises ConfigError or RunError for what is not there.
     """
@@ -92,7 +93,7 @@ def find_subject(
 
 
 def held_out_inputs(subject: Subject) -> Inputs:
-    """Tasks and environments, as a run would load them. Needs no torch.
+    """Return tasks and environments, as a run would load them. Needs no torch.
 
     Raises ConfigError or DataError for them, and ConfigError for what else cannot work.
     """
@@ -108,7 +109,7 @@ def held_out_inputs(subject: Subject) -> Inputs:
 
 
 def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: Path | None = None) -> Evaluation:
-    """Play the held-out tasks. Raises ConfigError for what cannot work, a damaged model among it.
+    """Play the held-out tasks; returns the evaluation. Raises ConfigError for what cannot work, like a damaged model.
 
     dump: a file for all trajectories, one a line (`orchestration.dump`).
     """

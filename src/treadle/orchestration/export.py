@@ -18,7 +18,7 @@ def export_checkpoint(run: Path, directory: Path, which: str = "latest") -> Path
 
     which: a name, `latest` or `best`. If the run removes the checkpoint meanwhile, the one that is now the latest or
     best is taken. Raises RunError if there is none of that name (any more), DamageError if it is damaged,
-    CheckpointError if the directory exists or the disk refuses, ConfigError if a configured chat template is gone.
+    CheckpointError if the directory exists or the disk refuses, ConfigError if a configured chat template is missing.
     """
     if directory.exists():
         raise CheckpointError(f"{str(directory)!r} exists already; choose another directory")

@@ -1,4 +1,4 @@
-"""What a run computes with, each part replaceable: the door for another trainer, engine or event loop."""
+"""What a run computes with, each part replaceable: where another trainer, engine or event loop goes in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from treadle.training.make import MakeTrainer, make_trainer
 
 
 class CheckEngine(Protocol):
-    """Proves an engine before the first rollout: `setup.chat_interface.check_engine`, or yours."""
+    """Checks an engine before the first rollout: `setup.chat_interface.check_engine`, or your own."""
 
     async def __call__(
         self, engine: Engine, weight_sync: WeightSync, trainer: Trainer, chat: ChatInterface, tolerance: float, /

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class StopRequest:
-    """Set by Ctrl-C or SIGTERM, or by what goes wrong: the loop finishes its update, checkpoints and leaves."""
+    """Asks the loop to finish its update, save a checkpoint and leave: on Ctrl-C, SIGTERM, or when something fails."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -25,7 +25,7 @@ class StopRequest:
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def request(self, reason: str = "", error: BaseException | None = None) -> None:
-        """Ask, also from a signal handler or another thread. reason: what went wrong, and the error that it was."""
+        """Request a stop, also from a signal handler or another thread. reason, error: what went wrong, if anything."""
         self.requested = True
         if reason and self._reason is None:
             self._reason = reason, error
@@ -42,7 +42,7 @@ class StopRequest:
             ) from error
 
     async def unless_requested(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of the work; None, and the work is cancelled, if a stop is asked for before it is done."""
+        """Return the result of the work; if a stop is requested before it is done, cancel it and return None."""
         event = asyncio.Event()
         self._waiting = asyncio.get_running_loop(), event
         if self.requested:
@@ -59,9 +59,9 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(stop: StopRequest) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM asks the loop to finish its update and save; the second one interrupts at once.
+    """Request a stop at the first Ctrl-C or SIGTERM, interrupt at once at the second; on leaving, restore the handlers.
 
-    Plain handlers rather than the event loop's, which would wait for an update to end. They are put back afterwards.
+    They are plain handlers rather than the event loop's, which would wait for an update to end.
     """
     if threading.current_thread() is not threading.main_thread():  # signals are not ours
         yield

@@ -1,6 +1,6 @@
 """Which steps of a trajectory are its main branch, and which step called each of the others.
 
-Told from ids alone, by how steps relate (`packing.breaks`): a step carries on the conversation that it extends or
+Derived from ids alone, by how steps relate (`packing.breaks`): a step continues the conversation that it extends or
 breaks with; a fork, or a step that shares nothing, begins one of its own. For example an agent that asks a sub-agent
 twice, and then starts anew from a summary:
 
@@ -26,7 +26,7 @@ from treadle.packing.flat import FlatBatch, Indices, PackedCall
 
 
 def parent_steps(batch: FlatBatch) -> Indices:
-    """int64[K]: of each played step itself, if it is of its trajectory's main branch, or the main step calling it."""
+    """Return int64[K], for each played step the step that called it; itself on its trajectory's main branch."""
     found = np.arange(len(batch.played))
     start = np.searchsorted(batch.trajectory_of_played, np.arange(len(batch.trajectories) + 1))
     for first, end in pairwise(start.tolist()):
@@ -35,7 +35,7 @@ def parent_steps(batch: FlatBatch) -> Indices:
 
 
 def calling_steps(steps: Sequence[Step]) -> Indices:
-    """int64[T]: the same of one trajectory, in call order."""
+    """Return int64[T], the same for the T steps of one trajectory, in call order."""
     conversation = _conversations(steps)
     last = {name: number for number, name in enumerate(conversation)}
     found = np.arange(len(steps))
@@ -52,7 +52,7 @@ def calling_steps(steps: Sequence[Step]) -> Indices:
 
 
 def _conversations(steps: Sequence[Step]) -> list[int]:
-    """Of each step the first step of its conversation."""
+    """Return for each step the first step of its conversation."""
     calls = [PackedCall(step.full_ids, len(step.prompt_ids), 0) for step in steps]
     found: list[int] = []
     for number, relation in enumerate(relations(calls, _no_text, [step.break_cause for step in steps])):
@@ -62,5 +62,5 @@ def _conversations(steps: Sequence[Step]) -> list[int]:
 
 
 def _no_text(ids: Ids) -> str:
-    """Text in which other ids are never the same text: only the recorder tells what is equal but for its tokens."""
+    """Return a text that differs wherever ids do, so that only a recorded cause makes a break one of tokenization."""
     return str(ids.tolist())

@@ -1,4 +1,4 @@
-"""How each step relates to what its trajectory held before, as far as ids and a tokenizer tell, and what breaks cost.
+"""How each step relates to the earlier ones of its trajectory, as far as ids and text show, and what breaks cost.
 
 An agent that only appends sends, with each call, all it sent and sampled before, and new tokens. Where it sends what it
 had in another form, tokens that were there must be computed again: a break. For example, `|` before what was sampled:
@@ -19,9 +19,9 @@ A sequence is a prompt and its completion; it is open until a step extends it. A
   is a `fork` of the sequence it shares most with (of equals, the newest), if it leaves that sequence's replies alone;
   is a `break` of it, if it writes them anew: it departs from it within or right before a reply, or before one that it
              carries along, or it goes on with the same text. A reply that is carried along stands behind the departure
-             as it stood in the sequence, told by the tokens on both sides of its beginning or of its end: a prompt
-             that quotes a reply is a fork.
-The cause of a break is the one that was recorded with the step, by whoever rendered it and knows it from messages; a
+             as it stood in the sequence, recognised by the tokens on both sides of its beginning or of its end: a
+             prompt that quotes a reply is a fork.
+The cause of a break is the one that was recorded with the step by what rendered it, which knows the messages; a
 step with a recorded cause is a break unless it extends. Without one it is that of the first differing token:
   `tokenization`  both go on with the same text, cut into other tokens, up to a place where both end a token. Two texts
                   tokenized by BPE have no such place unless their tokens agree up to it, so an edit is none.
@@ -30,7 +30,7 @@ step with a recorded cause is a break unless it extends. Without one it is that 
 The price of a break, `extra_tokens`, is what a prompt of that length that had kept the sequence would have shared with
 it beyond what this one does: min(length of sequence, of prompt) - shared. Forks carry nothing along and cost nothing.
 
-Ids alone cannot tell a conversation that starts anew with a summary of the old one from a sub-agent's: both are forks.
+Ids alone cannot distinguish a conversation that starts anew with a summary from a sub-agent's: both are forks.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ Decode = Callable[[Ids], str]
 _SHOWN = 5  # differing tokens kept on either side
 _CONTEXT = 4  # tokens decoded before a difference: a character may be cut into four, a first blank swallowed
 _SAME_TEXT = 64  # differing tokens whose text is compared
-_RUN = 12  # tokens in a row by which a prompt that leaves something out is told: more than a turn's header has
-_SIDE = 4  # tokens on either side of a reply's beginning, or end, by which it is told
+_RUN = 12  # tokens in a row by which a prompt that leaves something out is recognised: more than a turn's header has
+_SIDE = 4  # tokens on either side of a reply's beginning, or end, by which it is recognised
 _PIECE = "\ufffd"  # what an unfinished character decodes to
 
 
 class Kind(StrEnum):
-    """How a step relates to the earlier sequences of its trajectory."""
+    """Names how a step relates to the earlier sequences of its trajectory."""
 
     OPENS = "opens"
     EXTENDS = "extends"
@@ -64,7 +64,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Some tokens: their ids and what they decode to."""
+    """Holds some tokens: their ids and what they decode to."""
 
     ids: tuple[int, ...]
     text: str
@@ -72,7 +72,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """How one step relates to its trajectory's earlier sequences.
+    """Describes how one step relates to its trajectory's earlier sequences.
 
     base: the step whose sequence (prompt and completion) it is compared with; None if it opens.
     shared: leading tokens of its prompt that are that sequence's.
@@ -91,7 +91,7 @@ class Relation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sequence:
-    """A sequence that nothing extends yet. replies: (start, end) of all that was sampled on the way to it."""
+    """Holds a sequence that nothing extends yet. replies: (start, end) of all that was sampled on the way to it."""
 
     ids: Ids
     replies: tuple[tuple[int, int], ...]
@@ -106,11 +106,11 @@ class _Sequence:
 def relations(
     calls: Sequence[PackedCall], decode: Decode, causes: Sequence[BreakCause | None] | None = None
 ) -> list[Relation]:
-    """The relation of each call of one trajectory, in call order.
+    """Return the relation of each call of one trajectory, in call order.
 
     decode: ids -> text, special tokens included. causes: the recorded ones (`Step.break_cause`), if any were.
 
-    One comparison a call where each extends the one before it, else one a call and open sequence.
+    It takes one comparison a call where each extends the one before it, else one for each call and open sequence.
     """
     sequences: dict[int, _Sequence] = {}  # those that are open, by their last step, oldest first
     found = []
@@ -158,7 +158,7 @@ def _break(cause: BreakCause, base: int, was: Ids, now: Ids, at: int, decode: De
 
 
 def _carried(rest: Ids, sequences: dict[int, _Sequence]) -> int | None:
-    """The newest sequence of which `rest` holds a reply, in its place."""
+    """Return the newest sequence of which `rest` holds a reply in its place; None if there is none."""
     held = rest.tobytes()
     for step in reversed(sequences):
         ids = sequences[step].ids
@@ -173,7 +173,7 @@ def _carried(rest: Ids, sequences: dict[int, _Sequence]) -> int | None:
 
 
 def _occurs(part: Ids, whole: bytes) -> bool:
-    """Whether the ids stand in a row among those in `whole`."""
+    """Return whether the ids stand in a row among those in `whole`."""
     wanted = part.tobytes()
     at = whole.find(wanted)
     while at > 0 and at % part.itemsize:
@@ -182,7 +182,7 @@ def _occurs(part: Ids, whole: bytes) -> bool:
 
 
 def _same_text(was: Ids, now: Ids, at: int, decode: Decode) -> bool:
-    """Whether both go on with the same text: up to where both end a token, or where `was` or the comparison ends."""
+    """Return whether both go on with the same text up to where both end a token, or `was` or the comparison ends."""
     begin, old, new = max(at - _CONTEXT, 0), at + 1, at + 1
     while max(old, new) <= at + _SAME_TEXT:
         before, after = decode(was[begin:old]), decode(now[begin:new])
@@ -203,7 +203,7 @@ def _same_text(was: Ids, now: Ids, at: int, decode: Decode) -> bool:
 
 
 def _left_out(was: Ids, now: Ids) -> bool:
-    """Whether `now`, which begins otherwise, begins with what stands further on in `was`, for a run or to its end."""
+    """Return whether `now`, which begins differently, begins with `_RUN` later tokens of `was`, or with its end."""
     if _occurs(now[:_RUN], was[1:].tobytes()):
         return True
     return any((was[-n:] == now[:n]).all() for n in range(1, min(_RUN, len(was), len(now) + 1)))

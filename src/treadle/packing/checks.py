@@ -1,4 +1,4 @@
-"""What a recorded step must be to be trained by this model; a trajectory that has another is set aside, alone."""
+"""What a recorded step must be to be trained by this model; a trajectory with another is left out, its siblings not."""
 
 from __future__ import annotations
 

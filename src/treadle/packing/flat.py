@@ -26,7 +26,7 @@ Doubles = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBatch:
-    """The trained part of some groups: trajectories with a reward to train, and their steps.
+    """Holds the trained part of some groups: trajectories with a reward to train, and their steps.
 
     groups, trajectories, steps: in canonical order; trajectories without a reward to train are left out.
     step_start   int64[S + 1]  step s owns tokens [step_start[s], step_start[s + 1])
@@ -65,32 +65,32 @@ class FlatBatch:
 
     @property
     def step_id(self) -> Indices:
-        """int64[N]: which step each token belongs to."""
+        """Return int64[N], which step each token belongs to."""
         return np.repeat(np.arange(len(self.steps)), np.diff(self.step_start))
 
     @property
     def played_id(self) -> Indices:
-        """int64[N]: which of the played steps each token belongs to."""
+        """Return int64[N], which of the played steps each token belongs to."""
         return self.played_of_step[self.step_id]
 
     @property
     def trajectory_id(self) -> Indices:
-        """int64[N]: which trajectory each token belongs to."""
+        """Return int64[N], which trajectory each token belongs to."""
         return self.trajectory_of_step[self.step_id]
 
     @property
     def group_id(self) -> Indices:
-        """int64[N]: which group each token belongs to."""
+        """Return int64[N], which group each token belongs to."""
         return self.group_of_trajectory[self.trajectory_id]
 
     @property
     def truncated(self) -> NDArray[np.bool_]:
-        """bool[N]: `logp_rollout` is of a truncated distribution, so that no other log-probability compares with it."""
+        """Return bool[N], where `logp_rollout` is of a truncated distribution: no other log-probability compares."""
         return np.repeat(np.array([step.sampling.truncates for step in self.steps], np.bool_), np.diff(self.step_start))
 
 
 def flatten(groups: Sequence[Group]) -> FlatBatch:
-    """Lay out what is trained of the groups, as `core.outcomes.as_trained` has it.
+    """Lay out the trained part of the groups, which `core.outcomes.as_trained` decides, as flat arrays.
 
     Trajectories without a reward there (ungraded, or left out whole) enter no array, no count, no baseline.
     """
@@ -138,7 +138,7 @@ def _token_rewards(step: Step) -> Doubles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedCall:
-    """What packing needs of one step.
+    """Holds what packing needs of one step.
 
     token_ids int32[L]: prompt, then completion, which begins at `prompt_length`.
     first: where the completion's first token stands in the flat arrays.
@@ -158,7 +158,7 @@ class PackedCall:
 
 
 def calls(batch: FlatBatch, routing: bool = False) -> list[PackedCall]:
-    """The batch's steps as packing sees them; with their experts if `routing` is to be replayed."""
+    """Return the batch's steps as packing sees them; with their experts if `routing` is to be replayed."""
     group = batch.group_of_trajectory[batch.trajectory_of_step]
     made = [
         PackedCall(step.full_ids, len(step.prompt_ids), int(first), int(trajectory), int(group))

@@ -21,7 +21,7 @@ from treadle.packing.tree import PrefixTree, depth_first
 
 
 class Packing(StrEnum):
-    """How steps share tokens in the forward pass."""
+    """Names how steps share tokens in the forward pass."""
 
     STEP = "step"  # every step is a sequence of its own
     CHAIN = "chain"  # a step whose prompt begins with an earlier step's tokens continues its sequence
@@ -29,7 +29,7 @@ class Packing(StrEnum):
 
 
 class Sharing(StrEnum):
-    """Within what `tree` packing shares prefixes."""
+    """Names within what `tree` packing shares prefixes."""
 
     TRAJECTORY = "trajectory"
     GROUP = "group"
@@ -38,19 +38,22 @@ class Sharing(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrangement:
-    """Calls in the order in which they are computed; the first `shared[i]` tokens of call i are those of call i - 1."""
+    """Holds calls in the order in which they are computed.
+
+    shared int64[calls]: the first `shared[i]` tokens of call i are those of call i - 1.
+    """
 
     calls: tuple[PackedCall, ...]
     shared: Indices
 
     @property
     def lengths(self) -> Indices:
-        """int64[calls], tokens."""
+        """Return int64[calls], how many tokens each call has."""
         return np.array([len(c.token_ids) for c in self.calls], np.int64)
 
     @property
     def nodes(self) -> int:
-        """Tokens computed if nothing is cut."""
+        """Return the number of tokens that are computed if nothing is cut."""
         return int((self.lengths - self.shared).sum())
 
 
@@ -116,9 +119,9 @@ _LOOSE = 1 / 8
 
 
 def _cuts(arranged: Arrangement, budget: int) -> list[tuple[int, int]]:
-    """The contiguous ranges of calls that cost least, by dynamic programming over the last one.
+    """Return the contiguous ranges of calls that cost least, by dynamic programming over the last one.
 
-    A cut before call c computes exactly shared[c] nodes again.
+    A cut before call c computes exactly shared[c] nodes a second time.
     """
     lengths, shared = arranged.lengths, arranged.shared
     count = len(lengths)
@@ -150,7 +153,7 @@ def _cuts(arranged: Arrangement, budget: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Nodes [start, start + T) of a tree, for one forward pass, after the keys and values of their C ancestors outside.
+    """Holds nodes [start, start + T) of a tree, computed in one forward pass over the keys and values of C ancestors.
 
     token_ids int32[T]; position_ids int64[T].
     context int64[C]: nodes of the tree, root first: the ancestors of its first node. Key j < C has position j.
@@ -171,7 +174,7 @@ class MicroBatch:
 
 
 def chunks(tree: PrefixTree, budget: int) -> list[MicroBatch]:
-    """The tree in depth-first pieces of at most `budget` nodes; one piece, without context, if it fits.
+    """Return the tree in depth-first pieces of at most `budget` nodes; one piece, without context, if it fits.
 
     All that later nodes need of earlier ones are the keys and values of their ancestors, and all ancestors of a piece
     outside it are ancestors of its first node.

@@ -14,9 +14,9 @@ from treadle.core.types import Ids, Routing, Step
 
 
 def distinct(steps: Sequence[Step]) -> tuple[Routing | None, list[Ids]]:
-    """The different choices among all that were recorded, int16[D, M, k], and each step's as numbers of them, int32[R].
+    """Return the distinct choices of all that were recorded, int16[D, M, k], and each step's as indices int32[R].
 
-    None, and no numbers, if no step has any.
+    R: recorded tokens of the step. (None, empty indices) if no step has any.
     """
     recorded = [step.routing for step in steps if step.routing is not None and len(step.routing)]
     if not recorded:
@@ -29,12 +29,12 @@ def distinct(steps: Sequence[Step]) -> tuple[Routing | None, list[Ids]]:
 
 
 def replayed(steps: Sequence[Step], recorded: Sequence[Ids]) -> list[Ids]:
-    """Where the recorded choices of one trajectory's steps are replayed: int32[P + C] a step, -1 where nothing is.
+    """Return where the recorded choices of one trajectory's steps are replayed: int32[P + C] a step, -1 where none is.
 
-    A step's own choices are those of the tokens that it predicted from: its prompt's last and all sampled ones but the
-    last. What its prompt shares with an earlier step was not computed again: the engine had it in its cache, with the
-    choices of that time. So they are inherited, from the step that shares most and, of these, the latest; unless other
-    weights sampled in between, which empty the cache. Other tokens of prompts are not recorded.
+    recorded: each step's choices as `distinct` returns them, for the tokens that it predicted from: its prompt's last
+    one and all sampled ones but the last. The tokens that its prompt shares with an earlier step were in the engine's
+    cache, with the choices made then. So those are inherited, from the step that shares most and, of these, the latest;
+    unless the weights changed in between, which empties the cache. Other tokens of prompts have no recorded choices.
     """
     found: list[Ids] = []
     for number, (step, own) in enumerate(zip(steps, recorded, strict=True)):
@@ -51,6 +51,6 @@ def replayed(steps: Sequence[Step], recorded: Sequence[Ids]) -> list[Ids]:
 
 
 def _one_version(earlier: Step, step: Step) -> bool:
-    """Whether all of `earlier` was sampled by the weights that `step` began with."""
+    """Return whether all of `earlier` was sampled by the weights that `step` began with."""
     versions = earlier.policy_versions
     return bool(len(versions) and len(step.policy_versions) and (versions == step.policy_versions[0]).all())

@@ -40,7 +40,7 @@ def depth_first(calls: Sequence[PackedCall], roots: Sequence[int]) -> tuple[list
 
 
 def _words(calls: Sequence[PackedCall]) -> list[NDArray[np.int32]]:
-    """What must agree for a node to be shared, a word a token: its id [L], or id and keys [L, 1 + K]."""
+    """Return what must agree for a node to be shared, a word a token: its id [L], or id and keys [L, 1 + K]."""
     width = _width(calls)
     if not width:
         return [c.token_ids for c in calls]
@@ -58,15 +58,15 @@ def _width(calls: Sequence[PackedCall]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixTree:
-    """Unique nodes of some calls, in depth-first order.
+    """Holds the unique nodes of some calls, in depth-first order.
 
     token_ids int32[T]; depth int64[T]: tokens before it in its sequence, its position id.
     subtree_end int64[T]: node j is i or an ancestor of i exactly if j <= i < subtree_end[j].
     source int64[P]: the node at which a pair's distribution is read, the parent of its token's node.
-    target_ids int32[P]: the token it is asked for. flat int64[P]: the pair's index in the flat arrays.
+    target_ids int32[P]: the token whose log-probability is read. flat int64[P]: the pair's index in the flat arrays.
     keys int32[T, K], routing int16[D, M, k]: see `PackedCall`; None if no call has any.
 
-    Nodes are computed once; pairs are many: steps that share a node have their own advantage there.
+    A node is computed once but may have several pairs: steps that share it each have their own advantage there.
     """
 
     token_ids: Ids
@@ -83,7 +83,7 @@ class PrefixTree:
 
     @classmethod
     def of(cls, calls: Sequence[PackedCall], shared: Indices) -> PrefixTree:
-        """The tree of calls in depth-first order; of `shared` (see `depth_first`) the first entry does not count."""
+        """Return the tree of calls in depth-first order. shared: see `depth_first`; its first entry is ignored."""
         lengths = np.array([len(c.token_ids) for c in calls], np.int64)
         common = shared.copy()
         common[:1] = 0

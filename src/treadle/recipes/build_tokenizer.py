@@ -26,7 +26,7 @@ VOCABULARY = 800
 
 PAD, TURN_START, TURN_END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<search>", "</search>", "<answer>", "</answer>")
-"""Added tokens that are not special: part of what is said, so they survive decoding."""
+"""Added tokens that are not special: part of a message's text, so they survive decoding."""
 
 CHAT_TEMPLATE = """\
 {%- for tool in tools or [] -%}
@@ -55,7 +55,7 @@ _CORPUS = 1500  # demonstrations; enough for every name to occur hundreds of tim
 
 
 def build() -> Tokenizer:
-    """Train the tokenizer. Deterministic: equal to the shipped one, byte for byte."""
+    """Train and return the tokenizer. It is deterministic: equal to the shipped one, byte for byte."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -89,7 +89,7 @@ def write(folder: Path) -> None:
 
 
 def _texts() -> Iterator[str]:
-    """All that is said in the two demo environments, without the tags: those are tokens of their own."""
+    """Yield the texts of the two demo environments, without the tags: those are tokens of their own."""
     yield "system\nuser\nassistant\ntool\n"
     yield lookup.NOTHING
     for index in range(_CORPUS):
@@ -106,7 +106,7 @@ def _without_tags(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: the one argument is the folder to write."""
+    """Run the command line, whose one argument is the folder to write."""
     parser = argparse.ArgumentParser(description="Build the demo's tokenizer.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write, made if missing")
     write(parser.parse_args(arguments).folder)

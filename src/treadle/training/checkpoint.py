@@ -67,21 +67,24 @@ def export_files(directory: Path, files: Iterable[tuple[str, bytes]]) -> None:
 
 
 def read_model_files(checkpoint: Manifest) -> dict[str, bytes]:
-    """Return what makes a checkpoint a model directory, proven: name -> content. Raises DamageError or RemovedError."""
+    """Return what makes a checkpoint a model directory, checked: name -> content.
+
+    Raises DamageError for a file that is not as it was written, RemovedError for a checkpoint that was removed.
+    """
     names = ("model.safetensors", "config.json", *(name for name in TOKENIZER_FILES if name in checkpoint.sha256))
     return {name: checkpoint.read(name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """checkpoint.json."""
+    """Holds the content of checkpoint.json."""
 
     updates_done: int
     kl_coef: float | None
 
 
 def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> str:
-    """Write the learner's state durably, in place of a checkpoint of that name that the ledger no longer points to.
+    """Write the learner's state durably, replacing a checkpoint of that name that the ledger no longer points to.
 
     Returns the digest of its manifest. Raises CheckpointError; then nothing of it is left.
     """
@@ -97,7 +100,7 @@ def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> str:
 
 
 def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> None:
-    """Restore a learner; from the directory of an export, which is only a model, take the weights to begin with.
+    """Restore a learner; an export, which is only a model, gives it the weights to start from and nothing else.
 
     Raises DamageError for a checkpoint that is damaged, CheckpointError for one of another model or tokenizer.
     """
@@ -158,13 +161,13 @@ def copy_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> N
 
 
 def checkpoint_bytes(learner: Learner) -> int:
-    """About how large a checkpoint is: weights and two moments, and what lies beside them."""
+    """Return about how many bytes a checkpoint has: weights and two moments, value head and reference if any."""
     modules = [learner.trained] * 3 + list(_beside(learner).values())
     return sum(t.numel() * t.element_size() for module in modules for t in saved(module).values())
 
 
 def _beside(learner: Learner) -> dict[str, nn.Module]:
-    """What else a learner computes with, by the name of its file."""
+    """Return what else a learner computes with, by the name of its file."""
     reference = None if learner.reference is None else learner.reference.model
     modules = {"value_head": learner.value_head, "reference": reference}
     return {name: module for name, module in modules.items() if module is not None}
@@ -184,7 +187,7 @@ def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
 
 
 def _restore_moments(learner: Learner, moments: dict[str, Tensor]) -> None:
-    """Parameters that never had a gradient have no moments; that none is lost, the recorded SHA-256 has shown."""
+    """Restore AdamW's moments. Parameters that never had a gradient have none; the SHA-256 shows that none is lost."""
     learner.optimizer.state.clear()
     for name, parameter in trained(learner.trained):
         if f"{_MOMENTS[0]}.{name}" in moments:
@@ -195,7 +198,7 @@ def _restore_moments(learner: Learner, moments: dict[str, Tensor]) -> None:
 
 @contextmanager
 def _writing(final: Path) -> Iterator[NewDirectory]:
-    """`new_directory`, where what the disk refuses is a CheckpointError."""
+    """Open a `new_directory`; an OSError becomes a CheckpointError."""
     try:
         with new_directory(final) as new:
             yield new
@@ -206,9 +209,9 @@ def _writing(final: Path) -> Iterator[NewDirectory]:
 
 
 def remove_others(checkpoints: Path, keep: Iterable[str]) -> None:
-    """Delete every directory under `checkpoints` that is not to be kept, half-written ones included.
+    """Delete every directory under `checkpoints` whose name is not in `keep`, half-written ones included.
 
-    To a reader each of them vanishes at once.
+    To a concurrent reader each of them vanishes at once.
     """
     kept = set(keep)
     for directory in sorted(checkpoints.iterdir()):  # hidden ones first: an earlier process may have left a `.removed`

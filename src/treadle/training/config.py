@@ -14,7 +14,7 @@ from treadle.packing.layout import Packing, Sharing
 
 
 class OptimizerConfig(Config):
-    """AdamW, clipping and the learning rate's course: linear warm-up, constant, cosine to `final_lr`."""
+    """Configures AdamW, clipping and the learning rate's schedule: linear warm-up, constant, cosine to `final_lr`."""
 
     learning_rate: float = Field(1e-6, gt=0, description="peak learning rate")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's betas")
@@ -26,7 +26,7 @@ class OptimizerConfig(Config):
 
 
 class WarmStartConfig(Config):
-    """Supervised learning on demonstrations before RL (also `treadle sft`)."""
+    """Configures supervised learning on demonstrations before RL (also `treadle sft`)."""
 
     demonstrations: str = Field(description="a .jsonl of {messages: [...]}, a registered name or module:function")
     options: dict[str, Any] = Field(default_factory=dict, description="options of the demonstrations' generator")
@@ -40,7 +40,7 @@ class WarmStartConfig(Config):
 
 
 class TrainingConfig(Config):
-    """How the learner computes an update."""
+    """Configures how the learner computes an update."""
 
     tasks_per_update: int = Field(32, ge=1, description="groups in one optimizer update, exactly")
     group_size: int = Field(8, ge=1, description="trajectories of one task; most advantages compare them, and need 2")
@@ -81,16 +81,16 @@ class TrainingConfig(Config):
 
     @property
     def updates_between_publications(self) -> int:
-        """Optimizer updates that one batch gives."""
+        """Return the number of optimizer updates on one batch, after which weights are published."""
         return self.updates_per_batch * self.epochs_per_batch
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
-    """What a trainer is made of: picklable, so that each of several processes can make its own.
+    """Holds what a trainer is made from: picklable, so that each of several processes can make its own.
 
-    updates: optimizer updates of the whole run, over which schedules stretch. max_staleness: 0 where nothing else has
-    anything to do while it trains.
+    updates: optimizer updates of the whole run, over which schedules stretch. max_staleness: 0 if nothing is sampled
+    while it trains.
     """
 
     model: ModelConfig

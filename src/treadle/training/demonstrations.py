@@ -21,7 +21,7 @@ Demonstrations = Callable[[int], Sequence[Message]]
 
 
 def load_demonstrations(source: str, options: dict[str, Any], seed: int) -> Demonstrations:
-    """Conversation number i, for any i >= 0, from a .jsonl file (shuffled anew each pass) or a generator.
+    """Return conversation number i >= 0 as a function of i, from a .jsonl file (reshuffled each pass) or a generator.
 
     A generator is `demonstration(index, seed, **options) -> messages`. Raises ConfigError or DataError.
     """
@@ -61,7 +61,7 @@ def _conversation(line: bytes, where: str) -> tuple[Message, ...]:
 
 
 def _fault(messages: Sequence[Message]) -> str | None:
-    """What no session could have recorded."""
+    """Return why no session could have recorded this conversation; None if one could."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         return "there is no assistant turn to learn"
@@ -71,7 +71,7 @@ def _fault(messages: Sequence[Message]) -> str | None:
 
 
 def demonstrated_calls(messages: Sequence[Message], renderer: ChatRenderer) -> list[tuple[Ids, Ids]]:
-    """The (prompt ids, completion ids) of each assistant turn, rendered as a session would have recorded them.
+    """Return (prompt ids, completion ids) of each assistant turn, rendered as a session would have recorded them.
 
     Raises DataError for a conversation without an assistant turn, or with one that answers nothing.
     """

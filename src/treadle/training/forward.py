@@ -5,7 +5,7 @@
 A tree that fits the token budget takes one forward and one backward pass. A larger one is streamed: a first pass
 without gradient keeps every node's keys and values; then, from the last chunk to the first, each is computed again
 with its ancestors' keys and values as leaves, whose gradients flow into the chunks that made them. That is exact for
-any loss, since the loss is asked only for its gradient by the pairs' log-probabilities.
+any loss, since all that is needed of the loss is its gradient by the pairs' log-probabilities.
 
 Shapes: T nodes of a micro-batch, P pairs of a tree, N completion tokens of an update, d hidden size.
 """
@@ -75,19 +75,18 @@ class Forward:
         self._probe()
 
     def configured(self, budget: int) -> Forward:
-        """Return another one on the same module, in the model's own precision and without gradient checkpointing."""
+        """Return another `Forward` on the same module, in the model's precision, without gradient checkpointing."""
         other = copy.copy(self)
         other.budget, other.half, other.gradient_checkpointing = budget, False, False
         return other
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model."""
         return self.scorer.model
 
     @property
     def routing(self) -> tuple[int, int, int] | None:
-        """What is replayed: layers with experts, experts a token, experts a layer; None if nothing is."""
+        """Return what is replayed: layers with experts, experts a token, experts a layer; None if nothing is."""
         routers = self._routers
         return None if routers is None else (routers.layers, routers.top_k, routers.experts)
 
@@ -98,7 +97,7 @@ class Forward:
         return row_batches(arrange(calls, Packing.STEP), self.budget)
 
     def scores(self, tree: PrefixTree, temperature: Tensor) -> TokenScores:
-        """One pass without gradient. temperature [N] of all pairs; its dtype is the result's."""
+        """Compute one pass without gradient. temperature [N]: of all pairs; its dtype is the result's."""
         parts = self._chunks(tree)
         store = KeyValueStore(len(tree))
         with self.scorer.ready(), torch.no_grad():
@@ -107,9 +106,10 @@ class Forward:
     def backward(
         self, tree: PrefixTree, temperature: Tensor, gradient: Gradient, entropy_grad: bool = False
     ) -> TokenScores:
-        """Add a loss's gradient to the parameters' `.grad`. The loss is known by its `gradient` alone.
+        """Add a loss's gradient to the parameters' `.grad`; returns the scores that it was taken at.
 
-        temperature [N]: as for `scores`. entropy_grad: `gradient` gives one by entropies, too.
+        temperature [N]: as for `scores`. gradient: scores of some tokens -> the loss's gradient by them, which is all
+        that is needed of the loss. entropy_grad: `gradient` gives one by entropies, too.
         """
         parts = self._chunks(tree)
         with self.scorer.ready(self.gradient_checkpointing):
@@ -127,7 +127,7 @@ class Forward:
     # --- streaming ---
 
     def _first_pass(self, parts: Sequence[MicroBatch], temperature: Tensor, store: KeyValueStore) -> TokenScores:
-        """Without gradient, first chunk to last; `store` is left with all keys and values if there are several."""
+        """Compute without gradient, first chunk to last; if there are several, `store` then has all keys and values."""
         found = []
         for part in parts:
             fresh: dict[int, KeysAndValues] | None = {} if len(parts) > 1 else None
@@ -164,7 +164,10 @@ class Forward:
 
     @contextmanager
     def _replayed(self, part: MicroBatch) -> Iterator[None]:
-        """A forward pass, and its backward pass, which may compute layers again, with the part's experts."""
+        """Within, the model computes with the part's recorded experts.
+
+        The backward pass belongs inside, since it may compute layers again.
+        """
         if self._routers is None or part.routing is None:
             yield
             return
@@ -184,7 +187,7 @@ class Forward:
         context: Mapping[int, KeysAndValues] | None = None,
         fresh: dict[int, KeysAndValues] | None = None,
     ) -> TokenScores:
-        """With their graph, if gradients are on."""
+        """Return the scores of the part's pairs, with their graph if gradients are on."""
         call = Pass(
             part,
             temperature,

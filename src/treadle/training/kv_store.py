@@ -18,8 +18,8 @@ from treadle.training.attention.interface import KeysAndValues
 class KeyValueStore:
     """Holds keys and values [1, K, T, D] of every layer, and gradients of the same shape.
 
-    First pass: `put` what each chunk computed, `at` what the next ones need of it. Second pass, last chunk first:
-    `leaves` for its context, back-propagate from `pending`, `collect` what reached the leaves.
+    First pass: `put` what each chunk computed; `at` returns what the next ones need of it. Second pass, last chunk
+    first: `leaves` for its context, back-propagate from `pending`, `collect` what reached the leaves.
     """
 
     def __init__(self, nodes: int) -> None:
@@ -28,7 +28,7 @@ class KeyValueStore:
         self._gradients: dict[int, KeysAndValues] = {}
 
     def put(self, part: MicroBatch, fresh: Mapping[int, KeysAndValues]) -> None:
-        """Keep what the chunk's layers made."""
+        """Store the keys and values [1, K, n, D] that the chunk's layers computed, by layer."""
         for layer, made in fresh.items():
             if layer not in self._values:
                 self._values[layer] = _empty(made, self.nodes)
@@ -36,7 +36,7 @@ class KeyValueStore:
                 whole[:, :, part.start : part.start + len(part.token_ids)] = new.detach()
 
     def at(self, context: Indices) -> dict[int, KeysAndValues]:
-        """[1, K, C, D] for each layer; nothing for an empty context."""
+        """Return keys and values [1, K, C, D] of these nodes for each layer; an empty dict for an empty context."""
         if not len(context):
             return {}
         found = {}
@@ -46,11 +46,11 @@ class KeyValueStore:
         return found
 
     def leaves(self, context: Indices) -> dict[int, KeysAndValues]:
-        """`at`, to be differentiated."""
+        """Return the same as `at`, as leaves that collect gradients."""
         return {layer: (k.requires_grad_(), v.requires_grad_()) for layer, (k, v) in self.at(context).items()}
 
     def pending(self, part: MicroBatch, fresh: Mapping[int, KeysAndValues]) -> tuple[list[Tensor], list[Tensor]]:
-        """What the chunk's layers made, and the gradients that later chunks have collected for it."""
+        """Return the chunk's keys and values, and for each the gradient that later chunks have collected for it."""
         rows = slice(part.start, part.start + len(part.token_ids))
         roots, gradients = [], []
         for layer, collected in self._gradients.items():
@@ -60,7 +60,7 @@ class KeyValueStore:
         return roots, gradients
 
     def collect(self, context: Indices, leaves: Mapping[int, KeysAndValues]) -> None:
-        """Add the leaves' gradients to their nodes'."""
+        """Add the leaves' gradients to those of the context's nodes."""
         for layer, pair in leaves.items():
             if layer not in self._gradients:
                 wide = tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in pair)

@@ -67,9 +67,9 @@ class Learner:
 
     Invariant: loss and gradient are sums over (trajectory, step, token) with weights that no layout can change, so
     packing and micro-batch budget change cost and rounding only.
-    value_head: of an advantage that needs values, else None; `trained` is what the optimizer moves: it and the model.
-    reference: what `algorithm.kl` compares with, frozen; by default a copy of the model as it is now. Not kept without
-    `algorithm.kl`.
+    value_head: of an advantage that needs values, else None. trained: the module that the optimizer moves, the model
+    with its value head. reference: what `algorithm.kl` compares with, frozen; by default a copy of the model as it is
+    now. None without `algorithm.kl`.
     Raises ConfigError: see `check_algorithm` and `check_reference`.
     """
 
@@ -104,17 +104,17 @@ class Learner:
 
     @property
     def version(self) -> int:
-        """Of the weights that the batch at hand starts from: how many batches were trained before."""
+        """Return the policy version that the current batch starts from: how many batches were trained before."""
         return self.updates_done // self.training.updates_between_publications
 
     def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
         """Train on the groups between two publications: `updates_per_batch` updates of equally many groups, in order,
-        and so again in each of `epochs_per_batch` epochs.
+        repeated in each of `epochs_per_batch` epochs.
 
-        Log-probabilities and values at the batch's start are taken for all updates before the first one: values if
+        Log-probabilities and values at the batch's start are computed for all updates before the first one: values if
         there is a value head, log-probabilities if anything compares with them and there are several updates; a single
-        one is its own anchor. Trajectories that this model cannot train (see `packing.checks`) are refused, one
-        by one.
+        update compares with its own. Trajectories that this model cannot train (see `packing.checks`) are left out, one
+        by one, and named in `UpdateResult.refused`.
         """
         size = len(groups) // self.training.updates_per_batch
         sound = [self._sound(groups[i : i + size]) for i in range(0, len(groups), size)]
@@ -132,7 +132,7 @@ class Learner:
         return self.policy_loss.anchor == "old" or self.algorithm.correction.active or self._penalises()
 
     def _penalises(self) -> bool:
-        """Whether KL is taken off the rewards."""
+        """Return whether KL is taken off the rewards."""
         return self.algorithm.kl is not None and self.algorithm.kl.where == "reward"
 
     def _sound(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
@@ -141,7 +141,7 @@ class Learner:
         return split_untrainable(groups, config.vocab_size, context, self.forward.routing)
 
     def scores(self, batch: FlatBatch) -> TokenScores:
-        """What the policy says now of every completion token [N], each at its recorded temperature."""
+        """Return the current policy's scores of every completion token [N], each at its recorded temperature."""
         return self._scores(self.forward, batch)
 
     def _scores(self, forward: Forward, batch: FlatBatch) -> TokenScores:
@@ -149,13 +149,13 @@ class Learner:
         return concat([forward.scores(tree, temperature) for tree in self._trees(forward, batch)], temperature)
 
     def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
-        """The current log-probability of every completion token [N]: `scores`."""
+        """Return the current log-probability of every completion token [N], as `scores` has it."""
         return self.scores(batch).logp.cpu().numpy()
 
     def update(self, batch: FlatBatch, start: TokenScores | None = None) -> UpdateResult:
-        """One optimizer update on the batch. An update without a trainable token changes nothing.
+        """Make one optimizer update on the batch. An update without a trainable token leaves the weights as they are.
 
-        start: `scores` at the batch's start; None: now, taken only if needed.
+        start: `scores` at the batch's start; None: those of now, computed only if needed.
         """
         if start is None and (self.value_head is not None or self._penalises()):
             start = self.scores(batch)
@@ -182,7 +182,7 @@ class Learner:
     def _penalty(
         self, logp_old: NDArray[np.floating] | None, logp_ref: NDArray[np.floating] | None
     ) -> NDArray[np.float64] | None:
-        """KL that is taken off each token's reward, if any."""
+        """Return the KL penalty float64[N] that is taken off each token's reward; None if there is none."""
         section = self.algorithm.kl
         if section is None or self.kl is None or section.where == "loss" or logp_old is None or logp_ref is None:
             return None
@@ -200,8 +200,8 @@ class Learner:
     ) -> Measures:
         """Add the batch's gradient to the parameters' `.grad`; returns metrics of its tokens and of their layout.
 
-        advantage float64[N]. logp_old [N], or None to anchor on the policy as it is now. logp_ref [N], for KL.
-        values [N], at the batch's start, for what a value head learns: values + advantage.
+        advantage float64[N]. logp_old [N], or None to compare with the policy as it is now. logp_ref [N], for KL.
+        values [N], at the batch's start: a value head learns values + advantage.
         """
         trees, temperature = self.trees(batch), self._temperature(batch)
         objective = self.objective(batch, advantage, logp_old, logp_ref, values)
@@ -217,7 +217,7 @@ class Learner:
         return objective.metrics(concat(scores, temperature)) + measured("run", packed)
 
     def trees(self, batch: FlatBatch) -> list[PrefixTree]:
-        """The batch as it is laid out for the forward pass."""
+        """Return the batch as it is laid out for the forward pass."""
         return self._trees(self.forward, batch)
 
     def _trees(self, forward: Forward, batch: FlatBatch) -> list[PrefixTree]:
@@ -231,7 +231,7 @@ class Learner:
         logp_ref: NDArray[np.floating] | None = None,
         values: NDArray[np.floating] | None = None,
     ) -> Objective:
-        """The batch's loss as a function of its log-probabilities; arguments as for `accumulate`."""
+        """Return the batch's loss as a function of its log-probabilities; arguments as for `accumulate`."""
         start, end = self.algorithm.entropy_coef, self.algorithm.entropy_coef_end
         device, correction, kl = self.model.device, self.algorithm.correction, self.algorithm.kl
         tokens = Tokens(
@@ -267,18 +267,18 @@ class Learner:
         )
 
     def _frozen(self, reference: PreTrainedModel) -> Forward:
-        """The reference model, ready to be scored as the policy is."""
+        """Freeze the reference model and return its forward pass, which scores as the policy's does."""
         check_reference(self.algorithm, reference, self.model)
         half = self.training.precision == "bfloat16"
         return Forward(reference.requires_grad_(False), self.training.max_tokens_per_microbatch, half=half)
 
     def begin_here(self) -> None:
-        """Note that something else than an update changed the weights: a reference that copies them follows."""
+        """Note that something else than an update changed the weights: a reference that is a copy is copied anew."""
         if self._own_reference:
             self._copy_to_reference()
 
     def _reset_reference(self) -> None:
-        """After an update: make the policy the reference, if that is due."""
+        """Copy the policy to the reference if an update has just been made after which that is due."""
         section = self.algorithm.kl
         if section is not None and section.reset_every is not None and self.updates_done % section.reset_every == 0:
             self._copy_to_reference()
@@ -290,7 +290,7 @@ class Learner:
                 tensor.copy_(weights[name])
 
     def _temperature(self, batch: FlatBatch) -> Tensor:
-        """[N], in the precision of log-probabilities and losses: the model's, but at least float32."""
+        """Return [N], in the precision of log-probabilities and losses: the model's, but at least float32."""
         # a greedy token is never trained; any temperature serves for its unused log-probability
         return self._tensor(np.where(batch.temperature > 0, batch.temperature, 1.0))
 
@@ -300,7 +300,7 @@ class Learner:
 
 
 def _batch_metrics(batch: FlatBatch, advantage: NDArray[np.float64]) -> Measures:
-    """Of its steps and tasks, whatever the packing."""
+    """Return metrics of the batch's steps and tasks, which do not depend on packing."""
     lengths = [len(step.prompt_ids) + len(step.completion_ids) for step in batch.steps]
     trained, group = batch.mask, batch.group_id
     moved = np.unique(group[trained & (advantage != 0)])
@@ -310,7 +310,7 @@ def _batch_metrics(batch: FlatBatch, advantage: NDArray[np.float64]) -> Measures
 
 
 def _by_trajectory(batch: FlatBatch, advantage: NDArray[np.float64]) -> dict[str, float]:
-    """trajectory_id -> mean advantage of its trainable tokens, if it has any."""
+    """Return trajectory_id -> mean advantage of its trainable tokens, if it has any."""
     own, count = batch.trajectory_id[batch.mask], len(batch.trajectories)
     tokens = np.bincount(own, minlength=count)
     sums = np.bincount(own, advantage[batch.mask], count)

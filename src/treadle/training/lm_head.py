@@ -18,7 +18,7 @@ CHUNK_BYTES = 2**27  # of one chunk's logits; a handful of arrays of this size e
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """From final hidden states [P, d] to logits [P, V]: the output embedding, scaled and soft-capped."""
+    """Maps final hidden states [P, d] to logits [P, V]: the output embedding, scaled and soft-capped."""
 
     embedding: Any
     scale: float
@@ -26,24 +26,26 @@ class Head:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
-        """As the model's configuration names it."""
+        """Return the model's head, with the scale and cap that its configuration names."""
         config = model.config.get_text_config()
         scale = float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1))
         return cls(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
 
     @property
     def vocabulary(self) -> int:
-        """V."""
+        """Return V, the number of token ids."""
         return int(self.embedding.weight.shape[0])
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """See the class."""
         logits: Tensor = self.embedding(hidden) * self.scale if self.scale != 1 else self.embedding(hidden)
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
 def make_value_head(model: PreTrainedModel) -> nn.Linear:
-    """From final hidden states [P, d] to values [P, 1]; at least float32. V = 0 at first: nothing is drawn."""
+    """Return a value head, from final hidden states [P, d] to values [P, 1], in at least float32.
+
+    All values are 0 at first: nothing is drawn at random.
+    """
     dtype = torch.promote_types(model.dtype, torch.float32)
     width = int(model.get_output_embeddings().weight.shape[1])
     head: nn.Linear = nn.utils.skip_init(nn.Linear, width, 1, device=model.device, dtype=dtype)
@@ -55,10 +57,10 @@ def make_value_head(model: PreTrainedModel) -> nn.Linear:
 def pair_logprobs(
     head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy in nats, [P] each, of the distributions at `temperature` [P], in its dtype.
+    """Return log-probability and entropy in nats, [P] each, of the distributions at `temperature` [P], in its dtype.
 
-    hidden [P, d]; targets int64[P]. The entropy carries a gradient only if asked. Where the logits need more than
-    `CHUNK_BYTES`, they are made chunk by chunk, and again in the backward pass.
+    hidden [P, d]; targets int64[P]. entropy_grad: the entropy carries a gradient. Where the logits need more than
+    `CHUNK_BYTES`, they are made chunk by chunk, and once more in the backward pass.
     """
     rows = max(1, CHUNK_BYTES // (head.vocabulary * temperature.element_size()))
     if len(hidden) <= rows:

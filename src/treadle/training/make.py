@@ -1,4 +1,4 @@
-"""From a configuration to what holds a model: a `Trainer`, or a source of weights that are not trained."""
+"""Makes what holds a model from a configuration: a `Trainer`, or a source of weights that are not trained."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from treadle.training.learner import Learner
 from treadle.training.trainer import EmbeddedSource, EmbeddedTrainer
 
 MakeTrainer = Callable[[TrainerSpec], Trainer]
-"""What makes the trainer of a run; `make_trainer`, unless another one is given."""
+"""Makes the trainer of a run; `make_trainer`, unless another one is given."""
 
 
 def make_trainer(spec: TrainerSpec) -> Trainer:
-    """Return a trainer in this process. It computes inline if nothing goes on beside, else on a thread of its own.
+    """Return a trainer in this process. It computes inline if nothing is sampled meanwhile, else on its own thread.
 
     Raises ConfigError for a model or a reference model that cannot be loaded or trained; DamageError for a damaged one.
     """

@@ -69,7 +69,7 @@ KL_COEF = _trained("kl_coef", "run", "mean", "", "coefficient of KL, if `algorit
 
 
 def tally(metric: Metric, values: Tensor) -> Tally:
-    """Of a tensor [n] of one value per token. Extremes and sums are of the values as they are, in their precision."""
+    """Return the metric's tally over values [n], one per token; extremes and sums are in their precision."""
     if not len(values):
         return Tally(metric, 0, 0)
     match metric.aggregation:

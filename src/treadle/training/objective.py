@@ -45,8 +45,11 @@ from treadle.training.metrics import (
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What the model says of some tokens. flat int64[n]: where they stand among all N; logp, entropy [n], in nats;
-    value [n], of the state in which each was sampled, if there is a value head."""
+    """Holds what the model computes of some tokens.
+
+    flat int64[n]: their indices among all N. logp, entropy [n]: in nats. value [n]: of the state in which each was
+    sampled, if there is a value head.
+    """
 
     flat: Indices
     logp: Tensor
@@ -54,36 +57,37 @@ class TokenScores:
     value: Tensor | None = None
 
     def detached(self) -> TokenScores:
-        """Without what they were computed from."""
+        """Return the same scores without their graph."""
         value = None if self.value is None else self.value.detach()
         return TokenScores(self.flat, self.logp.detach(), self.entropy.detach(), value)
 
 
 class LossGradients(NamedTuple):
-    """A loss's gradient by log-probabilities [n], and by entropies [n] and values [n] if they matter."""
+    """Holds a loss's gradient by log-probabilities [n], and by entropies [n] and values [n] if they matter."""
 
     logp: Tensor
     entropy: Tensor | None = None
     value: Tensor | None = None
 
     def at(self, index: Tensor | slice) -> LossGradients:
-        """Of some tokens only."""
+        """Return the gradient by some tokens only."""
         entropy = None if self.entropy is None else self.entropy[index]
         return LossGradients(self.logp[index], entropy, None if self.value is None else self.value[index])
 
 
 Gradient = Callable[[TokenScores], LossGradients]
-"""The loss's gradient by what is said, detached, of some tokens."""
+"""A loss's gradient as a function of the scores, detached, of some tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """sum_i weight_i (factor_i * policy loss_i + kl_coef * kl_i + coef * value loss_i - entropy_coef * entropy_i).
+    """Computes sum_i weight_i (factor_i policy_loss_i + kl_coef kl_i + coef value_loss_i - entropy_coef entropy_i).
 
     tokens, weight [N]. anchored: the update starts from the policy as it is now, and `logp_old` is `logp` itself.
-    first: nothing was trained since the batch's start, so that this is its policy, which metrics may compare with.
-    reduction: weights of the tokens in a mask [N]. corrected: what corrections make of the weights, where `logp_old` is
-    known before the forward pass; factor is 1 without any. kl_coef: of KL in the loss; it needs `tokens.logp_ref`.
+    first: nothing was trained since the batch's start, so that metrics may compare with this policy as the batch's.
+    reduction: mask [N] -> weights [N] of the tokens in it. corrected: weights and factors under the corrections, where
+    `logp_old` is known before the forward pass; factor is 1 without any. kl_coef: of KL in the loss; it needs
+    `tokens.logp_ref`.
     values: what a value head learns, [N]. lag int32[N]: versions between sampling and this update, if there are any.
     truncated bool[N]: tokens whose `logp_rollout` compares with nothing, if there are any.
     """
@@ -104,11 +108,11 @@ class Objective:
 
     @property
     def couples(self) -> bool:
-        """Whether the gradient is only known once all tokens' log-probabilities are."""
+        """Return whether the gradient is only known once all tokens' log-probabilities are."""
         return self.policy_loss.couples or (self.anchored and self.config.correction.couples)
 
     def loss(self, scores: TokenScores) -> Tensor:
-        """The loss of these tokens, a scalar; of all of them if the objective couples tokens."""
+        """Return the loss of these tokens, a scalar. scores: of all N if the objective couples tokens."""
         index, tokens = self._tokens(scores)
         each = self.policy_loss.per_token(scores.logp, tokens, self.config)
         weight = self.weight[index]
@@ -123,7 +127,7 @@ class Objective:
         return (weight * (each - self.entropy_coef * scores.entropy)).sum()
 
     def gradient(self, scores: TokenScores) -> LossGradients:
-        """See `Gradient`."""
+        """Return the loss's gradient by these scores; the scores of all N if the objective couples tokens."""
         logp, entropy = scores.logp.clone().requires_grad_(), scores.entropy.clone().requires_grad_()
         value = None if self.values is None or scores.value is None else scores.value.clone().requires_grad_()
         leaves = (logp, entropy) if value is None else (logp, entropy, value)
@@ -131,7 +135,7 @@ class Objective:
         return slopes if self.entropy_coef else slopes._replace(entropy=None)
 
     def metrics(self, scores: TokenScores) -> Measures:
-        """Over the trainable tokens; scores of all N, in order. What could not be computed is not there."""
+        """Return metrics over the trainable tokens, as far as they can be computed. scores: of all N, in order."""
         index, tokens = self._tokens(scores)
         mask = tokens.mask
         found = {ENTROPY: scores.entropy[mask], TRAINABLE_TOKENS: mask[mask], TRAINABLE_FRACTION: mask}
@@ -157,7 +161,7 @@ class Objective:
         return Measures([loss, *(tally(metric, values) for metric, values in found.items())]) + of_values
 
     def _gaps(self, index: Tensor, tokens: Tokens) -> dict[Metric, Tensor]:
-        """Between the engine's log-probabilities and the learner's at the batch's start."""
+        """Return gaps between the engine's log-probabilities and the learner's at the batch's start."""
         mask = tokens.mask if self.truncated is None else tokens.mask & ~self.truncated[index]
         if self.truncated is not None and not mask.any():
             return {}
@@ -169,7 +173,7 @@ class Objective:
         return found | {GAP_BY_LAG.of(int(own)): gap.abs()[lag == own] for own in lag.unique()}
 
     def _corrected(self, index: Tensor, tokens: Tokens) -> Corrected:
-        """Of the tokens at hand: all of them if a correction couples tokens and is not known yet."""
+        """Return the corrections of these tokens, which must be all N if one couples tokens and is not known yet."""
         if self.corrected is not None:
             return self.corrected.at(index)
         return corrected(tokens, self.weight[index], self.config.correction, self.reduction)
@@ -183,7 +187,7 @@ class Objective:
         tokens, now = self.tokens.at(index), scores.logp.detach()
 
         def known(logp: Tensor) -> Tensor:
-            """Untrained tokens weigh nothing, but may be so improbable that their ratios would be infinite."""
+            """Replace the untrainable tokens' entries, whose ratios could be infinite, by `now`: they weigh nothing."""
             return torch.where(tokens.mask, logp, now)
 
         return index, replace(
@@ -195,7 +199,10 @@ class Objective:
 
 
 def concat(parts: Sequence[TokenScores], like: Tensor) -> TokenScores:
-    """All N tokens, in order, of parts that hold each once. like: has the type and device of no part at all."""
+    """Return the scores of all N tokens, in order, from parts that hold each once.
+
+    like: a tensor of the dtype and device of the result, in case there are no parts.
+    """
     flat = np.concatenate([np.empty(0, np.int64), *(part.flat for part in parts)])
     order = torch.from_numpy(np.argsort(flat))
     logp, entropy = (torch.cat([like[:0], *(getattr(part, name) for part in parts)]) for name in ("logp", "entropy"))
@@ -205,7 +212,7 @@ def concat(parts: Sequence[TokenScores], like: Tensor) -> TokenScores:
 
 
 def lookup(slopes: LossGradients) -> Gradient:
-    """The gradient [N] of a loss over the whole batch, handed out part by part."""
+    """Return a `Gradient` that looks up its tokens in the gradient [N] of a loss over the whole batch."""
 
     def gradient(scores: TokenScores) -> LossGradients:
         return slopes.at(torch.from_numpy(scores.flat).to(slopes.logp.device))

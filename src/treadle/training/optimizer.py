@@ -13,7 +13,10 @@ from treadle.training.config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
-    """Of update `update` (from 0) out of `updates`: linear warm-up, constant, then cosine down to final_lr * peak."""
+    """Return the learning rate of update `update` (from 0) out of `updates`.
+
+    It rises linearly over `warmup` updates, stays constant, then falls as a cosine to final_lr * peak.
+    """
     warm = min(1.0, (update + 1) / config.warmup) if config.warmup else 1.0
     start = config.decay_from * updates
     share = 1.0
@@ -24,7 +27,7 @@ def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trained weights (`training.weights`)."""
+    """Return AdamW over the trained weights (`models.weights.trained`)."""
     return torch.optim.AdamW(
         [parameter for _, parameter in trained(model)],
         lr=config.learning_rate,
@@ -35,7 +38,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
 
 
 def step(optimizer: torch.optim.AdamW, model: nn.Module, config: OptimizerConfig, rate: float) -> float:
-    """Clip, step, clear; returns the gradient's norm before clipping.
+    """Clip the gradient, step the optimizer and clear the gradient; returns its norm before clipping.
 
     Raises TrainingStopped, leaving the weights as they are, where the norm is not finite.
     """

@@ -23,7 +23,7 @@ from treadle.training.lm_head import Head, pair_logprobs
 
 
 class Pass:
-    """The one argument of `Scorer.forward`: a micro-batch, and how it is computed.
+    """Holds the one argument of `Scorer.forward`: a micro-batch, and how it is computed.
 
     temperature [N]: of all pairs; its dtype is the result's. kernel: tree attention, of a model that shares prefixes.
     context, fresh: see `Tree`. half: in bfloat16. entropy_grad: the entropy carries a gradient.
@@ -49,7 +49,7 @@ class Pass:
 
 
 class Scorer(nn.Module):
-    """A causal language model, and a value head if there is one, that score the pairs of a micro-batch.
+    """Scores the pairs of a micro-batch by a causal language model, and by a value head if there is one.
 
     Everything is computed inside `forward`, so that hooks of this module, with which a wrapper gathers sharded
     parameters and reduces gradients, run before and after every use of a weight.
@@ -57,7 +57,7 @@ class Scorer(nn.Module):
     in which it was sampled.
 
     Invariant: making one changes nothing of the model; it computes as `ready` says only inside that context.
-    Raises ConfigError for a model that does not tell its decoder from its head.
+    Raises ConfigError for a model whose `get_decoder` returns the model itself, head and all.
     """
 
     def __init__(self, model: PreTrainedModel, value_head: nn.Linear | None = None) -> None:
@@ -70,12 +70,12 @@ class Scorer(nn.Module):
 
     @property
     def shares(self) -> bool:
-        """Whether the model's layers can share prefixes; otherwise each sequence is a padded row."""
+        """Return whether the model's layers can share prefixes; otherwise each sequence is a padded row."""
         return self.why_not_shared is None
 
     @contextmanager
     def ready(self, gradient_checkpointing: bool = False) -> Iterator[None]:
-        """Within, the model trains through tree attention, or its own if it cannot; afterwards it is as it was.
+        """Switch the model to tree attention (to its own if it cannot share) and training mode, and back on leaving.
 
         The backward pass belongs inside, since it may compute layers again.
         """
@@ -129,7 +129,7 @@ class Scorer(nn.Module):
         return self._head(hidden.index_select(0, torch.from_numpy(part.source).to(self.model.device)))
 
     def _hidden(self, call: Pass, kernel: Kernel) -> Tensor:
-        """[T, d], all nodes in one row."""
+        """Return [T, d], computed with all nodes in one row."""
         tree, part, device = Tree(kernel, call.context, call.fresh), call.part, self.model.device
         hidden: Tensor = self.model.get_decoder()(
             input_ids=torch.from_numpy(part.token_ids).long()[None].to(device),
@@ -141,7 +141,7 @@ class Scorer(nn.Module):
         return hidden[0]
 
     def _hidden_rows(self, part: MicroBatch) -> Tensor:
-        """[T, d], each sequence a row, padded behind, out of sight of a causal layer: it needs no mask."""
+        """Return [T, d], computed with each sequence as a row. Padding is behind, where causal layers need no mask."""
         place, shape = rows(part)
         ids = np.zeros(math.prod(shape), np.int64)
         ids[place] = part.token_ids
@@ -165,7 +165,7 @@ class Scorer(nn.Module):
 
 
 def rows(part: MicroBatch) -> tuple[Indices, tuple[int, int]]:
-    """Where the nodes stand if each sequence is a row, padded behind: int64[T], and the (rows, width) of that."""
+    """Return where the nodes stand if each sequence is a row, padded behind: int64[T], and (rows, width)."""
     starts = np.append(np.flatnonzero(part.position_ids == 0), len(part.token_ids))
     lengths = np.diff(starts)
     width = int(lengths.max())

@@ -23,7 +23,7 @@ from treadle.training.optimizer import learning_rate, make_optimizer, step
 
 @dataclass(frozen=True, slots=True)
 class WarmStartResult:
-    """loss: mean over the last 10% of steps, nats a token."""
+    """Holds what a warm start reached. loss: mean over the last 10% of steps, nats a token."""
 
     loss: float
     steps: int
@@ -36,7 +36,7 @@ async def warm_start(
     config: WarmStartConfig,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> WarmStartResult:
-    """Have the trainer make the steps of the warm start, each on the next `batch_size` conversations.
+    """Run the steps of the warm start on the trainer, each on the next `batch_size` conversations.
 
     on_step(step, loss) is called after each step. Raises TrainingStopped if the final loss is above `config.max_loss`.
     """
@@ -58,7 +58,7 @@ async def warm_start(
 
 
 class Supervised:
-    """The optimizer of a warm start, and its steps: loss on assistant tokens only, `token_mean` over each step's."""
+    """Makes the steps of a warm start, with its optimizer: loss on assistant tokens only, `token_mean` in each step."""
 
     def __init__(self, forward: Forward, config: WarmStartConfig) -> None:
         self.config = config
@@ -66,7 +66,7 @@ class Supervised:
         self._optimizer = make_optimizer(forward.model, config.optimizer)
 
     def step(self, conversations: Sequence[Conversation], number: int) -> float:
-        """Move the model; returns the mean loss before it, in nats a token. Raises TrainingStopped."""
+        """Make step `number` (from 0); returns the mean loss before it, in nats a token. Raises TrainingStopped."""
         model, config = self._forward.model, self.config
         calls = _calls(conversations)
         tokens = sum(len(c.token_ids) - c.prompt_length for c in calls)

@@ -28,10 +28,10 @@ R = TypeVar("R")
 
 
 class EmbeddedSource:
-    """The `WeightSource` that is a model in this process, its `module`.
+    """Serves the weights of a model in this process, its `module`: a `WeightSource`.
 
-    tokenizer: directory of the files that go into an export. compute: where it computes. forward: the model's own;
-    default: made when it is needed, so that a model need not be fit for training.
+    tokenizer: directory of the files that go into an export. compute: where it computes, inline or on a thread.
+    forward: the model's own; default: made when it is needed, so that a model need not be fit for training.
     """
 
     def __init__(
@@ -47,15 +47,13 @@ class EmbeddedSource:
         )
 
     async def stage(self, destination: WeightsDestination[R]) -> R:
-        """See `WeightSource`; written beside the event loop, whatever computes there."""
+        """Have the destination write the published weights, on a thread beside the event loop; see `WeightSource`."""
         return await asyncio.to_thread(destination.write, published(self.module))
 
     async def score(self, ids: Ids) -> Floats:
-        """See `WeightSource`."""
         return await self._compute.run(self._score, ids)
 
     async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
-        """See `WeightSource`."""
         await self._compute.run(export_model, directory, self.module, self._tokenizer, more)
 
     def _score(self, ids: Ids) -> Floats:
@@ -64,7 +62,7 @@ class EmbeddedSource:
 
 
 class EmbeddedTrainer(EmbeddedSource):
-    """The `Trainer` that is a learner in this process. warm_start: whose optimizer supervised steps use."""
+    """Trains with a learner in this process: a `Trainer`. warm_start: has the optimizer of supervised steps."""
 
     def __init__(
         self, learner: Learner, tokenizer: Path, compute: Compute, warm_start: WarmStartConfig | None = None
@@ -75,31 +73,24 @@ class EmbeddedTrainer(EmbeddedSource):
 
     @property
     def checkpoint_bytes(self) -> int:
-        """See `Trainer`."""
         return checkpoint_bytes(self._learner)
 
     async def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
-        """See `Trainer`."""
         return await self._compute.run(self._learner.train_batch, groups)
 
     async def supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:
-        """See `Trainer`."""
         return await self._compute.run(self._supervised_step, conversations, step)
 
     async def digest(self) -> str:
-        """See `Trainer`."""
         return await self._compute.run(weights_digest, published(self.module))
 
     async def save(self, directory: Path) -> str:
-        """See `Trainer`."""
         return await self._compute.run(save_checkpoint, directory, self._learner, self._tokenizer)
 
     async def load(self, saved: Manifest) -> None:
-        """See `Trainer`."""
         await self._compute.run(load_checkpoint, saved, self._learner, self._tokenizer)
 
     def close(self) -> None:
-        """See `Trainer`."""
         self._compute.close()
 
     def _supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:

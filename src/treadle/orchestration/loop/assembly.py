@@ -29,7 +29,7 @@ from treadle.rollout.attempt import RolloutRunner
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    """Where a run starts or goes on from. restored: index -> group of which some attempts need not be sampled again."""
+    """Holds where a run starts or resumes. restored: group index -> group with attempts that are not sampled again."""
 
     state: LoopState = field(default_factory=LoopState)
     restored: Mapping[int, Group] = field(default_factory=dict)

@@ -31,7 +31,7 @@ class Checkpointer:
 
     @property
     def has_any(self) -> bool:
-        """Whether the run has a checkpoint."""
+        """Return whether the run has a checkpoint."""
         return self._saved is not None
 
     def is_due(self, state: LoopState) -> bool:
@@ -39,7 +39,10 @@ class Checkpointer:
         return checkpoint_is_due(self._config, state)
 
     def note_trained(self, groups: Sequence[Group], results: Sequence[UpdateResult], version: int) -> None:
-        """Note a batch that was trained, for the next checkpoint's transaction. version: the policy's before it."""
+        """Note a trained batch for the next checkpoint's transaction. version: of the policy before it was trained.
+
+        Advantages, and why trajectories could not be trained, go into the ledger at once.
+        """
         self._store.ledger.note_advantages({t: a for result in results for t, a in result.advantage.items()})
         if refused := {t: why for result in results for t, why in result.refused.items()}:
             self._store.ledger.note_refused(refused)
@@ -47,7 +50,7 @@ class Checkpointer:
         self._batches.append(TrainedBatch(version, names, tuple(dropped_steps(groups))))
 
     async def save(self, state: LoopState, finished: bool) -> LoopState:
-        """Save; return the state with the seconds so far. finished: nothing will be trained any more.
+        """Save a checkpoint; return the state with the seconds so far. finished: nothing will be trained any more.
 
         Raises CheckpointError.
         """

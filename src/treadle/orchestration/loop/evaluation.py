@@ -20,7 +20,7 @@ from treadle.rollout.session import Address
 
 
 class Evaluator:
-    """Makes the evaluations of a run, and puts them on record."""
+    """Makes the evaluations of a run and records them."""
 
     def __init__(
         self, config: RunConfig, runner: RolloutRunner, tasks: Sequence[Task], store: RunStore, reporter: Reporter
@@ -29,13 +29,13 @@ class Evaluator:
         self._store, self._reporter = store, reporter
 
     def pending(self, state: LoopState) -> list[float]:
-        """Return the temperatures at which the present weights are still to be evaluated."""
+        """Return the temperatures at which the current weights are still to be evaluated; [] without held-out tasks."""
         return pending_evaluations(self._config, state) if self._tasks else []
 
     async def evaluate(self, state: LoopState, stop: StopRequest) -> LoopState:
-        """Make the evaluations that are pending; return the state with them.
+        """Make the evaluations that are pending; return the state with their results.
 
-        Where a stop is requested first, they stay pending until the run is resumed.
+        Those that a stop request comes before stay pending until the run is resumed.
         """
         section = self._config.evaluation
         for temperature in self.pending(state):
@@ -63,7 +63,7 @@ class Evaluator:
         return state
 
     def _name(self, update: int, temperature: float) -> str:
-        """The prefix of group ids, another one for each time that an evaluation is made anew."""
+        """Return the prefix of group ids; it is new each time that an evaluation is repeated."""
         name = f"e{update:06d}" + ("g" if temperature == 0 else "")
         times = len(
             self._store.ledger.query(
@@ -84,7 +84,7 @@ async def play_held_out(
     config: EvaluationConfig,
     on_trajectory: Callable[[], None],
 ) -> list[Group]:
-    """`config.attempts` at each task, `config.concurrency` side by side in fixed cohorts (so that batches repeat).
+    """Play `config.attempts` at each task, `config.concurrency` side by side in fixed cohorts (so that batches repeat).
 
     name: prefix of group ids. epoch keys the draws together with the seed: it is the update evaluated at.
     """

@@ -18,7 +18,7 @@ def is_due(config: RunConfig, state: LoopState, every: int | None) -> bool:
 
 
 def pending_evaluations(config: RunConfig, state: LoopState) -> list[float]:
-    """Return the temperatures at which the present weights are to be evaluated and have not been yet."""
+    """Return the temperatures at which the current weights are to be evaluated and have not been yet."""
     section, ends = config.evaluation, state.update == 0 or is_last(config, state)
     if not (ends or is_due(config, state, section.every)):
         return []

@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, callbacks, trackers, progress, the learning curve."""
+"""What a run reports: metrics, callbacks, trackers, progress, the learning curve."""

@@ -1,4 +1,4 @@
-"""Following a run: what a user's code and the trackers are told while it trains.
+"""Following a run: the events that a user's code and the trackers get while it trains.
 
     start -> publish -> [evaluate] -> checkpoint
           -> (rollout ... -> batch -> update ... -> publish -> [evaluate] -> [checkpoint]) ...
@@ -29,9 +29,9 @@ from treadle.rollout.isolation.user_code import raised
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """What a callback is told first.
+    """Holds what a callback gets at the start of a run.
 
-    update: updates that the run goes on after; 0 in a new one. say: puts a line into the run's output.
+    update: number of the last update that is already made; 0 in a new run. say: puts a line into the run's output.
     """
 
     directory: Path
@@ -44,50 +44,53 @@ class RunStart:
 class Callback(Protocol):
     """Follows a run. Subclass it and write the methods you want; the others do nothing.
 
-    All are called on the thread of the run's event loop, which waits for them: return soon. What they are given is
-    read-only, and nothing they return is looked at: a callback cannot change what is trained. What `start` raises ends
-    the run before it begins. What another method raises switches the callback off and stops the run after the update
-    it is at, with a checkpoint; but a TreadleError stops it at once.
+    All are called on the thread of the run's event loop, which waits for them: return soon. Arguments are read-only and
+    return values ignored: a callback cannot change what is trained. An exception in `start` ends the run before it
+    begins. One in another method switches the callback off and stops the run after the current update, with a
+    checkpoint; but a TreadleError stops it at once.
     """
 
     def start(self, run: RunStart) -> None:
-        """Before anything is computed, also when a run is resumed."""
+        """Handle the start of a run, also of a resumed one, before anything is computed."""
         return
 
     def rollout(self, trajectory: Trajectory) -> None:
-        """A training attempt has finished and is on record."""
+        """Handle a training attempt that has finished and is on record."""
         return
 
     def batch(self, groups: Sequence[Group], version: int) -> None:
-        """These groups will be trained now, on the weights of this version."""
+        """Handle the groups that are trained next, starting from the weights of this version."""
         return
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """An optimizer update was made; `row` is its line of metrics.jsonl."""
+        """Handle an optimizer update that was made; `row` is its line of metrics.jsonl."""
         return
 
     def publish(self, version: int) -> None:
-        """The engine samples with the weights of this version."""
+        """Handle a publication: from now on the engine samples with the weights of this version."""
         return
 
     def evaluate(self, result: EvaluationResult) -> None:
-        """Held-out tasks were played."""
+        """Handle the result of an evaluation on the held-out tasks."""
         return
 
     def checkpoint(self, directory: Path, update: int) -> None:
-        """A checkpoint after this update is complete; later ones remove it, as `orchestration.keep_last` says."""
+        """Handle a complete checkpoint after this update; later ones remove it, as `orchestration.keep_last` says."""
         return
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """A phase (rollout, update, evaluation) has `done` of its `total` equal pieces; 0: it begins."""
+        """Handle a phase's progress (rollout, update, evaluation): `done` of `total` equal pieces; 0: it begins."""
         return
 
     def message(self, line: str) -> None:
-        """The run says something: what failed for the first time, which task is left out."""
+        """Handle a line of the run's output: what failed for the first time, which task is left out."""
         return
 
     def end(self, summary: Mapping[str, Any] | None, error: BaseException | None) -> None:
-        """The run ends, or is left to be resumed, with its summary or with an error. What this raises is only told."""
+        """Handle the end of the run, or its interruption: with its summary, or with an error.
+
+        An exception in this method only becomes a line of output.
+        """
         return
 
 
@@ -95,30 +98,28 @@ EVENTS = ("start", "rollout", "batch", "update", "publish", "evaluate", "checkpo
 
 
 class JsonLines(Callback):
-    """metrics.jsonl: one line per update and per evaluation. Every run has it."""
+    """Writes metrics.jsonl: one line per update and per evaluation. Every run has it."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """One line."""
         self._run.log(dict(row))
 
     def evaluate(self, result: EvaluationResult) -> None:
-        """One line."""
         self._run.log({"kind": "evaluation", **asdict(result)})
 
 
 class Callbacks(Callback):
-    """Tells each of `members` (name -> callback) in their order, and attributes, once, what one of them raises."""
+    """Passes each event on to `members` (name -> callback), in their order, and attributes what one of them raises."""
 
     def __init__(self, members: Mapping[str, Callback], stop: StopRequest) -> None:
         self._members, self.stop = dict(members), stop
 
     def around(self, run: RunStart, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The summary that `work` returns. Those that were started are told of the end, whatever it is.
+        """Start the callbacks and do the work; returns its summary. Those that were started get `end` in any case.
 
-        Raises RunError where one cannot start, and what `work` raises.
+        Raises RunError if a callback cannot start, and what `work` raises.
         """
         started: dict[str, Callback] = {}
         try:
@@ -133,39 +134,31 @@ class Callbacks(Callback):
         return summary
 
     def rollout(self, trajectory: Trajectory) -> None:
-        """Tell them."""
         self._tell("rollout", lambda callback: callback.rollout(trajectory))
 
     def batch(self, groups: Sequence[Group], version: int) -> None:
-        """Tell them."""
         self._tell("batch", lambda callback: callback.batch(tuple(groups), version))
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """Tell them."""
         self._tell("update", lambda callback: callback.update(MappingProxyType(dict(row))))
 
     def publish(self, version: int) -> None:
-        """Tell them."""
         self._tell("publish", lambda callback: callback.publish(version))
 
     def evaluate(self, result: EvaluationResult) -> None:
-        """Tell them."""
         self._tell("evaluate", lambda callback: callback.evaluate(deepcopy(result)))
 
     def checkpoint(self, directory: Path, update: int) -> None:
-        """Tell them."""
         self._tell("checkpoint", lambda callback: callback.checkpoint(directory, update))
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """Tell them."""
         self._tell("phase", lambda callback: callback.phase(name, done, total))
 
     def message(self, line: str) -> None:
-        """Tell them."""
         self._tell("message", lambda callback: callback.message(line))
 
     def _tell(self, event: str, tell: Callable[[Callback], None]) -> None:
-        """A callback that fails is switched off, and the run asked to stop: its state is whole only between updates."""
+        """Call each callback. Switch off one that fails and request a stop: state is whole only between updates."""
         for name, callback in list(self._members.items()):
             error = _raised_by(tell, callback)
             if isinstance(error, TreadleError):
@@ -176,7 +169,7 @@ class Callbacks(Callback):
 
 
 def load_callbacks(configs: Sequence[CallbackConfig], own: Sequence[Callback] = ()) -> dict[str, Callback]:
-    """Name -> callback: those configured, then one's `own`. Raises ConfigError."""
+    """Return name -> callback: those configured, then the user's `own`. Raises ConfigError."""
     members = {config.name: _load(config) for config in configs}
     if len(members) < len(configs):
         names = ", ".join(config.name for config in configs)
@@ -224,9 +217,9 @@ def _end(
 
 
 def _raised_by(tell: Callable[[Callback], None], callback: Callback) -> BaseException | None:
-    """Foreign code: whatever it raises is caught here, and only here."""
+    """Return what the callback raises, if anything: user code's exceptions are caught here, and only here."""
     try:
         tell(callback)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed by whoever asked
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed by the caller
         return error
     return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Clock:
-    """Measures wall and CPU seconds of a run, over all its processes."""
+    """Measures wall and CPU seconds of a run. wall_before, cpu_before: those of the run's earlier processes."""
 
     wall_before: float = 0.0
     cpu_before: float = 0.0

@@ -12,7 +12,7 @@ WIDTH = 9  # updates of the moving average
 
 
 def smoothed(values: Sequence[float], width: int = WIDTH) -> list[float]:
-    """Centred moving average; shorter windows at the ends."""
+    """Return the centred moving average over `width` values; windows are shorter at the ends."""
     half = width // 2
     return [float(np.mean(values[max(0, i - half) : i + half + 1])) for i in range(len(values))]
 

@@ -1,7 +1,7 @@
-"""Metrics of what was played, and of what became of it: over trajectories, tasks and tokens, never over rows.
+"""Metrics of what was played, and of what was trained of it: over trajectories, tasks and tokens, never over rows.
 
-Each declares its view (`core.metrics.View`). What was played is read off `core.outcomes.as_played`, and is the same
-whatever was dropped afterwards.
+Each declares its view (`core.metrics.View`). What was played comes from `core.outcomes.as_played`, and does not depend
+on what was dropped afterwards.
 """
 
 from __future__ import annotations
@@ -126,18 +126,18 @@ DECLARED: tuple[Metric, ...] = (*declared(globals()), *declared(vars(training_me
 
 
 def mean(values: Sequence[float]) -> Figure:
-    """None for nothing: a mean of no trajectory is not 0."""
+    """Return the mean; None of no values, which is not 0."""
     return sum(values) / len(values) if values else None
 
 
 def shown(value: Figure, digits: int = 3) -> str:
-    """`0.412`, or `-` where there is no value."""
+    """Return the value as text: `0.412`, or `-` where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Held-out tasks, played by one attempt each or several.
+    """Holds the result of an evaluation: held-out tasks, played by one attempt each or several.
 
     failed: attempts. success: share of graded attempts, None without any; by: the same per value of `table_by`.
     metrics: the environment's, `env/<name>` -> value. pass_at: with several attempts, k -> share of tasks of which one
@@ -161,9 +161,9 @@ class EvaluationResult:
 def trajectory_metrics(
     groups: Sequence[Group], success_at: float, version: int, success_of: str | None = None
 ) -> Measures:
-    """Return the metrics of one update's groups, with what was left out of them marked as `core.outcomes` does.
+    """Return the metrics of one update's groups, in which what was left out is marked as `core.outcomes` does.
 
-    Means over trajectories are over those with a reward. version: of the learner before the update.
+    Means over trajectories are over those with a reward. version: of the policy before the update.
     """
     everyone = [t for group in groups for t in group.trajectories]
     graded = [t for t in everyone if t.reward is not None]
@@ -179,21 +179,24 @@ def trajectory_metrics(
 
 
 def environment_metrics(trajectories: Iterable[Trajectory]) -> Measures:
-    """What their environments declare, as `env/<name>`."""
+    """Return the metrics that the trajectories' environments declare, as `env/<name>`."""
     return sum((t.metrics for t in trajectories), Measures()).under("env/")
 
 
 def run_metrics(seconds: Mapping[str, float], wall: float, cpu: float, abandoned_threads: int) -> Measures:
-    """seconds: by phase of the update. wall, cpu: seconds of the run so far. abandoned_threads: now."""
+    """Return the metrics of the run itself.
+
+    seconds: by phase of the update. wall, cpu: seconds of the run so far. abandoned_threads: their number now.
+    """
     phases = {SECONDS.of(phase): [value] for phase, value in seconds.items()}
     return measured("run", {**phases, WALL_SECONDS: [wall], CPU_SECONDS: [cpu], ABANDONED_THREADS: [abandoned_threads]})
 
 
 def pass_at(k: int, attempts: int, successes: int) -> float:
-    """1 - C(attempts - successes, k) / C(attempts, k), 1 <= k <= attempts: whether one of k would have succeeded.
+    """Return pass@k = 1 - C(attempts - successes, k) / C(attempts, k), for 1 <= k <= attempts.
 
-    The mean over all choices of k of the attempts, so unbiased. Source: Chen et al. 2021, "Evaluating large language
-    models trained on code", eq. 1.
+    This is the mean over all choices of k attempts of whether one succeeds, so unbiased. Source: Chen et al. 2021,
+    "Evaluating large language models trained on code", eq. 1.
     """
     return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
 
@@ -224,7 +227,7 @@ def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str 
 
 
 def _staleness(views: Iterable[TrajectoryView], version: int) -> list[int]:
-    """Of each that has a token."""
+    """Return the staleness of each trajectory that has a token."""
     return [version - view.oldest_version for view in views if view.oldest_version is not None]
 
 
@@ -243,7 +246,7 @@ def _of_everyone(everyone: Sequence[Trajectory]) -> Measures:
 
 
 def _of_tasks(groups: Sequence[Group], success_at: float, success_of: str | None) -> Measures:
-    """Tasks without a graded attempt are left out."""
+    """Return metrics over tasks; those without a graded attempt are left out."""
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     successes = [[_success(t, success_at, success_of) for t in own] for own in graded]
     values: dict[Metric, Sequence[float]] = {
@@ -257,7 +260,7 @@ def _size(groups: Sequence[Group]) -> int:
 
 
 def _passes(successes: Sequence[Sequence[float]], attempts: int) -> dict[int, list[float]]:
-    """k -> pass@k of each task with k graded attempts or more."""
+    """Return k -> pass@k of each task with k graded attempts or more."""
     return {
         k: [pass_at(k, len(own), int(sum(own))) for own in successes if len(own) >= k]
         for k in _attempts_shown(attempts)
@@ -265,7 +268,7 @@ def _passes(successes: Sequence[Sequence[float]], attempts: int) -> dict[int, li
 
 
 def _of_rewards(graded: Sequence[Trajectory]) -> Measures:
-    """Where they say more than the mean reward: named components, and what is trained if shaping did anything."""
+    """Return metrics of rewards beyond their mean: named components, and the trained reward if shaping did anything."""
     given = [as_played(t).components for t in graded]
     names = sorted({name for components in given for name in components})
     values: dict[Metric, Sequence[float]] = {}
@@ -277,19 +280,19 @@ def _of_rewards(graded: Sequence[Trajectory]) -> Measures:
 
 
 def _attempts_shown(group_size: int) -> list[int]:
-    """1, 2, 4, ... and the size itself."""
+    """Return 1, 2, 4, ... and the size itself."""
     powers = [2**n for n in range(group_size.bit_length())]
     return powers if group_size in powers or not group_size else [*powers, group_size]
 
 
 def _token_staleness(graded: Sequence[Trajectory], version: int) -> list[int]:
-    """Of each trainable token."""
+    """Return the staleness of each trainable token."""
     versions = [step.policy_versions[step.mask] for t in graded for step in as_played(t).steps]
     return [version - own for part in versions for own in part.tolist()]
 
 
 def _counts(family: Metric, keys: Iterable[object]) -> dict[Metric, list[int]]:
-    """How often each key occurs; one that does not has no entry, and adds up to 0 nevertheless."""
+    """Return how often each key occurs; one that does not occur has no entry, which counts as 0."""
     return {family.of(key): [1] * count for key, count in sorted(Counter(map(str, keys)).items())}
 
 
@@ -301,7 +304,10 @@ def evaluation_result(
     table_by: str | None,
     success_of: str | None = None,
 ) -> EvaluationResult:
-    """Summarise one evaluation."""
+    """Return the result of an evaluation from the groups that were played.
+
+    update: the last one before it. success_at, success_of: as in `EvaluationConfig`. table_by: key of a task's extras.
+    """
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     everyone = [t for own in graded for t in own]
     successes = [[_success(t, success_at, success_of) for t in own] for own in graded]

@@ -1,4 +1,4 @@
-"""How a run tells a person where it is. The terminal's live version lives in `cli`."""
+"""How a run shows a person where it is. The terminal's live version lives in `cli`."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from treadle.orchestration.reporting.metrics import EvaluationResult, shown
 
 
 class Progress(Protocol):
-    """Receives what happens; must return at once."""
+    """Shows a run to a person; its methods must return at once."""
 
     def say(self, line: str) -> None:
-        """One line worth keeping."""
+        """Show a line that is worth keeping."""
         ...
 
     def phase(self, name: str, total: int) -> None:
-        """A phase of `total` equal pieces begins (warm start, rollout, evaluation, ...)."""
+        """Begin a phase of `total` equal pieces (warm start, rollout, evaluation, ...)."""
         ...
 
     def advance(self, done: int, note: str = "") -> None:
-        """`done` pieces of the phase are done."""
+        """Show that `done` pieces of the phase are done. note: a few words beside it."""
         ...
 
     def updated(self, row: Mapping[str, Any], updates: int) -> None:
-        """An optimizer update was made; `row` is its line of metrics.jsonl."""
+        """Show an optimizer update; `row` is its line of metrics.jsonl. updates: of the whole run."""
         ...
 
     def evaluated(self, result: EvaluationResult) -> None:
-        """Held-out tasks were played."""
+        """Show the result of an evaluation on the held-out tasks."""
         ...
 
 
 def update_line(row: Mapping[str, Any], updates: int, width: float = math.inf) -> str:
-    """`update 37/200  reward 0.61 ...`: the figures a person watches, the most important ones first.
+    """Return `update 37/200  reward 0.61 ...`: the figures a person watches, the most important ones first.
 
     width: in columns; figures that do not fit are left out, failures never.
     """
@@ -60,7 +60,7 @@ def update_line(row: Mapping[str, Any], updates: int, width: float = math.inf) -
 
 
 def evaluation_lines(result: EvaluationResult, table_by: str | None = None, width: float = math.inf) -> list[str]:
-    """`held-out success 0.412 (512 tasks, temperature 1, after 50 updates)  hops 1: 0.903  2: 0.251`.
+    """Return `held-out success 0.412 (512 tasks, temperature 1, after 50 updates)  hops 1: 0.903  2: 0.251`.
 
     table_by: what the result's parts are by. width: in columns; what does not fit goes into further lines, whole.
     """
@@ -81,28 +81,27 @@ def evaluation_lines(result: EvaluationResult, table_by: str | None = None, widt
 
 
 def has_line(row: Mapping[str, Any], updates: int, every: int) -> bool:
-    """Whether an update is worth a line: every so many, the first and the last one, and any with failures."""
+    """Return whether an update is worth a line: each `every`-th, the first, the last, and any with failures."""
     return row["update"] % every == 0 or row["update"] in (1, updates) or bool(row["failed"])
 
 
 class PlainProgress:
-    """Plain lines, for logs and scripts: the updates, and how far a phase is where nothing else was said for long.
+    """Prints plain lines, for logs and scripts: the updates, and a phase's progress after a while without a line.
 
-    every: updates between their lines. interval: seconds without a line after which a phase's progress is one.
+    every: updates between their lines. interval: seconds without a line after which a phase's progress gets one.
     table_by: what evaluations are split by.
     """
 
     def __init__(self, every: int = 1, table_by: str | None = None, interval: float = 30.0) -> None:
         self._every, self._table_by, self._interval = every, table_by, interval
-        self._last = -math.inf  # when something was said
+        self._last = -math.inf  # when something was printed
         self._name, self._total = "", 0
 
     def say(self, line: str) -> None:
-        """Print it."""
         self._print(line)
 
     def phase(self, name: str, total: int) -> None:
-        """Remember it for `advance`."""
+        """Begin a phase, whose progress `advance` prints."""
         self._name, self._total = name, total
 
     def advance(self, done: int, note: str = "") -> None:
@@ -111,12 +110,11 @@ class PlainProgress:
             self._print(f"{self._name} {done}/{self._total} {note}".rstrip())
 
     def updated(self, row: Mapping[str, Any], updates: int) -> None:
-        """Print the update's line, if it has one."""
+        """Print the update's line if it is worth one (`has_line`)."""
         if has_line(row, updates, self._every):
             self._print(update_line(row, updates))
 
     def evaluated(self, result: EvaluationResult) -> None:
-        """Print the result."""
         self._print(*evaluation_lines(result, self._table_by))
 
     def _print(self, line: str) -> None:
@@ -125,7 +123,7 @@ class PlainProgress:
 
 
 class ProgressCallback(Callback):
-    """Shows a run's events to whoever watches it. updates: of the whole run."""
+    """Shows a run's events by a `Progress`. updates: of the whole run."""
 
     def __init__(self, progress: Progress, updates: int) -> None:
         self._progress, self._updates = progress, updates
@@ -138,13 +136,10 @@ class ProgressCallback(Callback):
             self._progress.advance(done)
 
     def message(self, line: str) -> None:
-        """Show the line."""
         self._progress.say(line)
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """Show the update's figures."""
         self._progress.updated(row, self._updates)
 
     def evaluate(self, result: EvaluationResult) -> None:
-        """Show the result."""
         self._progress.evaluated(result)

@@ -1,4 +1,4 @@
-"""What a loop reports: rows of metrics, phases for whoever watches, and each complaint once."""
+"""What a loop reports: rows of metrics, the progress of phases, and each problem once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_COMPLAINTS = 20  # of a run
 class Reporter:
     """Turns what happens in the loop into events of `callbacks`; it decides nothing.
 
-    seconds: of the phases of the batch at hand, by name.
+    seconds: of the phases of the current batch, by name.
     """
 
     def __init__(self, config: RunConfig, callbacks: Callback, clock: Clock) -> None:
@@ -41,14 +41,14 @@ class Reporter:
         self.callbacks.phase(phase, 0, total)
 
     def advance(self, phase: str) -> None:
-        """Report another piece of a phase, if that is the present one: rollouts also end beside updates."""
+        """Report that another piece of a phase is done, if that is the current one: rollouts may end during updates."""
         if phase == self._phase:
             self._done = min(self._done + 1, self._total)
             self.callbacks.phase(phase, self._done, self._total)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Measure what is inside, for the row of the updates that follow."""
+        """Measure the seconds inside, for the rows of the next updates."""
         started = time.perf_counter()
         yield
         self.seconds[phase] = time.perf_counter() - started
@@ -60,13 +60,13 @@ class Reporter:
         self.callbacks.message(line)
 
     def batch(self, groups: Sequence[Group], first: bool) -> None:
-        """Report what is wrong with the attempts and rewards of a batch. first: of the run."""
+        """Report what is wrong with the attempts and rewards of a batch. first: it is the run's first."""
         self.failures(groups)
         for text in reward_notes(groups, self._config, estimators.by_name(self._config.algorithm.advantage), first):
             self._once(text, text)
 
     def failures(self, groups: Sequence[Group]) -> None:
-        """Report each new failure or warning."""
+        """Report each failure or warning that was not reported before."""
         for trajectory in (t for group in groups for t in group.trajectories):
             text = trajectory.failure.message if trajectory.failure else trajectory.warning
             self._once(text, f"task {trajectory.task_id}, trajectory {trajectory.trajectory_id}: {text}")
@@ -84,13 +84,13 @@ class Reporter:
     # --- metrics -----------------------------------------------------------------------------------------------------
 
     def updates(self, groups: Sequence[Group], results: Sequence[UpdateResult], state: LoopState) -> None:
-        """Report a row for each update of a batch, about its own groups. state: before the batch."""
+        """Report a row of metrics for each update of a batch, about its own groups. state: before the batch."""
         size, section = self._config.training.tasks_per_update, self._config.evaluation
         phases = {phase: seconds / len(results) for phase, seconds in self.seconds.items()}
         self.seconds = {}
         of_run = run_metrics(phases, *self.clock.read(), len(abandoned_threads()))
         for number, result in enumerate(results):
-            first = number * size % len(groups)  # each epoch goes through them again
+            first = number * size % len(groups)  # each epoch goes through all groups
             own = groups[first : first + size]
             played = trajectory_metrics(own, section.success_at, state.version, section.success_of)
             row = {

@@ -1,4 +1,4 @@
-"""What a run says of its rewards: once, what has no effect."""
+"""What a run reports about its rewards, once: those that have no effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from treadle.orchestration.config import RunConfig
 
 
 def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantage, first: bool) -> Iterator[str]:
-    """Rewards that the advantage does not look at in detail, and in a run's first batch names that nothing has."""
+    """Yield a line for rewards whose detail the advantage ignores, and in the first batch for names that no reward has.
+
+    first: the groups are the run's first batch, by which the names of components in the configuration are checked.
+    """
     trajectories = [t for group in groups for t in group.trajectories]
     name = config.algorithm.advantage
     early = any(step.reward or step.shaping for t in trajectories for step in as_played(t).steps[:-1])

@@ -1,4 +1,4 @@
-"""summary.json: what a run comes to."""
+"""summary.json: the result of a run."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ Outcome = Literal["finished", "stopped", "failed"]
 
 
 class Tracker(Callback):
-    """What the trackers share: names, the tracker's own id of the run, and what becomes of a library's errors.
+    """Hands a run's figures to a tracking library: names them, stores the library's id of the run, handles its errors.
 
-    What the library raises at the start ends the run before it begins. Later it is told once and the run goes on:
-    no outage of a server is worth a run, and metrics.jsonl has everything.
+    An exception of the library at the start ends the run before it begins. Later the first one becomes a line of output
+    and the run goes on: no outage of a server is worth a run, and metrics.jsonl has everything.
     """
 
     package: ClassVar[str]
@@ -42,18 +42,18 @@ class Tracker(Callback):
 
     @abstractmethod
     def open(self, run: RunStart, known: str | None) -> str:
-        """Begin, or go on with the run that the tracker knows by this id; returns the id."""
+        """Begin a run of the tracker, or go on with the one of the id `known`; returns the id."""
 
     @abstractmethod
     def log(self, figures: Mapping[str, float], update: int) -> None:
-        """Take these figures; must return soon."""
+        """Log figures, name -> value, at the step of this update; must return soon."""
 
     @abstractmethod
     def close(self, outcome: Outcome) -> None:
-        """All is logged."""
+        """Finish the run of the tracker after the last `log`; wait until all is sent."""
 
     def start(self, run: RunStart) -> None:
-        """Open it. Its id is kept in tracking.json of the run directory. Raises DamageError if that is damaged."""
+        """Open the tracker; its id goes into tracking.json of the run. Raises DamageError if that is damaged."""
         file = run.directory / "tracking.json"
         known = parse_checked_json(file.read_bytes()) if file.is_file() else {}
         if known is None:
@@ -63,12 +63,10 @@ class Tracker(Callback):
         self._run = run
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """Log it."""
         figures = {name: value for name, value in scalars(row) if name != "update"}
         self._survive(lambda: self.log(figures, row["update"]))
 
     def evaluate(self, result: EvaluationResult) -> None:
-        """Log it."""
         assert self._run is not None
         greedy = result.temperature == 0 != self._run.config.evaluation.temperature
         figures = asdict(result)
@@ -77,13 +75,13 @@ class Tracker(Callback):
         self._survive(lambda: self.log(named, update))
 
     def end(self, summary: Mapping[str, Any] | None, error: BaseException | None) -> None:
-        """Close it, if it was opened."""
+        """Close the tracker if it was opened, as finished, stopped or failed."""
         outcome: Outcome = "failed" if summary is None else "stopped" if summary["stopped_early"] else "finished"
         if self._run is not None:
             self._survive(lambda: self.close(outcome))
 
     def _survive(self, call: Callable[[], None]) -> None:
-        """The seam: an error of the tracking library is told once, and ends nothing."""
+        """Call the tracking library; its first error becomes a line of output, and none ends the run."""
         try:
             call()
         except Exception as error:  # noqa: BLE001  # foreign code
@@ -93,12 +91,12 @@ class Tracker(Callback):
 
 
 class TensorBoard(Tracker):
-    """Event files in `tensorboard/` of the run directory."""
+    """Writes TensorBoard event files in `tensorboard/` of the run directory."""
 
     package = "tensorboard"
 
     def open(self, run: RunStart, known: str | None) -> str:
-        """What was logged after the checkpoint that is resumed from is hidden."""
+        """Open the event files; in a resumed run, hide what was logged after the checkpoint."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.directory / "tensorboard"
@@ -109,18 +107,17 @@ class TensorBoard(Tracker):
         return folder.name
 
     def log(self, figures: Mapping[str, float], update: int) -> None:
-        """Written at once, so that a killed run has it."""
+        """Write the figures at once, so that a killed run has them."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, update)
         self._writer.flush()
 
     def close(self, outcome: Outcome) -> None:
-        """Close the file."""
         self._writer.close()
 
 
 class WandB(Tracker):
-    """Weights & Biases. mode: online, offline or disabled (default: what WANDB_MODE says).
+    """Logs to Weights & Biases. mode: online, offline or disabled (default: what WANDB_MODE says).
 
     Updates are the x axis of every figure, not W&B's own steps, which cannot go back when a run is resumed.
     """
@@ -139,7 +136,7 @@ class WandB(Tracker):
         self._where = {"project": project, "entity": entity, "group": group, "tags": list(tags), "mode": mode}
 
     def open(self, run: RunStart, known: str | None) -> str:
-        """Its files are in `wandb/` of the run directory."""
+        """Begin or resume the W&B run; its files are in `wandb/` of the run directory."""
         self._open = self._library.init(
             **self._where,
             name=run.directory.name,
@@ -154,16 +151,15 @@ class WandB(Tracker):
         return str(self._open.id)
 
     def log(self, figures: Mapping[str, float], update: int) -> None:
-        """Sent by W&B's own process."""
+        """Log the figures; W&B's own process sends them."""
         self._open.log({**figures, "update": update})
 
     def close(self, outcome: Outcome) -> None:
-        """Wait until all is sent."""
         self._open.finish(exit_code=0 if outcome == "finished" else 1)
 
 
 class Trackio(Tracker):
-    """Trackio, local or, with `space_id`, on a Hugging Face Space."""
+    """Logs to Trackio, local or, with `space_id`, on a Hugging Face Space."""
 
     package = "trackio"
 
@@ -172,7 +168,7 @@ class Trackio(Tracker):
         self._where = {"project": project, "group": group, "space_id": space_id}
 
     def open(self, run: RunStart, known: str | None) -> str:
-        """Runs are known by their names."""
+        """Begin or resume the Trackio run; its id is its name."""
         self._open = self._library.init(
             **self._where,
             name=known or run.directory.name,
@@ -183,16 +179,15 @@ class Trackio(Tracker):
         return str(self._open.name)
 
     def log(self, figures: Mapping[str, float], update: int) -> None:
-        """Sent by a thread of Trackio."""
+        """Log the figures; a thread of Trackio sends them."""
         self._open.log(dict(figures), step=update)
 
     def close(self, outcome: Outcome) -> None:
-        """Wait until all is sent."""
         self._open.finish()
 
 
 class MLflow(Tracker):
-    """MLflow. tracking_uri: of the server or store (default: what MLFLOW_TRACKING_URI says, or MLflow's own)."""
+    """Logs to MLflow. tracking_uri: of the server or store (default: MLFLOW_TRACKING_URI, or MLflow's own)."""
 
     package = "mlflow"
 
@@ -202,7 +197,7 @@ class MLflow(Tracker):
         self._sending: list[Any] = []
 
     def open(self, run: RunStart, known: str | None) -> str:
-        """A new run in the experiment, which is made if need be."""
+        """Resume the MLflow run of this id, or begin one in the experiment, which is made if it does not exist."""
         self._client = self._library.MlflowClient(tracking_uri=self._uri)
         if known is not None:
             self._client.update_run(known, status="RUNNING")
@@ -217,7 +212,7 @@ class MLflow(Tracker):
         return self._id
 
     def log(self, figures: Mapping[str, float], update: int) -> None:
-        """Sent by a thread of MLflow. Characters that it does not take in names become `_`."""
+        """Log the figures; a thread of MLflow sends them. Characters that it does not take in names become `_`."""
         now = int(time.time() * 1000)
         metrics = [
             self._library.entities.Metric(re.sub(r"[^\w\-. /:]", "_", name), value, now, update)
@@ -226,7 +221,7 @@ class MLflow(Tracker):
         self._sending.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
 
     def close(self, outcome: Outcome) -> None:
-        """Wait until all is sent."""
+        """Wait until all is sent, then set the run's status."""
         try:
             for sent in self._sending:
                 sent.wait()
@@ -236,7 +231,7 @@ class MLflow(Tracker):
 
 
 def scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """(name, number) of what is a number; what lies deeper is `name/key`. `null` is left out."""
+    """Yield (name, number) for each number in the row; one in a nested mapping is `name/key`. Others are left out."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{name}/")
@@ -245,7 +240,7 @@ def scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
 
 
 def _required(package: str) -> Any:
-    """The library; an empty folder of its name is none. Raises ConfigError naming the extra."""
+    """Return the library; an empty folder of its name does not count. Raises ConfigError naming the extra."""
     try:
         library = importlib.import_module(package)
         found = library.__file__ is not None

@@ -1,4 +1,4 @@
-"""What stands between messages and a model's token ids, and the proof that an engine samples what is trained."""
+"""What turns messages into a model's token ids and back, and the check that an engine samples the trained model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from treadle.rendering.conversation import Conversation
 
 @dataclass(frozen=True, slots=True)
 class ChatInterface:
-    """How a model is talked to in text. It holds no weights.
+    """Holds what turns messages into a model's token ids and back; no weights.
 
-    stop_token_ids: after which a completion ends. decode: ids -> text, special tokens included.
+    stop_token_ids: those after which a completion ends. decode: ids -> text, special tokens included.
     """
 
     renderer: ChatRenderer
@@ -34,7 +34,7 @@ class ChatInterface:
 
 
 def load_chat_interface(config: ModelConfig) -> ChatInterface:
-    """Return that of the configured tokenizer and chat template. Raises ConfigError or DamageError."""
+    """Return the interface of the configured tokenizer and chat template. Raises ConfigError or DamageError."""
     tokenizer = load_tokenizer(tokenizer_directory(config))
     stop = (int(tokenizer.eos_token_id),)
 
@@ -48,9 +48,9 @@ def load_chat_interface(config: ModelConfig) -> ChatInterface:
 
 
 def use_threads(threads: int | None, parameters: int) -> int:
-    """Fix torch's thread count and ask for deterministic kernels: same seed, machine and threads, same bits.
+    """Set torch's thread count and deterministic kernels, so that seed, machine and threads determine every bit.
 
-    threads: default: `default_threads` for a model of so many parameters. Returns the number.
+    threads: None for `default_threads` of a model of so many parameters. Returns the number.
     """
     number = threads or default_threads(parameters, available_cores())
     torch.set_num_threads(number)
@@ -61,10 +61,10 @@ def use_threads(threads: int | None, parameters: int) -> int:
 async def check_engine(
     engine: Engine, weight_sync: WeightSync, trainer: Trainer, chat: ChatInterface, tolerance: float = 1e-3
 ) -> EngineFacts:
-    """Publish to the engine, probe it and have the trainer score what it sampled: they must be the same policy.
+    """Publish to the engine, probe it and have the trainer score what it sampled; returns what the probe found.
 
-    Raises EngineError, before the first rollout, where their log-probabilities differ by more than the tolerance, or
-    the engine lacks what training needs (`probe_engine`).
+    Raises EngineError if their log-probabilities differ by `tolerance` nats or more, so that they are not the same
+    policy, or if the engine lacks what training needs (`probe_engine`).
     """
     await weight_sync.publish(0)
     prompt = Conversation(chat.renderer).render([{"role": "user", "content": "ok"}]).ids

@@ -35,7 +35,7 @@ CHANGEABLE = (
     "training.max_tokens_per_microbatch",
     "training.gradient_checkpointing",
 )
-"""Paths, and sections with all below them: pace, cost, what is kept and what is looked at; never what is learned."""
+"""Paths, and sections with all below them: pace, cost, what is stored and what is shown; never what is trained."""
 
 _REASONS = {
     "seed": "it keys every draw",
@@ -48,7 +48,7 @@ _REASONS = {
 
 
 class Change(NamedTuple):
-    """`Change("orchestration.updates", 100, 200)`; None also stands for a section that is not there."""
+    """Names one difference: `Change("orchestration.updates", 100, 200)`; None also stands for an absent section."""
 
     path: str
     old: Any
@@ -59,7 +59,7 @@ class Change(NamedTuple):
 
 
 def changes(before: RunConfig, after: RunConfig) -> list[Change]:
-    """What differs, in order of declaration."""
+    """Return what differs between two configurations, in order of declaration."""
     old, new = ({line.path: line.value for line in describe(config)} for config in (before, after))
     return [Change(path, old.get(path), new.get(path)) for path in {**new, **old} if old.get(path) != new.get(path)]
 
@@ -67,7 +67,7 @@ def changes(before: RunConfig, after: RunConfig) -> list[Change]:
 def check_changes(found: Sequence[Change], updates_done: int = 0) -> None:
     """Raise ConfigError, naming the first one, for changes that would make it another run.
 
-    updates_done: at the checkpoint, as far as that is known.
+    updates_done: those that the checkpoint has; 0 if it is not known yet.
     """
     for path, old, new in found:
         if not _may_change(path):

@@ -36,7 +36,7 @@ IN_MEMORY = "in memory"
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tasks, what they name as what plays them, and what follows the run (name -> callback)."""
+    """Holds the tasks, the environments, agents and drivers that they name, and the callbacks by name."""
 
     train: list[Task]
     held_out: list[Task]
@@ -45,7 +45,7 @@ class Inputs:
 
 
 def load_inputs(config: RunConfig) -> Inputs:
-    """Load tasks, what plays them, and callbacks as configured, and look at a demonstration. Needs no torch.
+    """Load tasks, what plays them, and callbacks as configured, and check the first demonstration. Needs no torch.
 
     Raises ConfigError or DataError.
     """
@@ -64,7 +64,7 @@ def load_inputs(config: RunConfig) -> Inputs:
 
 
 def load_held_out(config: RunConfig) -> Inputs:
-    """Only what an evaluation needs. Needs no torch. Raises ConfigError or DataError."""
+    """Load only what an evaluation needs. Needs no torch. Raises ConfigError or DataError."""
     if config.data.held_out is None:
         raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
     held_out = load_split(config, "held_out")
@@ -79,10 +79,10 @@ def make_inputs(
     callbacks: Mapping[str, Callback] = MappingProxyType({}),
     drivers: Mapping[str, DriverFactory] = MappingProxyType({}),
 ) -> Inputs:
-    """From tasks in memory; environments, agents and drivers not given are looked up in the registry.
+    """Return the inputs of tasks in memory; environments, agents and drivers not given are looked up in the registry.
 
     The one that is given, if any, plays the tasks that name nothing. Raises DataError for no training tasks or a
-    held-out task that is trained on, ConfigError for what cannot play.
+    held-out task that is a training task too, ConfigError for what cannot play.
     """
     if not train:
         raise DataError("there are no training tasks")
@@ -98,7 +98,7 @@ def make_inputs(
 
 
 def load_players(tasks: Sequence[Task], given: Players = _NOBODY) -> Players:
-    """Return what the tasks name as what plays them, looked up where it is not given. Raises ConfigError."""
+    """Return the environments, agents and drivers that the tasks name, loaded where not given. Raises ConfigError."""
     named = sorted({task.player for task in tasks})
     if ("environment", "") in named:
         raise ConfigError(
@@ -118,10 +118,10 @@ def load_players(tasks: Sequence[Task], given: Players = _NOBODY) -> Players:
 def load_split(
     config: RunConfig, split: Split, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
 ) -> list[Task]:
-    """The tasks of `data.train` or `data.held_out`, none if it is not set.
+    """Return the tasks of `data.train` or `data.held_out`, none if it is not set.
 
-    The run's seed is the generator's too, if it takes one and the recipe sets none. environments: by name, ones that
-    the registry need not know. Raises ConfigError or DataError.
+    A generator with a parameter `seed` gets the run's, if the recipe sets none. environments: by name, those that are
+    not looked up in the registry. Raises ConfigError or DataError.
     """
     section = config.data.train if split == "train" else config.data.held_out
     if section is None:
@@ -136,11 +136,11 @@ def load_split(
 def check_first_prompts(
     inputs: Inputs, renderer: ChatRenderer, config: RunConfig, context: int, say: Callable[[str], None]
 ) -> None:
-    """Raise ConfigError now for what would fail every attempt later.
+    """Raise ConfigError for what would fail every attempt later.
 
-    context: the model's. Checks that prompt and completion fit it, that an environment can be reset (three tasks may
-    try), and that the first prompt is within `rollout.max_input_tokens`. What an agent will ask first is unknown.
-    say: told of environments that block the event loop, or do not end.
+    Checks that prompt and completion fit the model's context, in tokens, that an environment can be reset (up to three
+    tasks are tried), and that the first prompt is within `rollout.max_input_tokens`. Agents are not checked: their
+    first prompt is unknown. say: takes lines about environments that block the event loop, or do not end.
     """
     check_context(config, context)
     problems = []

@@ -17,9 +17,9 @@ SMALL = 10_000_000
 
 
 def wait_passively() -> bool:
-    """Let OpenMP threads sleep while they wait, unless the environment says how they wait.
+    """Let OpenMP threads sleep while they wait, unless environment variables say how they wait.
 
-    Returns False where it is too late: torch is loaded, and its threads spin.
+    Returns False if that is too late: torch is already loaded, and its threads spin.
     """
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         return True

@@ -1,4 +1,4 @@
-"""What a run's configuration tells by itself: names, files, and settings that do not go together. Needs no torch."""
+"""What can be checked of a configuration by itself: names, files, settings that do not fit. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from treadle.training.validation import check_algorithm
 
 
 def check_config(config: RunConfig) -> None:
-    """Raise ConfigError for what no run of this configuration could do."""
+    """Raise ConfigError for a configuration with which no run could work."""
     check_algorithm(config.algorithm, config.training, config.rollout.filters)
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
@@ -32,7 +32,7 @@ def check_config(config: RunConfig) -> None:
 
 
 def check_playing(config: RunConfig) -> None:
-    """Raise ConfigError for a reply parser or an engine that is not there, or an address that cannot be had."""
+    """Raise ConfigError for an unknown reply parser, an engine that could not start, or an address that is not free."""
     reply_parser(config.rollout.reply_parser)
     listen(config.rollout.gateway).close()
     check_engine_config(config.engine)
@@ -50,7 +50,7 @@ def check_context(config: RunConfig, context: int) -> None:
 
 
 def check_engine_config(config: EngineConfig) -> None:
-    """Raise ConfigError for what an engine could not be started with."""
+    """Raise ConfigError for a configuration with which no engine could be started."""
     check_name("engines", config.kind, "engine.kind")
     if config.kind != "vllm":
         return

@@ -1,4 +1,4 @@
-"""The warm start of a run, cached: the same demonstrations, model, seed and software are learned once."""
+"""The warm start of a run, cached: it is run once for the same demonstrations, model, seed and software."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from treadle.training.sft import warm_start
 
 @dataclass(frozen=True, slots=True)
 class WarmStartReport:
-    """What the warm start did, when it was learned. seconds: of wall clock, for reading if it was cached."""
+    """Holds the result of a warm start. seconds: of wall clock, to learn it, or to read it if it was cached."""
 
     loss: float
     steps: int
@@ -45,7 +45,7 @@ class WarmStartReport:
 
 
 def check_demonstrations(config: RunConfig, renderer: ChatRenderer) -> None:
-    """Raise ConfigError or DataError now if there are no demonstrations to learn from. Renders the first one."""
+    """Raise ConfigError or DataError if there are no demonstrations to learn from, or the first cannot be rendered."""
     if config.warm_start is not None:
         section = config.warm_start
         first = load_demonstrations(section.demonstrations, section.options, config.seed)(0)
@@ -94,13 +94,13 @@ async def run_warm_start(
     report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)
     try:
         await trainer.export(entry, {"report.json": json.dumps(asdict(report)).encode()})
-    except CheckpointError as error:  # another run was quicker, or the disk refuses: no reason to lose what is learned
+    except CheckpointError as error:  # another run was quicker, or the disk refuses: the trained weights are still good
         progress.say(f"the warm start was not cached: {error}")
     return report
 
 
 async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> WarmStartReport | None:
-    """Load the cached weights into the trainer, if they are there; what is damaged is removed, to be learned again."""
+    """Load the cached weights into the trainer; return None if there are none, or remove them if they are damaged."""
     if not entry.is_dir():
         return None
     try:
@@ -116,12 +116,12 @@ async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> Warm
 
 
 def cache_directory() -> Path:
-    """`$TREADLE_CACHE`, else `~/.cache/treadle`."""
+    """Return `$TREADLE_CACHE`, else `~/.cache/treadle`."""
     return Path(os.environ.get("TREADLE_CACHE") or Path.home() / ".cache" / "treadle")
 
 
 def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
-    """Everything the result depends on, down to what rounds differently."""
+    """Return a hash of everything the result depends on, down to what changes rounding."""
     facts = {
         "warm_start": section.model_dump(mode="json"),
         "model": config.model.model_dump(mode="json"),

@@ -1,8 +1,8 @@
 """The ledger's database: SQLite, where every row and the schema carry a checksum.
 
 SQLite's own checks see the structure of a database only. Here triggers write each row's checksum, whichever statement
-writes the row, and let none change a row that no longer has its own; and what a SELECT returns is proven first, by
-tables. Any SQLite client reads the database; only `CheckedDatabase` writes to it.
+writes the row, and let none change a row that no longer matches it; and all tables that a SELECT reads are checked
+before it returns. Any SQLite client reads the database; only `CheckedDatabase` writes to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_TEXT = ("user-defined function raised exception", "Could not decode to UTF-8
 
 
 class CheckedDatabase:
-    """One connection. Whatever reads or changes a row raises DamageError if it is not as it was written.
+    """Holds one connection. Reading or changing a row raises DamageError if it is not as it was written.
 
     schema: CREATE statements for a new database; each table has a column `checksum INTEGER` and a primary key.
     remedy: ends the message about a database that is damaged or cannot be read.
@@ -89,7 +89,6 @@ class CheckedDatabase:
                 raise self._unreadable(error) from error
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     @contextmanager
@@ -109,7 +108,7 @@ class CheckedDatabase:
             self._connection.set_authorizer(None)
 
     def _prove_tables(self, tables: Iterable[str]) -> None:
-        """Prove whole tables, not only the rows that were asked for: damage may also hide one."""
+        """Check whole tables, not only the rows that were selected: damage may also hide one."""
         for table in set(tables) & set(_tables(self._connection)) - self._proven:
             columns, keys = _columns(self._connection, table)
             wrong = f"SELECT {keys} FROM {table} NOT INDEXED WHERE checksum IS NOT row_checksum({columns})"
@@ -137,26 +136,26 @@ class CheckedDatabase:
 
 
 def _shows_damage(error: Exception) -> bool:
-    """Whether it is about what is in the database, rather than about the disk, other processes or a statement."""
+    """Return whether the error is about the database's content, not about the disk, other processes or a statement."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     says_so = isinstance(error, UnicodeDecodeError) or str(error).startswith((_DAMAGED_ROW, *_NO_TEXT))
     return says_so or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def _row_checksum(*values: Any) -> int:
-    """CRC-32 of a row: `ascii` writes each value with its type, the same in every version of Python."""
+    """Return the CRC-32 of a row: `ascii` writes each value with its type, the same in every version of Python."""
     return zlib.crc32(ascii(values).encode())
 
 
 def _schema_checksum(connection: sqlite3.Connection) -> int:
-    """CRC-32 of all CREATE statements; 0 without any. `user_version` holds 31 bits of it."""
+    """Return the lower 31 bits of the CRC-32 of all CREATE statements, for `user_version`; 0 without any."""
     rows = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY name").fetchall()
     return zlib.crc32(ascii([tuple(row) for row in rows]).encode()) & 0x7FFFFFFF if rows else 0
 
 
 @cache
 def _with_checksums(schema: str) -> str:
-    """The schema with the triggers for its tables, and its own checksum in `user_version`."""
+    """Return the schema with the triggers for its tables, and its own checksum in `user_version`."""
     with closing(sqlite3.connect(":memory:")) as scratch:
         scratch.executescript(schema)
         triggers = "".join(_triggers(table, *_columns(scratch, table)) for table in _tables(scratch))
@@ -182,7 +181,7 @@ def _tables(connection: sqlite3.Connection) -> list[str]:
 
 
 def _columns(connection: sqlite3.Connection, table: str) -> tuple[str, str]:
-    """The columns that a row's checksum is over, and those of the primary key, each as a list in SQL."""
+    """Return the columns that a row's checksum is over, and those of the primary key, each as a list in SQL."""
     rows = connection.execute("SELECT name, pk FROM pragma_table_info(?)", (table,)).fetchall()
     return ", ".join(n for n, _ in rows if n != "checksum"), ", ".join(n for n, number in rows if number)
 
@@ -191,9 +190,9 @@ _NETWORK = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre"
 
 
 def journal_mode(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """WAL, so that who reads a run never holds it up; DELETE on network filesystems and FUSE, where WAL does not work.
+    """Return SQLite's journal mode for a file: WAL, or DELETE on network filesystems and FUSE, where WAL does not work.
 
-    mounts: the system's table of them; where there is none, WAL.
+    With WAL a reader never blocks the run. mounts: the system's table of mounts; where there is none, WAL.
     """
     if not mounts.is_file():
         return "WAL"

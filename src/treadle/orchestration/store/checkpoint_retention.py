@@ -20,26 +20,26 @@ _FIGURES: Mapping[KeepBest, str] = {"held_out_success": "success", "held_out_rew
 
 
 def checkpoint_name(update: int) -> str:
-    """`step-000040`."""
+    """Return the directory name of an update's checkpoint: `step-000040`."""
     return f"step-{update:06d}"
 
 
 def checkpoint_update(checkpoint: Path) -> int:
-    """40 of `.../step-000040`."""
+    """Return the update of a checkpoint's directory: 40 of `.../step-000040`."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def checkpoint_updates(checkpoints: Path) -> list[int]:
-    """Updates of the complete checkpoints in a run's folder of them, ascending."""
+    """Return the updates of the complete checkpoints in a run's `checkpoints` folder, ascending."""
     return sorted(checkpoint_update(path) for path in checkpoints.glob("step-*") if _NAME.fullmatch(path.name))
 
 
 def find_checkpoint(path: Path, which: str) -> Manifest:
     """Return the manifest of a run's checkpoint, by name, or `latest` or `best`, also while the run goes on.
 
-    The ledger says which there are: a directory that it does not know was never completed. The manifest is the one
-    that the ledger has on record; its files are not looked at.
-    best: by `orchestration.keep_best`, or held-out success, among those that are there. Raises RunError.
+    The ledger says which there are: a directory that it does not know was never completed. The manifest is compared
+    with the ledger's record; the files that it lists are not read.
+    best: by `orchestration.keep_best`, or held-out success, among those on disk. Raises RunError.
     """
     run, tried = RunDirectory.open(path), None
     while True:
@@ -56,7 +56,7 @@ def find_checkpoint(path: Path, which: str) -> Manifest:
 
 
 def read_checkpoint(path: Path, which: str, read: Callable[[Manifest], T]) -> tuple[Manifest, T]:
-    """Return a checkpoint, found as by `find_checkpoint`, and what `read` returns of it.
+    """Return a checkpoint as `find_checkpoint` does, and what `read` returns of it.
 
     If the run removes it meanwhile, the one that then is the latest or best is read. Raises RunError.
     """
@@ -69,7 +69,7 @@ def read_checkpoint(path: Path, which: str, read: Callable[[Manifest], T]) -> tu
 
 
 def _choose(run: RunDirectory, ledger: Ledger, which: str) -> tuple[str, list[str]]:
-    """The name of the checkpoint, and those of the others that are there. Raises RunError."""
+    """Return the name of the checkpoint, and those of the others on disk. Raises RunError."""
     latest = ledger.latest_checkpoint()
     if latest is None:
         raise RunError(f"run {str(run.path)!r} {no_checkpoint(run.path)}")
@@ -93,7 +93,7 @@ def _choose(run: RunDirectory, ledger: Ledger, which: str) -> tuple[str, list[st
 def best_update(
     evaluations: Sequence[Mapping[str, Any]], metric: KeepBest, temperature: float, among: Collection[int] | None = None
 ) -> int | None:
-    """The update with the best evaluation at this temperature, the earliest of equals; None without any.
+    """Return the update with the best evaluation at this temperature, the earliest of equals; None without any.
 
     among: the updates that may be chosen; default: all.
     """
@@ -108,7 +108,10 @@ def best_update(
 
 
 def retained(updates: Sequence[int], config: RunConfig, evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of those checkpoints, given by their updates, that stay."""
+    """Return the names of the checkpoints that are kept on disk, of those of `updates`.
+
+    Kept are the `keep_last` newest ones, those at multiples of `keep_every`, and the best by `keep_best`.
+    """
     section, batch = config.orchestration, config.training.updates_between_publications
     keep = set(sorted(updates)[-section.keep_last :])
     if section.keep_every is not None:

@@ -48,7 +48,7 @@ CREATE INDEX trajectories_group ON trajectories (group_id);
 
 
 def salvage(run: Path) -> str:
-    """What can be done about a run whose ledger is of no use, for an error message."""
+    """Return what can be done about a run whose ledger cannot be used, for an error message."""
     checkpoints = sorted(path for path in (run / "checkpoints").glob("step-*") if path.is_dir())
     if not checkpoints:
         return "restore it from a copy, or start a new run"
@@ -58,7 +58,7 @@ def salvage(run: Path) -> str:
 
 
 def no_checkpoint(run: Path) -> str:
-    """`has no checkpoint yet`; and what can be done, where there are directories that the ledger does not know."""
+    """Return that the run has no checkpoint, for an error message; and what to do if it has unrecorded directories."""
     if any((run / "checkpoints").glob("step-*")):
         return f"has no checkpoint on record, only directories; {salvage(run)}"
     return "has no checkpoint yet: there is nothing to resume"
@@ -69,7 +69,7 @@ _UNTAKEN = "g.idx >= ? OR g.idx IN (SELECT value FROM json_each(?))"  # cursor, 
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """Where the loop stands; with the weights and the optimizer all that resuming needs.
+    """Holds where the loop stands: all that resuming needs, with the weights and the optimizer.
 
     cursor: groups started so far, in submission order; outstanding: those of them that were not taken for training.
     evaluations: held-out results so far, for the summary. failed_tasks: task_id -> groups in a row with too few
@@ -88,10 +88,10 @@ class LoopState:
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """Groups that were trained together.
+    """Names groups that were trained together.
 
-    version: of the policy that was updated, so that staleness is this less a token's own. groups: their ids.
-    dropped_steps: those of them that were not trained.
+    version: of the policy that was updated; a token's staleness is this less its own version. groups: their ids.
+    dropped_steps: those of their steps that were not trained.
     """
 
     version: int
@@ -100,9 +100,9 @@ class TrainedBatch:
 
 
 class Ledger:
-    """The durable record of one run. `read_only` for looking at a run that may be in progress.
+    """Keeps the durable record of one run. `read_only` for reading a run that may be in progress.
 
-    Raises DamageError wherever it meets a row that is not as it was written.
+    All methods raise DamageError for a row that is not as it was written.
     """
 
     def __init__(self, path: Path, read_only: bool = False) -> None:
@@ -113,9 +113,9 @@ class Ledger:
     # --- writing -------------------------------------------------------------------------------------------------
 
     def record(self, groups: Sequence[Group], split: str, batch: int, shard: WrittenFile) -> None:
-        """Note finished trajectories whose tokens are already durable in `shard`; of a group, some or all.
+        """Record finished trajectories whose tokens are already durable in `shard`; of a group, some or all.
 
-        batch: the policy version of the moment. Evaluated steps are in their terminal state at once, and so are dropped
+        batch: the current policy version. Evaluated steps are in their terminal state at once, and so are dropped
         ones and those of ungraded trajectories.
         """
         with self._db.transaction() as db:
@@ -127,12 +127,12 @@ class Ledger:
                     _insert(db, "INTO steps", _step_rows(trajectory, split))
 
     def note_files(self, written: Iterable[WrittenFile]) -> None:
-        """Note files of the run by their names in its directory: what they must be when they are read."""
+        """Record the SHA-256 of files of the run, by their names in its directory; it is checked when they are read."""
         with self._db.transaction() as db:
             _insert(db, "OR REPLACE INTO files", (file._asdict() for file in written))
 
     def note_advantages(self, advantages: Mapping[str, float]) -> None:
-        """trajectory_id -> advantage it was trained with."""
+        """Record the advantages that trajectories were trained with: trajectory_id -> advantage."""
         with self._db.transaction() as db:
             db.executemany(
                 "UPDATE trajectories SET advantage = ? WHERE trajectory_id = ?",
@@ -140,12 +140,12 @@ class Ledger:
             )
 
     def note_dropped(self, group: Group) -> None:
-        """Record that the group will not be trained, as `leave_out` has marked it."""
+        """Record that the group will not be trained; `core.outcomes.leave_out` has marked its trajectories."""
         with self._db.transaction() as db:
             self._drop_steps(db, dropped_steps([group]))
 
     def note_damaged(self, trajectories: Sequence[str]) -> int:
-        """Record that the tokens of these are lost: steps that wait will not be trained. Returns how many that are."""
+        """Record that these trajectories' tokens are lost; returns how many steps will not be trained for that."""
         with self._db.transaction() as db:
             return db.executemany(
                 "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ? AND state = ?",
@@ -153,7 +153,10 @@ class Ledger:
             ).rowcount
 
     def note_refused(self, refused: Mapping[str, str]) -> None:
-        """trajectory_id -> why the learner could not train it. Its steps are dropped with the next checkpoint."""
+        """Record why trajectories could not be trained: trajectory_id -> why.
+
+        Their steps are dropped with the next checkpoint.
+        """
         with self._db.transaction() as db:
             db.executemany(
                 "UPDATE trajectories SET warning = ? WHERE trajectory_id = ?",
@@ -168,10 +171,10 @@ class Ledger:
         finished: bool = False,
         manifest_sha256: str | None = None,
     ) -> None:
-        """One transaction: recorded steps of groups taken so far are trained, and this checkpoint is the latest.
+        """Mark recorded steps of groups taken so far as trained and this checkpoint as the latest, in one transaction.
 
-        batches: those since the checkpoint before. finished: nothing will be trained any more, so that whatever is
-        left is unused. manifest_sha256: of its directory, if that was written anew.
+        batches: those since the checkpoint before. finished: nothing will be trained any more, so that the steps that
+        are left are unused. manifest_sha256: of its directory, if a new one was written.
         """
         with self._db.transaction() as db:
             for batch in batches:
@@ -191,9 +194,9 @@ class Ledger:
                 _insert(db, "OR REPLACE INTO files", [manifest])
 
     def roll_back(self, state: LoopState, reason: DropReason, keep: Sequence[str] = ()) -> int:
-        """Drop what was recorded and is not in the checkpoint that is resumed from, but for the groups to `keep`.
+        """Drop recorded steps that are not in the checkpoint that is resumed from, but for the groups to `keep`.
 
-        Returns how many steps that were. Their groups stay on record under their own names.
+        Returns how many steps that were. Their groups stay on record under their own ids.
         """
         with self._db.transaction() as db:
             which = f"({_UNTAKEN}) AND g.group_id NOT IN (SELECT value FROM json_each(?))"
@@ -203,9 +206,9 @@ class Ledger:
             )
 
     def return_to(self, directory: str) -> int:
-        """One transaction: this checkpoint is the latest again, and all that came after it is rolled back.
+        """Make an earlier checkpoint the latest and roll back all that came after it, in one transaction.
 
-        Returns how many steps that were, trained ones among them.
+        Returns how many steps are dropped, trained ones among them.
         """
         state = self.checkpoint(directory)
         with self._db.transaction() as db:
@@ -220,7 +223,7 @@ class Ledger:
             )
 
     def _drop_steps(self, db: sqlite3.Connection, steps: Iterable[DroppedStep]) -> None:
-        """Those that are in no terminal state yet."""
+        """Drop those of the steps that are in no terminal state yet."""
         db.executemany(
             "UPDATE steps SET state = ?, reason = ? WHERE trajectory_id = ? AND step = ? AND state = ?",
             [(StepState.DROPPED, s.reason, s.trajectory_id, s.step, StepState.RECORDED) for s in steps],
@@ -245,25 +248,25 @@ class Ledger:
     # --- reading -------------------------------------------------------------------------------------------------
 
     def latest_checkpoint(self) -> tuple[str, LoopState] | None:
-        """(directory name, state), or None before the first checkpoint."""
+        """Return (directory name, state) of the latest checkpoint, or None before the first."""
         rows = self.query("SELECT directory, state FROM checkpoints ORDER BY number DESC LIMIT 1")
         return (rows[0]["directory"], _loop_state(rows[0]["state"])) if rows else None
 
     def checkpoint(self, directory: str) -> LoopState:
-        """The state of a checkpoint. Raises RunError if no such one was committed, or it was rolled back."""
+        """Return the state of a checkpoint. Raises RunError if it was not committed, or was rolled back."""
         rows = self.query("SELECT state FROM checkpoints WHERE directory = ? ORDER BY number DESC LIMIT 1", directory)
         if not rows:
             raise RunError(f"the ledger knows no checkpoint {directory!r}; resume from another one")
         return _loop_state(rows[0]["state"])
 
     def checkpoint_names(self) -> set[str]:
-        """Directories of all checkpoints that were committed and not rolled back."""
+        """Return the directory names of all checkpoints that were committed and not rolled back."""
         return {row["directory"] for row in self.query("SELECT directory FROM checkpoints")}
 
     def untaken(self, state: LoopState) -> list[dict[str, Any]]:
-        """Trajectories on record that are not in the checkpoint, of each group its newest name; in order of groups.
+        """Return rows of the trajectories on record that are not in the checkpoint, in order of groups.
 
-        waiting: steps of it that may still be trained.
+        Of a group that was sampled several times it is the newest sample. waiting: steps that may still be trained.
         """
         return self.query(
             "SELECT g.*, t.*, (SELECT count(*) FROM steps s WHERE s.trajectory_id = t.trajectory_id AND s.state = "
@@ -275,34 +278,33 @@ class Ledger:
         )
 
     def shards(self) -> dict[str, WrittenFile]:
-        """The files that hold the tokens of what is on record, by their names in `rollouts/`."""
+        """Return the files that hold the tokens of all trajectories on record, by their names in `rollouts/`."""
         rows = self.query("SELECT substr(name, 10) AS name, sha256 FROM files WHERE name GLOB 'rollouts/*'")
         return {row["name"]: WrittenFile(**row) for row in rows}
 
     def manifest_sha256(self, directory: str) -> str | None:
-        """Of the checkpoint in this directory, as it was written last."""
+        """Return the SHA-256 of the manifest of the checkpoint in this directory, as it was written last."""
         return self.file_sha256(_manifest_name(directory))
 
     def file_sha256(self, name: str) -> str | None:
-        """Of a file of the run by its name in the run's directory; None if it is not on record."""
+        """Return the SHA-256 of a file, by its name in the run's directory; None if it is not on record."""
         rows = self.query("SELECT sha256 FROM files WHERE name = ?", name)
         return rows[0]["sha256"] if rows else None
 
     def times_sampled(self) -> dict[int, int]:
-        """Group index -> how often it is on record; a resumed run names the next sample apart."""
+        """Return group index -> how often it is on record; a resumed run gives the next sample another id."""
         rows = self.query("SELECT idx, count(*) AS times FROM groups WHERE split = 'train' GROUP BY idx")
         return {row["idx"]: row["times"] for row in rows}
 
     def query(self, sql: str, *values: Any) -> list[dict[str, Any]]:
-        """Rows of a SELECT, as dicts."""
+        """Return the rows of a SELECT, as dicts."""
         return self._db.query(sql, *values)
 
     def prove(self) -> None:
-        """Raise DamageError unless all of it is as it was written."""
+        """Raise DamageError unless the whole ledger is as it was written."""
         self._db.prove()
 
     def close(self) -> None:
-        """Close the database."""
         self._db.close()
 
 

@@ -1,4 +1,4 @@
-"""Going back to a checkpoint: what came after it is dropped, but for finished attempts that it still admits."""
+"""Going back to a checkpoint: what came after it is dropped, but for finished attempts that can still be trained."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def restorable_groups(ledger: Ledger, rollouts: Path, state: LoopState, max_stal
     """Return the groups whose attempts on record can all be trained by the checkpoint's next update.
 
     Tokens may be `max_staleness` versions old, and none may be of a version that the checkpoint has not reached: its
-    weights were lost. At max_staleness 0 a batch is sampled again whole, so that it repeats bit for bit. An attempt
-    that is damaged takes its group along: the others would be compared with something else.
+    weights were lost. At max_staleness 0 a whole batch is resampled, so that it repeats bit for bit. A damaged attempt
+    excludes its group: without it, the others' baseline would be another.
     """
     found = Restorable()
     if max_staleness == 0:
@@ -59,7 +59,7 @@ def restorable_groups(ledger: Ledger, rollouts: Path, state: LoopState, max_stal
 def roll_back(
     config: RunConfig, run: RunDirectory, ledger: Ledger, name: str, state: LoopState, log: Callable[[str], None]
 ) -> dict[int, Group]:
-    """Drop what was recorded after the checkpoint `name`, whose state this is; return the groups that are restored."""
+    """Roll the run back to the checkpoint `name`, whose state this is; return the restored groups, by index."""
     latest = ledger.latest_checkpoint()
     if latest is not None and latest[0] != name:
         steps = ledger.return_to(name)
@@ -96,14 +96,14 @@ def _admitted(row: Mapping[str, Any], oldest: int, newest: int) -> bool:
 
 
 class _Shards:
-    """Shards that are read once each, when they are asked for."""
+    """Reads shards, each once, when it is needed."""
 
     def __init__(self, folder: Path, files: Mapping[str, WrittenFile]) -> None:
         self._folder, self._files = folder, files
         self._steps: dict[str, dict[str, list[Step]] | None] = {}
 
     def is_damaged(self, shard: str) -> bool:
-        """Whether it is gone or not as it was written."""
+        """Return whether the shard is missing or not as it was written."""
         if shard not in self._steps:
             try:
                 self._steps[shard] = read_shard(self._folder, self._files[shard])
@@ -112,7 +112,7 @@ class _Shards:
         return self._steps[shard] is None
 
     def steps(self, shard: str, trajectory_id: str) -> list[Step]:
-        """The steps of one trajectory, in call order; none of a damaged shard."""
+        """Return the steps of one trajectory, in call order; none of a damaged shard."""
         read = None if self.is_damaged(shard) else self._steps[shard]
         return (read or {}).get(trajectory_id, [])
 

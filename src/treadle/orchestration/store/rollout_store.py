@@ -68,7 +68,7 @@ def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> WrittenF
 
 
 def remove_other_shards(directory: Path, keep: Container[str]) -> None:
-    """Delete what was written by a process that died before it was on record, unfinished files included."""
+    """Delete all files but those to `keep`: a process that died before they were on record may have left some."""
     for file in directory.iterdir():
         if file.name not in keep:
             file.unlink()
@@ -81,18 +81,18 @@ def _parquet(table: pa.Table) -> bytes:
 
 
 def open_shard(directory: Path, shard: WrittenFile) -> pa.BufferReader:
-    """Return a shard's content, for pyarrow. Raises DamageError if it is gone or not as it was written."""
+    """Return a shard's content, for pyarrow. Raises DamageError if it is missing or not as it was written."""
     return pa.BufferReader(read_proven(directory / shard.name, shard.sha256, "restore it from a copy"))
 
 
 def read_steps(directory: Path, shard: WrittenFile, trajectory_id: str) -> list[Step]:
-    """The steps of one trajectory, in call order. Raises DamageError as `open_shard`."""
+    """Return the steps of one trajectory, in call order. Raises DamageError as `open_shard`."""
     table = pq.read_table(open_shard(directory, shard), filters=[("trajectory_id", "=", trajectory_id)])
     return [_step(row) for row in sorted(table.to_pylist(), key=lambda row: row["step"])]
 
 
 def read_shard(directory: Path, shard: WrittenFile) -> dict[str, list[Step]]:
-    """trajectory_id -> its steps, in call order, of a whole shard. Raises DamageError as `open_shard`."""
+    """Return trajectory_id -> its steps, in call order, of a whole shard. Raises DamageError as `open_shard`."""
     found: dict[str, list[Step]] = {}
     for row in pq.read_table(open_shard(directory, shard)).to_pylist():
         found.setdefault(row["trajectory_id"], []).append(_step(row))

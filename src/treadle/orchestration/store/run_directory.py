@@ -29,7 +29,7 @@ from treadle.orchestration.store.schema import SCHEMA_VERSION, migrated
 
 @dataclass(frozen=True, slots=True)
 class MetricsLog:
-    """What metrics.jsonl holds.
+    """Holds the content of metrics.jsonl.
 
     rows: of the lines that can be read, in order. unreadable: the numbers of the other lines, from 1.
     """
@@ -47,7 +47,7 @@ class MetricsLog:
 
 
 class RunDirectory:
-    """Paths of one run, and the lock that its training process holds."""
+    """Holds the paths of one run, and the lock that its training process has."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDirectory:
-        """A new run, locked. Raises RunError if the directory holds anything already."""
+        """Create a new run's directory and lock it. Raises RunError if it holds anything already."""
         run = cls(path)
         try:
             if path.exists() and any(path.iterdir()):
@@ -80,18 +80,18 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """An existing run, not locked. Raises RunError if there is none."""
+        """Return an existing run, not locked. Raises RunError if there is none."""
         run = cls(path)
         if not run.config_file.is_file():
             raise RunError(f"{str(path)!r} is no run directory: it has no config.yaml")
         return run
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file that is read later, so that the ledger can vouch for it (`written`). Raises OSError."""
+        """Write a file, and note its SHA-256 in `written`, for the ledger. Raises OSError."""
         self.written.append(WrittenFile(name, write_atomically(self.path / name, content)))
 
     def ledger(self) -> Ledger:
-        """Open the ledger to read it. Raises RunError, with what can be done, where there is none."""
+        """Open the ledger for reading. Raises RunError, with what can be done, where there is none."""
         if not self.ledger_file.is_file():
             if any(self.checkpoints.glob("step-*")):
                 raise RunError(f"run {str(self.path)!r} has no ledger any more; {salvage(self.path)}")
@@ -99,7 +99,7 @@ class RunDirectory:
         return Ledger(self.ledger_file, read_only=True)
 
     def config(self, overrides: Sequence[str] = ()) -> RunConfig:
-        """Return the resolved configuration it was started with, or goes on with since.
+        """Return the run's resolved configuration, as it was changed last.
 
         Raises ConfigError; DamageError unless it is what the ledger says, if there is one.
         """
@@ -120,7 +120,7 @@ class RunDirectory:
         return migrated(parse_yaml(content, str(self.config_file)), str(self.config_file))
 
     def _known_configs(self) -> set[str]:
-        """SHA-256 of config.yaml, and of what it was before its changes: one of them may have been cut short."""
+        """Return the SHA-256 of config.yaml now and before each change: the process may have died during a change."""
         if not self.ledger_file.is_file():
             return set()
         with closing(self.ledger()) as ledger:
@@ -133,7 +133,7 @@ class RunDirectory:
         return None if latest is None else latest[0]
 
     def change_config(self, config: RunConfig, ledger: Ledger) -> None:
-        """Go on with another configuration; the old one stays as config-1.yaml, config-2.yaml, ..."""
+        """Replace the run's configuration; the old one stays as config-1.yaml, config-2.yaml, ..."""
         older = f"config-{1 + len(list(self.path.glob('config-*.yaml')))}.yaml"
         before, after = self.config_file.read_bytes(), _config_content(config)
         named = {older: before, self.config_file.name: after}
@@ -161,7 +161,7 @@ class RunDirectory:
             self._lock = None
 
     def require_space(self, checkpoint_bytes: int, keep: int) -> None:
-        """Raise RunError now if the disk could not take `keep` checkpoints and one being written."""
+        """Raise RunError if the disk has no room for `keep` checkpoints and one being written."""
         free, needed = shutil.disk_usage(self.path).free, (keep + 1) * checkpoint_bytes
         if free < needed:
             raise RunError(
@@ -178,7 +178,7 @@ class RunDirectory:
             raise RunError(f"could not write {self.metrics_file}: {error}; free disk space, then --resume") from error
 
     def metrics_log(self) -> MetricsLog:
-        """Read metrics.jsonl. A last line that a kill left unfinished is none."""
+        """Read metrics.jsonl, without a last line that was left unfinished when the process was killed."""
         if not self.metrics_file.is_file():
             return MetricsLog([], [])
         *lines, last = self.metrics_file.read_bytes().split(b"\n")
@@ -189,14 +189,14 @@ class RunDirectory:
         )
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All lines of metrics.jsonl that can be read."""
+        """Return all lines of metrics.jsonl that can be read."""
         return self.metrics_log().rows
 
     def roll_back_metrics(self, update: int, evaluations: Sequence[Mapping[str, Any]]) -> str | None:
-        """Forget what was logged after a checkpoint; the resumed run logs it again.
+        """Remove from metrics.jsonl what was logged after a checkpoint; the resumed run logs it again.
 
-        update: of the checkpoint. evaluations: those in its state; one that was made after it is forgotten though its
-        update is not. Returns what is damaged or missing, in a sentence.
+        update: of the checkpoint. evaluations: those in its state; others are removed, even one after this very update.
+        Returns in a sentence what is damaged or missing; None if nothing is.
         """
         log = self.metrics_log()
         made = [{"kind": "evaluation", **row} for row in evaluations]
@@ -207,7 +207,7 @@ class RunDirectory:
 
 
 def _listed(numbers: Sequence[int], most: int = 5) -> str:
-    """`3, 4, 9`, or `1, 2, 3, 4, 5 and 7 more`."""
+    """Return `3, 4, 9`, or `1, 2, 3, 4, 5 and 7 more`."""
     more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
     return ", ".join(map(str, numbers[:most])) + more
 
@@ -215,7 +215,7 @@ def _listed(numbers: Sequence[int], most: int = 5) -> str:
 def find_run(runs: Path, recipe: str) -> Path:
     """Return the newest run of a recipe under `runs` that can go on: not finished, with a checkpoint on record.
 
-    Raises RunError if there is none, and where it cannot be told because a run is damaged.
+    Raises RunError if there is none, and if a damaged run leaves open which it is.
     """
     started = [run for run in map(RunDirectory, runs.glob("*")) if any(run.checkpoints.glob("step-*"))]
     unfinished = [run for run in started if run.config_file.is_file() and not run.summary_file.is_file()]
@@ -234,7 +234,7 @@ def find_run(runs: Path, recipe: str) -> Path:
 def make_directory(runs: Path, config: RunConfig) -> Path:
     """Make and return an empty directory for a run: `runs/demo-seed0-20260102-030405`, of recipe, seed and time.
 
-    Whoever starts in the same second, in whatever process, gets `...-2`, `...-3`. Raises RunError.
+    Runs that start in the same second, in whatever process, get `...-2`, `...-3`. Raises RunError.
     """
     name = f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))

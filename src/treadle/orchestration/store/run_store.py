@@ -1,4 +1,4 @@
-"""Where a loop writes what it has made: token arrays first, then one ledger transaction that vouches for them."""
+"""Where a loop writes finished attempts: token arrays first, then one ledger transaction that refers to them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from treadle.orchestration.store.run_directory import RunDirectory
 
 
 class RunStore:
-    """A run's directory and ledger, and the way of finished attempts into both.
+    """Writes finished attempts into a run's directory and ledger.
 
-    It writes beside the event loop. What finishes while something is being written goes together, into one shard.
+    It writes on a thread beside the event loop. What finishes while something is being written goes into one shard.
     on_recorded: called with each training attempt once it is durable.
     """
 
@@ -30,25 +30,26 @@ class RunStore:
     async def record(self, part: Group, version: int) -> None:
         """Record a group's newly finished attempts; returns once they are durable. version: the policy's at the time.
 
-        Raises RunError, then and ever after: who came with those that could not be written must not think theirs were.
+        Raises RunError if they could not be written, and from then on always: attempts of several callers are written
+        together, and none of these may take its own for written.
         """
         self._pending.append(part)
         self._version = version
         async with self._turn:
             await asyncio.sleep(0)  # for those that finish at the same moment
             parts, self._pending = self._pending, []
-            if parts and not self._has_failed():  # otherwise somebody has written ours, or could not
+            if parts and not self._has_failed():  # otherwise another caller has written ours, or could not
                 self._writing = asyncio.ensure_future(self._record_all(parts))
-            assert self._writing is not None  # of somebody
+            assert self._writing is not None  # ours, or another caller's
             await asyncio.shield(self._writing)
 
     async def settled(self) -> None:
-        """Wait for what is being written, also where nobody waits for it any more."""
+        """Wait for what is being written, also if the callers of `record` were cancelled."""
         if self._writing is not None:
             await asyncio.wait({self._writing})
 
     def record_evaluation(self, name: str, groups: Sequence[Group], version: int) -> None:
-        """Record held-out groups, which are in their terminal state at once. Raises RunError."""
+        """Record held-out groups, whose steps are in their terminal state at once. Raises RunError."""
         self._write(f"evaluation-{name}", groups, "held_out", version)
 
     def _has_failed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Runs of other versions of Treadle: what has changed in config.yaml since, and which cannot be read."""
+"""Runs of other versions of Treadle: how config.yaml has changed since, and which runs cannot be read."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from treadle.core.errors import RunError
 from treadle.orchestration.config import RunConfig
 
 SCHEMA_VERSION = 1
-"""Of the runs that are written now; config.yaml says it as `schema_version`. Runs from before it was there have 0."""
+"""The version of runs written now, `schema_version` in config.yaml. Runs without that key have version 0."""
 
 _RENAMED_VALUES = {("orchestration.stale_policy", "drop"): "drop_group"}
 
 
 def migrated(data: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return what a run's config.yaml holds in terms of this version, whose keys it has then.
+    """Return the content of a run's config.yaml with the keys and values of this version.
 
     source: the file, for errors. Raises RunError for a run of a newer version.
     """

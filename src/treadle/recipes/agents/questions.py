@@ -28,12 +28,12 @@ _ANSWER = re.compile(r"<answer>([^<]*)</answer>")
 
 
 def tasks(split: str, count: int, seed: int = 0, hops: Sequence[int] = (1, 2, 3)) -> list[Task]:
-    """The tasks of `lookup`, for whatever agent the recipe names."""
+    """Return the tasks of `lookup`, for whichever agent the recipe names."""
     return [replace(task, environment="") for task in lookup.tasks(split, count, seed, hops)]
 
 
 def parse_reply(text: str, tools: Sequence[Tool] = ()) -> Message:
-    """A reply parser: `<search> Anna</search>`, the tool call of the demo's model, as APIs have it."""
+    """Parse a reply of the demo's model: `<search> Anna</search>` becomes a tool call in the form of the APIs."""
     call = _CALL.fullmatch(text)
     if call is None or not tools:
         return Message(role="assistant", content=text)
@@ -42,7 +42,7 @@ def parse_reply(text: str, tools: Sequence[Tool] = ()) -> Message:
 
 
 def read_arguments(text: str) -> Any:
-    """A tool call's arguments; None where the model did not write JSON."""
+    """Return a tool call's arguments; None where the model did not write JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -50,7 +50,7 @@ def read_arguments(text: str) -> Any:
 
 
 def search(task: Task, arguments: Any) -> str:
-    """What the tool answers; never raises, whatever the model wrote as its arguments."""
+    """Return the tool's answer; it never raises, whatever the model wrote as its arguments."""
     name = arguments.get("name") if isinstance(arguments, dict) else None
     if not isinstance(name, str):
         return lookup.NOTHING
@@ -58,6 +58,6 @@ def search(task: Task, arguments: Any) -> str:
 
 
 def grade(task: Task, text: str | None) -> float:
-    """1 for `<answer> lamps</answer>` where lamps are right, else 0."""
+    """Return 1 for `<answer> lamps</answer>` where lamps are right, else 0."""
     answer = _ANSWER.fullmatch(text or "")
     return float(answer is not None and answer[1].strip() == task.ground_truth)

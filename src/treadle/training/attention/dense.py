@@ -13,12 +13,11 @@ from treadle.training.attention.interface import Shape
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """See `Kernel`."""
+    """Computes tree attention (`Kernel`) with the whole mask of `visible`."""
 
     shape: Shape
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """See `Kernel`."""
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         out = F.scaled_dot_product_attention(
             q,
@@ -32,7 +31,7 @@ class Dense:
 
 
 def visible(shape: Shape, window: int | None) -> Tensor:
-    """bool[T, C + T]: which keys each node sees."""
+    """Return bool[T, C + T], which keys each node sees."""
     keys = torch.arange(len(shape.depth))
     nodes = keys[shape.context :, None]
     mask = (keys <= nodes) & (nodes < shape.subtree_end)

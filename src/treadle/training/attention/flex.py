@@ -37,7 +37,10 @@ _VARIANTS = 64
 
 @cache
 def _attend(device: str) -> Callable[..., Any]:
-    """On GPUs never the uncompiled function, which makes all scores at once: past the limit this raises."""
+    """Return FlexAttention, compiled for GPUs: uncompiled it would make all scores at once.
+
+    Past `_VARIANTS` compilations it raises rather than fall back to the uncompiled function.
+    """
     if device != "cuda":
         return flex_attention
     compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]
@@ -47,7 +50,7 @@ def _attend(device: str) -> Callable[..., Any]:
 
 
 def block_mask(shape: Shape, window: int | None, device: torch.device) -> BlockMask:
-    """What each block of queries needs of the keys. Blocks that pad the last nodes count as partial."""
+    """Return which key blocks each query block sees, wholly or in part. Blocks with padding count as partial."""
     depth, subtree_end = shape.depth.numpy(), shape.subtree_end.numpy()
     key_end = _blocks(np.pad(subtree_end, (0, -len(depth) % _BLOCK)))
     first_key = np.arange(len(key_end)) * _BLOCK
@@ -104,13 +107,12 @@ def _visible(shape: Shape, window: int | None, device: torch.device) -> Mask:
 
 @dataclass(slots=True)
 class Flex:
-    """See `Kernel`. Plans once for each device and window."""
+    """Computes tree attention (`Kernel`) by FlexAttention. It makes one block mask for each device and window."""
 
     shape: Shape
     masks: dict[tuple[torch.device, int | None], BlockMask] = field(default_factory=dict)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """See `Kernel`."""
         place = query.device, window
         if place not in self.masks:
             self.masks[place] = block_mask(self.shape, window, query.device)

@@ -23,9 +23,9 @@ ATTENTION = "treadle_tree"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Who sees whom in one micro-batch, as a kernel needs it.
+    """Describes which nodes of one micro-batch see which keys, as a kernel needs it.
 
-    depth int64[C + T]: of every key. subtree_end int64[C + T]: node i sees key j exactly if
+    depth int64[C + T]: of every key, its position. subtree_end int64[C + T]: node i sees key j exactly if
     j <= context + i < subtree_end[j]; through a sliding window only if also depth_i - depth_j < window.
     """
 
@@ -35,7 +35,7 @@ class Shape:
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Shape:
-        """On the CPU; kernels move what they need."""
+        """Return the shape of a micro-batch, on the CPU: kernels move what they need."""
         depth = torch.from_numpy(batch.position_ids)
         return cls(
             torch.cat([torch.arange(len(batch.context)), depth]),
@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def nodes(self) -> int:
-        """T."""
+        """Return T, the number of nodes."""
         return len(self.depth) - self.context
 
 
@@ -53,7 +53,10 @@ class Kernel(Protocol):
     """Computes tree attention, for all layers of one forward pass over one tree."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """query [T, H, D], key and value [C + T, K, D] -> [T, H, D]."""
+        """Return the attention output [T, H, D] of query [T, H, D] over key and value [C + T, K, D].
+
+        scale: factor of the scores. window: size of the layer's sliding window in tokens, None without one.
+        """
         ...
 
 
@@ -61,10 +64,10 @@ KeysAndValues = tuple[Tensor, Tensor]  # [1, K, n, D] each, as layers make them
 
 
 class Tree:
-    """The forward pass's own argument to every attention layer (`tree=`).
+    """Carries the tree to every attention layer of a forward pass, as its argument `tree=`.
 
     context: keys and values of the C nodes outside, by layer; none if C is 0.
-    fresh: where layers leave the keys and values of the T nodes, if anybody asked.
+    fresh: where layers leave the keys and values of the T nodes; None if they are not needed.
     attended: layer -> the sliding window with which it attended.
 
     It is no dataclass, nor a dict, on purpose: FSDP2 looks into those among a module's arguments and hands the module
@@ -97,7 +100,10 @@ def tree_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]. Raises ConfigError for what it cannot express."""
+    """Compute a layer's attention through the tree: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+
+    Raises ConfigError for a layer that asks for what tree attention cannot express.
+    """
     name = type(module).__name__
     if tree is None:
         raise ConfigError(f"{name} drops keyword arguments on the way to attention; it cannot be packed")
@@ -125,7 +131,7 @@ def tree_attention(
 
 
 def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
-    """As autocast hands them to stock attention. Norms and rotary embeddings leave queries and keys in float32, while
+    """Cast as autocast does for stock attention. Norms and rotary embeddings leave queries and keys in float32, while
     values come in half precision."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):

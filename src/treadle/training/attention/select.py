@@ -1,4 +1,4 @@
-"""The kernel for a device."""
+"""Which kernel computes tree attention on a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COPIES = 4  # `Varlen` holds its gathered keys and values until the backward pa
 
 
 def kernel_for(device: torch.device, name: str = AUTO) -> Callable[[Shape], Kernel]:
-    """What makes tree attention on this device; name: one of KERNELS instead of the device's own."""
+    """Return what makes a kernel for a shape on this device. name: one of KERNELS instead of the device's own."""
     if name != AUTO:
         return KERNELS[name]
     return Cuda.of if device.type == "cuda" else Tiles
@@ -32,7 +32,10 @@ def kernel_for(device: torch.device, name: str = AUTO) -> Callable[[Shape], Kern
 
 @dataclass(frozen=True, slots=True)
 class Cuda:
-    """See `Kernel`. Of two, the one that can: `Varlen` for half precision and trees that are not mostly shared."""
+    """Computes tree attention (`Kernel`) on GPUs: by `Varlen` where it can, else by `Flex`.
+
+    `Varlen` needs half precision, and a tree of which not so much is shared that gathered keys would fill the memory.
+    """
 
     shape: Shape
     varlen: Kernel
@@ -40,11 +43,10 @@ class Cuda:
 
     @classmethod
     def of(cls, shape: Shape) -> Cuda:
-        """With the kernels themselves."""
+        """Return the two kernels for this shape."""
         return cls(shape, Varlen(shape), Flex(shape))
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """See `Kernel`."""
         size = query.shape[2]
         flash = query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
         few = gathered(self.shape, window) <= _COPIES * len(self.shape.depth)

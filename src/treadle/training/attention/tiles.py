@@ -44,8 +44,8 @@ _CALL = 2**19  # what a call costs, in multiply-adds of a score: below, small re
 
 
 class Rectangle(NamedTuple):
-    """Queries [first_query, end_query) over keys [first_key, end_key). causal: a run over itself. edge: the window
-    ends inside."""
+    """Stands for queries [first_query, end_query) over keys [first_key, end_key). causal: a run over itself. edge: the
+    window ends inside."""
 
     first_query: int
     end_query: int
@@ -56,17 +56,17 @@ class Rectangle(NamedTuple):
 
     @property
     def height(self) -> int:
-        """n."""
+        """Return n, the number of queries."""
         return self.end_query - self.first_query
 
     @property
     def width(self) -> int:
-        """m."""
+        """Return m, the number of keys."""
         return self.end_key - self.first_key
 
 
 def runs(shape: Shape) -> list[tuple[int, int, int]]:
-    """(start, end, end of what is below) of every maximal stretch of keys without a branch inside."""
+    """Return (start, end, end of its descendants) of every run: a longest stretch of keys without a branch inside."""
     depth, subtree_end = shape.depth.numpy(), shape.subtree_end.numpy()
     cut = (depth[1:] != depth[:-1] + 1) | (subtree_end[1:] != subtree_end[:-1])
     if shape.context:
@@ -77,7 +77,7 @@ def runs(shape: Shape) -> list[tuple[int, int, int]]:
 
 
 def rectangles(shape: Shape, window: int | None) -> list[list[Rectangle]]:
-    """All of attention, in rounds. Within a round no query appears twice; the first has every node over itself."""
+    """Return all of attention in rounds: within one no query appears twice; the first has every node over itself."""
     if window is not None and int(shape.depth.max()) >= window:
         return _windowed(shape, window)
     rounds: list[list[Rectangle]] = [[]]
@@ -129,9 +129,9 @@ def _reach(
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """R ranges of rows of a flat array [N, ...], as [R, width, ...]; shorter ranges are padded behind with zeros.
+    """Views R ranges of rows of a flat array [N, ...] as [R, width, ...], the shorter ones with zeros behind.
 
-    index int64[rows]: of the flat array. place int64[rows]: in [R * width]. One range needs neither.
+    index int64[rows]: of each row in the flat array. place int64[rows]: in [R * width]. One range needs neither.
     """
 
     count: int
@@ -142,7 +142,7 @@ class Ranges:
 
     @classmethod
     def of(cls, bounds: Sequence[tuple[int, int]]) -> Ranges:
-        """bounds: (start, end) of each."""
+        """Return the ranges with these bounds, (start, end) of each."""
         width = max(end - start for start, end in bounds)
         if len(bounds) == 1:
             return cls(1, width, bounds[0][0], None, None)
@@ -151,7 +151,7 @@ class Ranges:
         return cls(len(bounds), width, 0, torch.from_numpy(index), torch.from_numpy(place))
 
     def take(self, flat: Tensor, heads: int) -> Tensor:
-        """[N, heads * D] -> [R, heads, width, D]; a view if there is one range."""
+        """Return the ranges of [N, heads * D] as [R, heads, width, D]; a view if there is one range."""
         if self.index is None or self.place is None:
             rows = flat[self.start : self.start + self.width]
         else:
@@ -182,9 +182,10 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One call of the flash kernel. mask [R, 1, n or 1, m]: 0 or -inf. blind bool[R, 1, n]: rows that see no key here.
+    """Describes one call of the flash kernel.
 
-    own: the first tile of its queries, in which every node sees at least itself.
+    mask [R, 1, n or 1, m]: 0 or -inf. blind bool[R, 1, n]: rows that see no key here.
+    own: it is the first tile of its queries, in which every node sees at least itself.
     """
 
     queries: Ranges
@@ -196,7 +197,7 @@ class Tile:
 
 
 def tiles(shape: Shape, window: int | None, features: int) -> list[Tile]:
-    """The calls, in order; features: H * D, to weigh padding against calls."""
+    """Return the calls of the flash kernel, in order. features: H * D, to weigh padding against calls."""
     found = []
     for number, rounds in enumerate(rectangles(shape, window)):
         for bucket in _buckets(rounds, _CALL // features):
@@ -250,13 +251,12 @@ def _padded(values: Tensor, bounds: Sequence[tuple[int, int]], width: int) -> Te
 
 @dataclass(slots=True)
 class Tiles:
-    """See `Kernel`. Plans once for each window that the layers use."""
+    """Computes tree attention (`Kernel`) on the CPU, with one plan for each window that the layers use."""
 
     shape: Shape
     plans: dict[int | None, list[Tile]] = field(default_factory=dict)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """See `Kernel`."""
         if window not in self.plans:
             self.plans[window] = tiles(self.shape, window, query.shape[1] * query.shape[2])
         out: Tensor = _TileAttention.apply(query, key, value, self.plans[window], scale)  # type: ignore[no-untyped-call]

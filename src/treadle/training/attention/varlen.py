@@ -30,9 +30,9 @@ from treadle.training.attention.interface import Shape
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """S sequences, end to end: the queries of a stretch each, and the keys on its path.
+    """Holds S sequences, end to end: for each stretch its queries, and the keys on its path.
 
-    index int64[G]: of the keys; None if that is each key once, in order.
+    index int64[G]: which keys are gathered; None if each is once, in order.
     queries, keys int32[S + 1]: sequence s has queries [queries[s], queries[s + 1]) and gathered keys likewise.
     most_queries, most_keys: of one sequence.
     """
@@ -45,7 +45,7 @@ class Paths:
 
 
 def paths(shape: Shape, window: int | None, device: torch.device) -> Paths:
-    """All of attention."""
+    """Return the sequences that together are all of attention."""
     depth = shape.depth.numpy()
     starts, ends = stretches(shape)
     reached = _reached(shape, window)
@@ -66,14 +66,14 @@ def paths(shape: Shape, window: int | None, device: torch.device) -> Paths:
 
 
 def stretches(shape: Shape) -> tuple[Indices, Indices]:
-    """(starts, ends) int64[S], as keys, of the nodes' stretches."""
+    """Return (starts, ends) int64[S] of the nodes' stretches, as indices of keys."""
     depth = shape.depth.numpy()[shape.context :]
     starts = np.concatenate([[0], np.flatnonzero(depth[1:] != depth[:-1] + 1) + 1])
     return starts + shape.context, np.append(starts[1:], len(depth)) + shape.context
 
 
 def gathered(shape: Shape, window: int | None) -> int:
-    """G."""
+    """Return G, how many keys are gathered."""
     _, ends = stretches(shape)
     return int((shape.depth.numpy()[ends - 1] + 1 - _reached(shape, window)).sum())
 
@@ -97,14 +97,16 @@ def _flash(*args: Any, **options: Any) -> Tensor:
 
 @dataclass(slots=True)
 class Varlen:
-    """See `Kernel`. Plans once for each device and window. attend: has `varlen_attn`'s signature."""
+    """Computes tree attention (`Kernel`) by variable-length FlashAttention, with one plan for each device and window.
+
+    attend: has `varlen_attn`'s signature.
+    """
 
     shape: Shape
     attend: Callable[..., Tensor] = _flash
     plans: dict[tuple[torch.device, int | None], Paths] = field(default_factory=dict)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """See `Kernel`."""
         place = query.device, window
         if place not in self.plans:
             self.plans[place] = paths(self.shape, window, query.device)
