@@ -73,7 +73,7 @@ class Loop:
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing left to do: all updates are made, and the last weights are evaluated."""
+        """Return whether there is nothing left to do: all updates are made, and the last weights are evaluated."""
         return is_last(self.config, self.state) and not self.evaluator.pending(self.state)
 
     async def _run(self) -> None:

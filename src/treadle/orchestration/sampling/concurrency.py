@@ -32,10 +32,10 @@ class ConcurrencyController:
 
     @property
     def engine_share(self) -> float:
-        """Calls that one attempt has in the engine at a time, on average; 1 as long as nothing is known."""
+        """Return how many calls one attempt has in the engine at a time, on average; 1 as long as nothing is known."""
         return self._in_engine / self._seconds if self._in_engine > 0 and self._seconds > 0 else 1.0
 
     @property
     def limit(self) -> int:
-        """Attempts that fill the engine."""
+        """Return how many attempts fill the engine."""
         return math.ceil(self.capacity / self.engine_share)

@@ -16,7 +16,7 @@ _BLAMELESS = (Cause.ENGINE, Cause.INFRASTRUCTURE)  # of these, no task is to bla
 
 
 class FailurePolicy(Config):
-    """What becomes of an attempt that failed of one cause."""
+    """Configures what becomes of attempts that failed of one cause."""
 
     retries: int = Field(0, ge=0, description="further attempts, each with draws of its own")
     backoff: float = Field(1.0, ge=0, description="seconds before the first of them, doubled before each other")
@@ -30,7 +30,7 @@ _RETRIED = FailurePolicy(retries=2)
 
 
 class FailuresConfig(Config):
-    """Failed attempts, by whose fault it was."""
+    """Configures what becomes of failed attempts, by cause, and how many of them stop the run."""
 
     agent: FailurePolicy = Field(FailurePolicy(), description="the agent program raised")
     environment: FailurePolicy = Field(FailurePolicy(), description="the environment raised")

@@ -24,7 +24,7 @@ from treadle.orchestration.store.run_store import RunStore
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of a batch as they are trained. window: what came in since the batch before."""
+    """Holds the groups of a batch as they are trained. window: what came in since the batch before."""
 
     groups: list[Group]
     window: WindowStats

@@ -17,7 +17,7 @@ StalePolicy = Literal["mask_steps", "wait", "drop_group"]
 
 
 class ReplayBuffer:
-    """Finished groups, oldest first; on disk they are on record before they come here.
+    """Keeps finished groups until they are trained, oldest first; they are on record before they come here.
 
     stale_policy: what becomes of steps whose oldest token is more than `max_staleness` versions old when they would be
     trained: `mask_steps` leaves those out, `drop_group` their group too, `wait` waits for groups before it can happen.
@@ -34,17 +34,17 @@ class ReplayBuffer:
 
     @property
     def running(self) -> int:
-        """The number of groups that are being sampled."""
+        """Return the number of groups that are being sampled."""
         return len(self._running)
 
     @property
     def under_way(self) -> int:
-        """The number of groups that were started and are not trained yet."""
+        """Return the number of groups that were started and are not trained yet."""
         return len(self._running) + len(self._ready) + self._training
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Indices of the groups that were started and not taken."""
+        """Return the indices of the groups that were started and not taken."""
         return tuple(sorted({*self._running, *self._ready}))
 
     def start(self, index: int, version: int) -> None:

@@ -27,7 +27,7 @@ from treadle.rollout.session import Address
 
 @dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """How much is sampled at a time.
+    """Bounds how much is sampled at a time.
 
     max_groups_under_way: being sampled, or finished and waiting to be trained. max_groups: being sampled, if there is
     a limit. synchronous: groups start only when none is running, so that what an engine in lock-step samples together

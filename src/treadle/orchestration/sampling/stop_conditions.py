@@ -12,7 +12,7 @@ from treadle.orchestration.config import RunConfig
 
 
 class StopConditionMet(TrainingStopped):
-    """A limit is exceeded; the trainer's weights are whole, so that a checkpoint can be made before the run ends."""
+    """Says that a limit is exceeded. The trainer's weights are whole: a checkpoint can be made before the run ends."""
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from treadle.packing.flat import Indices
 
 
 class TaskOrder:
-    """Tasks in the order of training, for ever: each epoch has its own shuffle, a pure function of seed and epoch.
+    """Orders the training tasks, for ever: each epoch has its own shuffle, a pure function of seed and epoch.
 
     No epoch has the order of the one before it: where chance would have it so, it is turned by one.
     """
@@ -45,7 +45,7 @@ class TaskOrder:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Where a run stood when it was left; the default is a new one.
+    """Says where a run stood when it was left; the default is a new one.
 
     next_index: of the first group that was never started. requeued: indices of earlier ones that were not trained, and
     are sampled again. restored: index -> group of which some attempts are on record; only the others are played.

@@ -32,7 +32,7 @@ _PROBE = 64  # tokens that new weights are proven with
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is made from: `open_engine(EngineSpec(config.engine, chat, trainer, load_model))`.
+    """Holds what an engine is made from: `open_engine(EngineSpec(config.engine, chat, trainer, load_model))`.
 
     source: whose weights it serves. load_model: returns a model like the source's, with any weights, which an engine in
     this process copies. logs: directory where other processes write theirs; default: a temporary one, which stays.
