@@ -271,7 +271,9 @@ def train(moment):
     (folder / "counts").write_text(json.dumps(counts))
 
 def go_on(moment):
-    (folder / f"{moment}.sha").write_text(resume(folder / str(moment))["weights_sha256"])
+    summary = folder / str(moment) / "summary.json"  # there if the run was killed after its last word
+    found = json.loads(summary.read_text()) if summary.is_file() else resume(folder / str(moment))
+    (folder / f"{moment}.sha").write_text(found["weights_sha256"])
     check_finished(folder / str(moment))
 
 def in_child(work):
