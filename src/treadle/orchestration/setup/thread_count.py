@@ -36,7 +36,7 @@ def default_threads(parameters: int, cores: int, environment: Mapping[str, str] 
     """Return the threads for a model of so many parameters: `OMP_NUM_THREADS` if it is set, else a fixed rule.
 
     The rule: all cores, but one thread for a `SMALL` model. On two cores (benchmarks/results/threads.json) a second
-    thread that waits passively makes a step 1.5 times as fast at 14 million parameters, 1.2 times at 148 million, and
+    thread that waits passively makes a step 1.5 times as fast at 14 million parameters, 1.3 times at 148 million, and
     no faster at the demo's 0.4 million.
 
     Raises ConfigError where `OMP_NUM_THREADS` is no number.
