@@ -323,7 +323,7 @@ class Quiet:
         self.lines: list[str] = []
         self.rows: list[Any] = []
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.lines.append(line)
 
     def phase(self, name: str, total: int) -> None: ...

@@ -73,7 +73,7 @@ class Interrupted(Quiet):
 
     def phase(self, name: str, total: int) -> None:
         if name == "rollout" and "interrupted" not in self.lines:
-            self.say("interrupted")
+            self.log("interrupted")
             os.kill(os.getpid(), signal.SIGINT)
 
 

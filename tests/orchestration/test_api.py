@@ -136,7 +136,7 @@ class Impatient(Quiet):
 
     def phase(self, name: str, total: int) -> None:
         if name == "rollout" and self.lines[-1:] != ["interrupted"]:
-            self.say("interrupted")
+            self.log("interrupted")
             os.kill(os.getpid(), signal.SIGINT)
 
 

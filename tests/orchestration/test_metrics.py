@@ -291,7 +291,7 @@ FAILED = {**ROW, "failed": 1, "trajectories": 2}
 def test_without_a_terminal_every_update_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever else is told in between: 40 updates of one second each, 256 attempts an update."""
     progress = PlainProgress()
-    progress.say("run directory: runs/x")
+    progress.log("run directory: runs/x")
     for update in range(1, 41):
         progress.phase("rollout", 256)
         for done in range(1, 257):

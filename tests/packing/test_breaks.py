@@ -370,7 +370,7 @@ class Chat:
         turns = [[*USER, *read, *END, *MODEL, *said, *([112] if said else [])] for read, said in self.turns]
         return [*HEAD, *itertools.chain(*turns)]
 
-    def say(self) -> None:
+    def log(self) -> None:
         self.turns.append((self.ids(), []))
         self.sample()
 
@@ -383,7 +383,7 @@ class Chat:
 def told(data: st.DataObject, turns: int) -> Chat:
     chat = Chat(data)
     for _ in range(turns):
-        chat.say()
+        chat.log()
     return chat
 
 
@@ -423,7 +423,7 @@ def expect(chat: Chat, cause: BreakCause, at: int) -> None:
 def test_a_sliding_window_truncates(data: st.DataObject, turns: int) -> None:
     chat = told(data, turns)
     del chat.turns[: data.draw(st.integers(1, turns - 1))]
-    chat.say()
+    chat.log()
     expect(chat, TRUNCATED, len(HEAD + USER))
 
 
@@ -436,7 +436,7 @@ def test_a_reply_cut_down_is_truncated(data: st.DataObject, turns: int) -> None:
     for number in range(first, turns):
         read, said = chat.turns[number]
         chat.turns[number] = (read, said[data.draw(st.integers(1, len(said) - 1)) :])
-    chat.say()
+    chat.log()
     expect(chat, TRUNCATED, at)
 
 
@@ -460,7 +460,7 @@ def test_an_edit_is_a_change(data: st.DataObject, turns: int, of_reply: bool) ->
     else:
         at = len(short.prompt()) - len(END + MODEL) - len(read) + kept
         chat.turns[number] = ([*read[:kept], *chat.ids(), *read[kept + 1 :]], said)
-    chat.say()
+    chat.log()
     expect(chat, CHANGED, at)
 
 

@@ -63,7 +63,7 @@ class LiveProgress:
         self._run = bars.add_task("updates", total=updates, note="", visible=False)
         self._phase = bars.add_task("loading", total=None, note="")  # libraries and model, until a phase begins
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print a line above the bars."""
         self._console.line(line)
 

@@ -86,7 +86,7 @@ def train(
 
     progress = progress or PlainProgress(config.orchestration.log_every, config.data.table_by)
     if not wait_passively():
-        progress.say(
+        progress.log(
             "torch was imported before treadle.train was called, so that its threads spin while they wait: beside any "
             "other busy process that takes twice the time or more. Set OMP_WAIT_POLICY=PASSIVE, or import torch later"
         )

@@ -121,9 +121,9 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     source = load_source(subject.model_config, config.seed)
     use_threads(config.training.threads, source.model.parameters)
     played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
-    check_first_prompts(played, chat.renderer, config, source.model.context, progress.say)
+    check_first_prompts(played, chat.renderer, config, source.model.context, progress.log)
     started = time.perf_counter()
-    groups = run(_play(subject, inputs, chat, source, progress), progress.say)
+    groups = run(_play(subject, inputs, chat, source, progress), progress.log)
     seconds = time.perf_counter() - started
     if dump is not None:
         write_dump(dump, groups, chat.renderer.decode)
@@ -148,7 +148,7 @@ async def _play(
     try:
         rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
         async with open_rollouts(
-            engine, chat.renderer, inputs.players, config.rollout, rewards, progress.say
+            engine, chat.renderer, inputs.players, config.rollout, rewards, progress.log
         ) as rollouts:
             return await play_held_out(
                 rollouts,

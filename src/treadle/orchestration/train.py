@@ -56,18 +56,18 @@ def start_run(
     chat = load_chat_interface(config.model)
     with closing(runtime.make_trainer(config.trainer)) as trainer:
         config = _with_threads(config, use_threads(config.training.threads, trainer.model.parameters))
-        check_first_prompts(inputs, chat.renderer, config, trainer.model.context, progress.say)
+        check_first_prompts(inputs, chat.renderer, config, trainer.model.context, progress.log)
         check_demonstrations(config, chat.renderer)
         run = RunDirectory.create(path, config)
         with closing(run):
-            progress.say(f"run directory: {path} ({_threads_line(config)})")
+            progress.log(f"run directory: {path} ({_threads_line(config)})")
             if problem := _tools_problem(inputs, chat, config):
-                progress.say(f"agents' calls with tools will be refused: {problem}")
+                progress.log(f"agents' calls with tools will be refused: {problem}")
 
             async def begin(cleanup: ExitStack) -> _Beginning:
                 report = await run_warm_start(trainer, chat.renderer, config, progress)
                 if report is not None:
-                    progress.say(_warm_start_line(report))
+                    progress.log(_warm_start_line(report))
                     run.write(_WARM_START, json.dumps(asdict(report)).encode())
                 ledger = cleanup.enter_context(closing(Ledger(run.ledger_file)))
                 ledger.note_files(run.written)
@@ -108,7 +108,7 @@ def resume_run(
         chat = load_chat_interface(config.model)
         with closing(runtime.make_trainer(config.trainer)) as trainer:
             config = _with_threads(config, use_threads(config.training.threads, trainer.model.parameters))
-            progress.say(f"resuming {path} after {state.update} of {updates} updates ({_threads_line(config)})")
+            progress.log(f"resuming {path} after {state.update} of {updates} updates ({_threads_line(config)})")
             _report_changes(changed, config, state.update, progress)
             clock.wall_before, clock.cpu_before = state.wall_seconds, state.cpu_seconds
 
@@ -119,7 +119,7 @@ def resume_run(
                 if changes(run.config(), config):
                     run.change_config(config, ledger)
                 remove_other_shards(run.rollouts, ledger.shards())
-                restored = roll_back(config, run, ledger, found.directory.name, state, progress.say)
+                restored = roll_back(config, run, ledger, found.directory.name, state, progress.log)
                 return _Beginning(ledger, StartingPoint(state, restored, clock), warm_start)
 
             return _Session(config, inputs, run, chat, trainer, progress, runtime).train(state.update, begin)
@@ -159,10 +159,10 @@ class _Session:
 
         def work() -> dict[str, Any]:
             return run_event_loop(
-                self._train(begin, callbacks), self.progress.say, callbacks.stop.request, self.runtime.new_event_loop
+                self._train(begin, callbacks), self.progress.log, callbacks.stop.request, self.runtime.new_event_loop
             )
 
-        return callbacks.around(RunStart(self.run.path, self.config, update, self.progress.say), work)
+        return callbacks.around(RunStart(self.run.path, self.config, update, self.progress.log), work)
 
     async def _train(self, begin: Callable[[ExitStack], Awaitable[_Beginning]], callbacks: Callbacks) -> dict[str, Any]:
         with ExitStack() as cleanup:
@@ -184,7 +184,7 @@ class _Session:
 
     async def _run_loop(self, beginning: _Beginning, callbacks: Callbacks) -> Loop:
         """Run the loop; returns it as it ended. Raises what stopped it, if something went wrong."""
-        config, chat, log = self.config, self.chat, self.progress.say
+        config, chat, log = self.config, self.chat, self.progress.log
         spec = training_engine(config, chat, self.trainer, self.run.path, log)
         engine, weight_sync = await self.runtime.open_engine(spec)
         try:
@@ -249,15 +249,15 @@ def _threads_line(config: RunConfig) -> str:
 def _report_changes(changed: list[Change], config: RunConfig, update: int, progress: Progress) -> None:
     """What changed, and what else follows from another number of updates."""
     for change in changed:
-        progress.say(f"changed: {change}")
+        progress.log(f"changed: {change}")
         if change.path == "orchestration.updates":
             optimizer, algorithm = config.training.optimizer, config.algorithm
             old, new = (learning_rate(optimizer, update, updates) for updates in (change.old, change.new))
             if optimizer.decay_from < 1:
-                progress.say(f"the learning rate follows: at the next update it is {new:.3g} instead of {old:.3g}")
+                progress.log(f"the learning rate follows: at the next update it is {new:.3g} instead of {old:.3g}")
             if algorithm.entropy_coef != algorithm.entropy_coef_end:
                 end = algorithm.entropy_coef_end
-                progress.say(f"the entropy bonus follows: it is {end:g} after {change.new} updates")
+                progress.log(f"the entropy bonus follows: it is {end:g} after {change.new} updates")
 
 
 def _warm_start_line(report: WarmStartReport) -> str:

@@ -154,15 +154,15 @@ async def open_rollouts(
     players: Players,
     config: RolloutConfig,
     rewards: RewardsConfig = _AS_GIVEN,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> AsyncIterator[Rollouts]:
     """Open `Rollouts` with a driver for each player; agents share one gateway, which is served only if there are any.
 
-    say: called from another thread with a line about user code that blocks the event loop. Raises ConfigError for a
+    log: called from another thread with a line about user code that blocks the event loop. Raises ConfigError for a
     shaping hook or a reply parser that does not exist, and what drivers raise on being opened.
     """
     setup = DriverSetup(config, renderer, reply_parser(config.reply_parser, renderer.source))
-    monitor = LoopMonitor(say)
+    monitor = LoopMonitor(log)
     async with AsyncExitStack() as opened:
         drivers: dict[tuple[str, str], AttemptDriver[Any]] = {}
         if players.environments:

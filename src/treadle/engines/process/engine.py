@@ -46,14 +46,14 @@ async def start_engine(
     routing: bool = False,
     timeout: float = 600.0,
     silence: float = 60.0,
-    say: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
     on_close: Callable[[], None] = lambda: None,
 ) -> ProcessEngine:
     """Return a `ProcessEngine` that has loaded `model`, a directory with model and tokenizer, needed until `on_close`.
 
     It computes with as many threads as this process does now, and deterministically if this process does. The options
     are `TorchEngine`'s. log: where the process writes. timeout: seconds it may take to start, or to take new weights.
-    silence: seconds without any message after which it is killed. say: gets a line when it ends and is started again.
+    silence: seconds without any message after which it is killed. notify: gets a line when it is started again.
     Raises EngineError, with the end of the log, if it does not start.
     """
     load: Message = {
@@ -78,7 +78,15 @@ async def start_engine(
         raise
     limits = Limits(facts["vocabulary"], facts["context"])
     return ProcessEngine(
-        link, limits, lock_step, start=start, load=load, timeout=timeout, silence=silence, say=say, on_close=on_close
+        link,
+        limits,
+        lock_step,
+        start=start,
+        load=load,
+        timeout=timeout,
+        silence=silence,
+        notify=notify,
+        on_close=on_close,
     )
 
 
@@ -119,12 +127,12 @@ class ProcessEngine:
         load: Message,
         timeout: float,
         silence: float,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         on_close: Callable[[], None],
     ) -> None:
         self.limits, self._lock_step = limits, lock_step
         self._begin, self._timeout, self._silence = start, timeout, silence
-        self._tell, self._on_close = say, on_close
+        self._notify, self._on_close = notify, on_close
         self._orders = [load]  # then the publication that succeeded last: what the next process begins with
         self._file: StagedFile | None = None  # of that publication
         self._over: str | None = None  # why nothing is served any more
@@ -145,7 +153,7 @@ class ProcessEngine:
         if session in self._sessions:
             raise EngineError(f"session {session!r} is open already")
         self._sessions[session] = None
-        self._say(_opening(session))
+        self._send(_opening(session))
 
     def close_session(self, session: str) -> None:
         """Forget a session and its cache; a wave may be waiting for this. Its calls that wait fail, others finish."""
@@ -153,7 +161,7 @@ class ProcessEngine:
             return
         del self._sessions[session]
         self._fail_waiting(f"session {session!r} was closed while its call waited", session)
-        self._say({"do": "close", "session": session})
+        self._send({"do": "close", "session": session})
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
@@ -279,11 +287,11 @@ class ProcessEngine:
     def _note(self, line: str) -> None:
         with suppress(OSError), self._link.log.open("a", encoding="utf-8") as log:  # a full disk
             log.write(f"{line}\n")
-        self._tell(line)
+        self._notify(line)
 
     # --- lock-step -----------------------------------------------------------------------------------------------
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         if self._lock_step:
             self._held.append((message, None))
             self._start()

@@ -89,10 +89,10 @@ class _Server:
         if task.cancelled():  # its caller no longer waits
             return
         error = task.exception()
-        self._outbox.post({"call": call, **(task.result() if error is None else _told(error))})
+        self._outbox.post({"call": call, **(task.result() if error is None else _error_message(error))})
 
 
-def _told(error: BaseException) -> Message:
+def _error_message(error: BaseException) -> Message:
     """Return what the caller is sent of a failure; one that is not Treadle's own goes to the log with its traceback."""
     if isinstance(error, TreadleError):
         return {"error": str(error)}

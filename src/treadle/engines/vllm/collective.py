@@ -44,11 +44,11 @@ class Collective:
             store = listen(self._address, _TIMEOUT)
         except OSError as error:
             raise EngineError(f"engine.vllm.transfer_address {self._address} is not one of this machine") from error
-        told = {"host": self._address, "port": store.port, "size": size, "timeout": _TIMEOUT}
+        group = {"host": self._address, "port": store.port, "size": size, "timeout": _TIMEOUT}
         self._group = await _together(
             lambda: Group(store, 0, size, device=self._device, address=self._address, timeout=_TIMEOUT),
             {
-                server: server.post("/init_weight_transfer_engine", {"init_info": {"group": {**told, "first": first}}})
+                server: server.post("/init_weight_transfer_engine", {"init_info": {"group": {**group, "first": first}}})
                 for server, first in zip(servers, firsts, strict=True)
             },
             steps=2,
@@ -75,7 +75,7 @@ class Collective:
             for bucket in buckets:
                 group.broadcast(bucket.packed.to(group.device))
 
-        update = {"buckets": [bucket.told() for bucket in buckets]}
+        update = {"buckets": [bucket.message() for bucket in buckets]}
         try:
             await _together(send, {server: server.load(update, label) for server in servers}, steps=1 + len(buckets))
         except BaseException:
@@ -91,7 +91,7 @@ class Bucket:
     shapes: Mapping[str, tuple[int, ...]]
     packed: Tensor
 
-    def told(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         """Return what a server must know to receive the bucket, as plain data."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "shapes": self.shapes}
 

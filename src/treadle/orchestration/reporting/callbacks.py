@@ -31,13 +31,13 @@ from treadle.rollout.isolation.user_code import raised
 class RunStart:
     """Holds what a callback gets at the start of a run.
 
-    update: number of the last update that is already made; 0 in a new run. say: puts a line into the run's output.
+    update: number of the last update that is already made; 0 in a new run. log: puts a line into the run's output.
     """
 
     directory: Path
     config: RunConfig
     update: int
-    say: Callable[[str], None]
+    log: Callable[[str], None]
 
 
 @runtime_checkable
@@ -134,33 +134,33 @@ class Callbacks(Callback):
         return summary
 
     def rollout(self, trajectory: Trajectory) -> None:
-        self._tell("rollout", lambda callback: callback.rollout(trajectory))
+        self._notify("rollout", lambda callback: callback.rollout(trajectory))
 
     def batch(self, groups: Sequence[Group], version: int) -> None:
-        self._tell("batch", lambda callback: callback.batch(tuple(groups), version))
+        self._notify("batch", lambda callback: callback.batch(tuple(groups), version))
 
     def update(self, row: Mapping[str, Any]) -> None:
-        self._tell("update", lambda callback: callback.update(MappingProxyType(dict(row))))
+        self._notify("update", lambda callback: callback.update(MappingProxyType(dict(row))))
 
     def publish(self, version: int) -> None:
-        self._tell("publish", lambda callback: callback.publish(version))
+        self._notify("publish", lambda callback: callback.publish(version))
 
     def evaluate(self, result: EvaluationResult) -> None:
-        self._tell("evaluate", lambda callback: callback.evaluate(deepcopy(result)))
+        self._notify("evaluate", lambda callback: callback.evaluate(deepcopy(result)))
 
     def checkpoint(self, directory: Path, update: int) -> None:
-        self._tell("checkpoint", lambda callback: callback.checkpoint(directory, update))
+        self._notify("checkpoint", lambda callback: callback.checkpoint(directory, update))
 
     def phase(self, name: str, done: int, total: int) -> None:
-        self._tell("phase", lambda callback: callback.phase(name, done, total))
+        self._notify("phase", lambda callback: callback.phase(name, done, total))
 
     def message(self, line: str) -> None:
-        self._tell("message", lambda callback: callback.message(line))
+        self._notify("message", lambda callback: callback.message(line))
 
-    def _tell(self, event: str, tell: Callable[[Callback], None]) -> None:
+    def _notify(self, event: str, notify: Callable[[Callback], None]) -> None:
         """Call each callback. Switch off one that fails and request a stop: state is whole only between updates."""
         for name, callback in list(self._members.items()):
-            error = _raised_by(tell, callback)
+            error = _raised_by(notify, callback)
             if isinstance(error, TreadleError):
                 raise error
             if error is not None:
@@ -213,7 +213,7 @@ def _end(
     for name, callback in started.items():
         own = _raised_by(lambda callback: callback.end(summary, error), callback)
         if own is not None:
-            run.say(raised(f"callback {name}: end", own))
+            run.log(raised(f"callback {name}: end", own))
 
 
 def _raised_by(tell: Callable[[Callback], None], callback: Callback) -> BaseException | None:

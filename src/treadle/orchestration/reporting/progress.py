@@ -15,7 +15,7 @@ from treadle.orchestration.reporting.metrics import EvaluationResult, shown
 class Progress(Protocol):
     """Shows a run to a person; its methods must return at once."""
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Show a line that is worth keeping."""
         ...
 
@@ -97,7 +97,7 @@ class PlainProgress:
         self._last = -math.inf  # when something was printed
         self._name, self._total = "", 0
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self._print(line)
 
     def phase(self, name: str, total: int) -> None:
@@ -136,7 +136,7 @@ class ProgressCallback(Callback):
             self._progress.advance(done)
 
     def message(self, line: str) -> None:
-        self._progress.say(line)
+        self._progress.log(line)
 
     def update(self, row: Mapping[str, Any]) -> None:
         self._progress.updated(row, self._updates)

@@ -38,7 +38,7 @@ class Tracker(Callback):
     def __init__(self) -> None:
         self._library = _required(self.package)
         self._run: RunStart | None = None
-        self._told = False
+        self._reported = False
 
     @abstractmethod
     def open(self, run: RunStart, known: str | None) -> str:
@@ -85,9 +85,9 @@ class Tracker(Callback):
         try:
             call()
         except Exception as error:  # noqa: BLE001  # foreign code
-            if not self._told and self._run is not None:
-                self._told = True
-                self._run.say(f"{raised(self.package, error)}; the run goes on, and metrics.jsonl has everything")
+            if not self._reported and self._run is not None:
+                self._reported = True
+                self._run.log(f"{raised(self.package, error)}; the run goes on, and metrics.jsonl has everything")
 
 
 class TensorBoard(Tracker):

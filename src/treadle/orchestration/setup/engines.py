@@ -136,7 +136,7 @@ async def _own_process(spec: EngineSpec) -> tuple[Engine, WeightSync]:
             lock_step=config.lock_step is not False,
             in_flight=config.in_flight,
             routing=spec.routing,
-            say=spec.log,
+            notify=spec.log,
             on_close=cleanup.pop_all().close,
         )
     return engine, SharedMemorySync(spec.source, engine)

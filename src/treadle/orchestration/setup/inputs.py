@@ -134,19 +134,19 @@ def load_split(
 
 
 def check_first_prompts(
-    inputs: Inputs, renderer: ChatRenderer, config: RunConfig, context: int, say: Callable[[str], None]
+    inputs: Inputs, renderer: ChatRenderer, config: RunConfig, context: int, log: Callable[[str], None]
 ) -> None:
     """Raise ConfigError for what would fail every attempt later.
 
     Checks that prompt and completion fit the model's context, in tokens, that an environment can be reset (up to three
     tasks are tried), and that the first prompt is within `rollout.max_input_tokens`. Agents are not checked: their
-    first prompt is unknown. say: takes lines about environments that block the event loop, or do not end.
+    first prompt is unknown. log: takes lines about environments that block the event loop, or do not end.
     """
     check_context(config, context)
     problems = []
     for task in [task for task in inputs.train if task.environment][:3]:
         try:
-            messages = run(_first_messages(inputs.players.environments[task.environment], task, config, say), say)
+            messages = run(_first_messages(inputs.players.environments[task.environment], task, config, log), log)
         except TrajectoryFailure as failure:
             problems.append(f"task {task.task_id}: {failure}")
             continue
@@ -163,9 +163,9 @@ def check_first_prompts(
 
 
 async def _first_messages(
-    factory: EnvironmentFactory, task: Task, config: RunConfig, say: Callable[[str], None]
+    factory: EnvironmentFactory, task: Task, config: RunConfig, log: Callable[[str], None]
 ) -> tuple[Message, ...]:
-    monitor = LoopMonitor(say)
+    monitor = LoopMonitor(log)
     user = user_code(task, "as a check", monitor)
     environment = IsolatedEnvironment(task.environment, factory, user, config.rollout.environment_timeout)
     with monitor.watching():

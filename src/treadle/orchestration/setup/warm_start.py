@@ -95,7 +95,7 @@ async def run_warm_start(
     try:
         await trainer.export(entry, {"report.json": json.dumps(asdict(report)).encode()})
     except CheckpointError as error:  # another run was quicker, or the disk refuses: the trained weights are still good
-        progress.say(f"the warm start was not cached: {error}")
+        progress.log(f"the warm start was not cached: {error}")
     return report
 
 
@@ -108,7 +108,7 @@ async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> Warm
         report = WarmStartReport(**json.loads(cached.read("report.json")))
         cached.prove(("model.safetensors", "config.json"))
     except RunError as error:
-        progress.say(f"the warm start in the cache is not used: {error}")
+        progress.log(f"the warm start in the cache is not used: {error}")
         shutil.rmtree(entry, ignore_errors=True)
         return None
     await trainer.load(cached)

@@ -26,21 +26,21 @@ _left_behind: list[asyncio.Task[Any]] = []  # tasks that did not end; held, as c
 
 def run(
     main: Coroutine[Any, Any, T],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     on_culprit: Callable[[str], None] | None = None,
     new_event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> T:
     """Run `main` as asyncio.run does, on a new event loop, and return its result.
 
     Where user code stops the loop, or tries to exit the process in a callback, the loop goes on, and `on_culprit`
-    (default: `say`) gets a line that names the culprit. `say` gets a line for each error in a task of user code that
+    (default: `log`) gets a line that names the culprit. `log` gets a line for each error in a task of user code that
     nobody awaits, and for tasks that do not end when they are cancelled at the end, which are left behind. Raises
     KeyboardInterrupt after a Ctrl-C, which cancels `main`.
     """
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         loop = runner.get_loop()
         loop.set_default_executor(DaemonThreads())
-        loop.set_exception_handler(_UnawaitedErrors(say))
+        loop.set_exception_handler(_UnawaitedErrors(log))
         stops = _Stops(loop)
         task = loop.create_task(main)
         with _cancelled_by_interrupt(task) as handler:
@@ -53,14 +53,14 @@ def run(
                         if task.done() or culprit is None or is_interrupt(error):
                             raise
                         stops.culprit = None
-                        (on_culprit or say)(culprit)
+                        (on_culprit or log)(culprit)
             except asyncio.CancelledError:
                 if handler is not None and handler.asked:
                     raise Interrupt from None
                 raise
             finally:
-                loop.run_until_complete(_end_others(say))
-                _name_abandoned_threads(say)
+                loop.run_until_complete(_end_others(log))
+                _name_abandoned_threads(log)
 
 
 @contextmanager
@@ -101,8 +101,8 @@ class _Stops:
 class _UnawaitedErrors:
     """Handles errors that nobody awaits; one of user code is reported once for each line that raises it."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._said = say, set[tuple[str, str]]()
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log, self._logged = log, set[tuple[str, str]]()
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         task, error = context.get("task") or context.get("future"), context.get("exception")
@@ -111,11 +111,11 @@ class _UnawaitedErrors:
             loop.default_exception_handler(context)
             return
         where = user.name, error_place(error)
-        if isinstance(error, TrajectoryFailure) or where in self._said:  # the former is its attempt's
+        if isinstance(error, TrajectoryFailure) or where in self._logged:  # the former is its attempt's
             return
-        self._said.add(where)
+        self._logged.add(where)
         what = raised(f"a task that {user.name} did not wait for", error)
-        self._say(f"{what}, at {where[1]} ({user.attempt})")
+        self._log(f"{what}, at {where[1]} ({user.attempt})")
 
 
 def _exiting(error: BaseException) -> str:
@@ -123,7 +123,7 @@ def _exiting(error: BaseException) -> str:
     return f"a callback tried to exit the process ({error!r:.100})" + (f", at {place}" if place else "")
 
 
-async def _end_others(say: Callable[[str], None]) -> None:
+async def _end_others(log: Callable[[str], None]) -> None:
     """Cancel all other tasks, and wait for them: for user code's a few seconds only."""
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     others = asyncio.all_tasks() - {this}
@@ -138,18 +138,18 @@ async def _end_others(say: Callable[[str], None]) -> None:
     await asyncio.wait(asyncio.all_tasks() - {this}, timeout=_GRACE)
     left = asyncio.all_tasks() - {this}
     for who, count in Counter(map(_who, left - {generators})).items():
-        say(f"{who} does not end when it is cancelled, and is left behind" + (f" ({count} times)" if count > 1 else ""))
+        log(f"{who} does not end when it is cancelled, and is left behind" + (f" ({count} times)" if count > 1 else ""))
     for task in left:
         asyncio._unregister_task(task)  # so that nobody waits for it
         _left_behind.append(task)
 
 
-def _name_abandoned_threads(say: Callable[[str], None]) -> None:
+def _name_abandoned_threads(log: Callable[[str], None]) -> None:
     stuck = [(user_place(sys._current_frames().get(thread.ident or 0)), thread.name) for thread in abandoned_threads()]
     for place, count in Counter(place for place, _ in stuck).items():
         name = next(name for where, name in stuck if where == place)
         who = f"{name}, at {place}," if place else name
-        say(f"{who} has not returned, and its thread is left behind" + (f" ({count} threads)" if count > 1 else ""))
+        log(f"{who} has not returned, and its thread is left behind" + (f" ({count} threads)" if count > 1 else ""))
 
 
 def _who(task: asyncio.Task[Any]) -> str:

@@ -36,13 +36,13 @@ class Turn:
 class LoopMonitor:
     """Times every turn of user code on one event loop.
 
-    blocked_seconds: of all turns of `BLOCKED` seconds and more. say: called once for each line that blocks, from
+    blocked_seconds: of all turns of `BLOCKED` seconds and more. log: called once for each line that blocks, from
     another thread while it does (`watching`); otherwise afterwards.
     """
 
-    def __init__(self, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, log: Callable[[str], None] = lambda line: None) -> None:
         self.blocked_seconds = 0.0
-        self._say = say
+        self._log = log
         self._turn: Turn | None = None
         self._said: set[tuple[str, str]] = set()
 
@@ -89,7 +89,7 @@ class LoopMonitor:
             return
         self._said.add((turn.name, place))
         where = f", at {place}" if place else ""
-        self._say(
+        self._log(
             f"{turn.name} blocks the event loop{where} ({turn.attempt}): nothing else goes on meanwhile. "
             "Methods that are not async run in a thread and block nobody"
         )
