@@ -8,11 +8,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from treadle.core.trainer import ModelInfo, WeightsDestination
 from treadle.core.types import Floats, Ids
 from treadle.engines.process.engine import ProcessEngine
+from treadle.engines.stop_strings import Decode
 from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.weight_sync import SharedMemorySync
 
@@ -60,3 +63,10 @@ async def publish(engine: Any, weights: Mapping[str, Tensor], version: int) -> N
             await engine._publication.publish(version)
         case _:
             raise TypeError(f"{engine!r} has no weights")
+
+
+def make_engine(
+    model: PreTrainedModel, *, decode: Decode | None = None, own_thread: bool = True, **options: Any
+) -> TorchEngine:
+    """An engine with these `TorchEngineOptions`."""
+    return TorchEngine(model, TorchEngineOptions(**options), decode=decode, own_thread=own_thread)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 from tests.models import VOCABULARY, full, tiny
-from tests.sources import publish
+from tests.sources import make_engine, publish
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
@@ -30,7 +30,7 @@ NO_SHRINKING = [Phase.explicit, Phase.reuse, Phase.generate]  # it would take mi
 
 @asynccontextmanager
 async def serving(model: PreTrainedModel | None = None, **options: Any) -> AsyncIterator[TorchEngine]:
-    engine = TorchEngine(model or tiny(), **{"stop_token_ids": [0], **options})
+    engine = make_engine(model or tiny(), **{"stop_token_ids": [0], **options})
     try:
         yield engine
     finally:
@@ -307,7 +307,7 @@ async def test_what_comes_during_a_publication_does_not_wait_for_calls_in_flight
 
 
 async def test_closing_waits_for_a_publication_and_refuses_the_next_one() -> None:
-    engine = TorchEngine(tiny(), stop_token_ids=[])
+    engine = make_engine(tiny(), stop_token_ids=[])
     turn = Turn(engine)
     await turn.entered()
     second = asyncio.create_task(publish(engine, unique_weights(tiny()), 1))
@@ -323,7 +323,7 @@ async def test_closing_waits_for_a_publication_and_refuses_the_next_one() -> Non
 
 
 async def test_closing_fails_calls_in_flight_without_waiting_for_their_end() -> None:
-    engine = TorchEngine(tiny(), stop_token_ids=[], max_batch=1)
+    engine = make_engine(tiny(), stop_token_ids=[], max_batch=1)
     engine.open_session("a")
     calls = [
         asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=250), session="a")) for _ in range(2)

@@ -36,6 +36,7 @@ from treadle.engines.process.protocol import (
 )
 from treadle.engines.process.rpc import Link
 from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
 from treadle.training.checkpoint import export_model
 
@@ -53,7 +54,7 @@ def written(folder: Path, model: PreTrainedModel) -> Path:
 async def started(folder: Path, model: PreTrainedModel | None = None, **options: Any) -> AsyncIterator[ProcessEngine]:
     directory = written(folder, model or tiny())
     options = {"stop_token_ids": [0], "lock_step": True, **options}
-    engine = await start_engine(directory, log=folder / "engine.log", **options)
+    engine = await start_engine(directory, TorchEngineOptions(**options), log=folder / "engine.log")
     try:
         yield engine
     finally:
@@ -163,10 +164,10 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder, options = tmp_path_factory.mktemp("pair"), {"stop_token_ids": [0], "lock_step": True}
+    folder, options = tmp_path_factory.mktemp("pair"), TorchEngineOptions([0], lock_step=True)
     with asyncio.Runner() as runner:
-        there = runner.run(start_engine(written(folder, tiny()), log=folder / "engine.log", **options))  # type: ignore[arg-type]
-        here = TorchEngine(tiny(), **options, own_thread=False)  # type: ignore[arg-type]
+        there = runner.run(start_engine(written(folder, tiny()), options, log=folder / "engine.log"))
+        here = TorchEngine(tiny(), options, own_thread=False)
         yield Pair(runner, here, there)
         for engine in (here, there):
             runner.run(engine.close())
@@ -362,7 +363,7 @@ async def test_a_process_that_does_not_start_is_told_with_its_log(tmp_path: Path
     with pytest.raises(EngineError, match=r"ended with code 1; its log .*engine\.log ends:\n.*No module named"):
         await link.call({"do": "load"})
     with pytest.raises(EngineError, match=r"did not start within 0\.2 s; its log"):
-        await start_engine(tmp_path, stop_token_ids=[], log=tmp_path / "late.log", timeout=0.2)
+        await start_engine(tmp_path, TorchEngineOptions([]), log=tmp_path / "late.log", timeout=0.2)
 
 
 PARENT = """
@@ -373,7 +374,7 @@ from treadle.core.types import SamplingParams
 from treadle.engines.process.engine import start_engine
 
 async def main(folder):
-    engine = await start_engine(folder / "model", stop_token_ids=[], log=folder / "engine.log", lock_step=True)
+    engine = await start_engine(folder / "model", TorchEngineOptions([], lock_step=True), log=folder / "engine.log")
     engine.open_session("a")
     call = asyncio.create_task(engine.generate(np.zeros(1, np.int32), SamplingParams(max_tokens=150_000), session="a"))
     await asyncio.sleep(0.2)

@@ -31,6 +31,7 @@ from treadle.core.engine import Engine, VersionSpan
 from treadle.core.errors import EngineError
 from treadle.engines.process.engine import ProcessEngine
 from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
 
 AGAIN = "the engine's process was started again"
@@ -94,7 +95,7 @@ async def sampled(engine: Engine, *sessions: str) -> list[tuple[Any, ...]]:
 
 async def expected(seed: int, version: int, *sessions: str) -> list[tuple[Any, ...]]:
     """The same from an engine that never did anything else."""
-    engine = TorchEngine(tiny(seed=seed), stop_token_ids=[0], lock_step=True, own_thread=False)
+    engine = TorchEngine(tiny(seed=seed), TorchEngineOptions([0], lock_step=True), own_thread=False)
     await publish(engine, unique_weights(tiny(seed=seed)), version)
     for name in sessions:
         engine.open_session(name)

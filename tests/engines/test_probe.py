@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests.models import tiny
+from tests.sources import make_engine
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams, StopReason
 from treadle.engines.probe import EngineFacts, probe_engine
-from treadle.engines.torch.engine import TorchEngine
 from treadle.testing import FakeEngine
 
 PROMPT = np.array([3, 1, 4], np.int32)
@@ -31,7 +31,7 @@ def saying(prompt: Ids, sampling: SamplingParams) -> list[int]:
 @pytest.mark.parametrize("options", [{}, {"lock_step": True}, {"lock_step": True, "own_thread": False}])
 def test_the_embedded_engine_passes(options: dict[str, Any]) -> None:
     async def run() -> EngineFacts:
-        engine = TorchEngine(tiny(), stop_token_ids=[END], **options)
+        engine = make_engine(tiny(), stop_token_ids=[END], **options)
         facts = await probe_engine(engine, PROMPT, stop_token_ids=[END], version=0)
         await engine.close()
         return facts

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.models import VOCABULARY, tiny
+from tests.sources import make_engine
 from treadle.core.engine import Completion
 from treadle.core.errors import ConfigError
 from treadle.core.types import Ids, SamplingParams
@@ -121,7 +122,7 @@ def test_models_that_cannot_be_told_are_refused(family: str, fields: dict[str, A
     with pytest.raises(ConfigError, match=message):
         Routers.of(model)
     with pytest.raises(ConfigError, match=message):
-        TorchEngine(model, stop_token_ids=[], routing=True)
+        make_engine(model, stop_token_ids=[], routing=True)
 
 
 # The engine
@@ -143,7 +144,7 @@ def sampled(model: PreTrainedModel, prompts: list[list[Ids]], **options: Any) ->
         return done
 
     async def run() -> list[list[tuple[Ids, Completion]]]:
-        engine = TorchEngine(model, stop_token_ids=[0], **options)
+        engine = make_engine(model, stop_token_ids=[0], **options)
         names = ["s" * (1 + number) for number in range(len(prompts))]
         for name in names:
             engine.open_session(name)

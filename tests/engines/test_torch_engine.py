@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from tests.models import FAMILIES, SLIDING, VOCABULARY, drawn_token, full, make_group, step_logprobs, tiny
-from tests.sources import publish
+from tests.sources import make_engine, publish
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, Engine
@@ -35,7 +35,7 @@ END = 0  # the stop token
 
 @asynccontextmanager
 async def serving(model: PreTrainedModel | None = None, **options: Any) -> AsyncIterator[TorchEngine]:
-    engine = TorchEngine(model or tiny(), **{"stop_token_ids": [END], "lock_step": True, **options})
+    engine = make_engine(model or tiny(), **{"stop_token_ids": [END], "lock_step": True, **options})
     try:
         yield engine
     finally:
@@ -202,7 +202,7 @@ async def test_scoring_leaves_the_sessions_caches_alone() -> None:
 def test_a_bfloat16_engine_stays_near_and_keeps_its_positions_exact() -> None:
     """Rotary frequencies rounded to bfloat16 would turn late positions by whole radians."""
     model = tiny()
-    played, engine = recorded(model, [Script(PROMPT, max_tokens=20)], dtype=torch.bfloat16)
+    played, engine = recorded(model, [Script(PROMPT, max_tokens=20)], dtype="bfloat16")
     assert {p.dtype for p in engine._model.model.parameters()} == {torch.bfloat16}
     for name, buffer in engine._model.model.named_buffers():
         assert torch.equal(buffer, model.get_buffer(name)), name
@@ -738,7 +738,7 @@ async def test_sessions_must_be_open_once() -> None:
 
 
 async def test_a_closed_engine_refuses_calls_and_fails_those_that_wait() -> None:
-    engine = TorchEngine(tiny(), stop_token_ids=[], lock_step=True)
+    engine = make_engine(tiny(), stop_token_ids=[], lock_step=True)
     engine.open_session("a")
     engine.open_session("b")
     waiting = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
@@ -759,4 +759,4 @@ async def test_a_closed_engine_refuses_calls_and_fails_those_that_wait() -> None
 
 def test_attention_that_the_engine_does_not_implement_is_refused_at_once() -> None:
     with pytest.raises(EngineError, match="soft-capped or sink attention"):
-        TorchEngine(tiny("gemma3-half-sliding", model_type="gemma2"), stop_token_ids=[])
+        make_engine(tiny("gemma3-half-sliding", model_type="gemma2"), stop_token_ids=[])

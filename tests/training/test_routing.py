@@ -39,6 +39,7 @@ from treadle.algorithms.reductions import token_weights
 from treadle.core.errors import ConfigError
 from treadle.core.types import Group, Ids, SamplingParams, Step
 from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
 from treadle.packing.flat import flatten
 from treadle.packing.layout import Packing
@@ -243,7 +244,7 @@ def played(model: PreTrainedModel, prompts: Sequence[Ids], turns: int, **options
         return steps
 
     async def run() -> list[list[Step]]:
-        engine = TorchEngine(model, stop_token_ids=[0], lock_step=True, routing=True, **options)
+        engine = TorchEngine(model, TorchEngineOptions([0], lock_step=True, routing=True, **options))
         await publish(engine, unique_weights(model), 3)
         names = ["s" * (1 + number) for number in range(len(prompts))]
         for name in names:

@@ -12,6 +12,7 @@ from tests.rollout.gateway.servers import Served, served
 from tests.rollout.gateway.storms import storm
 from tests.worlds import user
 from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.loading import load_tokenizer, make_model
 from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.config import load_recipe
@@ -25,7 +26,7 @@ async def embedded(**settings: Any) -> AsyncIterator[Served]:
     recipe = load_recipe("demo")
     tokenizer = load_tokenizer(tokenizer_directory(recipe.model))
     end = int(tokenizer.eos_token_id)
-    engine = TorchEngine(make_model(recipe.model, len(tokenizer), seed=0), stop_token_ids=[end])
+    engine = TorchEngine(make_model(recipe.model, len(tokenizer), seed=0), TorchEngineOptions([end]))
     async with served(engine, ChatRenderer(tokenizer, [end]), **settings) as server:
         yield server
     await engine.close()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,12 @@ import torch
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
-from treadle.engines.config import InFlight
 from treadle.engines.limits import Limits
 from treadle.engines.lock_step import everybody_waits
 from treadle.engines.process.protocol import Message, completion_of, sampling_message
 from treadle.engines.process.rpc import Link
 from treadle.engines.staging import StagedFile
+from treadle.engines.torch.options import TorchEngineOptions
 
 _CHILD = "treadle.engines.process.worker"
 _CLOSED = "the engine was closed"
@@ -36,14 +37,9 @@ _CLOSED = "the engine was closed"
 
 async def start_engine(
     model: Path,
+    options: TorchEngineOptions,
     *,
-    stop_token_ids: Sequence[int],
     log: Path,
-    max_batch: int = 256,
-    dtype: str = "float32",
-    lock_step: bool = False,
-    in_flight: InFlight = "keep",
-    routing: bool = False,
     timeout: float = 600.0,
     silence: float = 60.0,
     notify: Callable[[str], None] = lambda line: None,
@@ -51,43 +47,36 @@ async def start_engine(
 ) -> ProcessEngine:
     """Return a `ProcessEngine` that has loaded `model`, a directory with model and tokenizer, needed until `on_close`.
 
-    It computes with as many threads as this process does now, and deterministically if this process does. The options
-    are `TorchEngine`'s. log: where the process writes. timeout: seconds it may take to start, or to take new weights.
+    It computes with as many threads as this process does now, and deterministically if this process does.
+    log: where the process writes. timeout: seconds it may take to start, or to take new weights.
     silence: seconds without any message after which it is killed. notify: gets a line when it is started again.
     Raises EngineError, with the end of the log, if it does not start.
     """
     load: Message = {
         "do": "load",
         "model": str(model.absolute()),
-        "dtype": dtype,
-        "options": {
-            "stop_token_ids": list(stop_token_ids),
-            "max_batch": max_batch,
-            "lock_step": lock_step,
-            "in_flight": in_flight,
-            "routing": routing,
-        },
+        "options": {**asdict(options), "stop_token_ids": list(options.stop_token_ids)},
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-    start = partial(_start, log, timeout)
+    process = _Process(partial(_start, log, timeout), load, timeout, silence)
     try:
-        link, [facts] = await start([load])
+        link, [facts] = await process.start([load])
     except BaseException:
         on_close()
         raise
     limits = Limits(facts["vocabulary"], facts["context"])
-    return ProcessEngine(
-        link,
-        limits,
-        lock_step,
-        start=start,
-        load=load,
-        timeout=timeout,
-        silence=silence,
-        notify=notify,
-        on_close=on_close,
-    )
+    return ProcessEngine(link, limits, process, options.lock_step, notify, on_close)
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """How an engine's process is started: with these orders, of which `load` is the first. See `start_engine`."""
+
+    start: Callable[[Sequence[Message]], Awaitable[tuple[Link, list[Message]]]]
+    load: Message
+    timeout: float
+    silence: float
 
 
 async def _start(log: Path, timeout: float, orders: Sequence[Message]) -> tuple[Link, list[Message]]:
@@ -121,19 +110,15 @@ class ProcessEngine:
         self,
         link: Link,
         limits: Limits,
+        process: _Process,
         lock_step: bool,
-        *,
-        start: Callable[[Sequence[Message]], Awaitable[tuple[Link, list[Message]]]],
-        load: Message,
-        timeout: float,
-        silence: float,
         notify: Callable[[str], None],
         on_close: Callable[[], None],
     ) -> None:
         self.limits, self._lock_step = limits, lock_step
-        self._begin, self._timeout, self._silence = start, timeout, silence
+        self._begin, self._timeout, self._silence = process.start, process.timeout, process.silence
         self._notify, self._on_close = notify, on_close
-        self._orders = [load]  # then the publication that succeeded last: what the next process begins with
+        self._orders = [process.load]  # then the publication that succeeded last: what the next process begins with
         self._file: StagedFile | None = None  # of that publication
         self._over: str | None = None  # why nothing is served any more
         self._sessions: dict[str, None] = {}  # in the order of opening

@@ -35,6 +35,7 @@ from treadle.engines.process.protocol import (
 )
 from treadle.engines.stop_strings import Decode
 from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.options import TorchEngineOptions
 
 _GRACE = 10.0  # seconds to end by itself once the other process has ended
 
@@ -108,9 +109,7 @@ def load(message: Message) -> TorchEngine:
     model = AutoModelForCausalLM.from_pretrained(
         message["model"], dtype=torch.float32, local_files_only=True, trust_remote_code=False
     )
-    return TorchEngine(
-        model, decode=_decode(message["model"]), dtype=getattr(torch, message["dtype"]), **message["options"]
-    )
+    return TorchEngine(model, TorchEngineOptions(**message["options"]), decode=_decode(message["model"]))
 
 
 def _decode(directory: str) -> Decode:

@@ -24,12 +24,12 @@ from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.compute import Compute
-from treadle.engines.config import InFlight
 from treadle.engines.limits import Limits
 from treadle.engines.lock_step import everybody_waits
 from treadle.engines.stop_strings import Decode
 from treadle.engines.torch.batch import Batch, Call, EngineCounters
 from treadle.engines.torch.model import CachedModel
+from treadle.engines.torch.options import TorchEngineOptions
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,14 +49,9 @@ class TorchEngine:
 
     model: any Hugging Face decoder with full or sliding-window attention; the engine works on its own copy, so that
     publication is a copy of weights and never races the optimizer.
-    stop_token_ids: tokens that end a completion (they are part of it). decode: ids -> text, for stop strings.
-    max_batch: most rows decoded together. prefill_tokens: most (padded) tokens of one prefill pass.
-    cache_gib: most memory for keys and values; beyond it calls wait, and least recently used sequences are evicted.
-    dtype: of weights and cache (None: the model's); logits are float32.
-    lock_step: admit in waves, as above: right for synchronous training. A publication waits for the end of the wave.
-    in_flight: whether calls in flight keep their cache when weights change, or have it computed anew with the new ones.
+    decode: ids -> text, for stop strings.
     own_thread: compute beside the event loop, so that environments keep stepping; otherwise inline (`Compute`).
-    routing: completions report the chosen experts. Raises ConfigError for a model whose choice cannot be observed.
+    Raises ConfigError for other layers, and with `options.routing` for experts whose choice cannot be observed.
 
     Invariant: a call starts from cached keys and values of the current weights only, of a prefix of what it sends,
     computed for the same session and salt.
@@ -65,29 +60,23 @@ class TorchEngine:
     def __init__(
         self,
         model: PreTrainedModel,
+        options: TorchEngineOptions,
         *,
-        stop_token_ids: Sequence[int],
         decode: Decode | None = None,
-        max_batch: int = 256,
-        prefill_tokens: int = 16384,
-        cache_gib: float = 4.0,
-        dtype: torch.dtype | None = None,
-        lock_step: bool = False,
-        in_flight: InFlight = "keep",
         own_thread: bool = True,
-        routing: bool = False,
     ) -> None:
-        self._model = CachedModel(model, dtype or model.dtype, prefill_tokens, routing)
+        dtype = model.dtype if options.dtype is None else getattr(torch, options.dtype)
+        self._model = CachedModel(model, dtype, options.prefill_tokens, options.routing)
         self.limits = Limits(self._model.vocabulary, self._model.context)
         self._batch = Batch(
             self._model,
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=options.stop_token_ids,
             decode=decode,
-            max_batch=max_batch,
-            cache_bytes=int(cache_gib * 2**30),
+            max_batch=options.max_batch,
+            cache_bytes=int(options.cache_gib * 2**30),
         )
         self._can_decode = decode is not None
-        self._lock_step, self._recompute = lock_step, in_flight == "recompute"
+        self._lock_step, self._recompute = options.lock_step, options.in_flight == "recompute"
         self._closed = False
         self._opened = 0
         self._sessions: dict[str, int] = {}  # name -> number, in the order of opening

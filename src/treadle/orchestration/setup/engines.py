@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from treadle.core.engine import Engine
@@ -21,6 +20,7 @@ from treadle.engines.config import EngineConfig
 from treadle.engines.process.engine import start_engine
 from treadle.engines.staging import new_directory
 from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import ChatInterface
@@ -108,16 +108,17 @@ def embedded_engine(
     In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on one of its own,
     beside whatever the sessions do.
     """
-    lock_step = config.lock_step is not False
-    return TorchEngine(
-        model,
+    options = _options(config, chat, routing)
+    return TorchEngine(model, options, decode=chat.decode, own_thread=not options.lock_step)
+
+
+def _options(config: EngineConfig, chat: ChatInterface, routing: bool) -> TorchEngineOptions:
+    return TorchEngineOptions(
         stop_token_ids=chat.stop_token_ids,
-        decode=chat.decode,
         max_batch=config.batch,
-        dtype=getattr(torch, config.dtype),
-        lock_step=lock_step,
+        dtype=config.dtype,
+        lock_step=config.lock_step is not False,
         in_flight=config.in_flight,
-        own_thread=not lock_step,
         routing=routing,
     )
 
@@ -129,13 +130,8 @@ async def _own_process(spec: EngineSpec) -> tuple[Engine, WeightSync]:
         await spec.source.export(folder)
         engine = await start_engine(
             folder,
-            stop_token_ids=spec.chat.stop_token_ids,
+            _options(config, spec.chat, spec.routing),
             log=spec.log_directory() / "engine.log",
-            max_batch=config.batch,
-            dtype=config.dtype,
-            lock_step=config.lock_step is not False,
-            in_flight=config.in_flight,
-            routing=spec.routing,
             notify=spec.log,
             on_close=cleanup.pop_all().close,
         )
