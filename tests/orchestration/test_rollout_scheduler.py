@@ -323,7 +323,7 @@ def test_a_failed_attempt_is_retried_as_its_cause_allows(failures: int, expected
 def test_retries_end_with_their_budget() -> None:
     retries = Retries(FailuresConfig(infrastructure=FailurePolicy(retries=1, backoff=2.0), retry_share=0.25))
     failed = Trajectory("t", "t", 0, (), None, Status.FAILED, Failure(Cause.INFRASTRUCTURE, "gone"))
-    assert [retries.seconds_before(failed, 1) for _ in range(8)] == [2.0, None, None, None, 2.0, None, None, None]
+    assert [retries.take_retry(failed, 1) for _ in range(8)] == [2.0, None, None, None, 2.0, None, None, None]
 
 
 def test_a_failure_may_be_graded() -> None:

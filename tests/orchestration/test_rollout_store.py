@@ -2,6 +2,7 @@
 
 import errno
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.worlds import make_group, make_step
 from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
 from treadle.core.rewards import Reward
-from treadle.core.types import Routing, SamplingParams, Status, Step, StopReason, Trajectory
+from treadle.core.types import BreakCause, DropReason, Routing, SamplingParams, Status, Step, StopReason, Trajectory
 from treadle.orchestration.store.rollout_store import read_steps, write_shard
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
@@ -46,6 +47,8 @@ def steps(draw: st.DrawFn) -> Step:
         given=Reward(draw(st.dictionaries(st.sampled_from("abé"), amounts)), draw(st.sampled_from([None, tokens]))),
         shaping=draw(amounts),
         state_key=draw(st.sampled_from(["", "f3"])),
+        break_cause=draw(st.sampled_from([None, *BreakCause])),
+        dropped=draw(st.sampled_from([None, DropReason.CANCELLED])),
     )
 
 
@@ -57,7 +60,7 @@ def _routing(tokens: int, layers: int, top_k: int) -> Routing:
 
 def same(a: Step, b: Step) -> bool:
     arrays = ("prompt_ids", "completion_ids", "logprobs", "policy_versions", "mask")
-    plain = ("sampling", "stop_reason", "reward", "seconds", "shaping", "state_key")
+    plain = {field.name for field in fields(Step)} - {*arrays, "routing", "given"}
     tokens = [None if step.given.tokens is None else step.given.tokens.tobytes() for step in (a, b)]
     exact = all(
         getattr(a, n).tobytes() == getattr(b, n).tobytes() and getattr(a, n).dtype == getattr(b, n).dtype

@@ -20,7 +20,7 @@ from treadle.core.extras import how_to_install
 
 
 def resolve(group: str, name: str, setting: str = "") -> Any:
-    """Return the object that `name` stands for in `group` (`environments`, `tasks`, `demonstrations`).
+    """Return the object that `name` stands for in `group` (`environments`, `engines`, `policy_losses`, ...).
 
     setting: the configuration's key or the command's option that chose it, for errors (default: the group).
 

@@ -74,10 +74,9 @@ class EngineConfig(Config):
 
     @model_validator(mode="after")
     def _settings_are_of_this_kind(self) -> EngineConfig:
-        if self.own_process and self.kind != "torch":
+        if self.own_process and self.kind == "vllm":
             raise ValueError(
-                f"engine.own_process is for engine.kind=torch, and it is {self.kind!r}: vLLM's servers are processes "
-                "anyway; leave it out"
+                "engine.own_process is for engine.kind=torch: vLLM's servers are processes of their own; leave it out"
             )
         if self.options and self.kind in ("torch", "vllm"):
             raise ValueError(f"engine.options is set, but engine.kind {self.kind!r} reads none; leave it out")

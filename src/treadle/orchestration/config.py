@@ -176,7 +176,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _told_experts(self) -> RunConfig:
-        if self.training.routing_replay and self.engine.kind != "torch":
+        if self.training.routing_replay and self.engine.kind == "vllm":
             raise ValueError(
                 f"training.routing_replay is true, but engine.kind {self.engine.kind!r} does not tell which experts it "
                 "chose; use engine.kind=torch, or set it to false"

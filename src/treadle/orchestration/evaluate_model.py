@@ -15,7 +15,7 @@ from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.dump import write_dump
-from treadle.orchestration.loop.evaluation import play_held_out
+from treadle.orchestration.loop.held_out import play_held_out
 from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result
 from treadle.orchestration.reporting.progress import Progress
 from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out

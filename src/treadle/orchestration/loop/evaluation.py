@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from treadle.core.draws import Stream
-from treadle.core.types import Group, Task
-from treadle.orchestration.config import EvaluationConfig, RunConfig
+from treadle.core.types import Task
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.loop.held_out import play_held_out
 from treadle.orchestration.loop.schedule import pending_evaluations
 from treadle.orchestration.reporting.metrics import evaluation_result
 from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.stop_request import StopRequest
 from treadle.orchestration.store.ledger import LoopState
 from treadle.orchestration.store.run_store import RunStore
-from treadle.rollout.attempt import RolloutRunner, gather_group
-from treadle.rollout.session import Address
+from treadle.rollout.attempt import RolloutRunner
 
 
 class Evaluator:
@@ -71,34 +69,3 @@ class Evaluator:
             )
         )
         return f"{name}r{times}" if times else name
-
-
-async def play_held_out(
-    rollouts: RolloutRunner,
-    tasks: Sequence[Task],
-    *,
-    name: str,
-    seed: int,
-    epoch: int,
-    temperature: float,
-    config: EvaluationConfig,
-    on_trajectory: Callable[[], None],
-) -> list[Group]:
-    """Play `config.attempts` at each task, `config.concurrency` side by side in fixed cohorts (so that batches repeat).
-
-    name: prefix of group ids. epoch keys the draws together with the seed: it is the update evaluated at.
-    """
-    groups: list[Group] = []
-    attempts, sampling = config.attempts_at(temperature), config.sampling(rollouts.sampling, temperature)
-    cohort = max(1, config.concurrency // attempts)
-    for start in range(0, len(tasks), cohort):
-        running = []
-        for position, task in enumerate(tasks[start : start + cohort], start):
-            group = f"{name}-{position:04d}"
-            addresses = [Address(seed, Stream.EVALUATE, epoch, position, attempt) for attempt in range(attempts)]
-            started = rollouts.start(group, task, addresses, sampling)
-            for attempt in started:
-                attempt.add_done_callback(lambda _: on_trajectory())
-            running.append(gather_group(group, position, epoch, position, task, started))
-        groups += await asyncio.gather(*running)
-    return groups

@@ -82,8 +82,11 @@ class Retries:
         self._config = config
         self._first = self._retried = 0
 
-    def seconds_before(self, trajectory: Trajectory, number: int) -> float | None:
-        """Return how long to wait for retry `number` (1: the first) of this attempt; None if there is none."""
+    def take_retry(self, trajectory: Trajectory, number: int) -> float | None:
+        """Return the seconds to wait before this attempt is retried, and count the retry; None if it is not retried.
+
+        number: of the retry, from 1, over all failures in this place of the group, of whatever cause.
+        """
         self._first += number == 1
         if trajectory.failure is None:
             return None

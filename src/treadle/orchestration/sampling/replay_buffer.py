@@ -66,7 +66,10 @@ class ReplayBuffer:
         await self._arrived.wait()
 
     def drop_stale(self, version: int) -> list[Group]:
-        """Mark the steps that are stale for training at this version; return the groups that are dropped for them."""
+        """Mark the steps that are stale for training at this version; return the groups that are dropped for them.
+
+        It is called for each batch that is looked for, so that a group which waits may have been marked before.
+        """
         oldest, dropped = version - self._max_staleness, []
         for index, (started, group) in list(self._ready.items()):
             fresh = without_stale(group, oldest)

@@ -147,7 +147,7 @@ class RolloutScheduler:
             made = [t for t in group.trajectories if t.attempt % size == place]
             if not made:
                 missing.append(place)
-            elif self._retries.seconds_before(made[-1], len(made)) is not None:
+            elif self._retries.take_retry(made[-1], len(made)) is not None:
                 missing.append(made[-1].attempt + size)
         return missing
 
@@ -184,7 +184,7 @@ class RolloutScheduler:
         played: list[Trajectory] = []
         while True:
             trajectory = await running
-            pause = self._retries.seconds_before(trajectory, address.attempt // self._limits.group_size + 1)
+            pause = self._retries.take_retry(trajectory, address.attempt // self._limits.group_size + 1)
             if pause is None:
                 trajectory = self._retries.final(trajectory)
             played.append(trajectory)
