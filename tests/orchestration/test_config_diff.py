@@ -7,9 +7,8 @@ import pytest
 
 from tests.orchestration.runs import check_finished, query, start, updates
 from tests.worlds import Quiet, tiny
-from treadle.core.config import apply_overrides, build, load_yaml
 from treadle.core.errors import ConfigError, RunError
-from treadle.orchestration.config import RunConfig
+from treadle.orchestration.config import load_recipe
 from treadle.orchestration.setup.config_diff import CHANGEABLE, Change, changes, check_changes
 from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.store.checkpoint_retention import checkpoint_updates
@@ -105,7 +104,7 @@ def test_a_longer_run_is_the_run_that_was_longer_from_the_start(tmp_path: Path) 
     assert "changed: orchestration.updates 4 -> 6" in progress.lines
     assert not any("follows" in line for line in progress.lines)
     assert (tmp_path / "run" / "config-1.yaml").read_bytes() == old
-    config = build(RunConfig, apply_overrides(load_yaml(tmp_path / "run" / "config.yaml"), []))
+    config = load_recipe(str(tmp_path / "run" / "config.yaml"))
     assert config == tiny(*constant, "orchestration.updates=6")
     check_finished(tmp_path / "run")
 

@@ -10,8 +10,8 @@ from tests.orchestration.runs import put_config, resume, start, updates
 from tests.worlds import tiny
 from treadle.core.errors import ConfigError, RunError
 from treadle.orchestration.config import RunConfig
+from treadle.orchestration.schema import SCHEMA_VERSION
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.store.schema import SCHEMA_VERSION
 
 
 def as_before(content: str) -> str:

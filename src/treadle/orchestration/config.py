@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -21,6 +20,7 @@ from treadle.engines.config import EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.orchestration.sampling.failures import FailuresConfig
 from treadle.orchestration.sampling.replay_buffer import StalePolicy
+from treadle.orchestration.schema import RENAMED_KEYS, migrated
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import TrainerSpec, TrainingConfig, WarmStartConfig
@@ -119,13 +119,7 @@ class CallbackConfig(Config):
 class RunConfig(Config):
     """Configures one training run."""
 
-    renamed_keys = MappingProxyType(
-        {
-            "orchestration.late": "orchestration.stale_policy",
-            "orchestration.max_sampled": "failures.max_sampled",
-            "orchestration.max_failed_fraction": "failures.max_failed_fraction",
-        }
-    )
+    renamed_keys = RENAMED_KEYS
 
     recipe: str = Field("custom", description="name of the recipe; run directories start with it")
     about: str = Field("", description="what the recipe does, in a line")
@@ -250,7 +244,10 @@ def recipe_names() -> list[str]:
 
 def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return a shipped recipe by name or any by path, with `key.path=value` overrides. Raises ConfigError."""
-    data = load_yaml(_recipe_path(recipe))
+    path = _recipe_path(recipe)
+    data = load_yaml(path)
+    if "schema_version" in data:  # a run's config.yaml
+        data = migrated(data, str(path))
     return build(RunConfig, {"recipe": Path(recipe).stem, **data}, recipe, overrides)
 
 

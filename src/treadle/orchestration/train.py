@@ -150,12 +150,8 @@ class _Session:
         """Train to the end or a stop; returns the summary. update: that it begins after."""
         section = self.config.orchestration
         self.run.require_space(self.trainer.checkpoint_bytes, section.keep_last + (section.keep_best is not None))
-        members = {
-            self.run.metrics_file.name: JsonLines(self.run),
-            **self.inputs.callbacks,
-            "progress": ProgressCallback(self.progress, section.updates),
-        }
-        callbacks = Callbacks(members, StopRequest())
+        members = {self.run.metrics_file.name: JsonLines(self.run), **self.inputs.callbacks}
+        callbacks = Callbacks(members, StopRequest(), ProgressCallback(self.progress, section.updates))
 
         def work() -> dict[str, Any]:
             return run_event_loop(

@@ -111,10 +111,13 @@ class JsonLines(Callback):
 
 
 class Callbacks(Callback):
-    """Passes each event on to `members` (name -> callback), in their order, and attributes what one of them raises."""
+    """Passes each event on to `members` (name -> callback), in their order, and attributes what one of them raises.
 
-    def __init__(self, members: Mapping[str, Callback], stop: StopRequest) -> None:
-        self._members, self.stop = dict(members), stop
+    progress: Treadle's own, which comes last: what it raises is a bug, and ends the run.
+    """
+
+    def __init__(self, members: Mapping[str, Callback], stop: StopRequest, progress: Callback | None = None) -> None:
+        self._members, self.stop, self._progress = dict(members), stop, progress
 
     def around(self, run: RunStart, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Start the callbacks and do the work; returns its summary. Those that were started get `end` in any case.
@@ -166,6 +169,8 @@ class Callbacks(Callback):
             if error is not None:
                 del self._members[name]
                 self.stop.request(raised(f"callback {name}: {event}", error), error)
+        if self._progress is not None:
+            notify(self._progress)
 
 
 def load_callbacks(configs: Sequence[CallbackConfig], own: Sequence[Callback] = ()) -> dict[str, Callback]:

@@ -23,8 +23,8 @@ from treadle.core.config import build, dump_yaml, parse_yaml
 from treadle.core.errors import DamageError, RunError
 from treadle.core.files import WrittenFile, sha256_of, write_atomically
 from treadle.orchestration.config import RunConfig
+from treadle.orchestration.schema import SCHEMA_VERSION, migrated
 from treadle.orchestration.store.ledger import Ledger, no_checkpoint, salvage
-from treadle.orchestration.store.schema import SCHEMA_VERSION, migrated
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from treadle.core.errors import RunError
-from treadle.orchestration.config import RunConfig
 
 SCHEMA_VERSION = 1
 """The version of runs written now, `schema_version` in config.yaml. Runs without that key have version 0."""
+
+RENAMED_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "orchestration.late": "orchestration.stale_policy",
+        "orchestration.max_sampled": "failures.max_sampled",
+        "orchestration.max_failed_fraction": "failures.max_failed_fraction",
+    }
+)
+"""Full path of a key of version 0 -> the one that took its place."""
 
 _RENAMED_VALUES = {("orchestration.stale_policy", "drop"): "drop_group"}
 
@@ -30,7 +39,7 @@ def migrated(data: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _from_0(data: dict[str, Any]) -> dict[str, Any]:
-    for old, new in RunConfig.renamed_keys.items():
+    for old, new in RENAMED_KEYS.items():
         (section, key), (new_section, new_key) = old.split("."), new.split(".")
         if key in (data.get(section) or {}):
             rest = dict(data[section])
