@@ -43,7 +43,7 @@ def children() -> list[int]:
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         found += map(int, (task / "children").read_text().split())
-    return [pid for pid in found if is_running(pid) and b"engine_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in found if is_running(pid) and b"treadle.engines.process.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def staged() -> list[Path]:
