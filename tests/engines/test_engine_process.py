@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,10 +52,13 @@ def written(folder: Path, model: PreTrainedModel) -> Path:
 
 
 @asynccontextmanager
-async def started(folder: Path, model: PreTrainedModel | None = None, **options: Any) -> AsyncIterator[ProcessEngine]:
+async def started(folder: Path, model: PreTrainedModel | None = None, **settings: Any) -> AsyncIterator[ProcessEngine]:
+    """settings: of the process, and of `TorchEngineOptions`."""
+    names = {field.name for field in fields(TorchEngineOptions)}
+    options = {name: settings.pop(name) for name in names & settings.keys()}
     directory = written(folder, model or tiny())
-    options = {"stop_token_ids": [0], "lock_step": True, **options}
-    engine = await start_engine(directory, TorchEngineOptions(**options), log=folder / "engine.log")
+    described = TorchEngineOptions(**{"stop_token_ids": [0], "lock_step": True, **options})
+    engine = await start_engine(directory, described, log=folder / "engine.log", **settings)
     try:
         yield engine
     finally:
@@ -372,6 +376,7 @@ import numpy as np
 from pathlib import Path
 from treadle.core.types import SamplingParams
 from treadle.engines.process.engine import start_engine
+from treadle.engines.torch.options import TorchEngineOptions
 
 async def main(folder):
     engine = await start_engine(folder / "model", TorchEngineOptions([], lock_step=True), log=folder / "engine.log")

@@ -43,7 +43,11 @@ def children() -> list[int]:
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         found += map(int, (task / "children").read_text().split())
-    return [pid for pid in found if is_running(pid) and b"treadle.engines.process.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        pid
+        for pid in found
+        if is_running(pid) and b"treadle.engines.process.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def staged() -> list[Path]:
@@ -82,7 +86,7 @@ class Mortal:
 async def mortal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mortal]:
     """One for several tests, because each start takes seconds. They close their sessions; the last one ends it."""
     folder, said = tmp_path_factory.mktemp("engine"), list[str]()
-    async with started(folder, lock_step=request.param, log=said.append) as engine:
+    async with started(folder, lock_step=request.param, notify=said.append) as engine:
         yield Mortal(engine, request.param, folder / "engine.log", said)
     assert not children() and not staged()
 
@@ -228,7 +232,7 @@ async def test_a_process_that_cannot_be_started_again_fails_every_call(tmp_path:
 
 async def test_closing_it_while_its_process_is_started_again(tmp_path: Path) -> None:
     said, closed, before = list[str](), list[bool](), (children(), staged())
-    async with started(tmp_path, log=said.append, on_close=lambda: closed.append(True)) as engine:
+    async with started(tmp_path, notify=said.append, on_close=lambda: closed.append(True)) as engine:
         engine.open_session("a")
         await publish(engine, unique_weights(tiny(seed=3)), 1)
         os.kill(engine.pid, signal.SIGKILL)
@@ -261,7 +265,7 @@ async def test_a_process_that_hangs_does_not_keep_a_publication_waiting(tmp_path
 
 async def test_a_process_that_is_stopped_is_killed_and_started_again(tmp_path: Path) -> None:
     said: list[str] = []
-    async with started(tmp_path, log=said.append, silence=4.0) as engine:
+    async with started(tmp_path, notify=said.append, silence=4.0) as engine:
         engine.open_session("a")
         await sampled(engine, "a")
         await asyncio.sleep(6)  # longer than that, with answers to pings alone
@@ -280,7 +284,7 @@ async def test_a_process_that_is_stopped_is_killed_and_started_again(tmp_path: P
 async def test_an_event_loop_that_was_blocked_takes_no_process_for_silent(tmp_path: Path) -> None:
     """As synchronous training does: it computes where the loop runs."""
     said: list[str] = []
-    async with started(tmp_path, log=said.append, silence=2.0) as engine:
+    async with started(tmp_path, notify=said.append, silence=2.0) as engine:
         engine.open_session("a")
         for _ in range(3):
             time.sleep(3)

@@ -40,8 +40,8 @@ class Encodings:
         self.lengths: list[int] = []
         self.threads: set[int] = set()
         self._encode = structure.encode_text
-        for module in ("rendering.structure", "chat"):
-            monkeypatch.setattr(f"treadle.rollout.{module}.encode_text", self)
+        for module in ("structure", "chat"):
+            monkeypatch.setattr(f"treadle.rendering.{module}.encode_text", self)
 
     def __call__(self, tokenizer: structure.Backend, text: str) -> list[int]:
         self.lengths.append(len(text))

@@ -22,7 +22,7 @@ from tests.worlds import Told, ToldPlain, hang, play, saying, tool
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout import isolation
+from treadle.rollout.isolation import user_code
 from treadle.rollout.isolation.event_loop import run
 from treadle.rollout.isolation.interrupts import Interrupt, InterruptHandler
 from treadle.rollout.isolation.threads import DaemonThreads, abandoned_threads
@@ -498,7 +498,7 @@ def test_a_stuck_thread_is_abandoned_and_closes_its_environment_when_it_is_free(
 def test_no_more_threads_are_started_once_too_many_are_stuck(
     released: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolation, "MOST_ABANDONED", 2)
+    monkeypatch.setattr(user_code, "MOST_ABANDONED", 2)
     stuck = play([lambda: ToldPlain(opening=released.wait)] * 2, saying("a"), environment_timeout=0.5)
     assert [t.failure.cause for t in stuck if t.failure] == [Cause.TIMEOUT] * 2
     refused, healthy = play([lambda: ToldPlain(DONE), lambda: Told(DONE)], saying("a"))
