@@ -93,5 +93,5 @@ def test_options_are_fields_of_the_section_and_all_of_them_are_read_by_something
     assert {option for a in advantages for option in a.options} == set(ADVANTAGE_OPTIONS)
     assert {option for loss in losses for option in loss.options} == set(LOSS_OPTIONS)
     general = {"advantage", "value", "policy_loss", "correction", "kl", "reduction", "scope", "length_norm"}
-    general |= {"entropy_coef", "entropy_coef_end", "dynamic_sampling"}
+    general |= {"entropy_coef", "entropy_coef_end", "dynamic_sampling", "policy_loss_options", "advantage_options"}
     assert set(AlgorithmConfig.model_fields) == general | set(ADVANTAGE_OPTIONS) | set(LOSS_OPTIONS)
