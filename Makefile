@@ -30,10 +30,10 @@ demo-seeds: train-env ## the demo over several seeds, with a table of the result
 vllm-env: $(VLLM_VENV)/.installed ## vLLM's CPU build in an environment of its own (2 GB); its tests run where it is
 
 test: lint ## lint, types and the quick tests
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" $(ARGS)
 
 test-all: lint ## lint, types and every test
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 lint: dev-env ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -1,7 +1,10 @@
 """Settings shared by all tests. Nothing heavy is imported here."""
 
 import os
+from collections import defaultdict
+from random import Random
 
+import pytest
 from hypothesis import settings
 
 # Before anything loads torch: one thread a process makes numbers independent of the machine's core count, and
@@ -13,3 +16,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow what `quick(n)` leaves to `make test-all`: all but n variants, drawn by the test's name."""
+    variants: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("quick"):
+            variants[item.nodeid.split("[")[0]].append(item)
+    for name, group in variants.items():
+        mark = group[0].get_closest_marker("quick")
+        assert mark is not None
+        group.sort(key=lambda item: item.nodeid)
+        for item in Random(name).sample(group, max(0, len(group) - mark.args[0])):
+            item.add_marker(pytest.mark.slow)

@@ -50,6 +50,7 @@ def run(command: list[str], directory: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_quickstart_runs_as_it_stands_and_learns(tmp_path: Path) -> None:
     page = ROOT / "docs" / "quickstart.md"
     first, look = blocks(page, "bash")

@@ -129,6 +129,7 @@ FILES: dict[str, tuple[str, Sequence[str], Sequence[str], Sequence[str]]] = {
 }
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("what", FILES)
 def test_what_is_damaged_is_refused_and_nothing_else(what: str, world: World) -> None:
     directory, names, refusing, others = FILES[what]

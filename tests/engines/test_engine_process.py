@@ -224,6 +224,7 @@ class Game:
         return self.answers
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_waves_have_the_same_bits_in_either_process(pair: Pair, seed: int) -> None:
     async def game(engine: Engine) -> Any:

@@ -82,7 +82,11 @@ class Mortal:
         return await sampled(self.engine, *sessions)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[True, False], ids=["lock_step", "continuous"])
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[pytest.param(True, id="lock_step"), pytest.param(False, id="continuous", marks=pytest.mark.slow)],
+)
 async def mortal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mortal]:
     """One for several tests, because each start takes seconds. They close their sessions; the last one ends it."""
     folder, said = tmp_path_factory.mktemp("engine"), list[str]()
@@ -286,7 +290,7 @@ async def test_an_event_loop_that_was_blocked_takes_no_process_for_silent(tmp_pa
     said: list[str] = []
     async with started(tmp_path, notify=said.append, silence=2.0) as engine:
         engine.open_session("a")
-        for _ in range(3):
+        for _ in range(2):
             time.sleep(3)
             await sampled(engine, "a")
             await asyncio.sleep(0.6)

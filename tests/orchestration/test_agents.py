@@ -80,6 +80,7 @@ class Interrupted(Quiet):
 SAME = "SELECT trajectory_id, status, reward, advantage, steps, completion_tokens FROM trajectories ORDER BY 1"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("agent", AGENTS)
 def test_an_agent_program_trains_as_the_environment_does_also_resumed(
     agent: str, by_environment: Path, tmp_path: Path

@@ -211,6 +211,7 @@ def test_an_asynchronous_run_is_killed_over_and_over(kills: int, options: str, t
     check_finished(tmp_path / "runs" / "run")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 60), (signal.SIGTERM, 60), (signal.SIGTERM, 0.01)])
 def test_an_asynchronous_run_leaves_at_once_when_asked(number: signal.Signals, seconds: float, tmp_path: Path) -> None:
     """While it waits for a batch that would take minutes, and amid updates."""

@@ -48,7 +48,8 @@ class Pair:
     """Both ranks do all that changes weights; the first one writes and answers, for both have the same."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # one process imports torch for all of them
+        context.set_forkserver_preload(["treadle.training.make"])
         self._channels: list[Connection] = []
         self._ranks = []
         for _ in range(2):

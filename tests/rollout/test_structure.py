@@ -122,6 +122,7 @@ CONTENT = st.lists(WORD, max_size=6).map("".join)
 TEXT = st.lists(st.one_of(st.sampled_from(NAMES), CONTENT), max_size=8).map("".join)
 
 
+@pytest.mark.quick(40)
 @each_place
 @each_kind
 @each_pipeline
@@ -161,6 +162,7 @@ MARKS = st.sampled_from(
 LONG = st.tuples(st.one_of(TEXT, MARKS, st.text(max_size=3)), st.integers(1, 60)).map(lambda part: part[0] * part[1])
 
 
+@pytest.mark.quick(20)
 @each_kind
 @each_pipeline
 def test_no_text_has_fewer_tokens_than_its_length_says(name: str, strips: str) -> None:

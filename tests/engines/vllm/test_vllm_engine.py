@@ -64,6 +64,7 @@ async def sampled(engine: VLLMEngine, sampling: SamplingParams, session: str, pr
         engine.close_session(session)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["tied", "untied"])
 async def test_log_probabilities_are_those_of_the_distribution_sampled_from(
     name: str, servers: dict[str, Served], connect: Connect

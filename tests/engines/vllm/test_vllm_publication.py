@@ -86,6 +86,7 @@ def start(engine: VLLMEngine, count: int, tokens: int) -> list[asyncio.Task[Comp
     return [asyncio.get_running_loop().create_task(sampled(number)) for number in range(count)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("transfer", "in_flight"), [("shared_memory", "keep"), ("shared_memory", "recompute"), ("collective", "keep")]
 )
@@ -180,6 +181,7 @@ async def test_a_file_that_cannot_be_read_leaves_the_old_version_serving(
     assert shared_files() == []
 
 
+@pytest.mark.quick(4)
 @TRANSFERS
 @pytest.mark.parametrize(
     "spoil",
