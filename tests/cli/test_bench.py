@@ -30,6 +30,7 @@ def test_importing_treadle_takes_less_than_a_third_of_a_second(capsys: pytest.Ca
     assert report["benchmark"] == "import" and 0 < seconds["import treadle"] < 0.3
 
 
+@pytest.mark.slow
 def test_the_gateway_benchmark_tells_what_it_adds() -> None:
     direct, through = gateway.measure(1, 1, [gateway.Load(2, 5, 0.01)]).rows
     assert (direct["way"], through["way"]) == ("session", "gateway")
@@ -122,6 +123,7 @@ def packed() -> Reports:
     return Reports("packing", tables)
 
 
+@pytest.mark.slow
 def test_the_packing_benchmark_prints_all_its_tables(packed: Reports, capsys: pytest.CaptureFixture[str]) -> None:
     show(packed, as_json=True)
     found = json.loads(capsys.readouterr().out)

@@ -34,10 +34,10 @@ def test_the_oldest_come_first_and_a_batch_is_in_order_of_submission() -> None:
     for index, version in ((0, 1), (1, 0), (2, 0), (3, 1)):
         buffer.start(index, version)
     assert (buffer.running, buffer.under_way, buffer.take(2, 1)) == (4, 4, None)
-    for index in (3, 1, 0):
+    for index in (0, 2, 1):
         buffer.finish(sampled_by(index, 1))
-    assert indices(buffer.take(2, 1)) == [0, 1]
-    assert (buffer.outstanding, buffer.under_way) == ((2, 3), 4)  # until what was taken is published
+    assert indices(buffer.take(2, 1)) == [1, 2]
+    assert (buffer.outstanding, buffer.under_way) == ((0, 3), 4)  # until what was taken is published
     buffer.trained()
     assert buffer.under_way == 2
 
@@ -118,3 +118,12 @@ def test_no_live_step_is_older_than_allowed_and_no_other_is_touched(versions: li
         for step, kept in zip(before.steps, after.steps, strict=True):
             assert kept.dropped is (DropReason.STALE if step.policy_versions.min() < oldest else None)
     assert (fresh is group) == all(version >= oldest for own in versions for version in own)
+
+
+def test_a_step_of_several_versions_is_as_stale_as_its_oldest_token() -> None:
+    [trajectory] = sampled_by(0, 0).trajectories
+    step = replace(trajectory.steps[0], policy_versions=np.array([1, 3], np.int32))
+    group = make_group(0, replace(trajectory, steps=(step,)))
+    [marked] = without_stale(group, 2).trajectories
+    assert marked.steps[0].dropped is DropReason.STALE
+    assert without_stale(group, 1) is group

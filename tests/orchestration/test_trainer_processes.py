@@ -116,21 +116,25 @@ SETTINGS = (
     "warm_start.steps=2",
     "warm_start.batch_size=4",
     "algorithm.kl={coef: 0.1}",
-    "engine.own_process=true",
 )
 
 
-def play(path: Path, make: MakeTrainer) -> list[str]:
-    """Train two updates, then resume for two more; the digests of the weights."""
-    digests = []
-    for updates in (2, 4):
-        config = tiny(*SETTINGS, f"orchestration.updates={updates}", "evaluation.every=0")
-        run = start_run if updates == 2 else resume_run
-        digests.append(
-            str(run(config, load_inputs(config), path, Quiet(), runtime=Runtime(make_trainer=make))["weights_sha256"])
+def play(path: Path, make: MakeTrainer, *stops: int, own_process: bool) -> str:
+    """Train so many updates, and resume for more, as often as there are `stops`; the digest of the weights."""
+    digest = ""
+    for number, updates in enumerate(stops):
+        config = tiny(
+            *SETTINGS,
+            f"orchestration.updates={updates}",
+            "evaluation.every=0",
+            f"engine.own_process={str(own_process).lower()}",
+        )
+        run = resume_run if number else start_run
+        digest = str(
+            run(config, load_inputs(config), path, Quiet(), runtime=Runtime(make_trainer=make))["weights_sha256"]
         )
     check_finished(path)
-    return digests
+    return digest
 
 
 def test_a_trainer_of_two_processes_trains_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +146,9 @@ def test_a_trainer_of_two_processes_trains_the_same_weights(tmp_path: Path, monk
         return pairs[-1]
 
     monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "one-cache"))
-    expected = play(tmp_path / "one", make_trainer)
+    expected = play(tmp_path / "one", make_trainer, 3, own_process=False)
     monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "two-cache"))
-    assert play(tmp_path / "two", make) == expected
+    assert play(tmp_path / "two", make, 1, 3, own_process=True) == expected
     first, second = (set(pair.calls) for pair in pairs)
     assert first == {"supervised_step", "export", "stage", "score", "train_batch", "save", "digest"}
     assert second == {"load", "export", "stage", "score", "train_batch", "save", "digest"}

@@ -224,6 +224,7 @@ def test_options_of_a_call_are_above_those_of_the_renderer() -> None:
 # Injection
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
 def test_nothing_in_a_conversation_can_write_structural_tokens(name: str, data: st.DataObject) -> None:

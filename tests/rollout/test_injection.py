@@ -159,6 +159,7 @@ def check(there: World, seed: int, tools: bool, sampled: bool) -> bool:
     return True
 
 
+@pytest.mark.quick(8)
 @each_family
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), tools=st.booleans(), sampled=st.booleans())
@@ -166,6 +167,7 @@ def test_structure_is_the_templates_alone(name: str, seed: int, tools: bool, sam
     check(world(name), seed, tools, sampled)
 
 
+@pytest.mark.quick(8)
 @each_family
 def test_the_oracle_can_judge_most_conversations(name: str) -> None:
     """Of those with tools, families that know none refuse many."""

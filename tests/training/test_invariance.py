@@ -346,6 +346,7 @@ def test_the_order_of_groups_trajectories_and_steps_does_not_change_the_gradient
 # Precision
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("budget", [11, 8192])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_float32_is_as_close_to_float64_as_each_step_alone(layout: dict[str, Any], budget: int) -> None:
@@ -360,6 +361,7 @@ def test_float32_is_as_close_to_float64_as_each_step_alone(layout: dict[str, Any
         assert 0 < distance(found, truth) <= 2 * distance(alone, truth) < 1e-5 * norm(truth)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_same_batch_twice_gives_the_same_bits(layout: dict[str, Any], dtype: str) -> None:

@@ -58,6 +58,7 @@ def test_without_kl_there_is_none() -> None:
     assert Learner(tiny(), TrainingConfig(), AlgorithmConfig(), 1, tiny()).reference is None
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("budget", [7, 8192])
 def test_no_layout_changes_the_kl_of_an_update(layout: dict[str, Any], budget: int) -> None:

@@ -149,6 +149,7 @@ def test_experts_matter_in_these_tests_and_only_where_they_are_replayed() -> Non
     assert np.abs(told - own).max() > 1e-2
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_without_replay_a_mixture_of_experts_trains_the_same_in_every_layout(layout: dict[str, Any]) -> None:
     """And with nothing to replay, replaying is that."""

@@ -72,6 +72,7 @@ def test_a_step_longer_than_the_budget_trains_as_it_does_alone(loss: str, budget
     assert distance(found, wanted) <= 1e-12 * norm(wanted)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("budget", [7, 13])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_no_forward_pass_computes_more_nodes_than_the_budget(layout: dict[str, Any], budget: int) -> None:
@@ -87,6 +88,7 @@ def test_no_forward_pass_computes_more_nodes_than_the_budget(layout: dict[str, A
     assert max(sizes) == budget
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_streamed_tree_that_forks_across_pieces_trains_as_each_step_alone(loss: str) -> None:
     """One tree, cut at every place in turn: pieces begin in trunks, at forks and in leaves."""
@@ -111,6 +113,7 @@ def test_a_streamed_tree_that_forks_across_pieces_trains_as_each_step_alone(loss
         assert distance(gradients(whole.model), wanted) <= 1e-12 * norm(wanted), budget
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("budget", [9, 8192])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_gradient_checkpointing_changes_nothing(layout: dict[str, Any], budget: int) -> None:

@@ -50,6 +50,7 @@ def learner_of(seed: int = 0, algorithm: AlgorithmConfig = GAE, **training: Any)
     return Learner(tiny(seed=seed), TrainingConfig(optimizer=FAST, **training), algorithm, 10)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("budget", [1, 7, 8192])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_the_value_of_a_token_is_that_of_the_state_in_which_it_was_sampled(layout: dict[str, Any], budget: int) -> None:

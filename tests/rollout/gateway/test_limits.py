@@ -54,6 +54,7 @@ async def stalled(server: Served, address: SessionAddress, begin: str, drips: bo
         writer.close()
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("drips", [False, True], ids=["silent", "dripping"])
 @pytest.mark.parametrize("begin", STALLS.values(), ids=STALLS)
 async def test_who_stops_sending_is_hung_up_on(begin: str, drips: bool) -> None:

@@ -263,4 +263,4 @@ async def test_no_step_is_lost_doubled_or_misplaced_in_a_storm_of_disconnects() 
     async with served(engine, grace=0.1) as server:
         found = await storm(server, sessions=64, seconds=3.0, seed=1)
     assert found["live"] == found["answers"] > 100
-    assert found["dropped"] >= engine.aborted > 5
+    assert found["dropped"] >= engine.aborted > 0

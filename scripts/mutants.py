@@ -1,0 +1,98 @@
+"""Tests that cannot fail prove nothing: each of these changes to the code must make the tests named beside it fail.
+
+    python scripts/mutants.py            # all of them, some minutes
+    python scripts/mutants.py stale      # those whose file or text contains a word
+
+A change is applied to a copy of `src`, which the tests then import in place of the installed package. Exit status 1:
+one survived, or its text is no longer in the code.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path("src/treadle")
+
+MUTANTS = [  # file, text, what takes its place, the tests
+    ("algorithms/advantages.py", "own.std(ddof=1)", "own.std()", "algorithms/test_advantages.py"),
+    ("algorithms/advantages.py", "* len(own) / (len(own) - 1)", "", "algorithms/test_advantages.py"),
+    ("algorithms/losses.py", "1 - eps_low", "1 - eps_high", "algorithms/test_losses.py"),
+    ("core/outcomes.py", "step.dropped not in NOT_PLAYED", "step.dropped is None", "core/test_outcomes.py"),
+    ("core/outcomes.py", "< oldest).any()", "< oldest).all()", "orchestration/test_replay_buffer.py"),
+    ("core/outcomes.py", "dropped=t.dropped or reason", "dropped=reason", "core/test_outcomes.py"),
+    ("core/draws.py", "(epoch, task, attempt, step)", "(epoch, task, step, attempt)", "core/test_draws.py"),
+    (
+        "orchestration/sampling/replay_buffer.py",
+        "(self._ready[index][0], index)",
+        "index",
+        "orchestration/test_replay_buffer.py",
+    ),
+    (
+        "orchestration/sampling/replay_buffer.py",
+        'self._stale_policy == "drop_group" or not',
+        "not",
+        "orchestration/test_replay_buffer.py",
+    ),
+    (
+        "orchestration/store/resume.py",
+        'row["newest_version"] <= newest',
+        "True",
+        "orchestration/test_restore.py",
+    ),
+    ("orchestration/loop/loop.py", "self.scheduler.trained()", "pass", "orchestration/test_loop.py"),
+    ("orchestration/loop/loop.py", "weight_sync.publish(before.version + 1)",
+     "weight_sync.publish(before.version)", "orchestration/test_loop.py"),
+    ("rollout/drivers/outcome.py", "ContextExceeded() if not answered", "ContextExceeded()",
+     "rollout/test_driver_outcomes.py"),
+    ("rollout/gateway/memory_limit.py", "if not self._queue and size", "if size", "rollout/gateway/test_limits.py"),
+    ("rollout/gateway/app.py", "if size > limit:", "if False:", "rollout/gateway/test_fuzz.py"),
+    ("core/manifest.py", "if found != self.sha256[name]:", "if False:", "core/test_manifest.py"),
+    ("packing/tree.py", "if call.keys is not None:", "if False:", "packing/test_tree.py"),
+    ("rollout/gateway/retries.py", "if found.origin.body != origin.body:", "if False:",
+     "rollout/gateway/test_retries.py"),
+    ("rollout/gateway/retries.py", "e.retry < origin.retry", "True", "rollout/gateway/test_retries.py"),
+]  # fmt: skip
+
+
+def survives(file: str, before: str, after: str, tests: str) -> str:
+    """Return why this mutant lives on, in words, or an empty string if the tests fail for it."""
+    with tempfile.TemporaryDirectory(prefix="treadle-mutant-") as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+        path = source / "treadle" / file
+        text = path.read_text(encoding="utf-8")
+        if before not in text:
+            return "its text is not in the file"
+        path.write_text(text.replace(before, after), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
+        done = subprocess.run(
+            [*command, str(ROOT / "tests" / tests)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(source)},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode == 1:
+        return ""
+    return "no test fails" if done.returncode == 0 else f"pytest exits with {done.returncode}: {done.stdout[-500:]}"
+
+
+def main() -> int:
+    """Run the chosen mutants; return the exit status."""
+    words, alive = sys.argv[1:], 0
+    for mutant in MUTANTS:
+        if words and not any(word in part for word in words for part in mutant[:2]):
+            continue
+        why = survives(*mutant)
+        alive += bool(why)
+        print(f"{'LIVES' if why else 'dies '}  {mutant[0]}: {mutant[1]!r} -> {mutant[2]!r}  {why}", flush=True)
+    print(f"{alive} live")
+    return alive > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
