@@ -16,6 +16,7 @@ PUBLIC = {
     "ConfigError",
     "EnvStep",
     "Environment",
+    "Finish",
     "Group",
     "Message",
     "Metric",

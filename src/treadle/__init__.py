@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from treadle.core.metrics import Metric
     from treadle.core.rewards import Reward
     from treadle.core.types import Group, Message, SamplingParams, Step, Task, Trajectory
-    from treadle.envs.base import Environment, EnvStep
+    from treadle.envs.base import Environment, EnvStep, Finish
     from treadle.orchestration.api import train
     from treadle.orchestration.reporting.callbacks import Callback
 
@@ -24,6 +24,7 @@ _HOME = {
     "ConfigError": "treadle.core.errors",
     "EnvStep": "treadle.envs.base",
     "Environment": "treadle.envs.base",
+    "Finish": "treadle.envs.base",
     "Group": "treadle.core.types",
     "Message": "treadle.core.types",
     "Metric": "treadle.core.metrics",
@@ -41,6 +42,7 @@ __all__ = [
     "ConfigError",
     "EnvStep",
     "Environment",
+    "Finish",
     "Group",
     "Message",
     "Metric",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol
 
 from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward
-from treadle.core.types import Message, Task
+from treadle.core.types import Message, Status, Task
 
 P = ParamSpec("P")
 
@@ -39,8 +39,21 @@ def _or_plain(method: Callable[P, Coroutine[Any, Any, Any]]) -> Callable[P, Any]
     return method
 
 
+class Finish(NamedTuple):
+    """Holds what an environment says of a whole attempt once it has ended (`Environment.finish`).
+
+    reward: added to the reward of the last step. info: values of the environment's `metrics`, as in `EnvStep.info`.
+
+    >>> Finish(reward=1.0)
+    >>> Finish(reward=Reward({"tests": 0.75}), info={"files_changed": 3})
+    """
+
+    reward: float | Reward = 0.0
+    info: Mapping[str, Any] = {}
+
+
 class Environment(Protocol):
-    """Plays one attempt, each instance its own: `reset` once, `step` until done, `close` always.
+    """Plays one attempt, each instance its own: `reset` once, `step` until done, `finish` once, `close` always.
 
     Any method may raise or hang: that fails this attempt alone. A single-turn task needs only `step`:
 
@@ -69,6 +82,23 @@ class Environment(Protocol):
     async def step(self, text: str) -> EnvStep:
         """Act on the agent's reply (the decoded completion, without its end-of-turn token)."""
         ...
+
+    @_or_plain
+    async def finish(self, ended: Status) -> Finish | None:
+        """Give what only the whole attempt tells: metrics, and a last reward for the last step. Optional.
+
+        Called once, after the last step and before `close`, within `rollout.finish_timeout`, also if a limit ended the
+        attempt. An attempt that failed has no reward to add to: only `close` is called. If `finish` raises, hangs or
+        gives something else, the attempt fails.
+
+        ended: `done` (`step` said so), `max_steps` (the model has made its `rollout.max_steps` calls) or `context` (the
+        next prompt would not have fitted); the last `step` has been called in each case.
+
+        The reward is one that was given, like those of steps: `rewards.weights` apply, evaluations count it, and
+        shaping comes after it. `rewards.overlong: zero_reward` takes it away with the rest, `drop` drops it with the
+        attempt.
+        """
+        return None
 
     @_or_plain
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What environments measure: values of their declared metrics, out of the `info` of each step."""
+"""What environments measure: values of their declared metrics, out of the `info` of each step and of `finish`."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class EnvMetrics:
             raise TrajectoryFailure(Cause.ENVIRONMENT, str(error)) from error
         self._values: dict[Metric, list[float]] = {metric: [] for metric in getattr(environment, "metrics", ())}
 
-    def record(self, info: object) -> None:
-        """Count the declared metrics in a step's `info`.
+    def record(self, info: object, method: str) -> None:
+        """Count the declared metrics in the `info` that a method gave.
 
         Raises TrajectoryFailure (environment) if `info` is no mapping, or a value no finite number.
         """
         if self._values and not isinstance(info, Mapping):
-            raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave info {info!r:.100}; it must be a mapping")
+            raise TrajectoryFailure(Cause.ENVIRONMENT, f"{method} gave info {info!r:.100}; it must be a mapping")
         for metric, values in self._values.items():
             value = info.get(metric.name)  # type: ignore[attr-defined]  # a mapping, by now
             if value is None:
@@ -65,7 +65,7 @@ class EnvMetrics:
             if not is_finite(value) or abs(value) > _LARGEST:
                 raise TrajectoryFailure(
                     Cause.ENVIRONMENT,
-                    f"step gave info[{metric.name!r}] = {value!r:.100}; a declared metric must be a finite number, "
+                    f"{method} gave info[{metric.name!r}] = {value!r:.100}; a declared metric must be a finite number, "
                     f"at most {_LARGEST:g} in size",
                 )
             values.append(float(value))

@@ -179,9 +179,22 @@ class Session:
 
         Raises DataError for rewards of more or fewer tokens than the step has.
         """
-        last = max((number for number, step in self._steps.items() if was_played(step)), default=None)
+        last = self._last_played()
         if given and last is not None:
             self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
+
+    def add_to_last_reward(self, more: Reward) -> None:
+        """Add to the reward of the step that `reward_last` rewards.
+
+        Raises DataError for rewards of more or fewer tokens than the step has, and for a sum that is no reward.
+        """
+        last = self._last_played()
+        if more and last is not None:
+            given = self._steps[last].given.plus(more)
+            self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
+
+    def _last_played(self) -> int | None:
+        return max((number for number, step in self._steps.items() if was_played(step)), default=None)
 
     def set_state(self, number: int, state: str) -> None:
         """Record the environment's state in which call `number` was made, as a hash of 128 bits."""

@@ -26,6 +26,7 @@ CHANGEABLE = (
     "engine.own_process",
     "rollout.agent_timeout",
     "rollout.environment_timeout",
+    "rollout.finish_timeout",
     "rollout.gateway.*",
     "rollout.trajectory_timeout",
     "callbacks",

@@ -1,17 +1,17 @@
 """`EnvironmentDriver`: the agent loop of an environment.
 
-reset -> (chat -> step)* -> close          every call of the environment goes through `isolation.UserCode`
+reset -> (chat -> step)* -> finish -> close          every call of the environment goes through `isolation.UserCode`
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 
 from treadle.core.errors import Cause, DataError, StepsExceeded, TrajectoryFailure
 from treadle.core.metrics import Measures
 from treadle.core.rewards import Reward
-from treadle.core.types import Message, Task
+from treadle.core.types import Message, Status, Task
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, AttemptError, Outcome, outcome_of
@@ -35,20 +35,37 @@ class EnvironmentDriver(AttemptDriver[Session]):
         """
         factory = self._environments[task.environment]
         environment = IsolatedEnvironment(task.environment, factory, user, self._config.environment_timeout)
-        ended_by: AttemptError | None = None
         try:
-            await environment.make()
-            await self._converse(environment, task, session)
-        except ATTEMPT_ERRORS as error:
-            ended_by = error
+            outcome = await self._play_and_finish(environment, task, session, user.cause)
         finally:
-            session.close()  # first: the engine waits for it, and the environment may take its time
+            session.close()
             warning = await environment.close()
-        outcome = outcome_of(session.steps, ended_by, user.cause)
         return replace(outcome, warning=warning, metrics=Measures() if outcome.failure else environment.metrics())
 
+    async def _play_and_finish(
+        self, environment: IsolatedEnvironment, task: Task, session: Session, cause: Cause
+    ) -> Outcome:
+        ended_by = await _error_of(self._converse(environment, task, session))
+        session.close()  # first: the engine waits for it, and the environment may take its time
+        outcome = outcome_of(session.steps, ended_by, cause)
+        if outcome.failure is not None:
+            return outcome
+        failure = await _error_of(self._finish(environment, session, outcome.status))
+        return outcome_of(session.steps, failure or ended_by, cause)
+
+    async def _finish(self, environment: IsolatedEnvironment, session: Session, ended: Status) -> None:
+        reward = await environment.finish(ended, self._config.finish_timeout)
+        try:
+            session.add_to_last_reward(reward)
+        except DataError as error:
+            raise TrajectoryFailure(Cause.ENVIRONMENT, f"finish: {error}") from error
+
     async def _converse(self, environment: IsolatedEnvironment, task: Task, session: Session) -> None:
-        """Play until the environment is done. Raises StepsExceeded after `max_steps`, and what `Session.chat` does."""
+        """Make the environment and play until it is done.
+
+        Raises StepsExceeded after `max_steps`, and what `Session.chat` does.
+        """
+        await environment.make()
         one_message = self._config.conversation == "single_message"
         conversation: list[Message] = list(await environment.reset(task))
         state = ""
@@ -69,6 +86,15 @@ class EnvironmentDriver(AttemptDriver[Session]):
             if one_message:
                 conversation = _one_turn(conversation)
         raise StepsExceeded(self._config.max_steps)
+
+
+async def _error_of(playing: Awaitable[None]) -> AttemptError | None:
+    """Return what ended the attempt; None if it came to its end."""
+    try:
+        await playing
+    except ATTEMPT_ERRORS as error:
+        return error
+    return None
 
 
 def _one_turn(conversation: Sequence[Message]) -> list[Message]:

@@ -1,4 +1,4 @@
-"""`IsolatedEnvironment`: an environment that is made, reset, stepped and closed behind the boundary of user code."""
+"""`IsolatedEnvironment`: an environment behind the boundary of user code, from being made to being closed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
-from treadle.core.types import Message, Task, as_messages
-from treadle.envs.base import Environment, EnvStep
+from treadle.core.types import Message, Status, Task, as_messages
+from treadle.envs.base import Environment, EnvStep, Finish
 from treadle.rollout.env_metrics import EnvMetrics
 from treadle.rollout.isolation.user_code import UserCode, is_async
 
@@ -26,9 +26,9 @@ EnvironmentFactory = Callable[[], Environment]
 class IsolatedEnvironment:
     """Runs one attempt's environment. What it returns is checked, and of plain types.
 
-    timeout: limit on each call, seconds. `async` methods run on the event loop, others on the attempt's own thread. The
-    environment is made on that thread, too, if it is given by its class and has a plain `step`. What goes wrong is
-    raised as TrajectoryFailure.
+    timeout: limit on each call but `finish`, seconds. `async` methods run on the event loop, others on the attempt's
+    own thread. The environment is made on that thread, too, if it is given by its class and has a plain `step`. What
+    goes wrong is raised as TrajectoryFailure.
     """
 
     def __init__(self, name: str, factory: EnvironmentFactory, user: UserCode, timeout: float) -> None:
@@ -50,6 +50,16 @@ class IsolatedEnvironment:
     async def step(self, text: str) -> EnvStep:
         """Return the environment's answer to a reply, and count its metrics."""
         return await self._call("step", text, check=self._checked_step)
+
+    async def finish(self, ended: Status, timeout: float) -> Reward:
+        """Let the environment finish the attempt, count its metrics, and return what it adds to the last reward.
+
+        timeout: limit on the call, seconds.
+        """
+        method = self._user.run(partial(getattr, self._environment, "finish", None), "finish")
+        if method is None or getattr(method, "__func__", None) is Environment.finish:  # no subclass, or none of its own
+            return Reward()
+        return await self._user.call(method, ended, what="finish", timeout=timeout, check=self._checked_finish)
 
     async def close(self) -> str:
         """Close the environment; return a warning if that fails: the attempt is over and keeps its reward.
@@ -87,8 +97,20 @@ class IsolatedEnvironment:
     def _checked_step(self, value: object) -> EnvStep:
         step = _checked_step(value)
         assert self._metrics is not None
-        self._metrics.record(step.info)
+        self._metrics.record(step.info, "step")
         return step if step.done else step._replace(observations=checked_messages(step.observations, "step"))
+
+    def _checked_finish(self, value: object) -> Reward:
+        if value is None:
+            return Reward()
+        if not isinstance(value, tuple) or not 1 <= len(value) <= 2:
+            raise TrajectoryFailure(
+                Cause.ENVIRONMENT, f"finish must return Finish(reward, info) or None, got {value!r:.100}"
+            )
+        finish = Finish(*value)
+        assert self._metrics is not None
+        self._metrics.record(finish.info, "finish")
+        return _checked_reward(finish.reward, "finish")
 
 
 def checked_messages(value: object, where: str) -> tuple[Message, ...]:
@@ -111,15 +133,20 @@ def _checked_step(value: object) -> EnvStep:
             f"step must return EnvStep(observations, reward, done, info, state), got {value!r:.100}",
         )
     step = EnvStep(*value)
-    if not isinstance(step.reward, Reward) and not is_reward(step.reward):
-        raise TrajectoryFailure(
-            Cause.ENVIRONMENT, f"step gave the reward {step.reward!r:.100}; it must be a {NUMBER}, or a Reward"
-        )
+    reward = _checked_reward(step.reward, "step")
     if not isinstance(step.done, bool | np.bool_):
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave done={step.done!r:.100}; it must be true or false")
     if not isinstance(step.state, str):
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave state={step.state!r:.100}; it must be a string")
-    return step._replace(done=bool(step.done), reward=Reward.of(step.reward))
+    return step._replace(done=bool(step.done), reward=reward)
+
+
+def _checked_reward(value: object, where: str) -> Reward:
+    if not isinstance(value, Reward) and not is_reward(value):
+        raise TrajectoryFailure(
+            Cause.ENVIRONMENT, f"{where} gave the reward {value!r:.100}; it must be a {NUMBER}, or a Reward"
+        )
+    return Reward.of(value)
 
 
 def _is_synchronous(factory: EnvironmentFactory) -> bool:

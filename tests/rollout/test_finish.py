@@ -1,0 +1,222 @@
+"""`Environment.finish`: called once when an attempt has ended, with a last reward and metrics of the whole attempt."""
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.worlds import END, HELLO, PLAIN, Told, ToldPlain, hang, play, saying, tool
+from treadle.core.draws import Stream
+from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.metrics import Metric
+from treadle.core.outcomes import as_trained
+from treadle.core.rewards import Reward
+from treadle.core.types import Status, Task, Trajectory
+from treadle.envs.base import Environment, EnvStep, Finish
+from treadle.rendering.chat import ChatRenderer
+from treadle.rollout.attempt import Rollouts
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.drivers.environment import EnvironmentDriver
+from treadle.rollout.rewards import RewardsConfig
+from treadle.rollout.session import Address
+
+MORE, DONE = EnvStep([tool("more")], 0.25), EnvStep(reward=1.0, done=True)
+TESTS = Metric("tests", "trajectory", "mean", "tests")
+TIGHT: dict[str, Any] = {"max_input_tokens": 80}
+VERIFIER = TrajectoryFailure(Cause.VERIFIER, "no test report")
+
+
+class Finishing(Told):
+    """Answers as told, then finishes as told. ended: what it was called with, each time."""
+
+    metrics = (TESTS,)
+
+    def __init__(self, *answers: Any, last: Any = None, **more: Any) -> None:
+        super().__init__(*answers, **more)
+        self.last, self.ended = last, list[Status]()
+
+    async def finish(self, ended: Status) -> Finish | None:
+        self.calls.append("finish")
+        self.ended.append(ended)
+        if isinstance(self.last, BaseException):
+            raise self.last
+        return await self.last() if callable(self.last) else self.last  # type: ignore[no-any-return]
+
+
+def one(world: Environment, **settings: Any) -> Trajectory:
+    [trajectory] = play(lambda: world, saying("a"), **settings)
+    return trajectory
+
+
+@pytest.mark.parametrize(
+    ("answers", "settings", "status", "steps"),
+    [
+        ([MORE, DONE], {}, Status.DONE, [0.25, 1.5]),
+        ([MORE] * 9, {"max_steps": 2}, Status.MAX_STEPS, [0.25, 0.75]),
+        ([MORE] * 9, TIGHT, Status.CONTEXT, [0.25, 0.25, 0.75]),
+    ],
+)
+def test_it_is_called_once_before_close_however_the_attempt_ended_and_rewards_the_last_step(
+    answers: list[EnvStep], settings: dict[str, Any], status: Status, steps: list[float]
+) -> None:
+    world = Finishing(*answers, last=Finish(0.5, {"tests": 3, "other": object()}))
+    found = one(world, **settings)
+    assert (found.status, found.reward, [step.reward for step in found.steps]) == (status, sum(steps), steps)
+    assert world.ended == [status]
+    assert world.calls == ["reset", *["step"] * len(steps), "finish", "close"]
+    assert dict(found.metrics) == {"tests": 3.0}
+
+
+def test_what_it_gives_adds_to_components_and_tokens_of_the_last_step() -> None:
+    tokens = np.array([0.5, -1], np.float32)
+    world = Finishing(
+        EnvStep(reward=Reward({"answer": 1.0}, tokens), done=True),
+        last=Finish(Reward({"tests": 2.0, "answer": 0.25}, tokens)),
+    )
+    found = one(world)
+    given_ = found.steps[-1].given
+    assert given_.components == {"answer": 1.25, "tests": 2.0}
+    assert given_.tokens is not None and given_.tokens.tolist() == [1.0, -2.0]
+    assert found.reward == 2.25
+
+
+@pytest.mark.parametrize("last", [None, Finish(), (0.0,), Finish(info={"tests": None})])
+def test_it_may_give_nothing(last: Any) -> None:
+    found = one(Finishing(MORE, DONE, last=last))
+    assert (found.status, found.reward, dict(found.metrics)) == (Status.DONE, 1.25, {})
+
+
+def test_it_may_be_a_plain_method_in_the_attempts_thread() -> None:
+    threads = []
+
+    class Plain(ToldPlain):
+        def step(self, text: str) -> EnvStep:  # type: ignore[override]
+            threads.append(threading.current_thread())
+            return super().step(text)
+
+        def finish(self, ended: Status) -> Finish:
+            threads.append(threading.current_thread())
+            return Finish(float(ended == "done"))
+
+    assert one(Plain(DONE)).reward == 2.0
+    assert len(set(threads)) == 1 and threads[0] is not threading.main_thread()
+
+
+def test_an_environment_that_is_no_subclass_needs_none() -> None:
+    class Bare:
+        async def reset(self, task: Task) -> Any:
+            return HELLO
+
+        async def step(self, text: str) -> EnvStep:
+            return DONE
+
+        async def close(self) -> None:
+            pass
+
+    assert one(Bare()).reward == 1.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("last", "cause", "message"),
+    [
+        (KeyError("report"), Cause.ENVIRONMENT, "finish raised KeyError: 'report'"),
+        (VERIFIER, Cause.VERIFIER, "no test report"),
+        (SystemExit(2), Cause.ENVIRONMENT, "finish tried to exit the process"),
+        (hang, Cause.TIMEOUT, "finish took longer than 0.05 s"),
+        (1.0, Cause.ENVIRONMENT, "finish must return Finish(reward, info) or None, got 1.0"),
+        (EnvStep(reward=1.0), Cause.ENVIRONMENT, "finish must return Finish(reward, info) or None, got EnvStep("),
+        (Finish(float("nan")), Cause.ENVIRONMENT, "finish gave the reward nan; it must be a finite number"),
+        (Finish(info={"tests": "3"}), Cause.ENVIRONMENT, "finish gave info['tests'] = '3'"),
+        (Finish(info=[1]), Cause.ENVIRONMENT, "finish gave info [1]"),  # type: ignore[arg-type]
+        (Finish(Reward(tokens=np.ones(9, np.float32))), Cause.ENVIRONMENT, "finish: "),
+        (Finish(1e12), Cause.ENVIRONMENT, "finish: the component 'reward' of a reward must be a finite"),
+    ],
+)
+@pytest.mark.parametrize("answers", [[DONE], [MORE] * 9], ids=["done", "limit"])
+def test_a_finish_that_fails_fails_the_attempt_which_is_closed(
+    answers: list[EnvStep], last: Any, cause: Cause, message: str
+) -> None:
+    world = Finishing(*answers, last=last)
+    found = one(world, max_steps=1, finish_timeout=0.05)
+    assert found.reward is None and found.failure is not None
+    assert found.failure.cause is cause
+    assert found.failure.message.startswith(message)
+    assert dict(found.metrics) == {}
+    assert world.calls[-2:] == ["finish", "close"]
+
+
+def test_its_time_limit_is_its_own() -> None:
+    async def grades() -> Finish:
+        await asyncio.sleep(0.4)
+        return Finish(1.0)
+
+    assert one(Finishing(DONE, last=grades), environment_timeout=0.2, finish_timeout=30.0).reward == 2.0
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        Finishing(ValueError("x"), last=Finish(1.0)),
+        Finishing(EnvStep(reward=float("inf"), done=True), last=Finish(1.0)),
+        Finishing(hang, last=Finish(1.0)),
+    ],
+    ids=["raises", "no reward", "hangs"],
+)
+def test_an_attempt_that_failed_is_not_finished_but_closed(world: Finishing) -> None:
+    found = one(world, environment_timeout=0.05)
+    assert (found.status, found.reward) == (Status.FAILED, None)
+    assert world.calls[-1] == "close" and "finish" not in world.calls
+
+
+def test_its_traceback_is_kept() -> None:
+    found = one(Finishing(DONE, last=KeyError("report")))
+    assert found.failure is not None and "in finish" in found.failure.traceback
+
+
+def test_the_engine_does_not_wait_for_it() -> None:
+    engine = saying("a")
+    left_open = []
+
+    async def look() -> Finish:
+        left_open.extend(engine.open)
+        return Finish()
+
+    play(lambda: Finishing(DONE, last=look), engine)
+    assert left_open == []
+
+
+# ---- and what comes after it
+
+
+def trained(world: Environment, stream: Stream = Stream.TRAIN, **rewards: Any) -> Trajectory:
+    async def played() -> Trajectory:
+        config = RolloutConfig(max_completion_tokens=16, max_input_tokens=80)
+        drivers = {("environment", "world"): EnvironmentDriver({"world": lambda: world}, config)}
+        made = Rollouts(saying("a"), ChatRenderer(PLAIN, [END]), drivers, config, RewardsConfig(**rewards))
+        [running] = made.start("g000000", Task("t", environment="world"), [Address(1, stream, 0, 0, 0)])
+        return await running
+
+    return asyncio.run(played())
+
+
+@given(last=st.floats(-4, 4, width=32), weight=st.floats(0, 2, width=32))
+def test_weights_then_overlong_come_after_it(last: float, weight: float) -> None:
+    """An attempt that the context ended: what `finish` gave is weighted, and zeroed or dropped with the rest."""
+
+    def world() -> Finishing:
+        return Finishing(*[MORE] * 9, last=Finish(Reward({"tests": last})))
+
+    kept = trained(world(), weights={"tests": weight})
+    assert kept.status is Status.CONTEXT
+    assert kept.reward == pytest.approx(0.75 + weight * last)
+    assert as_trained(kept).reward == kept.reward
+    zeroed = trained(world(), weights={"tests": weight}, overlong="zero_reward")
+    assert zeroed.reward == kept.reward and as_trained(zeroed).reward == pytest.approx(0.0, abs=1e-12)
+    dropped = trained(world(), weights={"tests": weight}, overlong="drop")
+    assert dropped.reward == kept.reward and as_trained(dropped).reward is None
+    evaluated = trained(world(), Stream.EVALUATE, weights={"tests": weight}, overlong="zero_reward")
+    assert as_trained(evaluated).reward == kept.reward
