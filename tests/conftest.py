@@ -12,6 +12,8 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Commands that take all cores run beside other tests: threads that spin while they wait would starve each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# No test depends on the hub; those of models by name serve one themselves.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)

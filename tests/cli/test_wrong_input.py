@@ -67,7 +67,11 @@ TRAIN: dict[str, tuple[str, ...]] = {
     "model.build=null model.path=. model.tokenizer=null": ("model.path: no config.json in '.'; give the directory",),
     "model.build=null model.path=RUN": ("model.path: 'RUN' is a run; take one of its checkpoints",),
     "model.build=null model.path=~/m": ("model.path: no directory '~/m'; ~ is not expanded here",),
-    "model.build=null model.path=Qwen/Qwen3-0.6B": ("no directory 'Qwen/Qwen3-0.6B'", "`hf download Qwen/Qwen3-0.6B"),
+    "model.build=null model.path=smolm2": ("model.path: no directory 'smolm2'", "ORG/NAME, or one of smollm2"),
+    "model.build=null model.path=smollm2": ("model.path: 'smollm2' is not in the cache yet; run: treadle models get",),
+    "model.build=null model.path=here.gguf": ("model.path: 'here.gguf' is not in the cache yet; run: treadle models",),
+    "model.build=null model.path=away.gguf": ("model.path: no directory 'away.gguf'; give that of a Hugging Face",),
+    "model.tokenizer=smollm2": ("model.tokenizer: 'smollm2' is not in the cache yet; run: treadle models get smollm2",),
     "model.tokenizer=qwen": ("model.tokenizer: no tokenizer.json in 'qwen'; give a directory that has one, or 'demo'",),
     "model.build=null model.path=model model.tokenizer=null": ("model.path: no tokenizer.json", "set model.tokenizer"),
     "model.chat_template=/nowhere.jinja": ("model.chat_template: no file '/nowhere.jinja'",),
@@ -124,6 +128,9 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "serve served kind=vllm": ("kind=vllm: unknown key 'kind'", "exists as 'engine.kind'"),
     "serve served engine.batch=0": ("engine.batch=0: got 0, expected greater than or equal to 1",),
     "serve served rollout.max_steps=3": ("rollout.max_steps=3: unknown key 'rollout'", "known here: engine"),
+    "serve smollm2": ("MODEL_DIR: 'smollm2' is not in the cache yet; run: treadle models get smollm2",),
+    "models get smolm2": ("'smolm2' is not known; there are smollm2, models of the hub as ORG/NAME, and GGUF files",),
+    "models get away.gguf": ("no file 'away.gguf'",),
     "recipes show demmo": ("no recipe 'demmo'; did you mean 'demo'?",),
     "recipes show demo sed=1": ("sed=1: unknown key 'sed'; did you mean 'seed'?",),
     "bench updat": ("invalid choice: 'updat'",),
@@ -143,10 +150,19 @@ OF_RUNS: dict[str, tuple[str, ...]] = {
     "show RUN g9.9": ("no trajectory 'g9.9' in RUN; it has for example g000000.1",),
     "bench update --replay no": ("'no' is no run directory: it has no config.yaml",),
 }
+OFFLINE: dict[str, tuple[str, ...]] = {
+    "train tiny.yaml model.build=null model.path=Qwen/Qwen3-0.6B": (
+        "model.path: 'Qwen/Qwen3-0.6B' is not in the cache",
+        "HF_HUB_OFFLINE is set; run `treadle models get Qwen/Qwen3-0.6B` where it can be reached",
+    ),
+    "serve Qwen/Qwen3-0.6B": ("MODEL_DIR: 'Qwen/Qwen3-0.6B' is not in the cache",),
+    "eval tiny.yaml --model Qwen/Qwen3-0.6B": ("--model: 'Qwen/Qwen3-0.6B' is not in the cache",),
+    "models get Qwen/Qwen3-0.6B": ("treadle models get: 'Qwen/Qwen3-0.6B' is not in the cache",),
+}
 CASES = [
     *((f"train tiny.yaml {words}", 2, said) for words, said in TRAIN.items()),
     *((words, 2, said) for words, said in OTHERS.items()),
-    *((words, 1, said) for words, said in OF_RUNS.items()),
+    *((words, 1, said) for words, said in {**OF_RUNS, **OFFLINE}.items()),
 ]
 
 
@@ -164,6 +180,7 @@ def fill(folder: Path) -> None:
     (folder / "train.json").write_text("[]")
     (folder / "broken.yaml").write_text("a: [")
     (folder / "list.yaml").write_text("- a\n")
+    (folder / "here.gguf").write_text("GGUF")
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +198,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             text=True,
             check=False,
             cwd=folder,
-            env={"PYTHONPATH": str(ROOT), "PATH": ""},
+            env={"PYTHONPATH": str(ROOT), "PATH": "", "HF_HUB_OFFLINE": "1", "TREADLE_CACHE": str(folder / "cache")},
             timeout=120,
         )
     assert done.returncode == 0, done.stderr

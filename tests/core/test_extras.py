@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
         ("httpx", "vllm"),
         ("tensorboard", "tensorboard"),
         ("wandb", "wandb"),
+        ("gguf", "gguf"),
+        ("accelerate", "gguf"),
         ("pydantic", None),  # always there
         ("pytest", None),  # a contributor's
         ("no_such_package", None),

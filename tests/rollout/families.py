@@ -80,6 +80,13 @@ class Family:
     keeps: str = "all"  # what of the history the template keeps, "" if that is hard to say: `KEEPS` of the tests
 
 
+_SMOLLM2 = """
+{%- for message in messages %}{% if loop.first and messages[0]['role'] != 'system' -%}
+{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
 FAMILIES = {
     "qwen2_5": Family("qwen2_5", calls="hermes"),
     "qwen3": Family("qwen3", calls="hermes", thoughts="opt", keeps="thoughts"),
@@ -103,6 +110,7 @@ FAMILIES = {
     "gemma3": Family("gemma3", ("<end_of_turn>",), _GEMMA, bos="<bos>", tools=False),
     "phi3_5": Family("phi3_5", ("<|end|>",), _PHI, tools=False),
     "cohere2": Family("cohere2", ("<|END_OF_TURN_TOKEN|>",), _COHERE, tools=False),
+    "smollm2": Family(_SMOLLM2, tools=False),
 }
 
 _FROM_ROLES = """

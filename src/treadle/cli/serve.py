@@ -58,7 +58,7 @@ class ServeConfig(Config):
 def add_parser(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "serve", run, "serve a model to OpenAI's and Anthropic's clients", _EXAMPLES)
-    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="directory of a Hugging Face causal LM")
+    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a model directory, or a name of model.path")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: 8000)")
     parser.add_argument(

@@ -21,6 +21,10 @@ class DataError(TreadleError, ValueError):
     """Says that a dataset, task, demonstration or record breaks its contract."""
 
 
+class DownloadError(TreadleError, RuntimeError):
+    """Says that a model could not be fetched: no network, no such package in the index, no pip."""
+
+
 class EngineError(TreadleError, RuntimeError):
     """Says that the inference engine refused or failed a call."""
 

@@ -1,4 +1,4 @@
-"""Durable files: complete or absent, also after a crash or a power loss."""
+"""Durable files: complete or absent, also after a crash or a power loss. And the place of the cache."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import hashlib
 import os
 from pathlib import Path
 from typing import NamedTuple
+
+
+def cache_directory() -> Path:
+    """Return where warm starts and converted models are kept: `$TREADLE_CACHE`, or `treadle` in the user's cache.
+
+    The user's cache is `$XDG_CACHE_HOME`, which must be absolute to count, or `~/.cache`.
+    """
+    if own := os.environ.get("TREADLE_CACHE"):
+        return Path(own)
+    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (configured if configured.is_absolute() else Path.home() / ".cache") / "treadle"
 
 
 class WrittenFile(NamedTuple):

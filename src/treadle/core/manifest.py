@@ -151,13 +151,13 @@ class Manifest:
             raise _damage(self.directory, name, f"does not have the SHA-256 in {MANIFEST}", self.remedy)
 
 
-def prove_files(directory: Path, names: Iterable[str]) -> None:
+def prove_files(directory: Path, names: Iterable[str], remedy: str = "") -> None:
     """Check those of these files that exist or are listed, in a directory of any origin.
 
-    Without a manifest there is nothing to check. Raises DamageError.
+    Without a manifest there is nothing to check. Raises DamageError, which ends with the remedy.
     """
     if (directory / MANIFEST).is_file():
-        manifest = Manifest.load(directory)
+        manifest = Manifest.load(directory, remedy=remedy)
         manifest.prove(name for name in names if name in manifest.sha256 or (directory / name).exists())
 
 

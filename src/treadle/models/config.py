@@ -12,12 +12,18 @@ from treadle.core.config import Config
 class ModelConfig(Config):
     """Configures the Hugging Face causal LM that is trained: one at a path, or one built from a small config."""
 
-    path: str | None = Field(None, description="directory of a Hugging Face causal LM; code in it is never run")
+    path: str | None = Field(
+        None,
+        description="directory of a Hugging Face causal LM (code in it is never run), or a hub's ORG/NAME[@REVISION], "
+        "or smollm2 or a GGUF file after `treadle models get`",
+    )
     build: dict[str, Any] | None = Field(
         None,
         description="instead of path: a transformers config (model_type and its fields) initialised from the seed",
     )
-    tokenizer: str | None = Field(None, description="directory of a tokenizer, or 'demo'; default: the model's path")
+    tokenizer: str | None = Field(
+        None, description="directory of a tokenizer, 'demo', or a name as of model.path; default: the model's path"
+    )
     chat_template: str | None = Field(
         None, description="file of a chat template, or the name of one of the tokenizer's; default: the tokenizer's own"
     )

@@ -25,6 +25,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.files import sha256_of
 from treadle.core.manifest import prove_files
 from treadle.models.config import ModelConfig
+from treadle.models.model_cache import remedy_for
 from treadle.models.model_files import require_model
 from treadle.models.support import refuse_randomness
 
@@ -37,7 +38,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
     Raises ConfigError; DamageError where files are not those that the directory's manifest lists (`core.manifest`).
     """
-    prove_files(directory, (*TOKENIZER_FILES, "config.json"))  # config.json names the tokenizer's class
+    # config.json names the tokenizer's class
+    prove_files(directory, (*TOKENIZER_FILES, "config.json"), remedy_for(directory))
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
@@ -100,11 +102,21 @@ def load_reference(path: str, policy: PreTrainedModel) -> PreTrainedModel:
 
 def _load(directory: str, field: str) -> PreTrainedModel:
     path = require_model(directory, field)
-    prove_files(path, MODEL_FILES)
+    prove_files(path, MODEL_FILES, remedy_for(path))
+    return read_weights(path, field)
+
+
+def read_weights(directory: Path, field: str, gguf_file: str | None = None) -> PreTrainedModel:
+    """Return the causal LM in a directory, in float32; `gguf_file`: the name of a GGUF file there that has it.
+
+    Raises ConfigError, naming the setting, for what cannot be loaded or lacks some of the model's weights.
+    """
+    path = str(directory)
     hf_logging.disable_progress_bar()  # callers show their own progress
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(path),
+            path,
+            gguf_file=gguf_file,
             dtype=torch.float32,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below like what is missing
@@ -112,18 +124,18 @@ def _load(directory: str, field: str) -> PreTrainedModel:
             trust_remote_code=False,
         )
     except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
-        if _names_code(path / "config.json"):
+        if gguf_file is None and _names_code(directory / "config.json"):
             raise ConfigError(
-                f"{field}: the model in {directory!r} brings code of its own (auto_map in config.json), which is never "
+                f"{field}: the model in {path!r} brings code of its own (auto_map in config.json), which is never "
                 "run; take one of an architecture that transformers has, or register its classes from Python "
                 "(AutoConfig.register, AutoModelForCausalLM.register)"
             ) from error
-        raise ConfigError(f"{field}: {directory!r} cannot be loaded: {error}") from error
+        raise ConfigError(f"{field}: {gguf_file or path!r} cannot be loaded: {error}") from error
     model: PreTrainedModel = loaded[0]
     report: dict[str, Any] = loaded[1]
     if wrong := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
         raise ConfigError(
-            f"{field}: the weights in {directory!r} lack {len(wrong)} of the model's, for example {wrong[0]}; "
+            f"{field}: the weights in {path!r} lack {len(wrong)} of the model's, for example {wrong[0]}; "
             "they would be random"
         )
     return model

@@ -1,4 +1,4 @@
-"""Where the files of a configured model lie, and whether they are there. Needs no torch."""
+"""Where the files of a configured model lie, whatever names it, and whether they are there. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 from treadle.core.errors import ConfigError
 from treadle.models.config import ModelConfig
+from treadle.models.model_cache import PACKAGED, converted_directory, is_convertible
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
 def check_model_files(config: ModelConfig) -> None:
@@ -20,19 +21,42 @@ def check_model_files(config: ModelConfig) -> None:
     require_template(config.chat_template, "model.chat_template")
 
 
-def require_model(directory: str, setting: str) -> Path:
-    """Return the directory of a model. Raises ConfigError, naming the setting, where there is none."""
-    path = Path(directory)
+def require_model(name: str, setting: str) -> Path:
+    """Return the directory of a model: one on disk, or converted before (`model_cache`), or of the hub (`hub`).
+
+    A model of the hub is downloaded if it is not in the cache. Raises ConfigError, naming the setting, where there is
+    none; DownloadError if the hub cannot be reached.
+    """
+    path = Path(name)
     if (path / "config.json").is_file():
         return path
     if (path / "config.yaml").is_file():
         raise ConfigError(
-            f"{setting}: {directory!r} is a run; take one of its checkpoints, such as "
-            f"{directory.rstrip('/')}/checkpoints/step-000100, or what `treadle export` makes of it"
+            f"{setting}: {name!r} is a run; take one of its checkpoints, such as "
+            f"{name.rstrip('/')}/checkpoints/step-000100, or what `treadle export` makes of it"
         )
     if path.is_dir():
-        raise ConfigError(f"{setting}: no config.json in {directory!r}; give the directory of a Hugging Face causal LM")
-    raise ConfigError(f"{setting}: no directory {directory!r}; {_download(directory)}")
+        raise ConfigError(f"{setting}: no config.json in {name!r}; give the directory of a Hugging Face causal LM")
+    if is_convertible(name):
+        directory = converted_directory(name)
+        if not directory.is_dir():
+            raise ConfigError(f"{setting}: {name!r} is not in the cache yet; run: treadle models get {name}")
+        return directory
+    if is_hub_name(name):
+        from treadle.models.hub import hub_directory  # huggingface_hub comes with an extra
+
+        return hub_directory(name, setting)
+    if name.startswith("~"):
+        raise ConfigError(f"{setting}: no directory {name!r}; ~ is not expanded here; write the whole path")
+    raise ConfigError(
+        f"{setting}: no directory {name!r}; give that of a Hugging Face causal LM, a GGUF file, a hub's ORG/NAME, or "
+        f"one of {', '.join(PACKAGED)}"
+    )
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a name may be that of a model on a hub; where its first part is a directory here, it is a path."""
+    return _HUB_NAME.fullmatch(name) is not None and not Path(name).parent.is_dir()
 
 
 def require_template(template: str | None, setting: str) -> None:
@@ -42,9 +66,18 @@ def require_template(template: str | None, setting: str) -> None:
 
 
 def tokenizer_directory(config: ModelConfig) -> Path:
-    """Return the directory of the configured tokenizer. Raises ConfigError if it is not there."""
+    """Return the directory of the configured tokenizer. Raises as `require_model`."""
     name = config.tokenizer or config.path or ""
-    directory = Path(str(files("treadle.recipes") / "tokenizer")) if name == "demo" else Path(name)
+    setting = "model.path" if config.tokenizer is None else "model.tokenizer"
+    if name == "demo":
+        return Path(str(files("treadle.recipes") / "tokenizer"))
+    directory = Path(name)
+    if not (directory / "tokenizer.json").is_file() and is_convertible(name):
+        directory = require_model(name, setting)
+    elif not directory.is_dir() and is_hub_name(name):
+        from treadle.models.hub import hub_directory  # huggingface_hub comes with an extra
+
+        directory = hub_directory(name, setting, weights=config.tokenizer is None)
     if not (directory / "tokenizer.json").is_file():
         if config.tokenizer is None:
             raise ConfigError(
@@ -52,13 +85,3 @@ def tokenizer_directory(config: ModelConfig) -> Path:
             )
         raise ConfigError(f"model.tokenizer: no tokenizer.json in {name!r}; give a directory that has one, or 'demo'")
     return directory
-
-
-def _download(directory: str) -> str:
-    """What to do about a directory that is not there, which may be meant as the name of a model on a hub."""
-    if directory.startswith("~"):
-        return "~ is not expanded here; write the whole path"
-    if not _HUB_NAME.fullmatch(directory) or Path(directory).parent.is_dir():
-        return "give that of a Hugging Face causal LM"
-    folder = f"models/{directory.rpartition('/')[2]}"
-    return f"models are not downloaded: `hf download {directory} --local-dir {folder}`, then give {folder}"

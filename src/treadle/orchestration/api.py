@@ -48,7 +48,8 @@ def train(
     agent program, `def agent(task, client)`, async or not, which plays an attempt (`treadle.rollout.agents.agent`); or
     the class of an `AttemptDriver` (`treadle.rollout.drivers.driver`).
     tasks: `Task`s, or dicts with their fields; or, as in a recipe, a .jsonl file or the name of a generator.
-    model: directory of a Hugging Face causal LM, or a `model` section (`{"build": {...}, "tokenizer": "demo"}`).
+    model: what `model.path` takes (directory of a Hugging Face causal LM, smollm2, a hub's ORG/NAME, a GGUF file), or a
+    `model` section (`{"build": {...}, "tokenizer": "demo"}`).
     run: directory of the new run. held_out: tasks to evaluate on before and after.
     settings: any configuration by its path, as on the command line: `{"training.group_size": 16}`.
 
@@ -57,7 +58,7 @@ def train(
     progress: shows the run to a person; default: plain lines. callbacks: follow the run (`treadle.Callback`), beside
     those in `settings`.
 
-    Raises ConfigError, DataError or RunError before anything is sampled, TrainingStopped later.
+    Raises ConfigError, DataError, DownloadError or RunError before anything is sampled, TrainingStopped later.
     """
     kind, name, player = _player(environment)
     given = {"train": _given(tasks, "tasks"), "held_out": _given(held_out, "held_out")}

