@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import sys
 import unicodedata
 from collections import Counter
 from functools import cache
@@ -270,21 +271,31 @@ def test_tokenizing_anew_would_have_broken_most_of_them() -> None:
     assert counts["extends"] > counts["appended"] / 2
 
 
-@pytest.mark.slow
-def test_ten_thousand_conversations() -> None:
-    """Prints how they went: with `-s`."""
+def play(conversations: int) -> tuple[Counter[str], Counter[str]]:
+    """Counts of prompts, and of conversations, with the same number of each family; prints how they went."""
     vocabulary = "qwen" if "TREADLE_TEST_DATA" in os.environ else "small"
-    total, conversations = Counter[str](), Counter[str]()
+    total, played = Counter[str](), Counter[str]()
     for name in FAMILIES:
         counts = Counter[str]()
-        for seed in range(10_000 // len(FAMILIES)):
+        for seed in range(conversations // len(FAMILIES)):
             found = talk(world(name, vocabulary), seed, 2 + seed % 6)
             counts += found
-            conversations["all"] += 1
-            conversations["broken if tokenized anew"] += found["naive breaks"] > 0
-            conversations["broken"] += found["extends"] < found["appended"]
+            played["all"] += 1
+            played["broken if tokenized anew"] += found["naive breaks"] > 0
+            played["broken"] += found["extends"] < found["appended"]
         print(f"{name}: {dict(counts)}", flush=True)
         total += counts
-    print(f"\n{vocabulary} vocabulary: conversations {dict(conversations)}\nprompts {dict(total)}")
+    print(f"\n{vocabulary} vocabulary: conversations {dict(played)}\nprompts {dict(total)}")
+    return total, played
+
+
+@pytest.mark.slow
+def test_a_thousand_conversations() -> None:
+    """Run as a module, this file plays as many as it is told."""
+    total, conversations = play(1_000)
     assert conversations["broken if tokenized anew"] > conversations["all"] / 2
     assert total["structure unchecked"] < total["appended"] / 100
+
+
+if __name__ == "__main__":
+    play(int(sys.argv[1]))

@@ -353,8 +353,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, 4 * 
     ("rows", "part", "entropy"),
     [
         (150, 32, True),  # the like of the next, small
-        pytest.param(3000, 1, True, marks=pytest.mark.slow),
-        pytest.param(3000, 1, False, marks=pytest.mark.slow),
+        pytest.param(1500, 1, True, marks=pytest.mark.slow),
+        pytest.param(1500, 1, False, marks=pytest.mark.slow),
     ],
 )
 def test_peak_memory_at_a_large_vocabulary_stays_far_below_the_logits(rows: int, part: int, entropy: bool) -> None:

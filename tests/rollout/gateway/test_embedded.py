@@ -73,8 +73,8 @@ async def test_eight_identical_requests_are_eight_samples(together: bool) -> Non
 
 
 @pytest.mark.slow
-async def test_no_step_is_lost_doubled_or_misplaced_in_a_minute_of_disconnects() -> None:
+async def test_no_step_is_lost_doubled_or_misplaced_in_a_storm_of_disconnects() -> None:
     async with embedded(grace=0.1) as server:
-        found = await storm(server, sessions=64, seconds=60.0, seed=2)
+        found = await storm(server, sessions=64, seconds=20.0, seed=2)
     assert found["live"] == found["answers"] > 500
     assert found["dropped"] > 20
