@@ -25,6 +25,7 @@ TOP_DOWN = (
     "models",
     "rollout",
     "rendering",
+    "data",
     "envs",
     "core",
 )

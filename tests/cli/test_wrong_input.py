@@ -84,7 +84,7 @@ TRAIN: dict[str, tuple[str, ...]] = {
     "data.train.source=train.json": ("data.train.source: 'train.json' is no .jsonl", "make it one"),
     "data.train.source=broken.jsonl data.train.options={}": ("broken.jsonl:1: not JSON",),
     "data.train.source=text.jsonl data.train.options={}": (
-        "text.jsonl:1: prompt must be a JSON array, got 'Hi'; write [{\"role\"",
+        'text.jsonl:1: prompt must be text or a JSON array of messages, got 3; write [{"role"',
     ),
     "data.train.source=arithmetics": (
         "data.train.source: 'arithmetics' is not registered; did you mean 'arithmetic'?",
@@ -176,7 +176,7 @@ def fill(folder: Path) -> None:
         (folder / name / "config.json").write_text("{}")
     (folder / "served" / "tokenizer.json").write_text("{}")
     (folder / "train.jsonl").write_text('{"prompt": [{"role": "user", "content": "Hi"}]}\n')
-    (folder / "text.jsonl").write_text('{"prompt": "Hi"}\n')
+    (folder / "text.jsonl").write_text('{"prompt": 3}\n')
     (folder / "broken.jsonl").write_text("Hi\n")
     (folder / "train.json").write_text("[]")
     (folder / "broken.yaml").write_text("a: [")

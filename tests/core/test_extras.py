@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
         ("wandb", "wandb"),
         ("gguf", "gguf"),
         ("accelerate", "gguf"),
+        ("datasets", "datasets"),
         ("pydantic", None),  # always there
         ("pytest", None),  # a contributor's
         ("no_such_package", None),

@@ -170,7 +170,7 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
         ({"held_out": ["why?"]}, DataError, r"held_out\[0\]: a row must be a JSON object, got str"),
         ({"tasks": "no.jsonl"}, ConfigError, r"data\.train\.source: cannot read no\.jsonl"),
         ({"tasks": "lokup"}, ConfigError, r"data\.train\.source: 'lokup' is not registered; did you mean 'lookup'"),
-        ({"tasks": [{"prompt": "be brief"}]}, DataError, r'tasks\[0\]: prompt must be a JSON array.*write \[{"role"'),
+        ({"tasks": [{"prompt": 3}]}, DataError, r'tasks\[0\]: prompt must be text or a JSON array.*write \[{"role"'),
         ({"tasks": [{"question": "?"}]}, DataError, r"tasks\[0\]: unknown key 'question'; keys are task_id, prompt"),
         ({"tasks": {"prompt": []}}, ConfigError, "tasks is one dict; give a list"),
         ({"tasks": Task("t")}, ConfigError, "tasks is one Task; give a list"),

@@ -11,7 +11,8 @@ from tests.worlds import ROOT, Quiet, tiny, user, vowel_tasks
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
-from treadle.envs.tasks import load_tasks
+from treadle.data.config import TaskSetConfig
+from treadle.data.load import LoadContext, load_tasks
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.inputs import load_inputs, make_inputs
 from treadle.orchestration.train import start_run
@@ -109,7 +110,9 @@ def test_tasks_may_name_what_plays_them_each(tmp_path: Path) -> None:
         '{"prompt": [{"role": "user", "content": "b"}], "environment": "e"}\n'
         '{"prompt": [{"role": "user", "content": "c"}]}\n'
     )
-    found = load_tasks(str(tmp_path / "data.jsonl"), "train", {}, ("driver", "other"))
+    found = load_tasks(
+        TaskSetConfig(source=str(tmp_path / "data.jsonl")), "train", LoadContext(player=("driver", "other"))
+    )
     assert [task.player for task in found] == [("driver", "d"), ("environment", "e"), ("driver", "other")]
     assert make_inputs([Task("t", (user("?"),))], [], drivers={"d": TwoTurns}).train[0].player == ("driver", "d")
 

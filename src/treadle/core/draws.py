@@ -60,10 +60,15 @@ def token_uniforms(seeds: Words, token: ArrayLike) -> NDArray[np.float64]:
     return ((a >> np.uint64(5)) * np.uint64(1 << 26) + (b >> np.uint64(6))).astype(np.float64) * _TO_UNIT
 
 
-def permutation(size: int, seed: int, epoch: int, stream: Stream = Stream.SHUFFLE) -> NDArray[np.int64]:
-    """Return the shuffle of `size` items for one epoch, int64[size]: each epoch has its own, derived from the seed."""
+def permutation(
+    size: int, seed: int, epoch: int, stream: Stream = Stream.SHUFFLE, source: int = 0
+) -> NDArray[np.int64]:
+    """Return the shuffle of `size` items for one epoch, int64[size]: each epoch has its own, derived from the seed.
+
+    source: number of a mixture's source; sources of one size have different shuffles.
+    """
     high, low, _, _ = philox4x32(
-        (np.arange(size, dtype=np.uint64), epoch, 0, 0),
+        (np.arange(size, dtype=np.uint64), epoch, source, 0),
         (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24)),
     )
     return np.argsort((high << _32) | low, kind="stable").astype(np.int64)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
+from functools import partial
 
+from treadle.core import registry
+from treadle.core.errors import ConfigError
 from treadle.core.rewards import Reward
 from treadle.core.types import Task
 from treadle.envs.base import Environment, EnvStep
@@ -42,3 +45,19 @@ def is_reward_function(found: object) -> bool:
     except ValueError:  # a builtin that does not say
         return False
     return parameters[1:2] == ["text"]
+
+
+def load_reward(name: str) -> Callable[[], Environment]:
+    """Return what makes environments of the reward function `name` (`module:function`, or a registered name).
+
+    Raises ConfigError for an unknown name, and for what cannot be called with a task and a text.
+    """
+    found = registry.resolve("rewards", name, "reward")
+    if inspect.isclass(found) or not callable(found):
+        kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
+        raise ConfigError(f"reward: {name!r} is {kind}, it must be a function: def reward(task, text), async or not")
+    try:
+        inspect.signature(found).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"reward: {name!r} is called as reward(task, text), but: {error}") from error
+    return partial(SingleTurn, found)

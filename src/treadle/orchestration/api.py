@@ -14,8 +14,9 @@ from typing import Any
 from treadle.core.config import apply_overrides, build
 from treadle.core.errors import ConfigError
 from treadle.core.types import Task
+from treadle.data.rows import Row, make_task
 from treadle.envs.single_turn import RewardFunction, SingleTurn, is_reward_function
-from treadle.envs.tasks import check_environment, load_environment, task_from_row
+from treadle.envs.tasks import check_environment, load_environment
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.reporting.progress import PlainProgress, Progress
@@ -47,7 +48,8 @@ def train(
     in a recipe; or a function `def reward(task, text)`, async or not, which grades one reply to a task's prompt; or an
     agent program, `def agent(task, client)`, async or not, which plays an attempt (`treadle.rollout.agents.agent`); or
     the class of an `AttemptDriver` (`treadle.rollout.drivers.driver`).
-    tasks: `Task`s, or dicts with their fields; or, as in a recipe, a .jsonl file or the name of a generator.
+    tasks: `Task`s, or dicts with their fields (or others, named in the setting `data.columns`); or, as in a recipe, a
+    .jsonl or .parquet file, a directory of them, a Hugging Face data set or the name of a generator.
     model: what `model.path` takes (directory of a Hugging Face causal LM, smollm2, a hub's ORG/NAME, a GGUF file), or a
     `model` section (`{"build": {...}, "tokenizer": "demo"}`).
     run: directory of the new run. held_out: tasks to evaluate on before and after.
@@ -140,7 +142,9 @@ def _given(tasks: Any, name: str) -> str | list[Any]:
     if isinstance(tasks, str | os.PathLike):
         return os.fspath(tasks)
     if isinstance(tasks, Mapping | Task) or not isinstance(tasks, Iterable | None):
-        raise ConfigError(f"{name} is one {type(tasks).__name__}; give a list of Task or of dicts, or a .jsonl file")
+        raise ConfigError(
+            f"{name} is one {type(tasks).__name__}; give a list of Task or of dicts, or a .jsonl or .parquet file"
+        )
     return list(tasks or ())
 
 
@@ -151,13 +155,15 @@ def _source(given: str | list[Any]) -> str:
 
 def _tasks(
     given: str | list[Any], split: Split, config: RunConfig, environments: dict[str, EnvironmentFactory]
-) -> list[Task]:
+) -> Sequence[Task]:
     """Return the tasks of a split. Raises ConfigError or DataError."""
     if isinstance(given, str):
         return load_split(config, split, environments)
     name = "tasks" if split == "train" else split
     return [
-        row if isinstance(row, Task) else task_from_row(row, f"{name}[{number}]", f"{split}-{number:06d}")
+        row
+        if isinstance(row, Task)
+        else make_task(Row(row, f"{name}[{number}]", f"{split}-{number:06d}"), config.data.columns)
         for number, row in enumerate(given)
     ]
 

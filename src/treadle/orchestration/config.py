@@ -16,6 +16,7 @@ from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config, build, load_yaml
 from treadle.core.errors import ConfigError
 from treadle.core.types import SamplingParams, named_players
+from treadle.data.config import DataConfig
 from treadle.engines.config import EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.orchestration.sampling.failures import FailuresConfig
@@ -26,24 +27,6 @@ from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import TrainerSpec, TrainingConfig, WarmStartConfig
 
 KeepBest = Literal["held_out_success", "held_out_reward"]
-
-
-class TaskSetConfig(Config):
-    """Configures where tasks come from."""
-
-    source: str = Field(description="a .jsonl file, a registered name or module:function")
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="options of the tasks' generator (count, seed, ...)"
-    )
-
-
-class DataConfig(Config):
-    """Configures training and held-out tasks."""
-
-    train: TaskSetConfig = Field(description="tasks to train on")
-    held_out: TaskSetConfig | None = Field(None, description="tasks to evaluate on; never trained")
-    shuffle: bool = Field(True, description="visit the training tasks in another order each epoch")
-    table_by: str | None = Field(None, description="key of a task's extras by which evaluation tables are split")
 
 
 class EvaluationConfig(Config):
@@ -125,6 +108,9 @@ class RunConfig(Config):
     about: str = Field("", description="what the recipe does, in a line")
     seed: int = Field(0, ge=0, lt=2**48, description="keys every random draw of the run")
     environment: str = Field("", description="environment of tasks that name nothing that plays them")
+    reward: str = Field(
+        "", description="module:function that grades one reply to each of such tasks, instead of an environment"
+    )
     agent: str = Field("", description="agent program of such tasks, instead of an environment")
     driver: str = Field("", description="attempt driver of such tasks, instead of either")
     data: DataConfig = Field(description="tasks")
@@ -142,7 +128,8 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _one_player(self) -> RunConfig:
-        if len(named := named_players(self)) > 1:
+        named = named_players(self) | ({"reward": self.reward} if self.reward else {})
+        if len(named) > 1:
             both = " and ".join(f"{kind} {name!r}" for kind, name in named.items())
             raise ValueError(f"{both} are both set; leave one out (a task may name another of its own)")
         return self
@@ -201,7 +188,7 @@ class RunConfig(Config):
     @property
     def player(self) -> tuple[str, str]:
         """Return what plays the tasks that name nothing themselves: (kind, name), as `Task.player`."""
-        return next(iter(named_players(self).items()), ("environment", ""))
+        return next(iter(named_players(self).items()), ("environment", self.reward))
 
     @property
     def trainer(self) -> TrainerSpec:

@@ -29,6 +29,7 @@ from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_
 from treadle.orchestration.setup.config_diff import Change, changes, check_changes
 from treadle.orchestration.setup.engines import training_engine
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts
+from treadle.orchestration.setup.same_data import check_same_data, record_data
 from treadle.orchestration.setup.thread_count import available_cores
 from treadle.orchestration.setup.validation import check_config
 from treadle.orchestration.setup.warm_start import WarmStartReport, check_demonstrations, run_warm_start
@@ -60,6 +61,7 @@ def start_run(
         check_demonstrations(config, chat.renderer)
         run = RunDirectory.create(path, config)
         with closing(run):
+            record_data(run, inputs)
             progress.log(f"run directory: {path} ({_threads_line(config)})")
             if problem := _tools_problem(inputs, chat, config):
                 progress.log(f"agents' calls with tools will be refused: {problem}")
@@ -89,7 +91,8 @@ def resume_run(
     From the latest, weights become bit-identical to those of a run that was never interrupted. From an earlier one,
     everything after it is rolled back. Raises RunError if the run is finished (one that goes back or gets more updates
     is not), in use, or never reached its first checkpoint; DamageError if the ledger, the checkpoint or the
-    configuration is not as it was written; ConfigError for a change of configuration that a run cannot go on with.
+    configuration is not as it was written; ConfigError for a change of configuration that a run cannot go on with,
+    DataError for other tasks.
     """
     clock, runtime = Clock(), runtime or Runtime()
     check_config(config)
@@ -105,6 +108,7 @@ def resume_run(
         config = _with_threads(config, config.training.threads or before.training.threads)
         changed = changes(before, config)
         check_changes(changed, state.update)
+        check_same_data(run, inputs)
         chat = load_chat_interface(config.model)
         with closing(runtime.make_trainer(config.trainer)) as trainer:
             config = _with_threads(config, use_threads(config.training.threads, trainer.model.parameters))

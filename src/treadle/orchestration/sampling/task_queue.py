@@ -2,43 +2,89 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
 from treadle.core.draws import permutation
 from treadle.core.errors import DataError
 from treadle.core.types import Group, Task, group_id
+from treadle.data.mixture import Mixture
 from treadle.orchestration.sampling.quarantine import TaskQuarantine
 from treadle.packing.flat import Indices
 
 
 class TaskOrder:
-    """Orders the training tasks, for ever: each epoch has its own shuffle, a pure function of seed and epoch.
+    """Orders the training tasks, for ever: a pure function of tasks, seed and index.
 
-    No epoch has the order of the one before it: where chance would have it so, it is turned by one.
+    Each source of a `Mixture` gets its share of the groups, as evenly as can be: of the first n, its share of n to
+    about one group. It goes through its own tasks epoch by epoch. Tasks of no mixture are one source.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool) -> None:
         if not tasks:
             raise DataError("there are no training tasks")
-        self.tasks, self._seed, self._shuffle = tasks, seed, shuffle
-        self._epoch, self._order = -1, np.arange(0)
+        parts, weights = (tasks.parts, tasks.weights) if isinstance(tasks, Mixture) else ([tasks], [1.0])
+        self.tasks, self._turns = tasks, _Turns(weights)
+        self._starts = [0, *accumulate(map(len, parts))]
+        self._orders = [_SourceOrder(len(part), seed, shuffle, number) for number, part in enumerate(parts)]
+        self.longest_wait = max(
+            math.ceil(len(part) * sum(weights) / weight) + len(parts) - 1
+            for part, weight in zip(parts, weights, strict=True)
+        )
+        """Groups among which every task comes up at least once."""
 
     def at(self, index: int) -> tuple[int, int, Task]:
-        """Return (epoch, position in the dataset, task) of the group with this submission index."""
-        epoch, place = divmod(index, len(self.tasks))
-        position = int(self._shuffled(epoch)[place]) if self._shuffle else place
+        """Return (epoch of its source, position in the dataset, task) of the group with this submission index."""
+        source, number = self._turns.at(index)
+        epoch, place = self._orders[source].at(number)
+        position = self._starts[source] + place
         return epoch, position, self.tasks[position]
+
+
+class _Turns:
+    """Says which source each group is of: the one that is furthest behind its share, the first of several."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights, self._counts = weights, [0] * len(weights)
+        self._turns: list[tuple[int, int]] = []
+
+    def at(self, index: int) -> tuple[int, int]:
+        """Return the source of a group, and how many groups before it are of that source."""
+        if len(self._weights) == 1:
+            return 0, index
+        while len(self._turns) <= index:
+            source = min(range(len(self._weights)), key=lambda n: (self._counts[n] + 0.5) / self._weights[n])
+            self._turns.append((source, self._counts[source]))
+            self._counts[source] += 1
+        return self._turns[index]
+
+
+class _SourceOrder:
+    """Orders the tasks of one source: each epoch has its own shuffle, a pure function of seed, source and epoch.
+
+    No epoch has the order of the one before it: where chance would have it so, it is turned by one.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool, source: int) -> None:
+        self._size, self._seed, self._shuffle, self._source = size, seed, shuffle, source
+        self._epoch, self._order = -1, np.arange(0)
+
+    def at(self, number: int) -> tuple[int, int]:
+        """Return (epoch, position in the source) of its group with this number."""
+        epoch, place = divmod(number, self._size)
+        return epoch, int(self._shuffled(epoch)[place]) if self._shuffle else place
 
     def _shuffled(self, epoch: int) -> Indices:
         if epoch < self._epoch:
             self._epoch, self._order = -1, np.arange(0)
         while self._epoch < epoch:
             self._epoch += 1
-            order = permutation(len(self.tasks), self._seed, self._epoch)
+            order = permutation(self._size, self._seed, self._epoch, source=self._source)
             self._order = np.roll(order, 1) if np.array_equal(order, self._order) else order
         return self._order
 
@@ -77,7 +123,7 @@ class TaskQueue:
         """
         if self.requeued:
             return self._group(self.requeued.popleft())
-        for _ in range(len(self._order.tasks)):
+        for _ in range(self._order.longest_wait):
             on_record = self.next_index in self._restored
             group = self._group(self.next_index)
             self.next_index += 1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Message, Task
-from treadle.envs.tasks import load_environment, load_generator, load_tasks, with_player
+from treadle.data.load import LoadContext, load_tasks
+from treadle.data.tasks import Player, players, shared_ids, with_players
+from treadle.envs.single_turn import load_reward
+from treadle.envs.tasks import load_environment
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.validation import check_context
@@ -27,6 +30,7 @@ from treadle.training.demonstrations import load_demonstrations
 
 T = TypeVar("T")
 Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 _NOBODY = Players()
 
@@ -38,8 +42,8 @@ IN_MEMORY = "in memory"
 class Inputs:
     """Holds the tasks, the environments, agents and drivers that they name, and the callbacks by name."""
 
-    train: list[Task]
-    held_out: list[Task]
+    train: Sequence[Task]
+    held_out: Sequence[Task]
     players: Players = field(default_factory=Players)
     callbacks: dict[str, Callback] = field(default_factory=dict)
 
@@ -51,10 +55,11 @@ def load_inputs(config: RunConfig) -> Inputs:
     """
     if config.warm_start is not None:
         load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
-    train, held_out = load_split(config, "train"), load_split(config, "held_out")
-    inputs = make_inputs(train, held_out, callbacks=load_callbacks(config.callbacks))
-    kind, name = config.player
-    if name and kind != "environment" and config.player not in {task.player for task in train}:
+    environments = reward_environments(config)
+    train, held_out = (load_split(config, split, environments) for split in SPLITS)
+    inputs = make_inputs(train, held_out, environments, callbacks=load_callbacks(config.callbacks))
+    kind, name = ("reward", config.reward) if config.reward else config.player
+    if name and kind != "environment" and config.player not in players(train):
         first = train[0]
         raise ConfigError(
             f"{kind} {name!r} would play nothing: each task names its own environment, agent or driver, for example "
@@ -67,8 +72,17 @@ def load_held_out(config: RunConfig) -> Inputs:
     """Load only what an evaluation needs. Needs no torch. Raises ConfigError or DataError."""
     if config.data.held_out is None:
         raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
-    held_out = load_split(config, "held_out")
-    return Inputs([], held_out, load_players(held_out))
+    environments = reward_environments(config)
+    held_out = load_split(config, "held_out", environments)
+    return Inputs([], held_out, load_players(held_out, given=Players(environments)))
+
+
+def reward_environments(config: RunConfig) -> dict[str, EnvironmentFactory]:
+    """Return the environment of the recipe's reward function, by the function's name; none if it has no such function.
+
+    Raises ConfigError.
+    """
+    return {config.reward: load_reward(config.reward)} if config.reward else {}
 
 
 def make_inputs(
@@ -86,24 +100,25 @@ def make_inputs(
     """
     if not train:
         raise DataError("there are no training tasks")
-    if shared := sorted({t.task_id for t in train} & {t.task_id for t in held_out}):
+    if shared := shared_ids(train, held_out):
         raise DataError(
-            f"{len(shared)} held-out tasks are training tasks too, for example {shared[0]!r}; keep them apart"
+            f"{len(shared)} held-out tasks are training tasks too, for example {shared[0]!r}; keep them apart "
+            "(if only ids are the same, because files are called alike, rename one)"
         )
     given = {"environment": environments, "agent": agents, "driver": drivers}
     default = next(((kind, name) for kind, named in given.items() for name in named), ("environment", ""))
-    train, held_out = ([with_player(task, default) for task in tasks] for tasks in (train, held_out))
-    players = load_players([*train, *held_out], Players(environments, agents, drivers))
-    return Inputs(train, held_out, players, dict(callbacks))
+    train, held_out = (with_players(tasks, default) for tasks in (train, held_out))
+    found = load_players(train, held_out, given=Players(environments, agents, drivers))
+    return Inputs(train, held_out, found, dict(callbacks))
 
 
-def load_players(tasks: Sequence[Task], given: Players = _NOBODY) -> Players:
+def load_players(*tasks: Sequence[Task], given: Players = _NOBODY) -> Players:
     """Return the environments, agents and drivers that the tasks name, loaded where not given. Raises ConfigError."""
-    named = sorted({task.player for task in tasks})
+    named = sorted(set[Player]().union(*map(players, tasks)))
     if ("environment", "") in named:
         raise ConfigError(
             "some tasks name neither an environment nor an agent; "
-            "set 'environment' or 'agent' in the recipe or in each task"
+            "set 'environment', 'reward' or 'agent' in the recipe, or one in each task"
         )
 
     def found(wanted: str, known: Mapping[str, T], load: Callable[[str], T]) -> dict[str, T]:
@@ -117,20 +132,23 @@ def load_players(tasks: Sequence[Task], given: Players = _NOBODY) -> Players:
 
 def load_split(
     config: RunConfig, split: Split, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
-) -> list[Task]:
+) -> Sequence[Task]:
     """Return the tasks of `data.train` or `data.held_out`, none if it is not set.
 
-    A generator with a parameter `seed` gets the run's, if the recipe sets none. environments: by name, those that are
-    not looked up in the registry. Raises ConfigError or DataError.
+    environments: by name, those that are not looked up in the registry. Raises ConfigError or DataError.
     """
     section = config.data.train if split == "train" else config.data.held_out
     if section is None:
         return []
-    options = dict(section.options)
-    if not section.source.endswith(".jsonl"):
-        parameters = inspect.signature(load_generator(section.source, split)).parameters
-        options = {"seed": config.seed, **options} if "seed" in parameters else options
-    return load_tasks(section.source, split, options, config.player, environments)
+    return load_tasks(section, split, load_context(config, environments))
+
+
+def load_context(
+    config: RunConfig, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
+) -> LoadContext:
+    """Return what all sources of a run have in common. Raises ConfigError for a reward function that does not exist."""
+    known = {**reward_environments(config), **environments}
+    return LoadContext(config.data.columns, config.player, known, config.seed)
 
 
 def check_first_prompts(
@@ -144,7 +162,8 @@ def check_first_prompts(
     """
     check_context(config, context)
     problems = []
-    for task in [task for task in inputs.train if task.environment][:3]:
+    tasks = (task for task in inputs.train if task.environment) if inputs.players.environments else ()
+    for task in islice(tasks, 3):
         try:
             messages = run(_first_messages(inputs.players.environments[task.environment], task, config, log), log)
         except TrajectoryFailure as failure:

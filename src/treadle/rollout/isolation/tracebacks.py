@@ -17,6 +17,7 @@ import treadle.core
 _LINES = 60  # of a traceback, those on record
 _ROOT = Path(treadle.core.__file__).parents[1]
 _USERS = (f"{_ROOT}/envs/", f"{_ROOT}/recipes/")  # shipped, but written as a user would
+_GLUE = f"{_ROOT}/envs/single_turn.py"  # between the run and a reward function
 _OURS = tuple(f"{folder}/" for folder in (_ROOT, *asyncio.__path__, *concurrent.futures.__path__))
 _LOOP = (asyncio.base_events.__file__, "run_forever")
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -87,4 +88,4 @@ def _keep_users(found: TracebackException) -> bool:
 
 def _is_users(frame: FrameSummary) -> bool:
     ours = frame.filename.startswith(_OURS) or frame.filename == threading.__file__
-    return not ours or frame.filename.startswith(_USERS)
+    return not ours or (frame.filename.startswith(_USERS) and frame.filename != _GLUE)

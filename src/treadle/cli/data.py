@@ -1,0 +1,167 @@
+"""`treadle data`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from statistics import median
+from typing import Any
+
+from pydantic import Field
+
+from treadle.cli.console import Console
+from treadle.cli.options import Commands, add_command, add_overrides
+from treadle.core.config import Config, build
+from treadle.core.errors import ConfigError, DataError
+from treadle.core.types import Task
+from treadle.data.config import DataConfig, TaskSetConfig
+from treadle.data.load import LoadContext, find_problems, load_tasks, named_sources, open_rows
+from treadle.data.rows import Row, parse_json
+from treadle.data.tasks import shared_ids
+from treadle.orchestration.config import load_recipe, recipe_names
+from treadle.orchestration.setup.inputs import IN_MEMORY, load_context
+
+_EXAMPLES = """examples:
+  treadle data head train.parquet                                  its first row as stored, and the task that it is
+  treadle data head gsm8k/train.jsonl data.columns.prompt=question data.columns.ground_truth=answer -n 2
+  treadle data check train.parquet data.columns.ground_truth=reward_model.ground_truth
+  treadle data check openai/gsm8k data.train.options.name=main data.train.split=test data.columns.prompt=question
+  treadle data check my_recipe.yaml                                all that a recipe trains on and evaluates with
+"""
+_MOST = 10  # problems that are listed
+_TEXT = 300  # characters of a value that are shown
+
+
+class _Source(Config):
+    """Configures a source that is looked at by itself, with the keys that it has in a recipe."""
+
+    data: DataConfig = Field(description="tasks")
+
+
+def add_parser(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "data", run_check, "look at data sets, and check them", _EXAMPLES)
+    below = parser.add_subparsers(metavar="{head,check}", required=True)
+    head = add_command(below, "head", run_head, "show the first rows, and the tasks that they are", _EXAMPLES)
+    _add_source(head)
+    head.add_argument("-n", type=int, default=1, metavar="ROWS", help="how many (default: 1)")
+    check = add_command(below, "check", run_check, "read every row, and list those that are no tasks", _EXAMPLES)
+    _add_source(check)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    what = "a .jsonl or .parquet file, a directory of them, a Hugging Face data set, a generator; or a recipe"
+    parser.add_argument("source", metavar="SOURCE", help=what)
+    add_overrides(parser)
+
+
+def run_head(options: argparse.Namespace) -> int:
+    """Show the first rows of each source, as they are stored and as tasks."""
+    sections, context = _sections(options)
+    console = Console()
+    for split, section in sections.items():
+        for setting, source in named_sources(section, split):
+            rows = open_rows(source, split, setting, context)
+            for row in islice(rows, options.n):
+                _print_row(console, row)
+                _print_task(console, context.task(row, source))
+    return 0
+
+
+def run_check(options: argparse.Namespace) -> int:
+    """Read every row; return 0 if all are tasks, 2 if not."""
+    sections, context = _sections(options)
+    console, status, found = Console(), 0, list[Sequence[Task]]()
+    for split, section in sections.items():
+        try:
+            found.append(load_tasks(section, split, context))
+        except DataError as error:
+            _print_problems(section, split, context, error)
+            status = 2
+            continue
+        name = section.source or ", ".join(part.source for part in section.mixture)
+        console.line(f"{split}: ", (f"{len(found[-1])} tasks", "bold"), f" of {name}")
+        for line in _summary(found[-1]):
+            console.line(f"  {line}")
+    if len(found) == 2 and (shared := shared_ids(*found)):
+        raise DataError(f"{len(shared)} held-out tasks are training tasks too, as {shared[0]!r}; keep them apart")
+    return status
+
+
+def _sections(options: argparse.Namespace) -> tuple[dict[str, TaskSetConfig], LoadContext]:
+    """Return the sections to look at, by split, and what their sources have in common."""
+    if options.source in recipe_names() or options.source.endswith((".yaml", ".yml")):
+        config = load_recipe(options.source, options.overrides)
+        if config.data.train.source == IN_MEMORY:
+            raise ConfigError(f"{options.source}: its tasks were made in Python and are in no file")
+        data, context = config.data, load_context(config)
+    else:
+        given = {"data": {"train": {"source": options.source}}}
+        data = build(_Source, given, options.source, options.overrides).data
+        context = LoadContext(data.columns)
+    sections = {"train": data.train, "held_out": data.held_out}
+    return {split: section for split, section in sections.items() if section is not None}, context
+
+
+def _print_row(console: Console, row: Row) -> None:
+    console.line((row.where, "bold"))
+    if isinstance(row.value, Task):
+        return
+    value = parse_json(row.value, row.where) if isinstance(row.value, bytes) else row.value
+    for name, part in value.items() if isinstance(value, Mapping) else {"": value}.items():
+        _print_value(console, name, part)
+
+
+def _print_task(console: Console, task: Task) -> None:
+    kind, name = task.player
+    console.line("task ", (task.task_id, "bold"), f", played by the {kind} {name!r}" if name else "")
+    for message in task.prompt:
+        _print_value(console, message["role"], message["content"])
+    if task.ground_truth is not None:
+        _print_value(console, "ground_truth", task.ground_truth)
+    if task.extras:
+        _print_value(console, "extras", dict(task.extras))
+
+
+def _print_value(console: Console, name: str, value: Any) -> None:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+    short = text if len(text) <= _TEXT else f"{text[:_TEXT]}... ({len(text)} characters)"
+    console.line(f"  {name:<14} ", short)
+
+
+def _print_problems(section: TaskSetConfig, split: str, context: LoadContext, first: DataError) -> None:
+    """List what is wrong, row by row; at least the error that loading ended with."""
+    errors = Console(stderr=True)
+    problems = _problems(section, split, context)
+    listed = list(islice(problems, _MOST)) or [str(first)]
+    for problem in listed:
+        errors.line(f"error: {problem}")
+    if more := sum(1 for _ in problems):
+        errors.line(f"error: and {more} more rows are no tasks")
+
+
+def _problems(section: TaskSetConfig, split: str, context: LoadContext) -> Iterator[str]:
+    for setting, source in named_sources(section, split):
+        yield from find_problems(source, split, setting, context)
+
+
+def _summary(tasks: Sequence[Task]) -> Iterator[str]:
+    """Yield lines on what the tasks hold."""
+    lengths, kinds, extras, graded, prompts = [], Counter[str](), Counter[str](), 0, Counter[int]()
+    for task in tasks:
+        lengths.append(sum(len(message["content"]) for message in task.prompt))
+        kinds.update([" ".join(task.player)] if task.player[1] else [])
+        extras.update(task.extras.keys())
+        graded += task.ground_truth is not None
+        prompts[hash(json.dumps(task.prompt))] += 1
+    yield f"prompts of {min(lengths)} to {max(lengths)} characters, median {median(lengths):.0f}"
+    if repeated := sum(count - 1 for count in prompts.values()):
+        yield f"{repeated} prompts occur again"
+    yield f"{graded} have a ground truth"
+    if extras:
+        yield "extras: " + ", ".join(f"{name} ({count})" for name, count in extras.most_common())
+    if kinds:
+        yield "played by: " + ", ".join(f"{name} ({count})" for name, count in kinds.most_common())

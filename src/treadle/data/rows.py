@@ -1,0 +1,161 @@
+"""What a row of a data set must be, and the task that it is.
+
+{"question": "3 + 4?", "reward_model": {"ground_truth": "7"}}    a row, as it was stored
+select_fields with columns={prompt: question, ground_truth: reward_model.ground_truth}
+{"prompt": "3 + 4?", "ground_truth": "7"}                        under Treadle's names
+task_from_row
+Task("sums-000001", prompt=({"role": "user", "content": "3 + 4?"},), ground_truth="7")
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from treadle.core.errors import DataError
+from treadle.core.types import PLAYERS, Message, Task, as_messages
+from treadle.data.config import ColumnsConfig
+
+KEYS = ("task_id", "prompt", *PLAYERS, "ground_truth", "extras")
+"""The names of the parts of a task in a row that needs no columns."""
+
+OWN_NAMES = ("task_id", "prompt", "ground_truth", "extras")
+"""Those that are read under these names where columns do not say otherwise."""
+
+PROMPT = '[{"role": "user", "content": "..."}]'
+_JSON: Mapping[type, str] = {str: "string", dict: "object"}
+
+
+class Row(NamedTuple):
+    """Holds a row of a source: a line of JSON, an object, or a `Task` already.
+
+    where: names it in errors. task_id: for a row that has none.
+    """
+
+    value: Any
+    where: str
+    task_id: str
+
+
+def make_task(row: Row, columns: ColumnsConfig | None) -> Task:
+    """Return the task in a row. columns: None for rows in Treadle's own names. Raises DataError."""
+    value = parse_json(row.value, row.where) if isinstance(row.value, bytes) else row.value
+    if columns is not None and isinstance(value, Mapping):
+        value = select_fields(value, columns, row.where)
+    return task_from_row(value, row.where, row.task_id)
+
+
+def parse_json(line: bytes, where: str) -> Any:
+    """Return what a line of JSON holds. Raises DataError."""
+    try:
+        return json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not JSON: {error}; save the file as UTF-8") from error
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON: {error}; write one object a line") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def task_from_row(row: Any, where: str, task_id: str) -> Task:
+    """Return the task in a row that has Treadle's own names.
+
+    where: names the row in errors. task_id: for a row that has none. Raises DataError for anything else.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
+    if unknown := [key for key in row if key not in KEYS]:
+        raise DataError(f"{where}: {unknown_key(unknown[0])}")
+    task_id = _typed(row, "task_id", task_id, str, where)
+    players = {kind: name for kind in PLAYERS if (name := _typed(row, kind, "", str, where))}
+    prompt = as_prompt(row.get("prompt", []), where)
+    extras = _typed(row, "extras", {}, dict, where)
+    if not task_id:
+        raise DataError(f"{where}: task_id must not be empty; leave it out to get one from the row's number")
+    if len(players) > 1:
+        named = " and ".join(f"{kind} {name!r}" for kind, name in players.items())
+        raise DataError(f"{where}: names both {named}; leave one out")
+    try:
+        return Task(task_id, prompt, ground_truth=row.get("ground_truth"), extras=extras, **players)
+    except DataError as error:
+        raise DataError(f"{where}: {error}; leave the column out, or store it as text or numbers") from error
+
+
+def unknown_key(key: str) -> str:
+    """Return the complaint about a key that is none of Treadle's names."""
+    return (
+        f"unknown key {key!r}; keys are {', '.join(KEYS)} (put your own into extras, or say where each is in "
+        f"data.columns: data.columns.prompt={key})"
+    )
+
+
+def as_prompt(value: Any, where: str) -> tuple[Message, ...]:
+    """Return a row's prompt as messages; text is one message of the user, and empty text none. Raises DataError."""
+    if isinstance(value, str):
+        return (Message(role="user", content=value),) if value else ()
+    if not isinstance(value, list):
+        raise DataError(f"{where}: prompt must be text or a JSON array of messages, got {value!r:.100}; write {PROMPT}")
+    messages = [
+        {key: part for key, part in message.items() if part is not None} if isinstance(message, Mapping) else message
+        for message in value  # Arrow has null for the keys that other rows' messages have
+    ]
+    return as_messages(messages, f"{where}: prompt")
+
+
+def select_fields(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> dict[str, Any]:
+    """Return the row under Treadle's names. Raises DataError for a path that is not there."""
+    fields = {name: row[name] for name in OWN_NAMES if name in row}
+    for name, paths in column_paths(columns).items():
+        if isinstance(paths, str):
+            fields[name] = lookup(row, paths, f"{where}: data.columns.{name}")
+        else:
+            fields[name] = {
+                key: lookup(row, path, f"{where}: data.columns.{name}.{key}") for key, path in paths.items()
+            }
+    if "task_id" in fields and isinstance(fields["task_id"], int) and not isinstance(fields["task_id"], bool):
+        fields["task_id"] = str(fields["task_id"])
+    return fields
+
+
+def column_paths(columns: ColumnsConfig) -> dict[str, str | dict[str, str]]:
+    """Return the paths that are set, by the part of a task that is found there."""
+    return {name: paths for name in ColumnsConfig.model_fields if (paths := getattr(columns, name)) is not None}
+
+
+def lookup(row: Mapping[str, Any], path: str, where: str) -> Any:
+    """Return what is at a path: a key of its own, or keys of objects and numbers of list elements, with dots between.
+
+    Raises DataError, which says how far the path leads.
+    """
+    if path in row:
+        return row[path]
+    value: Any = row
+    passed: list[str] = []
+    for key in path.split("."):
+        if isinstance(value, Mapping) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            place = f"{'.'.join(passed)!r}" if passed else "the row"
+            raise DataError(f"{where} is {path!r}, but {place} {_contents(value, key)}; correct the row or the path")
+        passed.append(key)
+    return value
+
+
+def _contents(value: Any, key: str) -> str:
+    if isinstance(value, Mapping):
+        return f"has no {key!r}, only {', '.join(map(str, value)) or 'nothing'}"
+    if isinstance(value, list):
+        return f"is a list of {len(value)}, and has no element {key!r}"
+    return f"is {value!r:.60}, which has no {key!r}"
+
+
+def _typed(row: Mapping[str, Any], key: str, default: Any, kind: type, where: str) -> Any:
+    value = row.get(key, default)
+    if not isinstance(value, kind):
+        raise DataError(f"{where}: {key} must be a JSON {_JSON[kind]}, got {value!r:.100}")
+    return value

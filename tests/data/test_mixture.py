@@ -1,0 +1,155 @@
+"""Several sources in one, visited by weight, the same for the same seed."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.core.config import build
+from treadle.core.errors import ConfigError
+from treadle.core.types import Task
+from treadle.data.config import DataConfig
+from treadle.data.load import LoadContext, load_tasks
+from treadle.data.mixture import Mixture
+from treadle.data.tasks import players, task_ids, tasks_sha256
+from treadle.orchestration.sampling.task_queue import TaskOrder
+
+
+def tasks(name: str, count: int) -> list[Task]:
+    return [Task(f"{name}{n}", environment="e") for n in range(count)]
+
+
+def mixture(sizes: list[int], weights: list[float]) -> Mixture:
+    names = [f"s{n}" for n in range(len(sizes))]
+    return Mixture(names, [tasks("t", size) for size in sizes], weights)
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_mixture_of_a_recipe(tmp_path: Path) -> None:
+    first = write(tmp_path / "sums.jsonl", *[{"prompt": f"sum {n}", "extras": {"a": n}} for n in range(3)])
+    second = write(tmp_path / "math.parquet", *[{"question": f"q{n}", "answer": n} for n in range(5)])
+    parts = [
+        {"source": first, "weight": 3},
+        {
+            "source": second,
+            "columns": {"prompt": "question", "ground_truth": "answer"},
+            "split": "[:4]",
+            "name": "hard",
+        },
+    ]
+    data = build(DataConfig, {"train": {"mixture": parts}})
+    found = load_tasks(data.train, "train", LoadContext(player=("environment", "e")))
+    assert isinstance(found, Mixture)
+    assert list(found.weights) == [3.0, 1.0]
+    assert (
+        [task.task_id for task in found]
+        == list(task_ids(found))
+        == [
+            *(f"sums/sums-00000{n}" for n in (1, 2, 3)),
+            *(f"hard/math-00000{n}" for n in range(4)),
+        ]
+    )
+    assert dict(found[0].extras) == {"source": "sums", "a": 0}
+    assert (dict(found[3].extras), found[3].ground_truth) == ({"source": "hard"}, 0)
+    assert players(found) == {("environment", "e")}
+    assert tasks_sha256(found) == tasks_sha256(
+        load_tasks(data.train, "train", LoadContext(player=("environment", "e")))
+    )
+
+
+@given(
+    sources=st.lists(st.tuples(st.integers(1, 20), st.floats(0.1, 10)), min_size=1, max_size=4),
+    seed=st.integers(0, 5),
+    shuffle=st.booleans(),
+)
+def test_each_source_gets_its_share_of_any_first_groups_epoch_by_epoch(
+    sources: list[tuple[int, float]], seed: int, shuffle: bool
+) -> None:
+    sizes, weights = [size for size, _ in sources], [weight for _, weight in sources]
+    mixed = mixture(sizes, weights)
+    order = TaskOrder(mixed, seed, shuffle)
+    counts = [0] * len(sources)
+    addresses = set()
+    seen: list[list[str]] = [[] for _ in sources]
+    for index in range(120):
+        epoch, position, task = order.at(index)
+        assert task == mixed[position]
+        addresses.add((epoch, position))
+        source = int(task.extras["source"][1:])
+        assert epoch == counts[source] // sizes[source]
+        counts[source] += 1
+        seen[source].append(task.task_id)
+        for count, weight in zip(counts, weights, strict=True):
+            assert abs(count - weight / sum(weights) * (index + 1)) < max(1.5, len(sources) / 2)
+    assert len(addresses) == 120  # draws are keyed by these
+    for size, ids in zip(sizes, seen, strict=True):
+        for start in range(0, len(ids) - size + 1, size):
+            assert max(Counter(ids[start : start + size]).values()) == 1
+    again = TaskOrder(mixture(sizes, weights), seed, shuffle)
+    assert [again.at(index)[:2] for index in reversed(range(120))] == [
+        order.at(index)[:2] for index in reversed(range(120))
+    ]
+
+
+def test_sources_of_one_size_have_shuffles_of_their_own() -> None:
+    order = TaskOrder(mixture([50, 50], [1, 1]), seed=0, shuffle=True)
+    found = [order.at(index)[1] for index in range(100)]
+    assert sorted(found) == list(range(100))
+    assert [n for n in found if n < 50] != [n - 50 for n in found if n >= 50]
+
+
+@given(size=st.integers(1, 30), seed=st.integers(0, 3), index=st.integers(0, 99))
+def test_a_mixture_of_one_is_ordered_as_its_tasks_are(size: int, seed: int, index: int) -> None:
+    alone, mixed = TaskOrder(tasks("t", size), seed, True), TaskOrder(mixture([size], [2.0]), seed, True)
+    assert alone.at(index)[:2] == mixed.at(index)[:2]
+
+
+def test_every_task_comes_up_within_the_longest_wait() -> None:
+    order = TaskOrder(mixture([3, 9, 1], [5.0, 1.0, 0.25]), seed=1, shuffle=True)
+    assert {order.at(index)[1] for index in range(order.longest_wait)} == set(range(13))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"train": {}}, "train: missing key 'source'"),
+        ({"train": {"source": "a.jsonl", "mixture": [{"source": "b.jsonl"}]}}, "train: 'mixture' stands in the place"),
+        ({"train": {"mixture": [{"weight": 1}]}}, r"train\.mixture\.0: .*needs 'source'"),
+        ({"train": {"mixture": [{"source": "a.jsonl", "weight": 0}]}}, r"mixture\.0\.weight: got 0"),
+        (
+            {"train": {"source": "a"}, "held_out": {"mixture": [{"source": "b.jsonl", "weight": 2}]}},
+            r"'b\.jsonl' has weight 2, but every evaluation plays all held-out tasks",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(DataConfig, data)
+
+
+def test_sources_of_one_name_need_others(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    files = [write(tmp_path / name, {"prompt": "x"}) for name in ("a.jsonl", "b/a.jsonl")]
+    data = build(DataConfig, {"train": {"mixture": [{"source": file} for file in files]}})
+    with pytest.raises(ConfigError, match=r"data\.train\.mixture: two sources are called 'a'; give each a name"):
+        load_tasks(data.train, "train", LoadContext())
+
+
+def test_a_source_that_is_wrong_is_named_by_its_number(tmp_path: Path) -> None:
+    parts = [{"source": write(tmp_path / "a.jsonl", {"prompt": "x"})}, {"source": "no.jsonl"}]
+    data = build(DataConfig, {"train": {"mixture": parts}})
+    with pytest.raises(ConfigError, match=r"data\.train\.mixture\[1\]\.source: cannot read no\.jsonl"):
+        load_tasks(data.train, "train", LoadContext(player=("environment", "arithmetic")))
