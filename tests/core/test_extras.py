@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
         ("tensorboard", "tensorboard"),
         ("wandb", "wandb"),
         ("gguf", "gguf"),
-        ("accelerate", "gguf"),
+        ("accelerate", "train"),
         ("datasets", "datasets"),
         ("pydantic", None),  # always there
         ("pytest", None),  # a contributor's

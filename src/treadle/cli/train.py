@@ -10,9 +10,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from treadle.cli.console import Console
+from treadle.cli.dry_run import print_dry_run
 from treadle.cli.live_progress import make_progress
 from treadle.cli.options import Commands, add_command, add_recipe
-from treadle.core.errors import RunError
+from treadle.core.errors import ConfigError, RunError
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.setup.config_diff import changes, check_changes
 from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, load_inputs
@@ -24,6 +25,7 @@ _EXAMPLES = """examples:
   treadle train demo
   treadle train demo seed=3 orchestration.updates=100 --name short
   treadle train my_recipe.yaml model.path=/models/my-model
+  treadle train my_recipe.yaml --dry-run      check everything and show the first prompt, but train nothing
   treadle train demo --resume                 the newest unfinished run of that recipe
   treadle train demo --resume --name short    a certain run
   treadle train demo --resume --name short orchestration.updates=200      with more updates
@@ -43,11 +45,23 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--resume-from", metavar="NAME", help="go back to an earlier checkpoint (or best); all after it is rolled back"
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only check data, model, template, servers and memory, and show the first prompt",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train; returns 0 if the run is finished, 130 if it was asked to stop (and can be resumed)."""
+    """Train, or try what is needed for it; returns 0 if the run is finished, 130 if it was asked to stop.
+
+    A run that stopped can be resumed. A dry run returns 0 if nothing is missing, else 1.
+    """
     resume = options.resume or options.resume_from is not None
+    if options.dry_run:
+        if resume:
+            raise ConfigError("--dry-run is for a new run; leave out --resume, or --dry-run")
+        return print_dry_run(load_recipe(options.recipe, options.overrides), options.runs)
     if resume:
         config, path = _to_resume(options)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,19 @@ def file_sha256(path: Path) -> str:
     return sha256_of(path.read_bytes())
 
 
-def make_model(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
+def make_model(config: ModelConfig, vocabulary: int, seed: int, weights: bool = True) -> PreTrainedModel:
     """Return the configured model in float32, without dropout; a built one is initialised from the seed.
 
+    weights: without them all tensors are on the meta device: shapes that need no memory. Files are then compared with
+    the model by name and shape, and not hashed.
     Raises ConfigError for a directory that holds no model, unknown config fields, a vocabulary that is too small for
     the tokenizer's `vocabulary` ids, dropout or routing noise; DamageError as `load_tokenizer`.
     """
-    model = _load(config.path, "model.path") if config.path is not None else _build(config, vocabulary, seed)
+    if config.path is not None:
+        model = _load(config.path, "model.path", weights)
+    else:
+        with nullcontext() if weights else torch.device("meta"):
+            model = _build(config, vocabulary, seed)
     text = model.config.get_text_config()
     if text.vocab_size < vocabulary:
         raise ConfigError(f"the model's vocabulary of {text.vocab_size} is smaller than the tokenizer's {vocabulary}")
@@ -85,12 +92,12 @@ def make_model(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedMod
     return model
 
 
-def load_reference(path: str, policy: PreTrainedModel) -> PreTrainedModel:
-    """Return the reference model in a directory, in float32.
+def load_reference(path: str, policy: PreTrainedModel, weights: bool = True) -> PreTrainedModel:
+    """Return the reference model in a directory, in float32. weights: as for `make_model`.
 
     Raises ConfigError as `make_model`, and if it cannot score all that the policy may sample.
     """
-    model = _load(path, "algorithm.kl.model")
+    model = _load(path, "algorithm.kl.model", weights)
     refuse_randomness(model)
     mine, theirs = policy.config.get_text_config(), model.config.get_text_config()
     for name in ("vocab_size", "max_position_embeddings"):
@@ -100,15 +107,17 @@ def load_reference(path: str, policy: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _load(directory: str, field: str) -> PreTrainedModel:
+def _load(directory: str, field: str, weights: bool) -> PreTrainedModel:
     path = require_model(directory, field)
-    prove_files(path, MODEL_FILES, remedy_for(path))
-    return read_weights(path, field)
+    if weights:
+        prove_files(path, MODEL_FILES, remedy_for(path))
+    return read_weights(path, field, weights=weights)
 
 
-def read_weights(directory: Path, field: str, gguf_file: str | None = None) -> PreTrainedModel:
+def read_weights(directory: Path, field: str, gguf_file: str | None = None, weights: bool = True) -> PreTrainedModel:
     """Return the causal LM in a directory, in float32; `gguf_file`: the name of a GGUF file there that has it.
 
+    weights: as for `make_model`.
     Raises ConfigError, naming the setting, for what cannot be loaded or lacks some of the model's weights.
     """
     path = str(directory)
@@ -117,6 +126,7 @@ def read_weights(directory: Path, field: str, gguf_file: str | None = None) -> P
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             gguf_file=gguf_file,
+            device_map=None if weights else "meta",
             dtype=torch.float32,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below like what is missing

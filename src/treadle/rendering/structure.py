@@ -133,6 +133,10 @@ class Structure:
         """Return the text of the ids, structural tokens by their usual names."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def is_structural(self, ident: int) -> bool:
+        """Return whether this is the id of a structural token."""
+        return ident in self._name_of
+
     def _leading(self, text: str, at: int) -> str | None:
         found = self.pattern.match(text, at)
         return found[0] if found else None

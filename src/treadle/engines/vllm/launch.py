@@ -62,9 +62,9 @@ def command(python: str, model: Path, port: int, config: EngineConfig) -> list[s
         "enable-scale-out": True,  # token ids in, token ids out
         "worker-extension-cls": "treadle_worker.Extension",
         "weight-transfer-config": {"backend": "treadle"},
-        "enforce-eager": None if _on_gpu() else True,
+        "enforce-eager": None if on_gpu() else True,
         # on a CPU, vLLM dies of a seeded call whose prefill is cut into chunks
-        "enable-chunked-prefill": None if _on_gpu() else False,
+        "enable-chunked-prefill": None if on_gpu() else False,
         **{name.replace("_", "-"): value for name, value in config.vllm.args.items()},
     }
     # the console script of the CPU build is broken; the module is the same everywhere
@@ -93,7 +93,7 @@ def environment(config: EngineConfig) -> dict[str, str]:
     """
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     fixed = {"PYTHONPATH": str(WORKER), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    if not _on_gpu():
+    if not on_gpu():
         threads = max(1, (os.cpu_count() or 1) // 2 // config.vllm.servers)
         # left to itself it pins a thread to every core, which is ten times slower beside anything else
         fixed |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
@@ -101,7 +101,8 @@ def environment(config: EngineConfig) -> dict[str, str]:
     return {**inherited, **fixed, **config.vllm.environment}
 
 
-def _on_gpu() -> bool:
+def on_gpu() -> bool:
+    """Return whether servers that Treadle starts here compute on a GPU."""
     import torch  # only where a server is started: `find_python` is called before anything heavy is loaded
 
     return torch.cuda.is_available()

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
-from treadle.core.types import Message, Task
+from treadle.core.types import Ids, Message, Task
 from treadle.data.load import LoadContext, load_tasks
 from treadle.data.tasks import Player, players, shared_ids, with_players
 from treadle.envs.single_turn import load_reward
@@ -151,16 +151,34 @@ def load_context(
     return LoadContext(config.data.columns, config.player, known, config.seed)
 
 
+@dataclass(frozen=True, slots=True)
+class FirstPrompt:
+    """Holds the prompt of a task's first call, int32[T], as the model will see it."""
+
+    task_id: str
+    ids: Ids
+
+
 def check_first_prompts(
     inputs: Inputs, renderer: ChatRenderer, config: RunConfig, context: int, log: Callable[[str], None]
 ) -> None:
     """Raise ConfigError for what would fail every attempt later.
 
-    Checks that prompt and completion fit the model's context, in tokens, that an environment can be reset (up to three
-    tasks are tried), and that the first prompt is within `rollout.max_input_tokens`. Agents are not checked: their
-    first prompt is unknown. log: takes lines about environments that block the event loop, or do not end.
+    Checks that prompt and completion fit the model's context, in tokens, and the first prompt (`first_prompt`).
     """
     check_context(config, context)
+    first_prompt(inputs, renderer, config, log)
+
+
+def first_prompt(
+    inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Callable[[str], None]
+) -> FirstPrompt | None:
+    """Return the prompt of the first task whose environment can be reset; None where only agents and drivers play.
+
+    log: takes lines about environments that block the event loop, or do not end. Raises ConfigError if none of up to
+    three can be reset, or if that prompt is longer than `rollout.max_input_tokens`. Agents are not started: their first
+    prompt is unknown.
+    """
     problems = []
     tasks = (task for task in inputs.train if task.environment) if inputs.players.environments else ()
     for task in islice(tasks, 3):
@@ -169,16 +187,17 @@ def check_first_prompts(
         except TrajectoryFailure as failure:
             problems.append(f"task {task.task_id}: {failure}")
             continue
-        tokens = len(Conversation(renderer).render(messages).ids)
-        if tokens > config.rollout.max_input_tokens:
+        ids = Conversation(renderer).render(messages).ids
+        if len(ids) > config.rollout.max_input_tokens:
             raise ConfigError(
-                f"the first prompt of task {task.task_id} has {tokens} tokens, rollout.max_input_tokens is "
+                f"the first prompt of task {task.task_id} has {len(ids)} tokens, rollout.max_input_tokens is "
                 f"{config.rollout.max_input_tokens}; raise it or shorten the prompt"
             )
         check_turns(renderer, messages, several=config.rollout.max_steps > 1 and config.rollout.conversation == "turns")
-        return
+        return FirstPrompt(task.task_id, ids)
     if problems:
         raise ConfigError("no environment could be started; " + "; ".join(problems))
+    return None
 
 
 async def _first_messages(

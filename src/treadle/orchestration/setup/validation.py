@@ -19,10 +19,8 @@ from treadle.training.validation import check_algorithm
 
 def check_config(config: RunConfig) -> None:
     """Raise ConfigError for a configuration with which no run could work."""
-    check_algorithm(config.algorithm, config.training, config.rollout.filters)
-    if config.rewards.shaping is not None:
-        load_shaping(config.rewards.shaping)
-    check_playing(config)
+    check_settings(config)
+    check_engine_config(config.engine)
     check_model_files(config.model)
     if config.algorithm.kl is not None and config.algorithm.kl.model is not None:
         require_model(config.algorithm.kl.model, "algorithm.kl.model")
@@ -31,11 +29,23 @@ def check_config(config: RunConfig) -> None:
         check_context(config, context)
 
 
+def check_settings(config: RunConfig) -> None:
+    """Raise ConfigError for settings that do not fit together, unknown names, or an address that is not free."""
+    check_algorithm(config.algorithm, config.training, config.rollout.filters)
+    if config.rewards.shaping is not None:
+        load_shaping(config.rewards.shaping)
+    _check_rollout(config)
+
+
 def check_playing(config: RunConfig) -> None:
     """Raise ConfigError for an unknown reply parser, an engine that could not start, or an address that is not free."""
+    _check_rollout(config)
+    check_engine_config(config.engine)
+
+
+def _check_rollout(config: RunConfig) -> None:
     reply_parser(config.rollout.reply_parser)
     listen(config.rollout.gateway).close()
-    check_engine_config(config.engine)
 
 
 def check_context(config: RunConfig, context: int) -> None:
