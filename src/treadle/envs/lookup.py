@@ -34,27 +34,23 @@ from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward, is_finite
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
-from treadle.envs.tasks import check_count, check_share, check_split
+from treadle.envs.tasks import check_count, check_share, check_split, words
 
 SYSTEM = "Search, then answer."
 MAX_TURNS = 6
 NOTHING = "nothing found"
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-PERSONS = _words(
+PERSONS = words(
     "Anna Bob Carl Dora Emil Fay Gus Hana Ivan Jane Karl Lena Max Nora Otto Pia Quin Rosa Sam Tina "
     "Umar Vera Wim Xena Yuri Zoe Abel Bea Cora Dan Ella Finn Gina Hugo Iris Jack Kira Leo Maya Nils"
 )
-COMPANIES = _words("Acme Zeta Nova Orbit Delta Omega Vertex Pixel Quark Fusion Atlas Titan Lumen Radix Sonic Argon")
-CITIES = _words("Paris Rome Oslo Cairo Lima Tokyo Berlin Quito Delhi Milan Turin Vienna Prague Dublin Madrid Lisbon")
-COUNTRIES = _words("France Italy Norway Egypt Peru Japan Kenya Chile India Spain Ghana Cuba")
-HOBBIES = _words("chess golf yoga tennis music dance judo rugby sewing poker skiing hiking")
-PRODUCTS = _words("shoes cars phones chairs clocks lamps boats bikes pens tents guitars mirrors")
-FOODS = _words("pizza soup rice cheese bread sushi curry noodles tacos salad honey olives")
+COMPANIES = words("Acme Zeta Nova Orbit Delta Omega Vertex Pixel Quark Fusion Atlas Titan Lumen Radix Sonic Argon")
+CITIES = words("Paris Rome Oslo Cairo Lima Tokyo Berlin Quito Delhi Milan Turin Vienna Prague Dublin Madrid Lisbon")
+COUNTRIES = words("France Italy Norway Egypt Peru Japan Kenya Chile India Spain Ghana Cuba")
+HOBBIES = words("chess golf yoga tennis music dance judo rugby sewing poker skiing hiking")
+PRODUCTS = words("shoes cars phones chairs clocks lamps boats bikes pens tents guitars mirrors")
+FOODS = words("pizza soup rice cheese bread sushi curry noodles tacos salad honey olives")
 
 ENTITIES = PERSONS + COMPANIES + CITIES + COUNTRIES + HOBBIES + PRODUCTS + FOODS
 """Every name of the world, pages and values alike, once."""

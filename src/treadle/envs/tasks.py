@@ -51,6 +51,11 @@ def check_split(split: str) -> None:
         raise DataError(f"there is no split {split!r}; write {' or '.join(map(repr, SPLITS))}")
 
 
+def words(text: str) -> tuple[str, ...]:
+    """Return the words of a text, for lists of names."""
+    return tuple(text.split())
+
+
 def check_count(count: int) -> None:
     """Raise ConfigError unless `count` is a whole number >= 0."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
