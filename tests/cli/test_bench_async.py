@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.conftest import Trained
 from treadle.benchmarks import asynchronous
-from treadle.benchmarks.simulation import Way, World, figures, lognormal, replayed, simulate
+from treadle.benchmarks.simulation import StalenessSettings, World, figures, lognormal, replayed, simulate
 from treadle.cli.main import main
 from treadle.core.errors import RunError
 
@@ -23,9 +23,9 @@ def test_synchronous_training_takes_the_slowest_trajectory_and_then_the_update()
     """Everything constant: 60 s, 40 s and 2 s, one after the other; beside each other, only the first."""
     constant = world(0, publication=2.0)
     expected = {"trajectories/s": 16 / 102, "engine idle": 42 / 102, "learner idle": 60 / 102, "staleness max": 0}
-    found = figures(constant, simulate(constant, Way(0)))
+    found = figures(constant, simulate(constant, StalenessSettings(0)))
     assert {name: found[name] for name in expected} == pytest.approx(expected)
-    beside = figures(constant, simulate(constant, Way(2)))
+    beside = figures(constant, simulate(constant, StalenessSettings(2)))
     assert beside["trajectories/s"] == pytest.approx(16 / 60) and beside["of bound"] == pytest.approx(1)
     assert beside["engine idle"] == pytest.approx(0) and beside["dropped"] == 0
 
@@ -33,7 +33,7 @@ def test_synchronous_training_takes_the_slowest_trajectory_and_then_the_update()
 def test_with_stragglers_staleness_doubles_the_rate_and_reaches_the_bound() -> None:
     """Lognormal, sigma 1: the sizes of docs/async.md, fewer updates."""
     usual = World(lognormal(60, 1), 60.0, updates=30)
-    sync, free = (figures(usual, simulate(usual, Way(staleness))) for staleness in (0, 8))
+    sync, free = (figures(usual, simulate(usual, StalenessSettings(staleness))) for staleness in (0, 8))
     assert free["trajectories/s"] >= 2 * sync["trajectories/s"]
     assert free["of bound"] >= 0.9
     assert free["staleness max"] <= 8
@@ -43,7 +43,7 @@ def test_with_stragglers_staleness_doubles_the_rate_and_reaches_the_bound() -> N
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_no_step_is_trained_beyond_the_bound_whatever_becomes_of_it(staleness: int, policy: str) -> None:
     simulated = world(1.5)
-    seen = simulate(simulated, Way(staleness, policy))  # type: ignore[arg-type]
+    seen = simulate(simulated, StalenessSettings(staleness, policy))  # type: ignore[arg-type]
     found = figures(simulated, seen)
     assert max(seen.staleness) == staleness
     assert (found["dropped"] == 0) == (policy == "wait")
@@ -55,8 +55,8 @@ def test_no_step_is_trained_beyond_the_bound_whatever_becomes_of_it(staleness: i
 
 
 def test_the_same_seed_simulates_the_same() -> None:
-    first, second = (simulate(world(1), Way(3)) for _ in range(2))
-    assert first == second != simulate(world(1, seed=1), Way(3))
+    first, second = (simulate(world(1), StalenessSettings(3)) for _ in range(2))
+    assert first == second != simulate(world(1, seed=1), StalenessSettings(3))
 
 
 def test_seconds_of_a_distribution() -> None:

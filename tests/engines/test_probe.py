@@ -13,14 +13,14 @@ from tests.sources import make_engine
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams, StopReason
-from treadle.engines.probe import EngineFacts, probe_engine
+from treadle.engines.probe import ProbeResult, probe_engine
 from treadle.testing import FakeEngine
 
 PROMPT = np.array([3, 1, 4], np.int32)
 END = 2
 
 
-def probed(engine: Any, **options: Any) -> EngineFacts:
+def probed(engine: Any, **options: Any) -> ProbeResult:
     return asyncio.run(probe_engine(engine, PROMPT, **{"stop_token_ids": [END], **options}))
 
 
@@ -30,7 +30,7 @@ def saying(prompt: Ids, sampling: SamplingParams) -> list[int]:
 
 @pytest.mark.parametrize("options", [{}, {"lock_step": True}, {"lock_step": True, "own_thread": False}])
 def test_the_embedded_engine_passes(options: dict[str, Any]) -> None:
-    async def run() -> EngineFacts:
+    async def run() -> ProbeResult:
         engine = make_engine(tiny(), stop_token_ids=[END], **options)
         facts = await probe_engine(engine, PROMPT, stop_token_ids=[END], version=0)
         await engine.close()

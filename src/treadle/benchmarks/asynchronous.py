@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from treadle.benchmarks.report import Report, Row
-from treadle.benchmarks.simulation import Seconds, Way, World, figures, lognormal, replayed, simulate
+from treadle.benchmarks.simulation import Seconds, StalenessSettings, World, figures, lognormal, replayed, simulate
 from treadle.core.errors import ConfigError, RunError
 from treadle.orchestration.sampling.replay_buffer import StalePolicy
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -36,20 +36,20 @@ def measure(
     """
     seconds, mean, text = _of_run(run) if run is not None else _of_text(generation or _GENERATION)
     world = World(seconds, mean, **sizes)
-    ways = [Way(s, policy) for s in staleness for policy in (_POLICIES if s else _POLICIES[:1])]
-    found = [figures(world, simulate(world, way)) for way in ways]
-    rows = [_row(way, own, found[0]) for way, own in zip(ways, found, strict=True)]
+    choices = [StalenessSettings(s, policy) for s in staleness for policy in (_POLICIES if s else _POLICIES[:1])]
+    found = [figures(world, simulate(world, settings)) for settings in choices]
+    rows = [_row(settings, own, found[0]) for settings, own in zip(choices, found, strict=True)]
     if plot is not None:
         _draw(rows, plot)
     return Report("async", _note(world, text), rows)
 
 
-def _row(way: Way, found: dict[str, float], first: dict[str, float]) -> Row:
+def _row(settings: StalenessSettings, found: dict[str, float], first: dict[str, float]) -> Row:
     rate = found["trajectories/s"]
     ratio = {"trajectories/s": rate, "times sync": rate / first["trajectories/s"]}
-    policy = way.stale_policy if way.max_staleness else "-"
+    policy = settings.stale_policy if settings.max_staleness else "-"
     dropped = {"s dropped": found["s dropped"] or "-"}
-    return {"max_staleness": way.max_staleness, "stale_policy": policy, **ratio, **found, **dropped}
+    return {"max_staleness": settings.max_staleness, "stale_policy": policy, **ratio, **found, **dropped}
 
 
 def _of_text(text: str) -> tuple[Seconds, float, str]:

@@ -82,7 +82,7 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class StalenessSettings:
     """Holds the staleness settings of training."""
 
     max_staleness: int
@@ -90,7 +90,7 @@ class Way:
 
 
 @dataclass(slots=True)
-class Seen:
+class SimulatedRun:
     """Records what happened in a simulation.
 
     seconds, groups: of each finished trajectory, by its id, what it took and the index of its group; trained: how many
@@ -121,14 +121,14 @@ class Seen:
                 yield self.seconds[name], trained.get(name, 0), steps - trained.get(name, 0)
 
 
-def simulate(world: World, way: Way) -> Seen:
+def simulate(world: World, settings: StalenessSettings) -> SimulatedRun:
     """Train `world.updates` updates in virtual time and return what happened."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(_simulate(world, way))
+        return runner.run(_simulate(world, settings))
 
 
-async def _simulate(world: World, way: Way) -> Seen:
-    seen = Seen()
+async def _simulate(world: World, settings: StalenessSettings) -> SimulatedRun:
+    seen = SimulatedRun()
     with (
         tempfile.TemporaryDirectory(prefix="treadle-simulation-") as directory,
         closing(Ledger(Path(":memory:"))) as ledger,
@@ -138,7 +138,7 @@ async def _simulate(world: World, way: Way) -> Seen:
         engine = FakeEngine(lambda prompt, sampling: ())
         runner = FakeRunner(engine, _script(world, seen), world.engine_capacity)
         loop = make_loop(
-            _config(world, way),
+            _config(world, settings),
             Inputs([Task(f"task-{number}") for number in range(_TASKS)], []),
             FakeTrainer(world.training, seen.train),
             _Publication(world.publication, engine, runner, seen),
@@ -152,7 +152,7 @@ async def _simulate(world: World, way: Way) -> Seen:
     return seen
 
 
-def _config(world: World, way: Way) -> RunConfig:
+def _config(world: World, staleness: StalenessSettings) -> RunConfig:
     """Return the demo's configuration with these sizes; nothing of its model is used."""
     settings = {
         "seed": world.seed,
@@ -161,13 +161,13 @@ def _config(world: World, way: Way) -> RunConfig:
         "engine.batch": world.engine_capacity,
         "orchestration.updates": world.updates,
         "orchestration.checkpoint_every": world.updates,
-        "orchestration.max_staleness": way.max_staleness,
-        "orchestration.stale_policy": way.stale_policy,
+        "orchestration.max_staleness": staleness.max_staleness,
+        "orchestration.stale_policy": staleness.stale_policy,
     }
     return load_recipe("demo", [f"{key}={value}" for key, value in settings.items()])
 
 
-def _script(world: World, seen: Seen) -> Callable[[str, Task, Address], FakeAttempt]:
+def _script(world: World, seen: SimulatedRun) -> Callable[[str, Task, Address], FakeAttempt]:
     """Attempts of drawn length, keyed by their address, in equal steps; every other one succeeds."""
 
     def script(name: str, task: Task, a: Address) -> FakeAttempt:
@@ -186,7 +186,7 @@ class _Publication:
     seconds: float
     engine: FakeEngine
     runner: FakeRunner
-    seen: Seen
+    seen: SimulatedRun
 
     async def publish(self, version: int) -> None:
         await asyncio.sleep(self.seconds)
@@ -198,7 +198,7 @@ class _Publication:
 class _Unwritten(RunStore):
     """Remembers which group an attempt is of, and writes nothing."""
 
-    def __init__(self, run: RunDirectory, ledger: Ledger, seen: Seen) -> None:
+    def __init__(self, run: RunDirectory, ledger: Ledger, seen: SimulatedRun) -> None:
         super().__init__(run, ledger)
         self._seen = seen
 
@@ -206,7 +206,7 @@ class _Unwritten(RunStore):
         self._seen.groups |= {t.trajectory_id: part.index for t in part.trajectories}
 
 
-def figures(world: World, seen: Seen) -> dict[str, float]:
+def figures(world: World, seen: SimulatedRun) -> dict[str, float]:
     """Return rates and shares of one simulation.
 
     Rates leave out the first tenth of the updates. A trajectory counts as trained by the share of its steps that were;

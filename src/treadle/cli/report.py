@@ -53,7 +53,7 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report, or with --failures every failure; returns 0."""
     require_record(options.run_directory)
-    from treadle.cli.report_data import failures, run_facts
+    from treadle.cli.report_data import failures, report_of
     from treadle.orchestration.store.run_directory import RunDirectory
 
     if options.failures:
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         Console().json(found) if options.json else _print_failures(Console(), found)
         return 0
     with _shard_progress() as on_shard:
-        facts = run_facts(RunDirectory(options.run_directory), on_shard)
+        facts = report_of(RunDirectory(options.run_directory), on_shard)
     if options.json:
         Console().json(facts)
     else:

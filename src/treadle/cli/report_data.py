@@ -32,7 +32,7 @@ _ROWS = 512  # steps read at a time
 _EXAMPLES = 3  # of the breaks of each cause
 
 
-def run_facts(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[str, Any]:
+def report_of(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[str, Any]:
     """Return everything the report shows. on_shard(done, total) is called after each shard. Raises TreadleError."""
     config, log = run.config(), run.metrics_log()
     updates = [row for row in log.rows if row["kind"] == "update"]

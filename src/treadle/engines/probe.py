@@ -23,7 +23,7 @@ _number = count()
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class ProbeResult:
     """Holds what the probe found. prompt_ids, sampled: one call at temperature 1, for comparison with a learner.
 
     gap, tempered_gap: most by which reported log-probabilities differ from the engine's own scoring pass, at
@@ -47,7 +47,7 @@ async def probe_engine(
     version: int | None = None,
     tolerance: float = 1e-3,
     timeout: float = 120.0,
-) -> EngineFacts:
+) -> ProbeResult:
     """Sample a few tokens in a session of its own and check what comes back.
 
     stop_token_ids: the only tokens after which a completion may call itself stopped; empty: unknown.
@@ -81,7 +81,7 @@ class _Probe:
     tolerance: float
     tokens: int = 0
 
-    async def run(self) -> EngineFacts:
+    async def run(self) -> ProbeResult:
         first = await self._ask(replace(_PLAIN, seed=_SEEDS[0]))
         gap = await self._gap(first, _PLAIN.temperature)
         await self._check_seed(first)
@@ -90,7 +90,7 @@ class _Probe:
         tempered_gap = await self._gap(tempered, 0.7)
         await self._check_certain()
         version = int(first.versions_per_token()[0])
-        return EngineFacts(self.name, self.prompt, first, version, gap, tempered_gap, self.tokens)
+        return ProbeResult(self.name, self.prompt, first, version, gap, tempered_gap, self.tokens)
 
     async def _ask(self, sampling: SamplingParams) -> Completion:
         try:

@@ -156,7 +156,7 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _told_experts(self) -> RunConfig:
+    def _engine_reports_experts(self) -> RunConfig:
         if self.training.routing_replay and self.engine.kind == "vllm":
             raise ValueError(
                 f"training.routing_replay is true, but engine.kind {self.engine.kind!r} does not tell which experts it "

@@ -44,7 +44,7 @@ _CONTAINERS = dict, list, tuple
 _WIDTH = re.compile(r"[0-9]{6}|%[^a-zA-Z%]*\*|\{[^{}]*\{")  # in a format: a huge one, or one from the arguments
 
 
-class TooMuch(TemplateError):
+class TemplateLimitExceeded(TemplateError):
     """Is raised when a template goes beyond a bound."""
 
 
@@ -55,17 +55,17 @@ class _Rendering(threading.local):
     began = 0.0
 
     def take(self, characters: int) -> None:
-        """Note that a text (or a list) of this length is about to be made. Raises TooMuch."""
+        """Note that a text (or a list) of this length is about to be made. Raises TemplateLimitExceeded."""
         self.characters += characters
         if self.characters > MOST_CHARACTERS:
-            raise TooMuch(f"it makes more than {MOST_CHARACTERS} characters of text")
+            raise TemplateLimitExceeded(f"it makes more than {MOST_CHARACTERS} characters of text")
         self.check_time()
 
     def check_time(self) -> None:
-        """Note one more step. Raises TooMuch."""
+        """Note one more step. Raises TemplateLimitExceeded."""
         self.steps += 1
         if self.steps % _OFTEN == 0 and time.thread_time() - self.began > MOST_SECONDS:
-            raise TooMuch(f"it takes more than {MOST_SECONDS:g} s")
+            raise TemplateLimitExceeded(f"it takes more than {MOST_SECONDS:g} s")
 
 
 _rendering = _Rendering()
@@ -147,18 +147,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return template
 
     def clocked(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield the items. Raises TooMuch once the template has taken too long."""
+        """Yield the items. Raises TemplateLimitExceeded once the template has taken too long."""
         for item in items:
             _rendering.check_time()
             yield item
 
     def concatenated(self, parts: tuple[Any, ...]) -> str:
-        """Return the parts as one text. Raises TooMuch."""
+        """Return the parts as one text. Raises TemplateLimitExceeded."""
         _rendering.take(sum(map(length, parts)))
         return "".join(map(str, parts))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Return the result of an operator that can make things larger. Raises TooMuch."""
+        """Return the result of an operator that can make things larger. Raises TemplateLimitExceeded."""
         if operator == "+":
             made = left + right
             _rendering.take(len(made) if isinstance(made, str | list | tuple) else 1)
@@ -167,7 +167,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of a call from a template. Raises TooMuch."""
+        """Return the result of a call from a template. Raises TemplateLimitExceeded."""
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
         text = getattr(method, "__self__", None)
         if isinstance(text, str | int) and (growth := _METHODS.get(method.__name__)):
@@ -253,13 +253,13 @@ def _width(width: Any) -> int:
     """A width, as a number or as the text that fills it."""
     wide = len(width) if isinstance(width, str) else width
     if isinstance(wide, int) and abs(wide) > _WIDEST:
-        raise TooMuch(f"it asks for a width of more than {_WIDEST}")
+        raise TemplateLimitExceeded(f"it asks for a width of more than {_WIDEST}")
     return wide if isinstance(wide, int) else 1
 
 
 def _number(bits: int) -> int:
     if bits > _WIDEST:
-        raise TooMuch(f"it computes a number of more than {_WIDEST} bits")
+        raise TemplateLimitExceeded(f"it computes a number of more than {_WIDEST} bits")
     return bits
 
 
@@ -291,7 +291,7 @@ def _joined(text: str, parts: list[Any]) -> int:
 def _formatted(value: Any, *args: Any, **kwargs: Any) -> int:
     text = str(value)
     if _WIDTH.search(text):
-        raise TooMuch(f"it formats with {text[:40]!r}, whose width can be huge")
+        raise TemplateLimitExceeded(f"it formats with {text[:40]!r}, whose width can be huge")
     longest = max(map(length, (*args, *kwargs.values())), default=0)
     return len(text) + (text.count("%") + text.count("{")) * longest + sum(map(int, _NUMBER.findall(text)))
 

@@ -18,7 +18,7 @@ from jinja2 import nodes
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.rendering.roles import Composed, Role
-from treadle.rendering.sandbox import TooMuch, bounded, sandbox
+from treadle.rendering.sandbox import TemplateLimitExceeded, bounded, sandbox
 from treadle.rendering.structure import Structure
 
 Variables = Mapping[str, Any]
@@ -27,7 +27,7 @@ Plain = dict[str, Any]
 
 # What templates fail with where they do not expect a conversation: they are programs of others.
 _REFUSALS = (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-_FAULTS = TooMuch, MemoryError, RecursionError  # whatever the conversation
+_FAULTS = TemplateLimitExceeded, MemoryError, RecursionError  # whatever the conversation
 _PROBE = "zqz"  # stands for a reply
 _QUESTION: Plain = {"role": "user", "content": "u"}
 
@@ -84,7 +84,7 @@ class ChatTemplate:
             with bounded():
                 text = self._template.render(messages=shown, tools=tools, documents=None, **variables)
         except _FAULTS as error:
-            why = str(error) if isinstance(error, TooMuch) else f"{type(error).__name__} {error}".strip()
+            why = str(error) if isinstance(error, TemplateLimitExceeded) else f"{type(error).__name__} {error}".strip()
             raise DataError(
                 f"the chat template is at fault, not the conversation: {why}; give another one (model.chat_template)"
             ) from error

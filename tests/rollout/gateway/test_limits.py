@@ -12,7 +12,7 @@ from tests.rollout.gateway.servers import Served, Slow, looks_then_answers, scri
 from tests.rollout.gateway.test_fuzz import BODIES, is_error
 from tests.worlds import user
 from treadle.rollout.gateway.gateway import SessionAddress
-from treadle.rollout.gateway.memory_limit import Room
+from treadle.rollout.gateway.memory_limit import MemoryLimit
 
 PATIENCE = 0.4
 LONG_ENOUGH = 15.0  # seconds; without a bound these connections stay open for ever, or for 60 s
@@ -66,7 +66,7 @@ async def test_who_stops_sending_is_hung_up_on(begin: str, drips: bool) -> None:
             assert all(answer.startswith(b"HTTP/1.1 408 ") and b"not sent to its end" in answer for answer in said)
         async with httpx.AsyncClient() as http:
             assert (await http.get(f"{address.base_url}/models")).status_code == 200
-        assert server.gateway.room.is_empty
+        assert server.gateway.memory.is_empty
 
 
 async def test_a_slow_upload_that_goes_on_is_answered() -> None:
@@ -101,32 +101,32 @@ async def test_bytes_in_flight_are_bounded_for_a_session_and_in_all(route: str, 
         address, other = server.open("one"), server.open("two")
         attached = server.gateway.find(address.secret)
         assert attached is not None
-        room = attached.room if status == 429 else server.gateway.room
-        await room.take(room.most)
+        memory = attached.memory if status == 429 else server.gateway.memory
+        await memory.take(memory.most)
         refused = await http.post(f"{address.base_url}/{route}", json=BODIES[route])
         assert is_error(refused, status) and refused.headers["retry-after"] == "1"
-        assert f"{room.most} bytes of requests" in refused.json()["error"]["message"]
+        assert f"{memory.most} bytes of requests" in refused.json()["error"]["message"]
         assert refused.json().get("type") == ("error" if route.startswith("messages") else None)
         beside = await http.post(f"{other.base_url}/{route}", json=BODIES[route])
         assert beside.status_code == (200 if status == 429 else 503)
         waiting = asyncio.create_task(http.post(f"{address.base_url}/{route}", json=BODIES[route]))
         await asyncio.sleep(PATIENCE / 4)
-        room.give(room.most)
+        memory.give(memory.most)
         assert (await waiting).status_code == 200
-        assert server.gateway.room.is_empty and attached.room.is_empty
+        assert server.gateway.memory.is_empty and attached.memory.is_empty
 
 
 async def test_room_is_given_back_whatever_becomes_of_a_request() -> None:
     async with served(engine(), max_body=10_000, patience=PATIENCE, grace=0.1) as server:
         address = server.open(longest=60)
-        url, room = f"{address.base_url}/chat/completions", server.gateway.room
+        url, memory = f"{address.base_url}/chat/completions", server.gateway.memory
         async with httpx.AsyncClient(timeout=30) as http:
             for content in (b"{", b"[]", b"", b"x" * 20_000, b"\xff", json.dumps(BODIES["chat/completions"]).encode()):
                 await http.post(url, content=content)
-                assert room.is_empty
+                assert memory.is_empty
             for body in ({"messages": [user("x" * 500)]}, {"messages": [{"role": "king"}]}, {"n": 3, "messages": []}):
                 await http.post(url, json=body)
-                assert room.is_empty
+                assert memory.is_empty
             several = {"messages": [user("hi")], "n": 3}
             assert (await http.post(url, json=several)).status_code == 200
             again = await http.post(url, json=several, headers={"x-stainless-retry-count": "1"})
@@ -134,28 +134,28 @@ async def test_room_is_given_back_whatever_becomes_of_a_request() -> None:
             server.engine.gate.clear()
             gone = asyncio.create_task(http.post(url, json=BODIES["chat/completions"]))
             await asyncio.sleep(0.2)
-            assert room.is_empty  # it is being sampled: its prompt stands
+            assert memory.is_empty  # it is being sampled: its prompt stands
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
-        assert room.is_empty
+        assert memory.is_empty
 
 
 async def test_room_is_handed_out_in_order_and_those_who_leave_hold_nobody_up() -> None:
-    room, order = Room(10), list[str]()
+    memory, order = MemoryLimit(10), list[str]()
 
     async def take(name: str, size: int) -> None:
-        await room.take(size)
+        await memory.take(size)
         order.append(name)
 
-    await room.take(8)
+    await memory.take(8)
     large, small, last = (asyncio.create_task(take(*one)) for one in (("large", 9), ("small", 2), ("last", 8)))
     await asyncio.sleep(0)
     assert order == []  # the small one waits behind the large one
     large.cancel()
     await asyncio.gather(large, small, return_exceptions=True)
     assert order == ["small"]
-    room.give(8)
+    memory.give(8)
     last.cancel()  # in the moment in which it gets its room
     await asyncio.gather(last, return_exceptions=True)
-    room.give(2)
-    assert room.is_empty
+    memory.give(2)
+    assert memory.is_empty

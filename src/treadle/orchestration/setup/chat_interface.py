@@ -11,7 +11,7 @@ import torch
 from treadle.core.engine import Engine
 from treadle.core.errors import EngineError
 from treadle.core.trainer import Trainer, WeightSync
-from treadle.engines.probe import EngineFacts, probe_engine
+from treadle.engines.probe import ProbeResult, probe_engine
 from treadle.engines.stop_strings import Decode
 from treadle.models.config import ModelConfig
 from treadle.models.loading import load_tokenizer
@@ -60,7 +60,7 @@ def use_threads(threads: int | None, parameters: int) -> int:
 
 async def check_engine(
     engine: Engine, weight_sync: WeightSync, trainer: Trainer, chat: ChatInterface, tolerance: float = 1e-3
-) -> EngineFacts:
+) -> ProbeResult:
     """Publish to the engine, probe it and have the trainer score what it sampled; returns what the probe found.
 
     Raises EngineError if their log-probabilities differ by `tolerance` nats or more, so that they are not the same

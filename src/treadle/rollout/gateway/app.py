@@ -130,20 +130,20 @@ def _session(gateway: Gateway, request: Request) -> Attached:
 
 
 async def _received(gateway: Gateway, request: Request, held: ExitStack) -> tuple[Attached, bytes]:
-    """Return the session of a request, and its body. held: gives back the room of the body. Raises ApiError."""
+    """Return the session of a request, and its body. held: gives the body's bytes back. Raises ApiError."""
     attached = _session(gateway, request)  # nothing is read from those who have no session
     length = request.headers.get("content-length", "")
     size = min(int(length), gateway.max_body) if length.isdecimal() else gateway.max_body
-    for room, status, whose in ((attached.room, 429, "this session"), (gateway.room, 503, "this gateway")):
+    for memory, status, whose in ((attached.memory, 429, "this session"), (gateway.memory, 503, "this gateway")):
         try:
             async with asyncio.timeout(gateway.patience):
-                await room.take(size)
+                await memory.take(size)
         except TimeoutError as error:
             text = (
-                f"{whose} has {room.most} bytes of requests to read and render already; wait for them, then try again"
+                f"{whose} has {memory.most} bytes of requests to read and render already; wait for them, then try again"
             )
             raise ApiError(status, text) from error
-        held.callback(room.give, size)
+        held.callback(memory.give, size)
     raw = await _body(request, gateway.max_body)
     return _session(gateway, request), raw  # again: it may have ended while the body was on its way
 

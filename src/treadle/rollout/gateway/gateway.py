@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treadle.core.types import Message
-from treadle.rollout.gateway.memory_limit import Room
+from treadle.rollout.gateway.memory_limit import MemoryLimit
 from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest
 from treadle.rollout.gateway.retries import Exchanges
 from treadle.rollout.session import Reply, Session
@@ -37,8 +37,8 @@ class SessionAddress:
 class Attached:
     """Answers the requests of a session that is open to clients, and remembers conversations for follow-ups by id."""
 
-    def __init__(self, session: Session, exchanges: Exchanges, room: Room) -> None:
-        self.session, self.exchanges, self.room = session, exchanges, room
+    def __init__(self, session: Session, exchanges: Exchanges, memory: MemoryLimit) -> None:
+        self.session, self.exchanges, self.memory = session, exchanges, memory
         self._responses: dict[str, tuple[Message, ...]] = {}
 
     async def answer(self, request: CompletionRequest, ident: str, rendered: Callable[[], None]) -> Answer:
@@ -118,7 +118,7 @@ class Gateway:
         patience: float = 10.0,
     ) -> None:
         self.model, self.max_body, self.patience = model, max_body, patience
-        self._held_by_one, self.room = max(max_held[0], max_body), Room(max(*max_held, max_body))
+        self._held_by_one, self.memory = max(max_held[0], max_body), MemoryLimit(max(*max_held, max_body))
         self.url = ""  # set by `serving`
         self._grace, self._most = grace, max_in_flight
         self._attached: dict[bytes, Attached] = {}
@@ -127,7 +127,7 @@ class Gateway:
         """Open a session to clients under a new secret (or the given one); return its address."""
         secret = secret or secrets.token_urlsafe(32)
         exchanges = Exchanges(session, self._grace, self._most)
-        self._attached[_digest(secret)] = Attached(session, exchanges, Room(self._held_by_one))
+        self._attached[_digest(secret)] = Attached(session, exchanges, MemoryLimit(self._held_by_one))
         return SessionAddress(secret, f"{self.url}/sessions/{secret}/v1")
 
     async def detach(self, secret: str) -> None:

@@ -1,4 +1,4 @@
-"""`Room`: how many bytes of requests a gateway holds at a time."""
+"""`MemoryLimit`: how many bytes of requests a gateway holds at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 
-class Room:
+class MemoryLimit:
     """Limits the bytes of requests held at a time; a request that finds no room waits, first come, first served.
 
     What is taken is given back once the request's prompt is rendered, which waits for nothing but work of this process:
