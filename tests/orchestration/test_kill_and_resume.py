@@ -202,7 +202,7 @@ def test_an_asynchronous_run_leaves_at_once_when_asked(number: signal.Signals, s
     check_finished(run)
 
 
-WHOLE_INTERVAL = "write=:18,record=:4,checkpoint=1,publish=:2,resume=:4"  # from one checkpoint to the next
+WHOLE_INTERVAL = "write=:18,record=:4,checkpoint=1,publish=:2,resume=:4,end=:5"  # from one checkpoint to the next
 
 
 @pytest.mark.slow
