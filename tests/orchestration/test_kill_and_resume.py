@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.orchestration.runs import check_finished, put_config, resume, start, updates
+from tests.orchestration.runs import check_finished, forget_data, put_config, resume, start, updates
 from tests.worlds import ROOT, tiny
 from treadle.core.config import dump_yaml
 
@@ -198,6 +198,7 @@ def test_an_asynchronous_run_leaves_at_once_when_asked(number: signal.Signals, s
         assert "--resume --name run" in expect(process, 130)
         assert time.monotonic() - asked < 20
     put_config(run, dump_yaml(tiny(*ASYNCHRONOUS)))  # an environment that has become quick
+    forget_data(run)
     resume(run)
     check_finished(run)
 
