@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, get_args
 
@@ -200,3 +204,25 @@ def _defined(node: ast.stmt) -> set[str]:
         case ast.AnnAssign(target=ast.Name(id=name)):
             return {name}
     return set()
+
+
+def test_the_names_on_the_page_for_users_of_trl_exist() -> None:
+    page = (ROOT / "docs" / "from-trl.md").read_text(encoding="utf-8")
+    table = page.partition("## Arguments")[2]
+    rows = re.findall(r"^\| (`[^|]*) \| ([^|]*) \|", table, re.MULTILINE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what TRL imports
+        trl: Any = importlib.import_module("trl")
+        theirs = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    theirs |= inspect.signature(trl.GRPOTrainer).parameters.keys()
+    named = [name for left, _ in rows for part in re.findall(r"`([^`]+)`", left) for name in [part.partition(":")[0]]]
+    assert len(named) > 30
+    assert set(named) - {"GRPOConfig"} <= theirs
+    for path in (path for _, right in rows for path in re.findall(r"`([a-z_]+\.[a-z_.]+[a-z_])[`:]", right)):
+        section: Any = RunConfig
+        for part in path.split("."):
+            assert part in section.model_fields, path
+            kinds = [section.model_fields[part].annotation, *get_args(section.model_fields[part].annotation)]
+            section = next((k for k in kinds if isinstance(k, type) and hasattr(k, "model_fields")), None)
+    for block in blocks(ROOT / "docs" / "from-trl.md", "python"):
+        assert len([line for line in block.splitlines() if line.strip() and not line.startswith("#")]) <= 8

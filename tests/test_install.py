@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BRIEF = "orchestration.updates=2 training.tasks_per_update=2 training.group_size=2"
-SMALL = f"{BRIEF} warm_start.steps=3 warm_start.max_loss=null data.held_out.options.count=8"
+SMALL = f"{BRIEF} warm_start.steps=3 warm_start.max_loss=null"
 QUICK = f"{BRIEF} warm_start=null data.held_out=null data.table_by=null rollout.max_completion_tokens=4"
 
 

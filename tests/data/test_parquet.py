@@ -295,6 +295,13 @@ def test_a_name_on_the_hub(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None
     tasks = load_tasks("org/math", columns=VERL, split="train", options={"name": "main", "revision": "v1"})
     assert asked == {"org/math": {"name": "main", "revision": "v1"}}
     assert tasks[0].task_id == "math-train-000000"
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda source, streaming: datasets.IterableDatasetDict(train=datasets.Dataset(verl(1)).to_iterable_dataset()),
+    )
+    with pytest.raises(ConfigError, match=r"data\.train\.options: 'org/math' was opened as a stream"):
+        load_tasks("org/math", columns=VERL, options={"streaming": True})
     with pytest.raises(ConfigError, match=r"'split' is no option; write data\.train\.split=train"):
         load_tasks("org/math", columns=VERL, options={"split": "train"})
 

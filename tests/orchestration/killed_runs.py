@@ -6,7 +6,8 @@ a kill at any time can leave; of a transaction of the ledger only its COMMIT is 
 
 KILLS, as in "write=:20,record=2", says when, one kill after the other: at the 1st to 20th write of a file, and at the
 2nd COMMIT of records, that come after the first checkpoint of that process. So what the process before left has become
-part of the result by then. "resume=:4" are the 1st to 4th events of any kind before that checkpoint.
+part of the result by then. "end=:4" are the events of any kind once the last checkpoint is there, "resume=:4" those
+before the first.
 
 FOLDER/run is the run, FOLDER/said what it logged. Fails unless every kill came and the run ended well after the last.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tests.orchestration.runs import check_finished, resume, start
-from tests.worlds import Quiet
+from tests.worlds import Quiet, tiny
 from treadle.engines.staging import WeightsFile
 from treadle.engines.torch.model import CachedModel
 from treadle.orchestration.store.ledger import Ledger
@@ -42,14 +43,14 @@ class Logged(Quiet):
 
 
 class Victim:
-    """Kills this process at a moment: the n-th event of a kind."""
+    """Kills this process at a moment: the n-th event of a kind. last: the run's last checkpoint."""
 
-    def __init__(self, moment: Moment) -> None:
-        self._moment, self._counts = moment, Counter[str]()
+    def __init__(self, moment: Moment, last: Path) -> None:
+        self._moment, self._last, self._counts = moment, last, Counter[str]()
         self._committing, self._has_saved = False, False
 
     def event(self, kind: str) -> None:
-        kind = kind if self._has_saved else "resume"
+        kind = "end" if self._last.exists() else kind if self._has_saved else "resume"
         self._counts[kind] += 1
         if (kind, self._counts[kind]) == self._moment:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -116,10 +117,11 @@ def in_child(work: Callable[[], object]) -> int:
 def main(folder: Path, kills: str, *options: str) -> None:
     """Kill the run at each of these moments; let it finish, and check what it left."""
     run = folder / "run"
+    last = run / "checkpoints" / f"step-{tiny(*options).orchestration.updates:06d}"
 
     def go_on(moment: Moment | None = None) -> None:
         if moment:
-            Victim(moment).watch()
+            Victim(moment, last).watch()
         with (folder / "said").open("a", buffering=1) as file:
             if run.exists():
                 resume(run, progress=Logged(file))

@@ -61,6 +61,12 @@ def put_config(path: Path, content: str) -> None:
     put_file(path, "config.yaml", content.encode())
 
 
+def forget_data(path: Path) -> None:
+    """Make a run one of before, which has no record of its tasks: it goes on with others."""
+    change_ledger(path, "DELETE FROM files WHERE name = 'data.json'")
+    (path / "data.json").unlink()
+
+
 def put_file(path: Path, name: str, content: bytes) -> None:
     """Write a file of a run as only the run itself does: the ledger knows of it."""
     with closing(Ledger(path / "ledger.sqlite")) as ledger:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import treadle
-from tests.orchestration.runs import check_finished, query, resume
+from tests.orchestration.runs import check_finished, forget_data, query, resume
 from tests.orchestration.test_api import MODEL, SETTINGS
 from tests.worlds import ROOT, Quiet, tiny
 from treadle.cli.main import main
@@ -193,10 +193,7 @@ def test_a_run_from_before_has_no_record_and_goes_on(tmp_path: Path) -> None:
     train(tmp_path / "run", _shortened(config))
     run = RunDirectory(tmp_path / "run")
     assert json.loads((run.path / "data.json").read_text())["train"]["tasks"] == 6
-    from tests.orchestration.runs import change_ledger
-
-    change_ledger(run.path, "DELETE FROM files WHERE name = 'data.json'")
-    (run.path / "data.json").unlink()
+    forget_data(run.path)
     assert resume(run.path, config=config)["updates"] == config.orchestration.updates
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.orchestration.runs import check_finished, put_config, resume, start, updates
+from tests.orchestration.runs import check_finished, forget_data, put_config, resume, start, updates
 from tests.worlds import ROOT, tiny
 from treadle.core.config import dump_yaml
 
@@ -198,11 +198,12 @@ def test_an_asynchronous_run_leaves_at_once_when_asked(number: signal.Signals, s
         assert "--resume --name run" in expect(process, 130)
         assert time.monotonic() - asked < 20
     put_config(run, dump_yaml(tiny(*ASYNCHRONOUS)))  # an environment that has become quick
+    forget_data(run)
     resume(run)
     check_finished(run)
 
 
-WHOLE_INTERVAL = "write=:18,record=:4,checkpoint=1,publish=:2,resume=:4"  # from one checkpoint to the next
+WHOLE_INTERVAL = "write=:18,record=:4,checkpoint=1,publish=:2,resume=:4,end=:5"  # from one checkpoint to the next
 
 
 @pytest.mark.slow

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import treadle
-from treadle.cli import bench, data, evaluate, export, models, recipes, report, serve, sft, show, train
+from treadle.cli import bench, data, evaluate, export, models, new, plot, recipes, report, serve, sft, show, train
 from treadle.cli.console import Console
 from treadle.core.errors import ConfigError, DataError, TreadleError
 from treadle.core.extras import extra_of, how_to_install
 from treadle.core.text import escape_text
 from treadle.orchestration.setup.thread_count import wait_passively
 
-_COMMANDS = (train, sft, evaluate, export, serve, recipes, models, data, report, show, bench)
+_COMMANDS = (train, sft, evaluate, export, serve, new, recipes, models, data, report, show, plot, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -35,7 +35,7 @@ def open_data_set(source: str, split: str, options: Mapping[str, Any], setting: 
             "(HF_HOME), or be the directory of one that save_to_disk wrote"
         ) from error
     split = "" if split == ALL else split
-    splits = dict(found) if isinstance(found, datasets.DatasetDict) else {str(found.split or ""): found}
+    splits = dict(found) if isinstance(found, dict) else {str(found.split or ""): found}
     if split not in splits and (split or len(splits) > 1):
         wanted = f"there is no split {split!r}" if split else "it has several splits"
         raise ConfigError(f"{setting}.split: {wanted} in {source}; choose one of {', '.join(filter(None, splits))}")

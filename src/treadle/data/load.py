@@ -104,5 +104,7 @@ def _load_source(section: SourceConfig, split: str, setting: str, context: LoadC
     tasks = take_range(tasks, start, end)
     if not tasks:
         part = f" in {section.split!r}" if section.split else ""
-        raise DataError(f"{section.source} has no tasks{part} (split {split!r}, options {section.options})")
+        raise DataError(
+            f"{section.source} has no tasks{part} (split {split!r}, options {section.options}); check {setting}"
+        )
     return tasks

@@ -157,5 +157,7 @@ def _contents(value: Any, key: str) -> str:
 def _typed(row: Mapping[str, Any], key: str, default: Any, kind: type, where: str) -> Any:
     value = row.get(key, default)
     if not isinstance(value, kind):
-        raise DataError(f"{where}: {key} must be a JSON {_JSON[kind]}, got {value!r:.100}")
+        raise DataError(
+            f"{where}: {key} must be a JSON {_JSON[kind]}, got {value!r:.100}; correct it, or data.columns.{key}"
+        )
     return value

@@ -30,6 +30,7 @@ from treadle.data.rows import KEYS, OWN_NAMES, Row, column_paths, unknown_key
 from treadle.data.tasks import LazyTasks, Player, check_distinct
 
 _BATCH = 4096  # rows that are decoded and checked at a time
+_CORRECT = "correct data.columns"
 
 
 @dataclass(frozen=True)
@@ -246,9 +247,6 @@ def _readable_path(part: Part, path: str) -> str:
         kind = kind.field(key).type
         passed.append(key)
     return ".".join(passed)
-
-
-_CORRECT = "correct data.columns"
 
 
 def _as_schema(batch: Any, schema: Any, part: Part, first: Part) -> Any:

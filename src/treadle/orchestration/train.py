@@ -21,7 +21,8 @@ from treadle.orchestration.loop.assembly import StartingPoint, make_loop
 from treadle.orchestration.loop.loop import Loop
 from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, RunStart
 from treadle.orchestration.reporting.clock import Clock
-from treadle.orchestration.reporting.curve import draw_curve
+from treadle.orchestration.reporting.curve import RunMetrics
+from treadle.orchestration.reporting.picture import draw_runs
 from treadle.orchestration.reporting.progress import Progress, ProgressCallback
 from treadle.orchestration.reporting.summary import run_summary
 from treadle.orchestration.runtime import Runtime
@@ -177,8 +178,7 @@ class _Session:
             warm_start=beginning.warm_start,
         )
         if loop.finished:
-            title = f"{self.config.recipe}, seed {self.config.seed}"
-            draw_curve(self.run.metrics(), self.run.curve_file, title)
+            draw_runs([RunMetrics(self.config, self.run.metrics())], self.run.curve_file)
             write_atomically(self.run.summary_file, json.dumps(summary, indent=2).encode())
         return summary
 

@@ -1,14 +1,96 @@
-"""The picture of a run: reward in training and success on held-out tasks over updates."""
+"""The curves of runs, as plain data: what `treadle plot` and the picture at the end of a training show.
+
+runs --group_runs--> groups that differ in the seed only --panels--> panels of curves --picture.draw--> PNG
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+from treadle.core.config import as_override, describe
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.reporting.metrics import COMPLETION_TOKENS_MEAN, REWARD_MEAN, STEPS_MEAN
+from treadle.orchestration.setup.config_diff import changes
 
 WIDTH = 9  # updates of the moving average
+ALL = "all"  # the label of a curve over all held-out tasks
+_SMOOTHED_FROM = 2 * WIDTH  # an average over nearly all there is would say nothing
+_MAX_KINDS = 7  # curves of success by a key of the tasks: as many colours as can be told apart, beside `all`
+_MAX_KEYS = 3  # in a label, unless more are needed to tell the groups apart
+_MAX_VALUE = 40  # characters of a value in a label
+_NOT_COMPARED = ("seed", "about")
+_Points = Mapping[int, float]  # update -> value
+
+
+@dataclass(frozen=True, slots=True)
+class RunMetrics:
+    """Holds what is drawn of one run: its configuration, and the rows of its metrics.jsonl."""
+
+    config: RunConfig
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def updates(self) -> int:
+        """Return the last update that is logged; 0 without any."""
+        return max((row["update"] for row in self.rows if row["kind"] == "update"), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunGroup:
+    """Holds runs that differ in the seed only, and the label that tells them from the other groups."""
+
+    label: str
+    runs: tuple[RunMetrics, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Holds a metric of a group's runs at the updates where all of them have it, so that each mean is over all runs.
+
+    group: its index. measured, values [runs, points]: as logged, and as drawn: moving averages in a long run.
+    """
+
+    group: int
+    label: str
+    updates: tuple[int, ...]
+    measured: npt.NDArray[np.float64]
+    values: npt.NDArray[np.float64]
+
+    @property
+    def mean(self) -> npt.NDArray[np.float64]:
+        """Return the mean over the runs, [points]."""
+        mean: npt.NDArray[np.float64] = self.values.mean(axis=0)
+        return mean
+
+    @property
+    def is_smoothed(self) -> bool:
+        """Return whether the values are moving averages."""
+        return self.values is not self.measured
+
+    @property
+    def band(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Return the lowest and the highest of the runs, [points] each."""
+        return self.values.min(axis=0), self.values.max(axis=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Holds the curves that share a pair of axes.
+
+    greedy: those of greedy evaluations, before and after training. is_share: whether values are between 0 and 1.
+    """
+
+    title: str
+    curves: tuple[Curve, ...]
+    greedy: tuple[Curve, ...] = ()
+    is_share: bool = False
 
 
 def smoothed(values: Sequence[float], width: int = WIDTH) -> list[float]:
@@ -17,36 +99,132 @@ def smoothed(values: Sequence[float], width: int = WIDTH) -> list[float]:
     return [float(np.mean(values[max(0, i - half) : i + half + 1])) for i in range(len(values))]
 
 
-def draw_curve(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw the rows of metrics.jsonl to a PNG. Raises OSError."""
-    from matplotlib.figure import Figure  # half a second of import, only needed here
-
-    updates = [row for row in metrics if row["kind"] == "update" and row["reward_mean"] is not None]
-    evaluations = [row for row in metrics if row["kind"] == "evaluation"]
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-    axes = figure.subplots()
-    if updates:
-        x, reward = [row["update"] for row in updates], [row["reward_mean"] for row in updates]
-        if len(reward) < 2 * WIDTH:  # an average over nearly all there is would say nothing
-            axes.plot(x, reward, ".-", color="#2f6db5", linewidth=1.8, label="reward in training")
+def group_runs(runs: Iterable[RunMetrics]) -> list[RunGroup]:
+    """Return the runs in groups that differ in the seed only, in the order of their first runs."""
+    groups: list[list[RunMetrics]] = []
+    for run in runs:
+        same = (own for own in groups if not _compared(own[0].config, run.config))
+        if (group := next(same, None)) is None:
+            groups.append([run])
         else:
-            axes.plot(x, reward, color="#9db8d9", linewidth=0.8, label="reward in training")
-            label = f"... moving average over {WIDTH} updates"
-            axes.plot(x, smoothed(reward), color="#2f6db5", linewidth=1.8, label=label)
-    for greedy, style in ((False, "o-"), (True, "s")):
-        points = [row for row in evaluations if (row["temperature"] == 0) == greedy and row["success"] is not None]
-        if points:
-            label = "held-out success, " + ("greedy" if greedy else f"temperature {points[0]['temperature']:g}")
-            axes.plot(
-                [r["update"] for r in points],
-                [r["success"] for r in points],
-                style,
-                color="#d1603d",
-                label=label,
-                alpha=0.5 if greedy else 1.0,
-                markersize=5,
-            )
-    axes.set(xlabel="update", ylabel="reward, success", title=title)
-    axes.grid(alpha=0.25)
-    axes.legend(loc="best", frameon=False)
-    figure.savefig(path, dpi=140)
+            group.append(run)
+    labels = _labels([own[0].config for own in groups])
+    return [RunGroup(label, tuple(own)) for label, own in zip(labels, groups, strict=True)]
+
+
+def panels(groups: Sequence[RunGroup]) -> list[Panel]:
+    """Return reward, held-out success and lengths over updates; those without a value in any group are left out.
+
+    Of one group, the panel of success also has a curve for each kind of tasks by `data.table_by`; of several, each kind
+    has a panel of its own, with a curve for each group.
+    """
+    kinds = _kinds(groups)
+    by_kind = [_success(groups, [kind], kind) for kind in kinds] if len(groups) > 1 else []
+    success = _success(groups, [ALL] if len(groups) > 1 else [ALL, *kinds], "all tasks" if by_kind else "")
+    found = [
+        Panel("training reward", _of_updates(groups, REWARD_MEAN.name)),
+        success,
+        *by_kind,
+        Panel("completion tokens per trajectory, training", _of_updates(groups, COMPLETION_TOKENS_MEAN.name)),
+        Panel("steps per trajectory, training", _of_updates(groups, STEPS_MEAN.name)),
+    ]
+    return [panel for panel in found if panel.curves or panel.greedy]
+
+
+def _compared(one: RunConfig, other: RunConfig) -> list[str]:
+    """Return the paths in which two configurations differ, beside the seed."""
+    return [change.path for change in changes(one, other) if change.path not in _NOT_COMPARED]
+
+
+def _labels(configs: Sequence[RunConfig]) -> list[str]:
+    """Return what tells the configurations apart: `training.packing=tree, orchestration.updates=60, 4 more keys`."""
+    leaves = [{line.path: as_override(line.value) for line in describe(config)} for config in configs]
+    paths = list(dict.fromkeys(chain.from_iterable(_compared(configs[0], other) for other in configs[1:])))
+
+    def told_apart(by: Sequence[str]) -> int:
+        return len({tuple(own.get(path) for path in by) for own in leaves})
+
+    needed: list[str] = []
+    for path in paths:
+        if told_apart([*needed, path]) > told_apart(needed):
+            needed.append(path)
+    others = [path for path in paths if path not in needed]
+    shown = needed + others[: max(0, _MAX_KEYS - len(needed))]
+    more = [f"{len(paths) - len(shown)} more keys"] if len(paths) > len(shown) else []
+    return [", ".join([f"{path}={_short(own.get(path, 'null'))}" for path in shown] + more) for own in leaves]
+
+
+def _short(value: str) -> str:
+    """Return a long value without its middle: paths differ at their ends."""
+    return value if len(value) <= _MAX_VALUE else f"{value[:10]}...{value[13 - _MAX_VALUE :]}"
+
+
+def _of_updates(groups: Sequence[RunGroup], metric: str) -> tuple[Curve, ...]:
+    """Return a curve of the metric for each group that has it."""
+    found = (
+        _curve(index, group.label, [_points(run.rows, "update", metric) for run in group.runs], smooth=True)
+        for index, group in enumerate(groups)
+    )
+    return tuple(curve for curve in found if curve is not None)
+
+
+def _points(rows: Iterable[Mapping[str, Any]], kind: str, metric: str) -> _Points:
+    return {r["update"]: r[metric] for r in rows if r["kind"] == kind and r.get(metric) is not None}
+
+
+def _success(groups: Sequence[RunGroup], kinds: Sequence[str], of: str) -> Panel:
+    """Return the panel of held-out success of these kinds of tasks. of: what follows in its title.
+
+    Greedy evaluations before and after training are curves of their own, where the others are sampled.
+    """
+    sampled, greedy = [], []
+    for index, group in enumerate(groups):
+        for kind in kinds:
+            label = kind if len(kinds) > 1 else group.label
+            sampled.append(_curve(index, label, [_evaluated(run, kind, greedy=False) for run in group.runs]))
+        if ALL in kinds:
+            greedy.append(_curve(index, group.label, [_evaluated(run, ALL, greedy=True) for run in group.runs]))
+    title = "held-out success" + (f", {of}" if of else "")
+    made, made_greedily = (tuple(c for c in curves if c is not None) for curves in (sampled, greedy))
+    return Panel(title, made, made_greedily, is_share=True)
+
+
+def _evaluated(run: RunMetrics, kind: str, greedy: bool) -> _Points:
+    """Return held-out success by update.
+
+    greedy: of the evaluations at temperature 0 that are made beside those at `evaluation.temperature`.
+    """
+    always_greedy = run.config.evaluation.temperature == 0
+    found = {}
+    for row in run.rows:
+        if row["kind"] == "evaluation" and (row["temperature"] == 0 and not always_greedy) == greedy:
+            value = row["success"] if kind == ALL else _by_kind(run, row, "by").get(kind)
+            if value is not None:
+                found[row["update"]] = value
+    return found
+
+
+def _by_kind(run: RunMetrics, row: Mapping[str, Any], column: str) -> dict[str, Any]:
+    """Return a column of an evaluation, `by` or `by_tasks`, with the kinds' full names: `hops 1`."""
+    return {f"{run.config.data.table_by} {key}": value for key, value in row[column].items()}
+
+
+def _kinds(groups: Sequence[RunGroup]) -> list[str]:
+    """Return the names of the kinds of held-out tasks in order; of many, those with the most tasks."""
+    tasks = Counter[str]()
+    for run in chain.from_iterable(group.runs for group in groups):
+        for row in (row for row in run.rows if row["kind"] == "evaluation"):
+            tasks |= Counter(_by_kind(run, row, "by_tasks"))
+    most = {kind for kind, _ in sorted(tasks.items(), key=lambda item: (-item[1], item[0]))[:_MAX_KINDS]}
+    return [kind for kind in sorted(tasks) if kind in most]
+
+
+def _curve(group: int, label: str, runs: Sequence[_Points], smooth: bool = False) -> Curve | None:
+    """Return the curve at the updates that all runs have; None if there are none."""
+    updates = sorted(set.intersection(*map(set, runs)))
+    if not updates:
+        return None
+    measured = np.array([[run[update] for update in updates] for run in runs], dtype=np.float64)
+    is_long = smooth and len(updates) >= _SMOOTHED_FROM
+    values = np.array([smoothed(run.tolist()) for run in measured]) if is_long else measured
+    return Curve(group, label, tuple(updates), measured, values)

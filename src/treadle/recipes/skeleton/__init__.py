@@ -1,0 +1,1 @@
+"""An environment of our own, its tasks and its recipe."""
