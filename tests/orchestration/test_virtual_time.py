@@ -70,8 +70,9 @@ def test_a_failing_thread_lets_time_go_on() -> None:
         await asyncio.sleep(3)
         return now()
 
+    before = set(threading.enumerate())  # other tests' libraries may keep some
     assert virtually(main()) == 3
-    assert threading.active_count() == 1
+    assert set(threading.enumerate()) <= before
 
 
 def test_waiting_for_nothing_is_an_error_instead_of_a_hang() -> None:
