@@ -30,7 +30,7 @@ demo-seeds: train-env ## the demo over several seeds, with a table of the result
 vllm-env: $(VLLM_VENV)/.installed ## vLLM's CPU build in an environment of its own (2 GB); its tests run where it is
 
 test: lint ## lint, types and the quick tests
-	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not slow" --hypothesis-profile quick $(ARGS)
 
 test-all: lint ## lint, types and every test
 	@$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)

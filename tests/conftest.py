@@ -15,9 +15,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # No test depends on the hub; those of models by name serve one themselves.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-settings.register_profile("local", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+# `make test` takes the profile "quick", with fewer examples where a test does not name a number
+settings.register_profile("full", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("full")
+settings.register_profile("quick", settings(), max_examples=40)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects

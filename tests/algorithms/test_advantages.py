@@ -152,6 +152,7 @@ def _by_step(batch: FlatBatch) -> Any:
 # Steps that are left out
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["grpo", "rloo", "step_return", "gigpo"])
 @given(drawn=rewarded_batches(), data=st.data())
 def test_an_advantage_is_the_same_whichever_steps_became_stale(name: str, drawn: Drawn, data: st.DataObject) -> None:

@@ -126,6 +126,7 @@ def test_every_registered_policy_loss_has_a_reference() -> None:
     assert set(REFERENCES) == set(names("policy_losses"))
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(("name", "options"), CASES)
 @settings(max_examples=60)
 @given(drawn=rows())
@@ -198,6 +199,7 @@ def test_gspo_has_the_gradient_of_one_ratio_for_each_unit(scope: str, drawn: lis
         torch.testing.assert_close(logp.grad, again.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("name", "options"), CASES)
 @given(drawn=rows())
 def test_what_is_called_clipped_has_a_bounded_ratio(name: str, options: dict[str, Any], drawn: list[Row]) -> None:

@@ -140,6 +140,7 @@ def test_observed_tokens_are_in_no_return(name: str) -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("reduction", ["token_mean", "trajectory_mean", "task_mean", "seq_mean_token_sum_norm"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_steps_train_as_the_one_sequence_that_they_make(loss: str, reduction: str) -> None:

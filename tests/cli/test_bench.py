@@ -24,7 +24,7 @@ COLUMNS = {
 
 
 def test_importing_treadle_takes_less_than_a_third_of_a_second(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "import", "--json"]) == 0
+    assert main(["bench", "import", "--json", "--repeats", "2"]) == 0
     report = json.loads(capsys.readouterr().out)
     seconds = {row["statement"]: row["CPU s"] for row in report["rows"]}
     assert report["benchmark"] == "import" and 0 < seconds["import treadle"] < 0.3
@@ -39,6 +39,7 @@ def test_the_gateway_benchmark_tells_what_it_adds() -> None:
     assert float(through["CPU ms per request"]) > float(direct["CPU ms per request"]) > 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_benchmark_prints_a_table_or_one_json_object(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     report = rollout.measure(1, 1, (2,), vllm=False) if name == "rollout" else update.measure(1, 1, tasks=2)
@@ -52,11 +53,13 @@ def test_a_benchmark_prints_a_table_or_one_json_object(name: str, capsys: pytest
     assert f"treadle bench {name}" in table and seconds in table
 
 
+@pytest.mark.slow
 def test_chain_computes_fewer_tokens_than_step() -> None:
     tokens = {row["packing"]: float(row["tokens computed"]) for row in update.measure(1, 1, tasks=2).rows}
     assert tokens["chain"] < tokens["step"]
 
 
+@pytest.mark.slow
 def test_recorded_updates_are_replayed_under_each_packing(finished: Trained) -> None:
     rows = {row["packing"]: row for row in update.measure(1, 1, run=finished.path).rows}
     tokens = {packing: float(row["tokens computed"]) for packing, row in rows.items()}
@@ -64,6 +67,7 @@ def test_recorded_updates_are_replayed_under_each_packing(finished: Trained) -> 
     assert all(float(row["CPU s"]) > 0 for row in rows.values())
 
 
+@pytest.mark.slow
 def test_rendering_is_measured_for_conversations_of_several_lengths() -> None:
     rows = render.measure(1, 1, messages=(4, 8)).rows
     assert [row["messages"] for row in rows] == [4, 8]
@@ -137,6 +141,7 @@ def test_the_packing_benchmark_prints_all_its_tables(packed: Reports, capsys: py
     assert all(f"treadle bench {name}\n" in out for name in TABLE_COLUMNS)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_what_is_computed_is_what_is_unique(packed: Reports, workload: str) -> None:
     batch = flatten(WORKLOADS[workload](SMALL))

@@ -129,7 +129,7 @@ FILES: dict[str, tuple[str, Sequence[str], Sequence[str], Sequence[str]]] = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("what", FILES)
 def test_what_is_damaged_is_refused_and_nothing_else(what: str, world: World) -> None:
     directory, names, refusing, others = FILES[what]
@@ -147,6 +147,7 @@ def answer(done: Done) -> tuple[int, str]:
     return done.status, re.sub(r'"seconds": .*', "", done.out)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("which", ["finished", "stopped"])
 def test_rows_of_the_ledger(which: str, world: World) -> None:
     """Those that a command has no use for may be damaged, but nothing it says is made of them."""

@@ -258,6 +258,7 @@ def test_ctrl_c_during_the_warm_start_leaves_nothing(place: Place) -> None:
     assert not (place.runs / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_goes_on(place: Place) -> None:
     """RLIMIT_FSIZE takes the weights of update 0, but not the larger optimizer of update 1."""
     words = ["train", place.recipe, "--runs", place.runs, "--name", "new", "data.held_out=null", "data.table_by=null"]

@@ -119,6 +119,7 @@ def test_no_command_runs_it_or_asks(way: str, bait: Bait, place: Place, monkeypa
     assert ("AutoConfig.register" if bait.file == "config.json" else "remove auto_map") in line
 
 
+@pytest.mark.slow
 def test_yes_is_not_heard(bait: Bait, place: Place) -> None:
     code = f"import sys; from treadle.cli.main import main; sys.exit(main({words('train', bait, place)!r}))"
     done = subprocess.run([sys.executable, "-c", code], input="y\n" * 100, capture_output=True, text=True, timeout=120)

@@ -224,7 +224,7 @@ class Game:
         return self.answers
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(8))
 def test_waves_have_the_same_bits_in_either_process(pair: Pair, seed: int) -> None:
     async def game(engine: Engine) -> Any:
@@ -259,6 +259,7 @@ def test_a_publication_waits_for_the_wave_and_the_next_wave_for_it(pair: Pair) -
     assert there[1][3] == (VersionSpan(100, 0, len(there[1][0])),)
 
 
+@pytest.mark.slow
 def test_a_session_that_closes_releases_the_others_and_fails_its_own_call(pair: Pair) -> None:
     async def game(engine: Engine) -> Any:
         for name in "ab":
@@ -357,6 +358,7 @@ async def test_cancelling_a_call_frees_its_row_and_closing_the_engine_ends_its_p
 # How it begins and ends
 
 
+@pytest.mark.slow
 async def test_a_model_that_cannot_be_served_is_refused_as_in_this_process(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="soft-capped or sink attention"):
         async with started(tmp_path, tiny("gemma3-half-sliding", model_type="gemma2")):
@@ -391,6 +393,7 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_one_that_is_killed_in_the_middle_of_a_wave(tmp_path: Path) -> None:
     written(tmp_path, tiny(max_position_embeddings=200_000))
     with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:

@@ -112,6 +112,7 @@ async def expected(seed: int, version: int, *sessions: str) -> list[tuple[Any, .
     return answers
 
 
+@pytest.mark.slow
 async def test_killed_between_calls_it_goes_on_with_what_was_published_last(mortal: Mortal) -> None:
     engine = mortal.engine
     for name in "cab":
@@ -161,6 +162,7 @@ async def test_killed_amid_calls_it_fails_those_and_no_others(mortal: Mortal) ->
     engine.close_session("a")
 
 
+@pytest.mark.slow
 async def test_killed_amid_a_publication_the_next_process_has_it(mortal: Mortal) -> None:
     engine = mortal.engine
     engine.open_session("a")
@@ -218,6 +220,7 @@ async def nothing_works(engine: ProcessEngine, told: str) -> None:
     assert not is_running(engine.pid)
 
 
+@pytest.mark.slow
 async def test_a_process_that_cannot_be_started_again_fails_every_call(tmp_path: Path) -> None:
     before = children()
     async with started(tmp_path) as engine:
@@ -234,6 +237,7 @@ async def test_a_process_that_cannot_be_started_again_fails_every_call(tmp_path:
         assert children() == before
 
 
+@pytest.mark.slow
 async def test_closing_it_while_its_process_is_started_again(tmp_path: Path) -> None:
     said, closed, before = list[str](), list[bool](), (children(), staged())
     async with started(tmp_path, notify=said.append, on_close=lambda: closed.append(True)) as engine:
@@ -267,6 +271,7 @@ async def test_a_process_that_hangs_does_not_keep_a_publication_waiting(tmp_path
         assert len(answer.token_ids)
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_stopped_is_killed_and_started_again(tmp_path: Path) -> None:
     said: list[str] = []
     async with started(tmp_path, notify=said.append, silence=4.0) as engine:
@@ -285,6 +290,7 @@ async def test_a_process_that_is_stopped_is_killed_and_started_again(tmp_path: P
         assert "after 4 s without an answer" in said[0] and said[-1] == AGAIN
 
 
+@pytest.mark.slow
 async def test_an_event_loop_that_was_blocked_takes_no_process_for_silent(tmp_path: Path) -> None:
     """As synchronous training does: it computes where the loop runs."""
     said: list[str] = []

@@ -125,6 +125,7 @@ def test_a_learning_rate_that_follows_is_told(tmp_path: Path) -> None:
 KEPT = ("orchestration.checkpoint_every=1", "orchestration.keep_every=2", "evaluation.every=1")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", [(), ("orchestration.max_staleness=2",), ("training.updates_per_batch=2",)])
 def test_going_back_rolls_back_what_came_later(options: tuple[str, ...], tmp_path: Path) -> None:
     before = start(tmp_path, *options, *KEPT, "orchestration.keep_last=1")

@@ -153,6 +153,7 @@ get_model(sys.argv[1], print)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_nothing_that_is_taken_for_a_model(gguf_file: Path, cache: Path) -> None:
     killed = [sys.executable, "-c", KILLED, str(gguf_file), "3"]  # after weights, config and tokenizer
     assert subprocess.run(killed, check=False, capture_output=True).returncode == -signal.SIGKILL

@@ -192,6 +192,7 @@ class PlainVowels(Vowels):
         return asyncio.run(super().step(text))  # it may: there is no event loop on this thread
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("option", ["engine.own_process=false", "engine.own_process=true"])
 def test_plain_methods_train_the_same_weights(option: str, tmp_path: Path, reference: tuple[Path, Summary]) -> None:
     """In synchronous training no bit depends on the order in which threads get their turns."""

@@ -312,6 +312,7 @@ class Interrupting(Quiet):
             os.kill(os.getpid(), self.number)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("per_batch", "batch"), [(1, 1), (1, 3), (2, 1)])
 def test_an_interrupted_run_resumes_to_the_same_weights(
@@ -395,6 +396,7 @@ def test_a_run_goes_on_without_lines_of_metrics_that_are_broken_and_says_so(tmp_
     assert [row["update"] for row in updates(path)] == [2, 3, 4]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("options", "batch", "done"),
     [

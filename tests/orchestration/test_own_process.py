@@ -38,7 +38,7 @@ class Striking(Quiet):
             threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("max_staleness", "batch"), [(0, 0), (2, 3)])
 def test_a_run_goes_on_when_its_engine_was_killed(max_staleness: int, batch: int, tmp_path: Path) -> None:
     """Even of the first batch every attempt is made again, though all fail at once. No checkpoint precedes the fourth,

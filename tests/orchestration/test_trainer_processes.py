@@ -137,6 +137,7 @@ def play(path: Path, make: MakeTrainer, *stops: int, own_process: bool) -> str:
     return digest
 
 
+@pytest.mark.slow
 def test_a_trainer_of_two_processes_trains_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warm start, KL to the reference after it, publication to another process, evaluation, checkpoint and resume."""
     pairs: list[Pair] = []

@@ -135,6 +135,7 @@ def test_demonstrations_that_cannot_work_are_refused_before_the_run_exists(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_entry_is_not_used_wherever_it_is_damaged(tmp_path: Path, cache: Path) -> None:
     """Forty places of each file that is read; others are nobody's concern."""
     config = tiny(*WARM, "warm_start.steps=1")

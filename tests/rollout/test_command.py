@@ -84,7 +84,7 @@ def still_alive(folder: Path) -> list[int]:
 DONE = "print(json.dumps({'reward': 1}))"
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @linux
 @pytest.mark.parametrize("kind", list(ESCAPES))
 @pytest.mark.parametrize(("then", "cause"), [(DONE, None), ("time.sleep(60)", Cause.TIMEOUT)], ids=["ends", "hangs"])

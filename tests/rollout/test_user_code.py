@@ -534,6 +534,7 @@ def test_the_default_executor_passes_results_and_exceptions_on() -> None:
             executor.submit(divmod, 1, 0).result()
 
 
+@pytest.mark.slow
 def test_a_process_exits_though_user_code_does_not_end(tmp_path: Path) -> None:
     script = """
         import asyncio, threading

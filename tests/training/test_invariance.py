@@ -168,7 +168,7 @@ def without_negative_rewards(groups: list[Group]) -> list[Group]:
     return [replace(group, trajectories=tuple(of(t) for t in group.trajectories)) for group in groups]
 
 
-@pytest.mark.quick(20)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("loss", LOSSES)
 @settings(max_examples=2, phases=GENERATE)
@@ -218,7 +218,7 @@ def test_any_layout_of_longer_trajectories_gives_the_gradient_and_metrics_of_eac
     check_against_each_step_alone(data, loss, layout, size=8, reduction=reduction)
 
 
-@pytest.mark.quick(40)
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(("budget", "anchored"), [(12, True), (25, False), (8192, False)])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("loss", LOSSES)
@@ -257,7 +257,7 @@ CASES: dict[str, list[tuple[list[Any], float | None]]] = {
 }
 
 
-@pytest.mark.quick(24)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_shared_nodes_train_every_step_that_shares_them(name: str, loss: str) -> None:
@@ -317,7 +317,7 @@ def test_the_coupled_loss_of_these_tests_is_no_sum_over_parts() -> None:
 # Order
 
 
-@pytest.mark.quick(20)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("budget", [15, 60])
@@ -378,7 +378,7 @@ def test_the_same_batch_twice_gives_the_same_bits(layout: dict[str, Any], dtype:
 # Many updates
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("budget", [15, 8192])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_weights_agree_with_separate_training_after_ten_optimizer_steps(layout: dict[str, Any], budget: int) -> None:

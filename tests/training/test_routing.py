@@ -99,7 +99,7 @@ def told_gradient(model: PreTrainedModel, groups: Sequence[Group]) -> tuple[dict
     return found, logp.detach()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @settings(max_examples=8, phases=GENERATE, deadline=None)
 @given(data=st.data())

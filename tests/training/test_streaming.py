@@ -52,7 +52,7 @@ def nodes(learner: Learner, groups: Sequence[Group]) -> list[int]:
     return [len(tree) for tree in learner.trees(flatten(groups))]
 
 
-@pytest.mark.quick(20)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("budget", [1, 7, 16, 59])
 @pytest.mark.parametrize("loss", LOSSES)

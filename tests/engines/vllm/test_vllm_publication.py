@@ -86,7 +86,7 @@ def start(engine: VLLMEngine, count: int, tokens: int) -> list[asyncio.Task[Comp
     return [asyncio.get_running_loop().create_task(sampled(number)) for number in range(count)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("transfer", "in_flight"), [("shared_memory", "keep"), ("shared_memory", "recompute"), ("collective", "keep")]
 )
@@ -158,6 +158,7 @@ def emptied(path: Path) -> None:
     path.write_bytes(b"")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("how", [cut_short, emptied, Path.unlink])
 async def test_a_file_that_cannot_be_read_leaves_the_old_version_serving(
     how: Callable[[Path], None], connect: Connect, monkeypatch: pytest.MonkeyPatch
@@ -181,7 +182,7 @@ async def test_a_file_that_cannot_be_read_leaves_the_old_version_serving(
     assert shared_files() == []
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @TRANSFERS
 @pytest.mark.parametrize(
     "spoil",
@@ -236,6 +237,7 @@ async def unadmitted_or_old(calls: list[asyncio.Task[Completion]], model: PreTra
     return ended
 
 
+@pytest.mark.quick(1)
 @TRANSFERS
 async def test_weights_that_are_not_proven_are_never_admitted(transfer: str, connect: Connect) -> None:
     models = [sized("qwen3", seed) for seed in range(3)]

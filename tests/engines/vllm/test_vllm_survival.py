@@ -63,6 +63,7 @@ async def test_a_session_stays_on_one_server_and_finds_its_prefix_there(connect:
     assert len(plays) == 6
 
 
+@pytest.mark.quick(1)
 @TRANSFERS
 async def test_where_one_server_fails_all_go_back(transfer: str, connect: Connect) -> None:
     new = unique_weights(sized("qwen3", 1))
@@ -92,6 +93,7 @@ def doomed(end: str) -> Iterator[str]:
             process.kill()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("end", ["killed", "silent"])
 async def test_a_server_that_ends_in_a_broadcast_is_left_behind(
     end: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
@@ -132,6 +134,7 @@ async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connec
             await play(engine, 0, 1)
 
 
+@pytest.mark.slow
 async def test_a_server_whose_engine_is_stopped_is_given_up(
     connect: Connect, servers: dict[str, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:

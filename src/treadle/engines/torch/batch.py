@@ -12,6 +12,7 @@ from torch import Tensor
 
 from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, VersionSpan
+from treadle.core.prefix import common_prefix
 from treadle.core.types import Ids, Routing, SamplingParams, StopReason
 from treadle.engines.sampling import Rules, rules, sample
 from treadle.engines.stop_strings import Decode, StopStrings
@@ -21,6 +22,7 @@ from treadle.engines.torch.model import CachedModel, Predicted
 
 _SHARED = 0.75  # share of live rows from which computing all rows is cheaper than gathering the live ones
 _DRAWS = 16  # tokens whose draws are made at once
+_PREFIX = 64  # tokens that fresh prompts have in common from which computing those once pays
 
 
 @dataclass(slots=True)
@@ -203,36 +205,64 @@ class Batch:
         known: how many tokens of each prompt are cached.
         """
         predicted = self._model.empty(len(rows))
-        fresh: dict[tuple[str | None, bytes], list[int]] = {}
+        fresh: dict[str | None, dict[bytes, list[int]]] = {}  # salt -> prompt -> numbers of the rows that have it
         for number, row in enumerate(rows):
             if not known[number]:
-                fresh.setdefault((row.call.salt, row.call.prompt.tobytes()), []).append(number)
-        for part in self._model.parts(list(fresh.values()), lambda same: len(rows[same[0]].call.prompt)):
-            self._prefill_fresh(rows, part, predicted)
-        continued = [number for number, kept in enumerate(known) if kept]
-        for numbers in self._model.parts(continued, lambda number: len(rows[number].call.prompt) - known[number]):
-            chunks = [rows[number].call.prompt[known[number] :] for number in numbers]
-            where = self._where([rows[number].cached.row for number in numbers])
-            answers = self._model.extend(self._cached.cache, where, chunks, [known[number] for number in numbers])
-            predicted.put(torch.tensor(numbers, device=self._model.device), answers)
-            self.counters.prefilled += sum(map(len, chunks))
+                same = fresh.setdefault(row.call.salt, {})
+                same.setdefault(row.call.prompt.tobytes(), []).append(number)
+        starts = list(known)
+        for same in fresh.values():
+            start = self._prefill_prefix([rows[number] for numbers in same.values() for number in numbers], len(same))
+            for number, *_others in same.values():
+                starts[number] = start
+        groups = [numbers for same in fresh.values() for numbers in same.values()]
+        self._extend(rows, [number for number, *_others in groups], starts, predicted)
+        self._repeat(rows, groups, predicted)
+        self._extend(rows, [number for number, kept in enumerate(known) if kept], starts, predicted)
         self.counters.reused += sum(known)
         return predicted
 
-    def _prefill_fresh(self, rows: Sequence[_Row], groups: Sequence[list[int]], predicted: Predicted) -> None:
-        """Compute each distinct prompt once and hand its cache and prediction to every row of its group."""
-        prompts = [rows[same[0]].call.prompt for same in groups]
-        longest = max(map(len, prompts))
-        once = KVCache(len(prompts), longest + 1)
-        answers = self._model.extend(once, slice(0, len(prompts)), prompts, [0] * len(prompts))
-        numbers = [number for same in groups for number in same]
-        device = self._model.device
-        sources = torch.tensor([i for i, same in enumerate(groups) for _ in same], device=device)
-        targets = torch.tensor([rows[number].cached.row for number in numbers], device=device)
-        self._cached.cache.copy_rows(once, sources, targets, longest)
-        predicted.put(torch.tensor(numbers, device=device), answers, sources)
-        self.counters.prefilled += sum(map(len, prompts))
-        self.counters.shared += sum(len(p) * (len(same) - 1) for p, same in zip(prompts, groups, strict=True))
+    def _prefill_prefix(self, rows: Sequence[_Row], prompts: int) -> int:
+        """Compute once what these fresh rows, of so many distinct prompts, begin with alike; returns its length.
+
+        0: nothing, where it is too short to be worth a pass of its own.
+        """
+        first = rows[0].call.prompt
+        length = min(min(common_prefix(first, row.call.prompt), len(row.call.prompt) - 1) for row in rows)
+        if prompts == 1 or length < _PREFIX:
+            return 0
+        once = KVCache(1, length + 1)
+        self._model.extend(once, slice(0, 1), [first[:length]], [0])
+        targets = torch.tensor([row.cached.row for row in rows], device=self._model.device)
+        self._cached.cache.copy_rows(once, torch.zeros_like(targets), targets, length)
+        self.counters.prefilled += length
+        self.counters.shared += length * (prompts - 1)
+        return length
+
+    def _extend(
+        self, rows: Sequence[_Row], numbers: Sequence[int], starts: Sequence[int], predicted: Predicted
+    ) -> None:
+        """Compute the prompts of the rows of these numbers from where they start."""
+        for part in self._model.parts(numbers, lambda number: len(rows[number].call.prompt) - starts[number]):
+            chunks = [rows[number].call.prompt[starts[number] :] for number in part]
+            where = self._where([rows[number].cached.row for number in part])
+            answers = self._model.extend(self._cached.cache, where, chunks, [starts[number] for number in part])
+            predicted.put(torch.tensor(part, device=self._model.device), answers)
+            self.counters.prefilled += sum(map(len, chunks))
+
+    def _repeat(self, rows: Sequence[_Row], groups: Sequence[Sequence[int]], predicted: Predicted) -> None:
+        """Copy cache and prediction of the first row of each group, all of one prompt, to the others."""
+        pairs = [(first, other) for first, *others in groups for other in others]
+        if not pairs:
+            return
+        device, cache = self._model.device, self._cached.cache
+        firsts, others = (torch.tensor(numbers, device=device) for numbers in zip(*pairs, strict=True))
+        sources, targets = (
+            torch.tensor([rows[n].cached.row for n in ns], device=device) for ns in zip(*pairs, strict=True)
+        )
+        cache.copy_rows(cache, sources, targets, max(len(rows[first].call.prompt) for first, _ in pairs))
+        predicted.put(others, predicted, firsts)
+        self.counters.shared += sum(len(rows[first].call.prompt) for first, _ in pairs)
 
     def _where(self, rows: list[int]) -> slice | Tensor:
         """Return a slice where rows are consecutive (no copy), else the index."""
