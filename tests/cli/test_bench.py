@@ -225,6 +225,7 @@ def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypa
     assert "'treadle bench update' runs on the CPU alone" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_benchmark_writes_its_json_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "import", "--json", "--output", str(tmp_path / "import.json")]) == 0
     assert json.loads((tmp_path / "import.json").read_text()) == json.loads(capsys.readouterr().out)

@@ -30,6 +30,7 @@ def test_synchronous_training_takes_the_slowest_trajectory_and_then_the_update()
     assert beside["engine idle"] == pytest.approx(0) and beside["dropped"] == 0
 
 
+@pytest.mark.slow
 def test_with_stragglers_staleness_doubles_the_rate_and_reaches_the_bound() -> None:
     """Lognormal, sigma 1: the sizes of docs/async.md, fewer updates."""
     usual = World(lognormal(60, 1), 60.0, updates=30)

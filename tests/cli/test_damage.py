@@ -129,7 +129,7 @@ FILES: dict[str, tuple[str, Sequence[str], Sequence[str], Sequence[str]]] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("what", FILES)
 def test_what_is_damaged_is_refused_and_nothing_else(what: str, world: World) -> None:
     directory, names, refusing, others = FILES[what]

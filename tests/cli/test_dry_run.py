@@ -42,6 +42,7 @@ def test_wrong_input_has_status_2_as_ever(place: Place) -> None:
     assert done.error == "error: --dry-run is for a new run; leave out --resume, or --dry-run"
 
 
+@pytest.mark.slow
 def test_nothing_is_downloaded(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub has the model; without --dry-run it would be fetched."""
     folder = tmp_path / "served"

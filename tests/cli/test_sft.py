@@ -86,6 +86,7 @@ def test_not_having_learned_is_an_error_and_nothing_is_written(place: Place) -> 
     assert not (place.path / "m").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(place: Place) -> None:
     process = start_treadle("sft", place.recipe, "warm_start.steps=1000000", "--out", place.path / "m")
     assert process.stdout is not None

@@ -158,6 +158,7 @@ class OwnModel(Qwen3ForCausalLM):
     config_class = OwnConfig
 
 
+@pytest.mark.slow
 def test_what_the_errors_advise_works(plain: Path, tmp_path: Path) -> None:
     """In this order: once the classes are registered, the model's directory is no bait any more."""
     bait = Bait(plain, tmp_path, "tokenizer_config.json")

@@ -118,6 +118,7 @@ async def play(engine: TorchEngine, arrival: Arrival) -> Completion | None:
         return None
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", ["qwen3", "mistral-sliding"])
 @settings(max_examples=15, phases=NO_SHRINKING)
 @given(st.integers(0, 2**32), st.sampled_from([1, 3, 256]), st.booleans(), st.sampled_from([1e-7, 2e-4, 1.0]))

@@ -187,6 +187,7 @@ async def test_killed_amid_a_publication_the_next_process_has_it(mortal: Mortal)
     engine.close_session("a")
 
 
+@pytest.mark.slow
 async def test_a_process_that_ends_again_before_it_answers_has_no_successor(mortal: Mortal) -> None:
     engine = mortal.engine
     for name in "ab":

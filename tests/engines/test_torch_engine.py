@@ -136,6 +136,7 @@ def logprobs(played: Sequence[Sequence[Step]]) -> Ids:
 # What is reported is what the learner computes
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", list(FAMILIES))
 @settings(max_examples=8, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking would take minutes
 @given(st.integers(0, 2**32), st.sampled_from([1, 3, 256]), st.sampled_from([1, 20, 16384]))

@@ -157,7 +157,7 @@ def test_events_of_an_asynchronous_run(tmp_path: Path) -> None:
     assert {row["trajectory_id"] for row in on_record} == seen  # also what finished when the run was over
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize(
     ("event", "saved"), [(("rollout", 8), 2), (("batch", 0), 1), (("update", 3), 3), (("publish", 0), 0)]

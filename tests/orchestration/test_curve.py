@@ -198,6 +198,7 @@ def test_of_many_kinds_those_with_the_most_tasks() -> None:
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
 def test_what_tasks_and_recipes_are_called_is_shown_and_never_interpreted(tmp_path: Path, suffix: str) -> None:
     r"""`$\frac$` would be a formula that cannot be read; no font of matplotlib's has every character."""

@@ -60,6 +60,7 @@ def damage(file: Path) -> bytes:
     return content
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("how", ["flipped", "gone"])
 def test_a_shard_that_waits_is_skipped_and_its_tasks_are_sampled_again(how: str, run: Path) -> None:
     [name, *_] = shards(run, "recorded")
@@ -79,6 +80,7 @@ def test_a_shard_that_waits_is_skipped_and_its_tasks_are_sampled_again(how: str,
     check_finished(run)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_shard_that_was_trained_changes_nothing(staleness: int, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -165,6 +165,7 @@ def test_a_mixture_trains_by_weight_and_its_sources_have_tables(tmp_path: Path) 
 # ---- resuming
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_run_goes_on_with_the_same_data_and_with_no_other(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"train{suffix}"

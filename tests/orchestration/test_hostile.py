@@ -226,6 +226,7 @@ def test_a_thread_that_never_returns_is_counted_named_and_holds_up_nobody(tmp_pa
 # Whose fault it is
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("cause", [Cause.ENGINE, Cause.INFRASTRUCTURE, Cause.ENVIRONMENT, Cause.TIMEOUT])
 def test_no_task_is_left_out_for_what_engine_or_infrastructure_fail(cause: Cause, tmp_path: Path) -> None:
     """The first group of one task fails as a whole, and no failure is made again."""

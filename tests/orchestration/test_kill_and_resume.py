@@ -150,17 +150,19 @@ def resumed(process: "subprocess.Popen[str]") -> int:
     return int(read_until(process, r"(\d+) finished trajectories \(\d+ steps\) of \d+ groups are reused")[1])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("policy", ["mask_steps", "wait", "drop_group"])
 def test_an_asynchronous_run_ends_with_nothing_undecided(policy: str, tmp_path: Path) -> None:
     start(tmp_path / "run", *ASYNCHRONOUS, f"orchestration.stale_policy={policy}")
     check_finished(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kills", "options"),
     [
         (2, "orchestration.stale_policy=wait"),
-        pytest.param(4, "orchestration.stale_policy=drop_group engine.own_process=true", marks=pytest.mark.slow),
+        (4, "orchestration.stale_policy=drop_group engine.own_process=true"),
     ],
 )
 def test_an_asynchronous_run_is_killed_over_and_over(kills: int, options: str, tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def test_an_asynchronous_run_is_killed_over_and_over(kills: int, options: str, t
     check_finished(tmp_path / "runs" / "run")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 60), (signal.SIGTERM, 60), (signal.SIGTERM, 0.01)])
 def test_an_asynchronous_run_leaves_at_once_when_asked(number: signal.Signals, seconds: float, tmp_path: Path) -> None:
     """While it waits for a batch that would take minutes, and amid updates."""

@@ -93,6 +93,7 @@ def test_each_trajectory_plays_the_tasks_of_its_epoch(reference: tuple[Path, Sum
     assert sorted(row["position"] for row in rows[:6]) == list(range(6))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -312,7 +313,7 @@ class Interrupting(Quiet):
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("per_batch", "batch"), [(1, 1), (1, 3), (2, 1)])
 def test_an_interrupted_run_resumes_to_the_same_weights(
@@ -340,6 +341,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
         assert resumed["weights_sha256"] == start(tmp_path / "straight", option)["weights_sha256"]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("which", "done", "made"), [(1, 0, 0), (2, 0, 1), (3, 2, 0), (4, 4, 0), (5, 4, 1)])
 def test_an_evaluation_that_is_interrupted_is_made_when_the_run_is_resumed(
     which: int, done: int, made: int, tmp_path: Path, reference: tuple[Path, Summary]
@@ -396,7 +398,7 @@ def test_a_run_goes_on_without_lines_of_metrics_that_are_broken_and_says_so(tmp_
     assert [row["update"] for row in updates(path)] == [2, 3, 4]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("options", "batch", "done"),
     [

@@ -50,6 +50,7 @@ def test_a_number_of_threads_that_is_none_is_refused(value: str) -> None:
         default_threads(1, 2, {"OMP_NUM_THREADS": value})
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("given", "before", "printed"),
     [

@@ -50,6 +50,7 @@ def test_the_second_run_reads_the_first_ones_warm_start(tmp_path: Path, cache: P
     assert cold["weights_sha256"] != first["weights_sha256"]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "override",
     ["seed=1", "warm_start.steps=5", "warm_start.optimizer.learning_rate=1e-3", "model.build.hidden_size=64"],

@@ -122,7 +122,7 @@ CONTENT = st.lists(WORD, max_size=6).map("".join)
 TEXT = st.lists(st.one_of(st.sampled_from(NAMES), CONTENT), max_size=8).map("".join)
 
 
-@pytest.mark.quick(40)
+@pytest.mark.quick(15)
 @each_place
 @each_kind
 @each_pipeline
@@ -137,6 +137,7 @@ def test_pieces_are_the_encoding_of_the_whole(name: str, strips: str, inside: bo
     check()
 
 
+@pytest.mark.quick(12)
 @each_place
 @each_pipeline
 def test_content_is_never_structural(name: str, inside: bool) -> None:
@@ -162,7 +163,7 @@ MARKS = st.sampled_from(
 LONG = st.tuples(st.one_of(TEXT, MARKS, st.text(max_size=3)), st.integers(1, 60)).map(lambda part: part[0] * part[1])
 
 
-@pytest.mark.quick(20)
+@pytest.mark.quick(8)
 @each_kind
 @each_pipeline
 def test_no_text_has_fewer_tokens_than_its_length_says(name: str, strips: str) -> None:

@@ -346,7 +346,7 @@ def test_the_order_of_groups_trajectories_and_steps_does_not_change_the_gradient
 # Precision
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("budget", [11, 8192])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_float32_is_as_close_to_float64_as_each_step_alone(layout: dict[str, Any], budget: int) -> None:

@@ -142,6 +142,7 @@ def gone(group: int, seconds: float = 20) -> bool:
     return not group_members(group)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads /proc")
 @pytest.mark.parametrize("how", ["parent killed", "server killed"])
 def test_whoever_dies_the_whole_group_does(how: str, tmp_path: Path) -> None:
