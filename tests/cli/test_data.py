@@ -39,6 +39,13 @@ def test_head_shows_rows_as_stored_and_as_tasks(tmp_path: Path, capsys: pytest.C
     assert "2 + 1?" not in shown
 
 
+@pytest.mark.parametrize("rows", ["0", "-1", "many"])
+def test_head_wants_a_number_of_rows(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["data", "head", write(tmp_path / "math.jsonl", questions(1)), "-n", rows])
+    assert f"argument -n: {rows!r} is not a whole number above 0" in capsys.readouterr().err
+
+
 def test_head_without_columns_shows_the_row_and_then_what_to_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,7 +98,7 @@ def test_a_recipe_is_checked_whole(tmp_path: Path, capsys: pytest.CaptureFixture
     source = write(tmp_path / "a.jsonl", questions(9))
     parts = ["data.train.split=all[:5]", f"data.held_out={{source: {source}, split: 'all[4:]'}}"]
     assert main(["data", "check", source, *COLUMNS, *parts]) == 2
-    assert "1 held-out tasks are training tasks too, as 'a-000005'" in capsys.readouterr().err
+    assert "1 held-out tasks are training tasks too, for example 'a-000005'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_an_unknown_name_comes_with_the_nearest_and_all_others() -> None:
         ),
         ("environments", "", "'' is not registered"),
         ("environments", "my.module.Env", "did you mean 'my.module:Env'?"),
-        ("nothing", "lookup", "'lookup' is not registered; nothing is; write 'module:attribute'"),
+        ("shaping", "lookup", "'lookup' is not registered; nothing is; write 'module:attribute'"),
         ("tasks", "twice", "registered as pathlib:Path and pathlib:PurePath"),
         ("tasks", "broken", "tasks: 'broken': cannot import 'no_such_package': No module named"),
         ("tasks", ":thing", "must be 'module:attribute'"),
@@ -97,7 +97,7 @@ def test_what_cannot_be_found_is_a_config_error(group: str, name: str, message: 
 
 def test_without_any_entry_points_treadle_itself_may_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: EntryPoints([]))
-    with pytest.raises(ConfigError, match=r"nothing is \(is treadle installed"):
+    with pytest.raises(ConfigError, match=r"nothing is \(was treadle installed before"):
         registry.resolve("environments", "lookup")
 
 

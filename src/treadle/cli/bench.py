@@ -11,7 +11,7 @@ from typing import Any
 
 from treadle.benchmarks.report import Report, Reports, machine
 from treadle.cli.console import Console, make_table
-from treadle.cli.options import Commands, add_command, require_record
+from treadle.cli.options import Commands, add_command, positive, require_record
 from treadle.core.errors import ConfigError
 
 _EXAMPLES = """benchmarks:
@@ -63,8 +63,10 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(commands, "bench", run, "measure something on this machine", _EXAMPLES)
     parser.add_argument("name", metavar="NAME", choices=sorted(_MODULES), help=", ".join(_MODULES))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
-    parser.add_argument("--repeats", type=int, default=3, help="measured rounds; medians are reported (default: 3)")
+    parser.add_argument("--threads", type=positive, default=1, help="torch threads (default: 1)")
+    parser.add_argument(
+        "--repeats", type=positive, default=3, help="measured rounds; medians are shown (default: 3)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of packing; the others use the CPU")
     parser.add_argument("--replay", type=Path, metavar="RUN", help="of update: replay recorded batches of this run")
     simulated = parser.add_argument_group("of async")
@@ -95,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} {file}: there is no directory {str(file.parent)!r}")
     module = import_module(f"treadle.benchmarks.{_MODULES[options.name]}")
     own = {"packing": {"device": options.device}, "update": {"run": options.replay}, "async": simulated}
-    report = module.measure(max(1, options.threads), max(1, options.repeats), **own.get(options.name, {}))
+    report = module.measure(options.threads, options.repeats, **own.get(options.name, {}))
     show(report, options.json)
     if options.output is not None:
         options.output.write_text(json.dumps(report.data()) + "\n", encoding="utf-8")

@@ -44,6 +44,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
+def positive(text: str) -> int:
+    """Return a whole number above 0; as argparse's `type`, which names the argument in the error."""
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
 def require_record(run: Path) -> None:
     """Raise RunError, with the reason, if the run has no ledger to read."""
     from treadle.orchestration.store.run_directory import RunDirectory

@@ -18,6 +18,8 @@ from typing import Any
 from treadle.core.errors import ConfigError
 from treadle.core.extras import how_to_install
 
+_OF_OTHERS = ("agents", "drivers", "rewards", "shaping")  # groups in which Treadle registers nothing itself
+
 
 def resolve(group: str, name: str, setting: str = "") -> Any:
     """Return the object that `name` stands for in `group` (`environments`, `engines`, `policy_losses`, ...).
@@ -45,7 +47,7 @@ def _where(group: str, name: str, setting: str) -> str:
 def _target(group: str, name: str, where: str) -> str:
     registered = _registered(group)
     if name not in registered:
-        raise ConfigError(f"{where} is not registered{_hint(name, sorted(registered))}")
+        raise ConfigError(f"{where} is not registered{_hint(group, name, sorted(registered))}")
     targets = registered[name]
     if len(targets) > 1:
         raise ConfigError(f"{where} is registered as {' and '.join(sorted(targets))}; write the one you mean")
@@ -65,14 +67,20 @@ def _registered(group: str) -> dict[str, set[str]]:
     return targets
 
 
-def _hint(name: str, registered: list[str]) -> str:
+def _hint(group: str, name: str, registered: list[str]) -> str:
     near = difflib.get_close_matches(name, registered, n=1)
     module, _, attribute = name.rpartition(".")
     meant = f"did you mean {near[0]!r}? " if near else f"did you mean '{module}:{attribute}'? " if module else ""
     if registered:
         return f"; {meant}registered: {', '.join(registered)}; or write 'module:attribute'"
-    missing = "" if _registered("environments") else " (is treadle installed, for example by `pip install -e .`?)"
-    return f"; {meant}nothing is{missing}; write 'module:attribute'"
+    return f"; {meant}nothing is{_stale(group)}; write 'module:attribute'"
+
+
+def _stale(group: str) -> str:
+    """Return what to do about an empty group, unless only other packages register there."""
+    if group in _OF_OTHERS:
+        return ""
+    return " (was treadle installed before its last update? `pip install -e .` in its directory registers all names)"
 
 
 def _load(target: str, where: str) -> Any:

@@ -68,11 +68,16 @@ def tasks_sha256(tasks: Sequence[Task]) -> str:
     return digest.hexdigest()
 
 
-def shared_ids(some: Sequence[Task], others: Sequence[Task]) -> list[str]:
-    """Return the ids that are in both, sorted; only those of the shorter sequence are held in memory."""
-    shorter, longer = sorted((some, others), key=len)
+def check_disjoint(train: Sequence[Task], held_out: Sequence[Task]) -> None:
+    """Raise DataError if an id is in both; only the ids of the shorter sequence are held in memory."""
+    shorter, longer = sorted((train, held_out), key=len)
     held = set(task_ids(shorter))
-    return sorted({task_id for task_id in task_ids(longer) if task_id in held}) if held else []
+    shared = {task_id for task_id in task_ids(longer) if task_id in held} if held else set()
+    if shared:
+        raise DataError(
+            f"{len(shared)} held-out tasks are training tasks too, for example {min(shared)!r}; keep them apart "
+            "(if only ids are the same, because files are called alike, rename one)"
+        )
 
 
 def with_player(task: Task, player: Player) -> Task:

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Ids, Message, Task
 from treadle.data.load import LoadContext, load_tasks
-from treadle.data.tasks import Player, players, shared_ids, with_players
+from treadle.data.tasks import Player, check_disjoint, players, with_players
 from treadle.envs.single_turn import load_reward
 from treadle.envs.tasks import load_environment
 from treadle.orchestration.config import RunConfig
@@ -100,11 +100,7 @@ def make_inputs(
     """
     if not train:
         raise DataError("there are no training tasks")
-    if shared := shared_ids(train, held_out):
-        raise DataError(
-            f"{len(shared)} held-out tasks are training tasks too, for example {shared[0]!r}; keep them apart "
-            "(if only ids are the same, because files are called alike, rename one)"
-        )
+    check_disjoint(train, held_out)
     given = {"environment": environments, "agent": agents, "driver": drivers}
     default = next(((kind, name) for kind, named in given.items() for name in named), ("environment", ""))
     train, held_out = (with_players(tasks, default) for tasks in (train, held_out))
