@@ -1,0 +1,396 @@
+"""Beside TRL: single-turn GRPO on SmolLM2 with the same tasks, batch, lengths, loss and optimizer, and one gradient.
+
+    treadle models get smollm2
+    .venv/bin/python benchmarks/against_trl.py                     both, 20 updates each, and the gradient: an hour
+    .venv/bin/python benchmarks/against_trl.py --updates 3         a first look
+
+Each side is a process of its own, on `--threads` threads. Sampling and training are measured where each library
+switches from one to the other: what is neither (rewards, logging) counts as training. The gradient is that of TRL's
+first update, taken by both on the tokens that TRL sampled. `SAME` is what both are given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from random import Random
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from treadle.envs.phone_book import NAMES
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "against_trl.json"
+PEOPLE = 8
+SAME: Mapping[str, Any] = {
+    "tasks an update": 8,
+    "completions a task": 8,
+    "longest completion": 16,
+    "temperature": 1.0,
+    "loss": "PPO clip 0.2 / 0.28, mean over the update's tokens (dapo)",
+    "advantage": "reward - mean of the group, not divided by its deviation",
+    "beta": 0.0,
+    "optimizer": "AdamW, lr 1e-5, constant, betas 0.9 / 0.95, eps 1e-8, no weight decay, gradient norm at most 1",
+    "precision": "float32, no gradient checkpointing",
+}
+TASKS, GROUP, LONGEST = SAME["tasks an update"], SAME["completions a task"], SAME["longest completion"]
+
+
+def prompts(count: int) -> list[tuple[str, str]]:
+    """Return `count` questions with their answers, always the same."""
+    return [_prompt(Random(f"against_trl/{index}")) for index in range(count)]
+
+
+def _prompt(draws: Random) -> tuple[str, str]:
+    names, numbers = draws.sample(NAMES["held_out"], PEOPLE), draws.sample(range(100, 1000), PEOPLE)
+    book = "\n".join(f"{name}: {number}" for name, number in zip(names, numbers, strict=True))
+    which = draws.randrange(PEOPLE)
+    return f"{book}\n\nWho has the number {numbers[which]}? Answer with the name only.", names[which]
+
+
+def grade(text: str, answer: str) -> float:
+    """Return 1 for the name alone, else 0."""
+    return float(text.strip().rstrip(".") == answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Holds the clocks at one moment: seconds of wall and CPU time of this process."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> Moment:
+        """Read the clocks."""
+        return cls(time.perf_counter(), time.process_time())
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Holds what one update took. reward: mean over its completions; tokens: sampled, mean of a completion."""
+
+    sampling_seconds: float
+    sampling_cpu: float
+    training_seconds: float
+    training_cpu: float
+    reward: float
+    tokens: float
+
+    @classmethod
+    def between(cls, start: Moment, sampled: Moment, end: Moment, reward: float, tokens: float) -> Update:
+        """Return the update of these moments."""
+        return cls(
+            sampled.wall - start.wall,
+            sampled.cpu - start.cpu,
+            end.wall - sampled.wall,
+            end.cpu - sampled.cpu,
+            reward,
+            tokens,
+        )
+
+
+def run_trl(model: Path, updates: int, folder: Path) -> list[Update]:
+    """Train with TRL; leaves the first update's tokens, rewards and gradient in `folder`."""
+    import torch
+    from datasets import Dataset
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trl: Any = import_module("trl")
+
+    found: list[Update] = []
+
+    class Timed(trl.GRPOTrainer):  # type: ignore[misc]
+        """Notes when sampling begins and ends, and keeps the first gradient."""
+
+        def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **named: Any) -> Any:
+            self.start = Moment.now()
+            answer = super()._generate_single_turn(prompt_ids, *rest, **named)
+            self.sampled = Moment.now()
+            self.prompt_ids, self.completion_ids = prompt_ids, answer[0]
+            return answer
+
+        def _calculate_rewards(self, *arguments: Any, **named: Any) -> Any:
+            rewards = super()._calculate_rewards(*arguments, **named)
+            self.rewards = rewards[:, 0].tolist()
+            return rewards
+
+        def training_step(self, *arguments: Any, **named: Any) -> Any:
+            loss = super().training_step(*arguments, **named)
+            if not found:
+                save_file(
+                    {n: p.grad.clone() for n, p in self.model.named_parameters()}, folder / "gradient.safetensors"
+                )
+                first = {"prompts": self.prompt_ids, "completions": self.completion_ids, "rewards": self.rewards}
+                (folder / "first.json").write_text(json.dumps(first))
+            return loss
+
+        def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> Any:
+            """Is called right after the optimizer's step."""
+            tokens = mean(map(len, self.completion_ids))
+            found.append(Update.between(self.start, self.sampled, Moment.now(), mean(self.rewards), tokens))
+            print(_line(len(found), found[-1]), flush=True)
+            return super()._maybe_log_save_evaluate(*arguments, **named)
+
+    def reward(completions: Any, answer: Any, **_: Any) -> list[float | None]:
+        return [grade(messages[0]["content"], name) for messages, name in zip(completions, answer, strict=True)]
+
+    rows = [{"prompt": [{"role": "user", "content": text}], "answer": name} for text, name in prompts(TASKS * updates)]
+    config = trl.GRPOConfig(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=TASKS * GROUP,
+        num_generations=GROUP,
+        max_completion_length=LONGEST,
+        max_steps=updates,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        loss_type="dapo",
+        epsilon=0.2,
+        epsilon_high=0.28,
+        scale_rewards="none",
+        beta=0.0,
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        shuffle_dataset=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=0,
+    )
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    Timed(
+        model=policy,
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+    ).train()
+    return found
+
+
+def run_treadle(model: Path, updates: int, folder: Path, threads: int) -> list[Update]:
+    """Train with Treadle; leaves the first update's prompts in `folder`."""
+    import treadle
+    from treadle.core.types import Group
+
+    found: list[Update] = []
+
+    class Clocks(treadle.Callback):
+        """Notes when sampling begins and ends."""
+
+        def phase(self, name: str, done: int, total: int) -> None:
+            if name == "rollout" and done == 0:
+                self.began = Moment.now()
+
+        def batch(self, groups: Sequence[Group], version: int) -> None:
+            self.ended = Moment.now()
+            steps = [step for group in groups for t in group.trajectories for step in t.steps]
+            self.tokens = mean(len(step.completion_ids) for step in steps)
+            self.reward = mean(t.reward or 0.0 for group in groups for t in group.trajectories)
+            if not found:
+                (folder / "ours.json").write_text(json.dumps([step.prompt_ids.tolist() for step in steps]))
+
+        def publish(self, version: int) -> None:
+            if version:
+                found.append(Update.between(self.began, self.ended, Moment.now(), self.reward, self.tokens))
+                print(_line(len(found), found[-1]), flush=True)
+
+    def reward(task: treadle.Task, text: str) -> float:
+        return grade(text, str(task.ground_truth))
+
+    tasks = [{"prompt": text, "ground_truth": name} for text, name in prompts(TASKS * updates)]
+    settings = {
+        "data.shuffle": False,
+        "training.tasks_per_update": TASKS,
+        "training.group_size": GROUP,
+        "training.threads": threads,
+        "training.optimizer": {"learning_rate": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0.0},
+        "rollout.max_completion_tokens": LONGEST,
+        "algorithm.norm_by_std": False,
+        "evaluation.every": 0,
+        "orchestration.updates": updates,
+    }
+    treadle.train(reward, tasks, model=str(model), run=folder / "treadle", settings=settings, callbacks=[Clocks()])
+    return found
+
+
+def gradient_gap(model: Path, folder: Path) -> dict[str, Any]:
+    """Return how far Treadle's gradient on TRL's first batch is from TRL's, relative to its norm."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from treadle.algorithms.config import AlgorithmConfig
+    from treadle.core.config import build
+    from treadle.packing.flat import flatten
+    from treadle.training.config import TrainingConfig
+    from treadle.training.learner import Learner
+
+    first = json.loads((folder / "first.json").read_text())
+    ours = json.loads((folder / "ours.json").read_text())
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    learner = Learner(policy, build(TrainingConfig, {}), build(AlgorithmConfig, {"norm_by_std": False}), 1)
+    batch = flatten(_groups(first))
+    learner.accumulate(batch, learner.advantage.per_token(batch, _no_signals(), learner.algorithm))
+    theirs = load_file(folder / "gradient.safetensors")
+    mine = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    gaps = {name: float((mine[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs}
+    total = float(sum((mine[n] - theirs[n]).double().square().sum() for n in theirs) ** 0.5)
+    norm = float(sum(theirs[n].double().square().sum() for n in theirs) ** 0.5)
+    worst = max(gaps, key=lambda name: gaps[name])
+    return {
+        "relative gap": total / norm,
+        "of the worst weight": {worst: gaps[worst]},
+        "norm": norm,
+        "tokens": len(batch),
+        "prompts are the same ids": first["prompts"] == ours,
+    }
+
+
+def _no_signals() -> Any:
+    from treadle.algorithms.estimators import Signals
+
+    return Signals(None, None)
+
+
+def _groups(first: Mapping[str, Any]) -> list[Any]:
+    """Return TRL's completions as recorded groups; a single update asks for no recorded log-probabilities."""
+    from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory
+
+    def trajectory(number: int) -> Trajectory:
+        completion = np.array(first["completions"][number], np.int32)
+        step = Step(
+            prompt_ids=np.array(first["prompts"][number], np.int32),
+            completion_ids=completion,
+            logprobs=np.full(len(completion), -1.0, np.float32),
+            policy_versions=np.zeros(len(completion), np.int32),
+            sampling=SamplingParams(),
+            stop_reason=StopReason.STOP,
+        )
+        group, attempt = divmod(number, GROUP)
+        reward = first["rewards"][number]
+        return Trajectory(f"{group}-{attempt}", f"task-{group}", attempt, (step,), reward, Status.DONE)
+
+    return [
+        Group(
+            f"group-{g}",
+            g,
+            0,
+            g,
+            Task(f"task-{g}", ({"role": "user", "content": "?"},)),
+            tuple(trajectory(g * GROUP + i) for i in range(GROUP)),
+        )
+        for g in range(len(first["rewards"]) // GROUP)
+    ]
+
+
+def _line(number: int, update: Update) -> str:
+    return (
+        f"update {number}: sampling {update.sampling_seconds:.1f} s ({update.sampling_cpu:.1f} CPU s), training "
+        f"{update.training_seconds:.1f} s ({update.training_cpu:.1f} CPU s), reward {update.reward:.3f}, "
+        f"{update.tokens:.1f} tokens"
+    )
+
+
+def side(name: str, model: Path, updates: int, folder: Path, threads: int) -> None:
+    """Run one side in this process and write its figures into `folder`."""
+    import torch
+
+    torch.set_num_threads(threads)
+    runs: Mapping[str, Callable[[], Any]] = {
+        "trl": lambda: [asdict(update) for update in run_trl(model, updates, folder)],
+        "treadle": lambda: [asdict(update) for update in run_treadle(model, updates, folder, threads)],
+        "gradient": lambda: gradient_gap(model, folder),
+    }
+    result = runs[name]()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    (folder / f"{name}.result.json").write_text(json.dumps({"result": result, "peak_bytes": peak}))
+
+
+def summary(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one side's medians. The first update, which warms up, is not in them."""
+    updates = found["result"][1:] or found["result"]
+    medians = {key: median(update[key] for update in updates) for key in updates[0]}
+    return {
+        **{key: medians[key] for key in medians if key not in ("reward", "tokens")},
+        "cpu": median(update["sampling_cpu"] + update["training_cpu"] for update in updates),
+        "seconds": median(update["sampling_seconds"] + update["training_seconds"] for update in updates),
+        "peak_bytes": found["peak_bytes"],
+        "rewards": [update["reward"] for update in found["result"]],
+        "tokens": [update["tokens"] for update in found["result"]],
+    }
+
+
+def main() -> None:
+    """Run both sides and the gradient, print a table and write the JSON file."""
+    parser = argparse.ArgumentParser(description="Single-turn GRPO on SmolLM2, beside TRL.")
+    parser.add_argument("--model", type=Path, help="directory of the model (default: smollm2 of the cache)")
+    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--side", choices=("trl", "treadle", "gradient"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        side(options.side, options.model, options.updates, options.folder, options.threads)
+        return
+    model = options.model or _smollm2()
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("trl", "treadle", "gradient"):
+            print(f"--- {name}", flush=True)
+            given = ["--model", str(model), "--updates", str(options.updates), "--threads", str(options.threads)]
+            command = [sys.executable, __file__, "--side", name, "--folder", folder, *given]
+            subprocess.run(command, check=True, env=environment)
+            found[name] = json.loads((Path(folder) / f"{name}.result.json").read_text())
+    from treadle.benchmarks.report import machine
+
+    sides = {name: summary(found[name]) for name in ("trl", "treadle")}
+    result = {
+        "machine": machine(),
+        "threads": options.threads,
+        "same": dict(SAME),
+        **sides,
+        "treadle / trl": {
+            key: sides["treadle"][key] / sides["trl"][key]
+            for key in ("cpu", "seconds", "sampling_cpu", "training_cpu", "peak_bytes")
+        },
+        "gradient": found["gradient"]["result"],
+    }
+    options.output.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+def _smollm2() -> Path:
+    from treadle.models.model_cache import converted_directory
+
+    return converted_directory("smollm2")
+
+
+if __name__ == "__main__":
+    main()
