@@ -33,7 +33,7 @@ test: lint ## lint, types and the quick tests
 	@$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not slow" --hypothesis-profile quick $(ARGS)
 
 test-all: lint ## lint, types and every test
-	@$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n 4 --dist loadgroup $(ARGS)
 
 lint: dev-env ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -64,9 +64,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("name", metavar="NAME", choices=sorted(_MODULES), help=", ".join(_MODULES))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--threads", type=positive, default=1, help="torch threads (default: 1)")
-    parser.add_argument(
-        "--repeats", type=positive, default=3, help="measured rounds; medians are shown (default: 3)"
-    )
+    parser.add_argument("--repeats", type=positive, default=3, help="measured rounds; medians are shown (default: 3)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of packing; the others use the CPU")
     parser.add_argument("--replay", type=Path, metavar="RUN", help="of update: replay recorded batches of this run")
     simulated = parser.add_argument_group("of async")

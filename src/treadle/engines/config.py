@@ -55,6 +55,11 @@ class EngineConfig(Config):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="settings of a kind that is not Treadle's own")
     batch: int = Field(256, ge=1, description="most sequences that are decoded together")
+    cache_gib: float = Field(
+        4.0,
+        gt=0,
+        description="torch: most memory for keys and values; what was not used for long is computed again",
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine's weights")
     in_flight: InFlight = Field(
         "keep",

@@ -93,9 +93,14 @@ class CachedRows:
             self._held.remove(sequence)
 
     def forget(self, sessions: Iterable[int]) -> None:
-        """Drop the sequences of these sessions, which make no more calls; none of them is busy."""
+        """Drop the sequences of these sessions, which make no more calls; none of them is busy.
+
+        The last one takes the memory with it, which training may need.
+        """
         gone = set(sessions)
         self._held = [s for s in self._held if s.session not in gone]
+        if gone and not self._held:
+            self.clear()
 
     def outdate(self, keep_busy: bool) -> None:
         """Drop what old weights computed: idle sequences now, busy ones when their call ends unless `keep_busy`."""

@@ -190,7 +190,7 @@ class TorchEngine:
     def _start(self) -> None:
         """Start the loop if there is something to do; to be called after any change."""
         self._pause = True
-        if self._driver is None and self._may_admit():
+        if self._driver is None and self._may_work():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
@@ -206,7 +206,11 @@ class TorchEngine:
 
     async def _work_to_do(self) -> bool:
         await asyncio.sleep(0)  # what was answered or closed in this same tick may change who waits
-        return bool(self._running) or self._may_admit()
+        return bool(self._running) or self._may_work()
+
+    def _may_work(self) -> bool:
+        """Return whether there are calls to admit, or nobody is left for whom the cache would be kept."""
+        return self._may_admit() or (bool(self._gone) and not self._sessions)
 
     def _admit(self) -> None:
         """Hand to the batch what may join now."""

@@ -116,6 +116,7 @@ def _options(config: EngineConfig, chat: ChatInterface, routing: bool) -> TorchE
     return TorchEngineOptions(
         stop_token_ids=chat.stop_token_ids,
         max_batch=config.batch,
+        cache_gib=config.cache_gib,
         dtype=config.dtype,
         lock_step=config.lock_step is not False,
         in_flight=config.in_flight,

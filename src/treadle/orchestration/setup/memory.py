@@ -1,7 +1,7 @@
 """How much memory a run needs, by what holds it, and how much this machine has.
 
 Letters: P weights of the model, R of the reference; T tokens of a micro-batch, L layers, h hidden size, i intermediate
-size, q and k widths of all query and of all key heads, V vocabulary; B sequences that the engine decodes together.
+size, q and k widths of all query and of all key heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import published, trained
 from treadle.orchestration.config import RunConfig
 from treadle.training.lm_head import CHUNK_BYTES
@@ -88,9 +87,10 @@ def _engine_parts(config: RunConfig, model: PreTrainedModel, weights: int) -> li
     widths = _widths(model.config.get_text_config())
     if widths is not None:
         longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens
-        limit = int(TorchEngineOptions(()).cache_gib * 2**30)
-        cache = min(limit, engine.batch * longest * widths.layers * 2 * widths.keys * size)
-        formula = f"at most B x {longest} tokens x L x 2k x {size} bytes, and {limit / 2**30:g} GiB"
+        limit = int(engine.cache_gib * 2**30)
+        sessions = max(engine.batch, config.training.tasks_per_update * config.training.group_size)
+        cache = min(limit, sessions * longest * widths.layers * 2 * widths.keys * size)
+        formula = f"at most {sessions} sessions x {longest} tokens x L x 2k x {size} bytes, and {limit / 2**30:g} GiB"
         parts.append(MemoryPart("the engine's KV cache", cache, formula))
     return parts
 
