@@ -1,0 +1,183 @@
+"""`python child.py BYTES`: runs queries for `sandbox`, one at a time, and may do nothing else.
+
+Standard input: requests, a line of JSON each. Standard output: `{}` once it is ready, then an answer to each.
+
+    {"do": "select", "uri": "file:///a/b.sqlite?mode=ro", "script": "", "sql": ..., "seconds": 5, "rows": 4501,
+     "characters": 1000000}
+        -> {"rows": [[...], ...]}        the distinct rows in the order in which they came, no more than was asked for
+    {"do": "expect", "uri": ":memory:", "script": "CREATE TABLE ...", "sql": ..., "seconds": 30}
+        -> {"count": 12}                 the distinct rows, which are kept for `compare`
+    {"do": "compare", ...}
+        -> {"equal": true}               whether the query gives the rows that were expected, as sets
+    {"error": "no such table: t"}        instead of any of these: what SQLite said; `"late": true` if time was over
+    {"fault": "unable to open ..."}      the database is to blame, not the query
+
+Standard library only: it starts in little more than the time that Python itself takes.
+"""
+
+import json
+import resource
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator
+from math import ceil, inf
+from typing import Any, NamedTuple
+
+_READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
+_PRAGMAS = {"table_info", "foreign_key_list", "index_list"}
+_FUNCTIONS_REFUSED = {"load_extension", "fts3_tokenizer"}
+_OPERATIONS = 1000  # of SQLite's virtual machine, between two looks at the clock
+_LARGEST_VALUE = 2**24  # bytes of a text, a blob or a row
+_LONGEST_CELL = 9000  # characters of a cell that are shown; so long a text is cut to 50 rows anyway
+_SPARE_CPU = 2  # seconds beyond a query's limit after which the kernel ends this process, if its parent has not
+
+Row = tuple[Any, ...]
+
+
+class Query(NamedTuple):
+    """Holds what every request has: the database, the query, and when it must be over (on the monotonic clock).
+
+    script: SQL that is run first, to make a database in memory.
+    """
+
+    uri: str
+    script: str
+    sql: str
+    deadline: float
+
+
+def main(address_space: int) -> None:
+    """Confine this process and answer requests until standard input ends. address_space: its bound, bytes."""
+    confine(address_space)
+    expected: set[Row] = set()
+    send({})
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        query = Query(request["uri"], request["script"], request["sql"], time.monotonic() + request["seconds"])
+        limit_cpu(request["seconds"])
+        try:
+            if request["do"] == "select":
+                answer: dict[str, Any] = {"rows": select(query, request["rows"], request["characters"])}
+            elif request["do"] == "expect":
+                expected = set(rows_of(query))
+                answer = {"count": len(expected)}
+            else:
+                answer = {"equal": is_equal(query, expected)}
+        except DatabaseFault as error:
+            answer = {"fault": str(error)}
+        except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
+            answer = {"error": str(error), "late": time.monotonic() >= query.deadline}
+        send(answer)
+
+
+def send(answer: dict[str, Any]) -> None:
+    """Write an answer. It is ASCII: lone surrogates are escaped."""
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+class DatabaseFault(Exception):
+    """Says that the database could not be opened, or not be made."""
+
+
+def confine(address_space: int) -> None:
+    """Give up what a query has no need of: memory, files to write, other processes, core dumps."""
+    for limit, value in {
+        resource.RLIMIT_AS: address_space,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_NPROC: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: 16,
+    }.items():
+        resource.setrlimit(limit, (value, value))
+
+
+def limit_cpu(seconds: float) -> None:
+    """Let the kernel end this process if the query runs far beyond its limit, which it does if the parent is gone."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    most = ceil(usage.ru_utime + usage.ru_stime + seconds + _SPARE_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def select(query: Query, most: int, characters: int) -> list[list[Any]]:
+    """Return the first distinct rows, as JSON can hold them: `most` of them, or fewer of so many characters."""
+    rows: dict[Row, None] = {}
+    size = 0
+    for row in rows_of(query):
+        if row not in rows:
+            rows[row] = None
+            size += sum(len(cell) for cell in row if isinstance(cell, str | bytes))
+            if len(rows) >= most or size >= characters:
+                break
+    return [[shown(cell) for cell in row] for row in rows]
+
+
+def shown(cell: Any) -> Any:
+    """Return a cell as JSON holds it: texts of valid Unicode and not endless, other things as Python writes them."""
+    if isinstance(cell, bytes):
+        return repr(cell[:_LONGEST_CELL])[:_LONGEST_CELL]
+    if isinstance(cell, str):
+        return cell[:_LONGEST_CELL].encode(errors="surrogateescape").decode(errors="replace")
+    return str(cell) if cell in (inf, -inf) else cell
+
+
+def is_equal(query: Query, expected: set[Row]) -> bool:
+    """Return whether the query's rows are those expected, as sets; ends at the first that is not."""
+    met: set[Row] = set()
+    for row in rows_of(query):
+        if row not in expected:
+            return False
+        met.add(row)
+    return len(met) == len(expected)
+
+
+def rows_of(query: Query) -> Iterator[Row]:
+    """Yield the rows of a query, run on a connection of its own. Raises sqlite3.Error; DatabaseFault."""
+    connection = connect(query)
+    try:
+        connection.set_authorizer(authorize)
+        yield from connection.execute(query.sql)
+    finally:
+        connection.close()
+
+
+def connect(query: Query) -> sqlite3.Connection:
+    """Return a connection to the database. Raises DatabaseFault."""
+    try:
+        connection = sqlite3.connect(query.uri, uri=True, isolation_level=None)
+        connection.text_factory = as_text
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LARGEST_VALUE)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        connection.set_progress_handler(lambda: time.monotonic() >= query.deadline, _OPERATIONS)
+        connection.executescript(f"PRAGMA temp_store = MEMORY; PRAGMA trusted_schema = OFF; {query.script}")
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # a file is only opened when it is read
+    except sqlite3.Error as error:
+        raise DatabaseFault(str(error)) from error
+    return connection
+
+
+def as_text(value: bytes) -> str:
+    """Return a text of the database; bytes that are no UTF-8 stay distinct, as lone surrogates."""
+    return value.decode(errors="surrogateescape")
+
+
+def authorize(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
+    """Allow what reads. SQLite asks this while it compiles a statement, for each thing that it would do.
+
+    Table-valued functions (json_each, pragma_table_info) declare their columns by what looks like an update of the
+    schema; a real one is refused by SQLite itself.
+    """
+    if action in _READING:
+        allowed = True
+    elif action == sqlite3.SQLITE_PRAGMA:
+        allowed = (first or "").lower() in _PRAGMAS
+    elif action == sqlite3.SQLITE_FUNCTION:
+        allowed = (second or "").lower() not in _FUNCTIONS_REFUSED
+    else:
+        allowed = action == sqlite3.SQLITE_UPDATE and first == "sqlite_master"
+    return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
