@@ -238,6 +238,46 @@ async def test_a_groups_prompt_is_prefilled_once() -> None:
         assert (counters.prefilled, counters.shared, counters.reused) == (len(PROMPT) + len(other), 2 * len(PROMPT), 0)
 
 
+async def test_what_fresh_prompts_begin_with_is_prefilled_once() -> None:
+    """Instructions and examples, mostly; what is too short for a pass of its own is computed with each prompt."""
+    begin = ids(*(n % 25 + 3 for n in range(100)))
+    prompts = [np.concatenate([begin, ids(7, n)]) for n in (5, 6, 5)]
+    async with serving() as engine:
+        await play_all(engine, [Script(p, seed=n) for n, p in enumerate(prompts)])
+        counters = engine.counters
+        # 101 tokens are common to all; one more of each of two prompts; the third is the first once more
+        assert (counters.prefilled, counters.shared, counters.reused) == (101 + 2, 101 + 102, 0)
+    async with serving() as engine:
+        await play_all(engine, [Script(p[60:], seed=n) for n, p in enumerate(prompts)])
+        assert (engine.counters.prefilled, engine.counters.shared) == (2 * 42, 42)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_what_is_sampled_after_a_common_beginning_is_what_the_learner_computes(family: str) -> None:
+    model, random = tiny(family), np.random.default_rng(3)
+    begin = random_ids(random, 70, 80)
+    scripts = [random_script(random, np.concatenate([begin, random_ids(random, 1, 9)]), 2, False) for _ in range(5)]
+    together, engine = recorded(model, scripts)
+    assert engine.counters.shared >= 4 * len(begin)
+    assert texts(together) == texts([recorded(model, [script])[0][0] for script in scripts])
+    batch = flatten(as_groups(together))
+    learner = Learner(model, TrainingConfig(), AlgorithmConfig(), 1)
+    np.testing.assert_allclose(batch.logp_rollout, learner.logprobs(batch), atol=1e-4, rtol=0)
+
+
+async def test_the_cache_is_free_while_no_session_is_open() -> None:
+    async with serving() as engine:
+        for name in ("a", "b"):
+            engine.open_session(name)
+        await asyncio.gather(*(engine.generate(PROMPT, sampling(), session=name) for name in ("a", "b")))
+        engine.close_session("a")
+        await engine.generate(PROMPT, sampling(), session="b")
+        assert engine._batch._cached.cache.layers
+        engine.close_session("b")
+        while engine._batch._cached.cache.layers:  # a worker lets go of it
+            await asyncio.sleep(0.01)
+
+
 async def test_what_was_sampled_is_counted() -> None:
     async with serving() as engine:
         played = await play_all(engine, random_scripts(3))

@@ -27,6 +27,7 @@ from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.algorithms.reductions import token_weights
 from treadle.algorithms.values import ValueTargets
 from treadle.core.errors import ConfigError
+from treadle.core.memory import release_freed_memory
 from treadle.core.metrics import Measures, measured
 from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group
@@ -122,11 +123,13 @@ class Learner:
         several = self.training.updates_between_publications > 1
         ahead = self.value_head is not None or (several and self._compares_with_old())
         starts = [self.scores(batch) if ahead else None for batch in batches]
-        return [
+        results = [
             replace(self.update(batch, start), refused=refused)
             for _ in range(self.training.epochs_per_batch)
             for batch, start, (_, refused) in zip(batches, starts, sound, strict=True)
         ]
+        release_freed_memory()
+        return results
 
     def _compares_with_old(self) -> bool:
         return self.policy_loss.anchor == "old" or self.algorithm.correction.active or self._penalises()

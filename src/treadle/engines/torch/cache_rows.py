@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from treadle.core.memory import release_freed_memory
 from treadle.core.prefix import common_prefix
 from treadle.core.types import Ids
 from treadle.engines.torch.kv_cache import KVCache
@@ -114,6 +115,7 @@ class CachedRows:
         """Drop everything, with the memory, which bad weights may have filled with NaN."""
         self._held = []
         self.cache = KVCache(self.cache.rows, self.cache.capacity)
+        release_freed_memory()
 
     def _sources(self, newcomers: Sequence[Cached]) -> tuple[list[Cached | None], list[int], set[Cached]]:
         """For each newcomer the sequence that has most of its prompt and how much, and which of those they continue."""
