@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -34,9 +35,9 @@ from treadle.envs.phone_book import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "against_trl.json"
-PEOPLE = 8
+PEOPLE = 5
 SAME: Mapping[str, Any] = {
-    "tasks an update": 8,
+    "tasks an update": 4,
     "completions a task": 8,
     "longest completion": 16,
     "temperature": 1.0,
@@ -49,21 +50,30 @@ SAME: Mapping[str, Any] = {
 TASKS, GROUP, LONGEST = SAME["tasks an update"], SAME["completions a task"], SAME["longest completion"]
 
 
-def prompts(count: int) -> list[tuple[str, str]]:
-    """Return `count` questions with their answers, always the same."""
+def prompts(count: int) -> list[tuple[list[dict[str, str]], str]]:
+    """Return `count` questions, after two worked examples, with their answers; always the same."""
     return [_prompt(Random(f"against_trl/{index}")) for index in range(count)]
 
 
-def _prompt(draws: Random) -> tuple[str, str]:
-    names, numbers = draws.sample(NAMES["held_out"], PEOPLE), draws.sample(range(100, 1000), PEOPLE)
-    book = "\n".join(f"{name}: {number}" for name, number in zip(names, numbers, strict=True))
+def _prompt(draws: Random) -> tuple[list[dict[str, str]], str]:
+    examples = [_question(draws, "train") for _ in range(2)]
+    question, answer = _question(draws, "held_out")
+    messages = []
+    for asked, number in examples:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": number}]
+    return [*messages, {"role": "user", "content": question}], answer
+
+
+def _question(draws: Random, names: str) -> tuple[str, str]:
+    people, numbers = draws.sample(NAMES[names], PEOPLE), draws.sample(range(100, 1000), PEOPLE)
+    book = ", ".join(f"{name} {number}" for name, number in zip(people, numbers, strict=True))
     which = draws.randrange(PEOPLE)
-    return f"{book}\n\nWho has the number {numbers[which]}? Answer with the name only.", names[which]
+    return f"{book}. What is the number of {people[which]}?", str(numbers[which])
 
 
 def grade(text: str, answer: str) -> float:
-    """Return 1 for the name alone, else 0."""
-    return float(text.strip().rstrip(".") == answer)
+    """Return 1 for a reply whose only number is the answer, else 0."""
+    return float(re.findall(r"\d+", text) == [answer])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +159,9 @@ def run_trl(model: Path, updates: int, folder: Path) -> list[Update]:
             return super()._maybe_log_save_evaluate(*arguments, **named)
 
     def reward(completions: Any, answer: Any, **_: Any) -> list[float | None]:
-        return [grade(messages[0]["content"], name) for messages, name in zip(completions, answer, strict=True)]
+        return [grade(messages[0]["content"], number) for messages, number in zip(completions, answer, strict=True)]
 
-    rows = [{"prompt": [{"role": "user", "content": text}], "answer": name} for text, name in prompts(TASKS * updates)]
+    rows = [{"prompt": messages, "answer": number} for messages, number in prompts(TASKS * updates)]
     config = trl.GRPOConfig(
         output_dir=str(folder / "trl"),
         per_device_train_batch_size=TASKS * GROUP,
@@ -222,7 +232,7 @@ def run_treadle(model: Path, updates: int, folder: Path, threads: int) -> list[U
     def reward(task: treadle.Task, text: str) -> float:
         return grade(text, str(task.ground_truth))
 
-    tasks = [{"prompt": text, "ground_truth": name} for text, name in prompts(TASKS * updates)]
+    tasks = [{"prompt": messages, "ground_truth": number} for messages, number in prompts(TASKS * updates)]
     settings = {
         "data.shuffle": False,
         "training.tasks_per_update": TASKS,
