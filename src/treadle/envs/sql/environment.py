@@ -1,0 +1,161 @@
+"""Text-to-SQL over several turns, with the protocol of SkyRL-SQL.
+
+    system, user   instructions, a schema, a question
+    assistant      <think>Which cities are there?</think><sql>SELECT city FROM airports</sql>
+    user           <observation>   0
+                   Rome
+                   <reminder>You have 5 turns left to complete the task.</reminder></observation>
+    assistant      <think>...</think><solution>SELECT count(*) FROM airports WHERE city = 'Rome'</solution>
+
+An attempt ends with the reply that has a solution, or with the last turn. Its reward is 1 if the solution's rows are
+those of the reference query, as sets, 0 if they are not, and -1 if the replies break the format (`solution_of`).
+Queries run in `sandbox.SANDBOX`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treadle.core.errors import DataError
+from treadle.core.metrics import Metric
+from treadle.core.rewards import is_finite
+from treadle.core.types import Message, Status, Task
+from treadle.envs.base import Environment, EnvStep, Finish
+from treadle.envs.sql.sandbox import SANDBOX, Database, Query, QueryError, QueryTimeout
+from treadle.envs.sql.table import ENOUGH, render_table
+
+INVALID = (
+    "Your previous action is invalid. Follow the format of outputting thinking process and sql tool, and try again."
+)
+"""What the agent reads after a reply with neither query nor solution."""
+
+BAD_FORMAT, WRONG, RIGHT = -1.0, 0.0, 1.0
+
+_SQL = re.compile(r"<sql>(.*?)</sql>", re.DOTALL)
+_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+_OBSERVED = re.compile(r"</observation>\s*")
+_OTHER_TAG = re.compile(r"</?(think|sql|observation)\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Holds what a task says of its database and limits. seconds: of a query, and of each of the two in grading."""
+
+    database: Database
+    gold: str
+    max_turns: int = 6
+    query_seconds: float = 5.0
+    grading_seconds: float = 30.0
+
+    @property
+    def place(self) -> str:
+        """Return the name of the database, as errors of queries show it."""
+        return ":memory:" if self.database.file is None else self.database.file.name
+
+
+class TextToSql(Environment):
+    """Plays one question about a SQLite database.
+
+    The task's ground truth is a reference query. Its extras hold `database`, the path of a SQLite file, or `script`,
+    SQL that makes one in memory. They may set `max_turns` (6), `query_seconds` (5) and `grading_seconds` (30, for
+    each of the two queries that are compared).
+
+    Only what the model wrote is graded: tags in the rows of a database change nothing.
+    """
+
+    metrics = (
+        Metric("queries", "trajectory", "mean", "queries", "queries that were run, the solution's not counted"),
+        Metric("query_failed", "step", "mean", "share", "queries that failed or took too long"),
+        Metric("no_action", "trajectory", "mean", "replies", "replies with neither query nor solution"),
+        Metric("bad_format", "trajectory", "mean", "share", "attempts whose replies break the format"),
+    )
+
+    def reset(self, task: Task) -> Sequence[Message]:
+        """Return the task's prompt; raises DataError where the task lacks what `TextToSql` needs."""
+        self.problem = problem_of(task)
+        self.replies: list[str] = []
+        SANDBOX.start_spare()
+        return task.prompt
+
+    def step(self, text: str) -> EnvStep:
+        """Run the reply's first query, or end with its solution."""
+        self.replies.append(text)
+        turns_left = self.problem.max_turns - len(self.replies)
+        if turns_left <= 0 or ("<solution>" in text and "</solution>" in text):
+            reward, info = self._grade()
+            return EnvStep(reward=reward, done=True, info=info)
+        query = _SQL.search(text)
+        shown, info = (INVALID, {"no_action": 1}) if query is None else self._run(query[1])
+        reminder = f"<reminder>You have {turns_left} turns left to complete the task.</reminder>"
+        content = f"\n\n<observation>{shown}\n{reminder}</observation>\n\n"
+        return EnvStep([Message(role="user", content=content)], info=info)
+
+    def finish(self, ended: Status) -> Finish | None:
+        """Grade an attempt whose calls were fewer than its turns (`rollout.max_steps`); without a solution, -1."""
+        return Finish(*self._grade()) if ended is Status.MAX_STEPS else None
+
+    def _run(self, sql: str) -> tuple[str, Mapping[str, Any]]:
+        """Run a query; return what the agent reads, and the metrics."""
+        try:
+            rows = SANDBOX.select(Query(self.problem.database, sql, self.problem.query_seconds), ENOUGH)
+        except QueryTimeout:
+            return f"SQL Timeout:\n{sql}", {"queries": 1, "query_failed": True}
+        except QueryError as error:
+            shown = f"Error executing SQL: {error}, db file: {self.problem.place}"
+            return shown, {"queries": 1, "query_failed": True}
+        return render_table(rows), {"queries": 1, "query_failed": False}
+
+    def _grade(self) -> tuple[float, Mapping[str, Any]]:
+        """Return the reward of the replies, and the metrics of the last step."""
+        sql = solution_of(self.replies)
+        info = {"queries": 0, "no_action": 0, "bad_format": sql is None}
+        if sql is None:
+            return BAD_FORMAT, info
+        problem = self.problem
+        try:
+            right = SANDBOX.has_same_rows(Query(problem.database, sql, problem.grading_seconds), problem.gold)
+        except QueryError:
+            right = False
+        return RIGHT if right else WRONG, info
+
+
+def solution_of(replies: Sequence[str]) -> str | None:
+    """Return the query of the one solution; None if the replies break the format.
+
+    They keep it if there is exactly one `<solution>`, and one `</solution>` after it, with no other tag between, if
+    something is thought at all, and if each observation before the solution is followed by `<think>`. An observation
+    stands between any two replies; what was in it does not matter.
+    """
+    text = "<observation></observation>".join(replies)
+    before, _, after = text.partition("<solution>")
+    solution, closed, rest = after.partition("</solution>")
+    one = closed and "<solution>" not in after and "</solution>" not in rest
+    if not one or _OTHER_TAG.search(solution) or not _THOUGHT.search(text):
+        return None
+    before = before.lower()
+    if any(not before.startswith("<think>", observed.end()) for observed in _OBSERVED.finditer(before)):
+        return None
+    return solution.strip()
+
+
+def problem_of(task: Task) -> Problem:
+    """Return what a task says; raises DataError, naming the task and what it lacks."""
+    where = f"task {task.task_id} of environment text_to_sql"
+    extras = task.extras
+    file, script = extras.get("database"), extras.get("script")
+    if not (isinstance(file, str) ^ isinstance(script, str)):
+        raise DataError(f"{where} needs one of `database`, a path, and `script`, SQL, in extras; it has {list(extras)}")
+    if isinstance(file, str) and not Path(file).is_file():
+        raise DataError(f"{where}: no file {file!r}; correct `database` in its extras, or fetch the database")
+    if not isinstance(task.ground_truth, str):
+        raise DataError(f"{where} needs its reference query, a string, in ground_truth, got {task.ground_truth!r:.100}")
+    limits = {key: extras[key] for key in ("max_turns", "query_seconds", "grading_seconds") if key in extras}
+    for key, value in limits.items():
+        if not is_finite(value) or value <= 0:
+            raise DataError(f"{where}: {key} must be a number above 0, got {value!r}")
+    database = Database(script=script) if isinstance(script, str) else Database(Path(str(file)))
+    return Problem(database, task.ground_truth, **limits)
