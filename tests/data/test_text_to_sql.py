@@ -1,0 +1,151 @@
+"""The published layouts of text-to-SQL, made small: SkyRL-SQL-653, Spider and BIRD."""
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet as pq
+import pytest
+
+from treadle.core.errors import ConfigError, DataError, TreadleError
+from treadle.core.types import Task
+from treadle.data.config import TaskSetConfig
+from treadle.data.load import LoadContext
+from treadle.data.load import load_tasks as load
+from treadle.envs.sql.environment import TextToSql
+
+GOLD = "SELECT name FROM city"
+ROW: dict[str, Any] = {
+    "prompt": [{"role": "user", "content": "Which cities are there?"}],
+    "db_id": "geo",
+    "data": "synsql",
+    "reward_spec": {"ground_truth": GOLD, "method": "rule"},
+    "env_class": "text2sql",
+    "extra_info": {"index": 3},
+}
+
+
+def make_database(folder: Path, name: str = "geo") -> Path:
+    """`folder/geo/geo.sqlite`, with a text that is no UTF-8, as BIRD has some."""
+    file = folder / name / f"{name}.sqlite"
+    file.parent.mkdir(parents=True)
+    with closing(sqlite3.connect(file)) as database:
+        database.executescript("CREATE TABLE city (name TEXT, size REAL); CREATE INDEX by_size ON city (size)")
+        database.execute("INSERT INTO city VALUES (CAST(x'526f6dff' AS TEXT), 2.8)")
+        database.commit()
+    return file
+
+
+def load_tasks(source: str, **options: Any) -> list[Task]:
+    section = TaskSetConfig(source=source, options={key: str(value) for key, value in options.items()})
+    return list(load(section, "train", LoadContext()))
+
+
+def success(task: Task, sql: str) -> float:
+    environment = TextToSql()
+    environment.reset(task)
+    reward = environment.step(f"<think></think><solution>{sql}</solution>").reward
+    assert isinstance(reward, float)
+    return reward
+
+
+def test_the_rows_of_skyrl_sql(tmp_path: Path) -> None:
+    files = {
+        "synsql": make_database(tmp_path / "SynSQL-2.5M" / "databases"),
+        "spider": make_database(tmp_path / "spider" / "database"),
+        "bird": make_database(tmp_path / "bird" / "train" / "train_databases"),
+    }
+    pq.write_table(pyarrow.Table.from_pylist([ROW | {"data": name} for name in files]), tmp_path / "train.parquet")
+    tasks = load_tasks("skyrl_sql", file=tmp_path / "train.parquet", databases=tmp_path)
+    assert [task.task_id for task in tasks] == [f"train-{n:06d}" for n in range(3)]
+    for task, (name, file) in zip(tasks, files.items(), strict=True):
+        assert task.prompt == tuple(ROW["prompt"]) and task.environment == "text_to_sql" and task.ground_truth == GOLD
+        limits = {"max_turns": 6, "query_seconds": 5.0, "grading_seconds": 30.0}
+        assert task.extras == {"db_id": "geo", "data": name, "database": str(file), **limits}
+        assert success(task, GOLD) == 1 and success(task, "SELECT 'Rom'") == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "row"),
+    [
+        ("train_spider.json", {"db_id": "geo", "question": "Which?", "query": GOLD, "query_toks": ["SELECT"]}),
+        ("train.json", {"db_id": "geo", "question": "Which?", "SQL": GOLD, "evidence": "size is in millions"}),
+        ("dev.json", {"question_id": 7, "db_id": "geo", "question": "Which?", "SQL": GOLD, "difficulty": "simple"}),
+    ],
+    ids=["Spider", "BIRD's train", "BIRD's dev"],
+)
+def test_the_questions_of_spider_and_bird(tmp_path: Path, file: str, row: dict[str, Any]) -> None:
+    database = make_database(tmp_path / "databases")
+    (tmp_path / file).write_text(json.dumps([row]))
+    [task] = load_tasks("sql_questions", file=tmp_path / file, databases=tmp_path / "databases")
+    assert task.task_id == f"{Path(file).stem}-000000" and task.extras["database"] == str(database)
+    assert task.extras.get("difficulty") == row.get("difficulty")
+    system, user = task.prompt
+    assert "You have 6 turns" in system["content"]
+    known = f"Known:\n{row['evidence']}\n\n" if "evidence" in row else ""
+    schema = "CREATE TABLE city (name TEXT, size REAL);\nCREATE INDEX by_size ON city (size);"
+    assert user["content"] == f"Schema:\n{schema}\n\n{known}Question:\nWhich?"
+    assert success(task, GOLD) == 1 and success(task, "SELECT size FROM city") == 0
+
+
+def test_limits_are_options(tmp_path: Path) -> None:
+    make_database(tmp_path)
+    (tmp_path / "dev.json").write_text(json.dumps([{"db_id": "geo", "question": "Which?", "query": GOLD}]))
+    options = {"file": str(tmp_path / "dev.json"), "databases": str(tmp_path), "max_turns": 2, "query_seconds": 0.5}
+    [task] = load(TaskSetConfig(source="sql_questions", options=options), "held_out", LoadContext())
+    assert "You have 2 turns" in task.prompt[0]["content"]
+    assert (task.extras["max_turns"], task.extras["query_seconds"], task.extras["grading_seconds"]) == (2, 0.5, 30.0)
+
+
+def questions(folder: Path, text: str) -> dict[str, Path]:
+    make_database(folder)
+    (folder / "broken").mkdir()
+    (folder / "broken" / "broken.sqlite").write_text("no database " * 99)
+    (folder / "a.json").write_text(text)
+    return {"file": folder / "a.json", "databases": folder}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "must be a JSON array of questions"),
+        ("[", "not JSON"),
+        ("[1]", "question 0 (counted from 0): needs db_id, a text; it is 1"),
+        ('[{"db_id": "geo", "question": "Which?"}]', "needs query or SQL, a text"),
+        ('[{"db_id": "sea", "question": "Which?", "SQL": "x"}]', "sea/sea.sqlite'; correct the option databases"),
+        ('[{"db_id": "broken", "question": "Which?", "SQL": "x"}]', "broken.sqlite is no database: file is not"),
+    ],
+)
+def test_questions_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        load_tasks("sql_questions", **questions(tmp_path, text))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"data": "wikisql"},
+            "train.parquet: row 0 (counted from 0): data is 'wikisql'; it must be one of synsql, spider, bird",
+        ),
+        ({"db_id": "sea"}, "SynSQL-2.5M/databases/sea/sea.sqlite'; correct the option databases, or fetch it"),
+        ({"reward_spec": {"method": "rule"}}, "data.columns.ground_truth is 'reward_spec.ground_truth', but"),
+    ],
+)
+def test_rows_that_are_none_of_skyrl_sql(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    make_database(tmp_path / "SynSQL-2.5M" / "databases")
+    pq.write_table(pyarrow.Table.from_pylist([ROW | change]), tmp_path / "train.parquet")
+    with pytest.raises(DataError) as caught:
+        load_tasks("skyrl_sql", file=tmp_path / "train.parquet", databases=tmp_path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["skyrl_sql", "sql_questions"])
+def test_a_file_that_is_missing(tmp_path: Path, source: str) -> None:
+    with pytest.raises(TreadleError, match="nowhere") as caught:
+        load_tasks(source, file="nowhere.json", databases=tmp_path)
+    assert isinstance(caught.value, ConfigError)
