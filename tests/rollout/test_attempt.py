@@ -3,7 +3,7 @@
 import asyncio
 import math
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -336,6 +336,24 @@ def test_in_single_message_mode_observations_go_into_the_assistants_turn() -> No
     assert prompts == [opening, opening + "abonetwo", opening + "abonetwoabthree"]
     for step, following in zip(trajectory.steps, trajectory.steps[1:], strict=False):
         assert following.prompt_ids[: len(step.full_ids)].tolist() == step.full_ids.tolist()
+
+
+@pytest.mark.parametrize("conversation", ["turns", "single_message"])
+def test_an_environment_reads_a_reply_with_the_stop_string_that_ended_it(conversation: str) -> None:
+    """Tags such as </sql> are what tells it what to do."""
+    texts: list[str] = []
+
+    class Listening(Environment):
+        def reset(self, task: Task) -> Sequence[Message]:
+            return [user("hello")]
+
+        def step(self, text: str) -> EnvStep:
+            texts.append(text)
+            return EnvStep([tool("one")], done=len(texts) == 2)
+
+    trajectory = one(Listening(), saying("ab", end=False), conversation=conversation, stop=("b",))
+    assert texts == ["ab", "ab"]
+    assert [PLAIN.decode(step.completion_ids) for step in trajectory.steps] == texts
 
 
 # Cancellation

@@ -80,7 +80,7 @@ class Environment(Protocol):
 
     @_or_plain
     async def step(self, text: str) -> EnvStep:
-        """Act on the agent's reply (the decoded completion, without its end-of-turn token)."""
+        """Act on the agent's reply: the decoded completion, with the stop string but without the end-of-turn token."""
         ...
 
     @_or_plain

@@ -84,6 +84,11 @@ class Reply:
     number: int
     stop: str | None = None
 
+    @property
+    def text(self) -> str:
+        """Return what was said, with the stop string that ended it: what an environment acts on."""
+        return self.message["content"] + (self.stop or "")
+
 
 class Session:
     """Records one attempt at a task. Messages go out to the agent; ids stay here.

@@ -74,7 +74,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
             reply = await session.chat(conversation, options=_CONTINUED if going_on else _NEW)
             if state:
                 session.set_state(reply.number, state)
-            answer = await environment.step(reply.message["content"])
+            answer = await environment.step(reply.text)
             state = answer.state
             try:
                 session.reward_last(Reward.of(answer.reward))
