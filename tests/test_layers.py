@@ -27,6 +27,7 @@ TOP_DOWN = (
     "rendering",
     "data",
     "envs",
+    "retrieval",
     "core",
 )
 LIGHT = ("core", "envs", "rendering", "rollout")

@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[2]
         ("tensorboard", "tensorboard"),
         ("wandb", "wandb"),
         ("gguf", "gguf"),
+        ("bm25s", "search"),
+        ("faiss", "dense"),
         ("accelerate", "train"),
         ("datasets", "datasets"),
         ("pydantic", None),  # always there

@@ -6,7 +6,12 @@ import importlib.metadata
 import re
 from collections import defaultdict
 
-_BRINGS = {"starlette": "fastapi", "huggingface_hub": "transformers"}  # imported packages that are no extra's own
+_BRINGS = {  # imported package -> the package of an extra that it comes with, or by another name
+    "starlette": "fastapi",
+    "huggingface_hub": "transformers",
+    "faiss": "faiss-cpu",
+}
+_FIRST_MET = {"httpx": "vllm"}  # the smaller `search` brings it, too
 _REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")
 
 
@@ -17,6 +22,8 @@ def extra_of(module: str) -> str | None:
         if found := _REQUIREMENT.fullmatch(requirement):
             members[found[2]].add(found[1])
     package = module.partition(".")[0]
+    if (first := _FIRST_MET.get(package)) in members:
+        return first
     extras = [extra for extra, packages in members.items() if _BRINGS.get(package, package) in packages]
     return min(
         (extra for extra in extras if extra != "dev"), key=lambda extra: (len(members[extra]), extra), default=None

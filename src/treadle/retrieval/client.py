@@ -1,0 +1,94 @@
+"""`RetrievalClient`: asks a retrieval server, and outlasts its restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from functools import cache
+from typing import Any
+
+import httpx
+
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
+from treadle.core.untrusted_json import read_json
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries
+_PASSING = (429, 500, 502, 503, 504)  # statuses that may pass by themselves
+
+
+class RetrievalClient:
+    """Asks one retrieval server over a connection that it keeps.
+
+    url: of the route, for example http://127.0.0.1:8000/retrieve. timeout: seconds for one try. patience: seconds
+    after which a query is given up. A server that cannot be reached, answers with a passing error or says
+    Retry-After is asked again, with growing pauses.
+    """
+
+    def __init__(self, url: str, timeout: float = 20.0, patience: float = 45.0) -> None:
+        try:
+            parts = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"url {url!r}: {error}; write http://127.0.0.1:8000/retrieve") from error
+        if parts.scheme not in ("http", "https") or not parts.host:
+            raise ConfigError(f"url {url!r} is none of a retrieval server; write http://127.0.0.1:8000/retrieve")
+        self._url, self._timeout, self._patience = url, timeout, patience
+        self._http = httpx.AsyncClient(verify=_tls() if parts.scheme == "https" else False, trust_env=False)
+
+    async def search(self, query: str, topk: int) -> list[str]:
+        """Return the contents of at most `topk` passages, best first.
+
+        Raises TrajectoryFailure of cause environment: an outage longer than `patience`, or an answer that is none.
+        """
+        loop = asyncio.get_running_loop()
+        end, pause = loop.time() + self._patience, _FIRST_PAUSE
+        # Some servers of the field know `queries`, some `query`; each leaves out what it does not know.
+        body = {"query": query, "queries": [query], "topk": topk, "return_scores": True}
+        while True:
+            try:
+                response = await self._http.post(self._url, json=body, timeout=min(self._timeout, end - loop.time()))
+            except httpx.RequestError as error:
+                problem, least = str(error) or type(error).__name__, 0.0
+            else:
+                if response.status_code not in _PASSING:
+                    return self._contents(response)
+                problem, least = f"status {response.status_code}", _retry_after(response)
+            wait = max(pause, least)
+            if loop.time() + wait >= end:
+                raise self._failure(f"no answer for {self._patience:g} s, at last: {problem}")
+            await asyncio.sleep(wait)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._http.aclose()
+
+    def _contents(self, response: httpx.Response) -> list[str]:
+        """Return what the documents say, whether they come with scores or bare."""
+        if response.status_code != 200:
+            raise self._failure(f"status {response.status_code}: {response.text:.200}")
+        try:
+            [row] = read_json(response.text)["result"]
+            return [_text(document) for document in row]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._failure(f"it answered {response.text!r:.200}, which is no result of one query") from error
+
+    def _failure(self, problem: str) -> TrajectoryFailure:
+        return TrajectoryFailure(Cause.ENVIRONMENT, f"the retrieval server at {self._url}: {problem}")
+
+
+def _text(found: Any) -> str:
+    contents = found.get("document", found)["contents"]
+    if not isinstance(contents, str):
+        raise ValueError(f"contents {contents!r:.60} are no text")
+    return contents
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Return the seconds that the server asks to wait; 0 where it names none (or a date)."""
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isdecimal() else 0.0
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    return httpx.create_ssl_context()

@@ -1,0 +1,75 @@
+"""A corpus of passages: JSON lines as published with Search-R1 (`wiki-18.jsonl`), read where they lie.
+
+{"id": "0", "contents": "\"Anna Lopez\"\nAnna Lopez works at Acme Motors."}
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from treadle.core.errors import ConfigError, DataError
+from treadle.retrieval.retriever import Progress, no_progress
+
+Passage = Mapping[str, Any]
+"""A row of a corpus; `contents` is its text, the title in the first line."""
+
+_BLOCK = 1 << 24  # bytes searched for line ends at once
+
+
+class Corpus(Sequence[Passage]):
+    """Holds the passages of a JSON-lines file. The file is mapped into memory, and a row is parsed when it is read.
+
+    path: of the file. spans: where each row begins and ends, bytes, `[passages, 2]` (`find_rows`).
+    """
+
+    def __init__(self, path: Path, spans: npt.NDArray[np.int64]) -> None:
+        self.path, self._spans = path, spans
+        with path.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @overload
+    def __getitem__(self, number: int) -> Passage: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Passage]: ...
+    def __getitem__(self, number: int | slice) -> Passage | list[Passage]:
+        """Return a passage, or a list of those in a slice. Raises DataError for a row that is none."""
+        if isinstance(number, slice):
+            return [self[place] for place in range(*number.indices(len(self)))]
+        start, end = self._spans[number].tolist()
+        where = f"{self.path}: row {number} (counted from 0)"
+        try:
+            row = json.loads(self._bytes[start:end])
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON: {error}; write one object a line") from error
+        if not isinstance(row, dict) or not isinstance(row.get("contents"), str):
+            raise DataError(f'{where}: a passage is an object with its text in "contents", got {row!r:.100}')
+        return row
+
+
+def find_rows(path: Path, progress: Progress = no_progress) -> npt.NDArray[np.int64]:
+    """Return where each row of a JSON-lines file begins and ends, bytes, `[rows, 2]`; empty lines are none.
+
+    Raises ConfigError for a file without any.
+    """
+    size, ends = path.stat().st_size, []
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            offset = file.tell() - len(block)
+            ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + offset)
+            progress("MB of the corpus searched for rows", file.tell() // 10**6, size // 10**6)
+    last = np.concatenate([*ends, [size]]).astype(np.int64)
+    spans = np.stack([np.concatenate([[0], last[:-1] + 1]), last], axis=1)
+    spans = spans[spans[:, 1] > spans[:, 0]]
+    if not len(spans):
+        raise ConfigError(f"the corpus {str(path)!r} has no passages")
+    return spans

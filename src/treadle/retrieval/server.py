@@ -1,0 +1,73 @@
+"""The retrieval server's routes: `POST /retrieve` as Search-R1 and SkyRL have it, `GET /health`.
+
+{"queries": ["where is Acme Motors?"], "topk": 3, "return_scores": true}
+{"result": [[{"document": {"id": "17", "contents": "..."}, "score": 8.25}, ...]]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+from fastapi import FastAPI, Response
+from pydantic import BaseModel, Field, model_validator
+
+from treadle.retrieval.queue import Found, Overloaded, RetrievalQueue
+
+MOST_PASSAGES = 100
+"""Largest `topk`."""
+
+
+class RetrieveRequest(BaseModel):
+    """Is the body of a request: `queries`, or one `query`, whose result is a list of one. `queries` goes first."""
+
+    queries: list[str] | None = None
+    query: str | None = None
+    topk: int | None = Field(None, ge=1, le=MOST_PASSAGES, description="passages a query; default: the server's")
+    return_scores: bool = Field(False, description="whether documents come with their scores")
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> Self:
+        if self.queries is None and self.query is None:
+            raise ValueError("give 'queries', a list, or 'query', a text")
+        return self
+
+    @property
+    def texts(self) -> list[str]:
+        """Return what is asked, in order."""
+        return self.queries if self.queries is not None else [str(self.query)]
+
+
+def make_app(queue: RetrievalQueue, topk: int = 3) -> FastAPI:
+    """Return the server's application. topk: passages for queries that name no number."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        queue.close()
+
+    app = FastAPI(title="Treadle retrieval", lifespan=lifespan)
+
+    @app.post("/retrieve")
+    async def retrieve(request: RetrieveRequest) -> Response:
+        try:
+            results = await queue.search(request.texts, request.topk or topk)
+        except Overloaded as error:
+            return _json({"detail": str(error)}, 503, {"Retry-After": str(error.retry_after)})
+        return _json({"result": [[_document(found, request.return_scores) for found in row] for row in results]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    return app
+
+
+def _document(found: Found, with_score: bool) -> Any:
+    return {"document": found.passage, "score": found.score} if with_score else found.passage
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(content), status, headers, "application/json")

@@ -1,0 +1,92 @@
+"""The retrieval client: it outlasts what passes, and an outage is a failure of the attempt."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httpx")
+
+from tests.retrieval.scripted import Answer, found, scripted_server
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
+from treadle.retrieval import client as module
+from treadle.retrieval.client import RetrievalClient
+
+BUSY: Answer = (503, {"Retry-After": "1"}, {"detail": "busy"})
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.01)
+
+
+async def ask(answers: list[Answer], **options: Any) -> tuple[list[str], list[Any]]:
+    async with scripted_server(answers) as server:
+        client = RetrievalClient(server.url, **options)
+        try:
+            return await client.search("who?", 2), server.requests
+        finally:
+            await client.close()
+
+
+async def test_it_asks_as_servers_of_both_kinds_want_it() -> None:
+    contents, [request] = await ask([found("a", "b")])
+    assert contents == ["a", "b"]
+    assert request == {"query": "who?", "queries": ["who?"], "topk": 2, "return_scores": True}
+
+
+async def test_documents_may_come_without_scores() -> None:
+    assert (await ask([(200, {}, {"result": [[{"contents": "a"}]]})]))[0] == ["a"]
+
+
+@pytest.mark.parametrize("passing", [None, BUSY, *((status, {}, {}) for status in (429, 500, 502, 504))])
+async def test_what_passes_is_outlasted(passing: Answer) -> None:
+    contents, requests = await ask([passing, found("a")])
+    assert contents == ["a"] and len(requests) == 2
+
+
+async def test_it_comes_back_when_the_server_says() -> None:
+    begin = asyncio.get_running_loop().time()
+    await ask([BUSY, found("a")])
+    assert asyncio.get_running_loop().time() - begin >= 1
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([None], "no answer for 0.3 s, at last: "),
+        ([BUSY], "no answer for 0.3 s, at last: status 503"),
+        ([(404, {}, {"detail": "Not Found"})], "status 404: .*Not Found"),
+        ([(422, {}, {})], "status 422"),
+        ([(200, {}, b"<html>")], "<html>"),
+        ([(200, {}, {"result": []})], "no result of one query"),
+        ([(200, {}, {"result": [[{"text": "a"}]]})], "no result of one query"),
+        ([(200, {}, {"result": [["a"]]})], "no result of one query"),
+        ([(200, {}, {"result": [[{"contents": 7}]]})], "no result of one query"),
+        ([(200, {}, ["a"])], "no result of one query"),
+    ],
+)
+async def test_an_outage_fails_the_attempt_and_is_no_text(answers: list[Answer], said: str) -> None:
+    with pytest.raises(TrajectoryFailure, match=said) as failed:
+        await ask(answers, patience=0.3)
+    assert failed.value.cause is Cause.ENVIRONMENT
+    assert "the retrieval server at http://127.0.0.1:" in str(failed.value)
+
+
+async def test_a_server_that_says_nothing_is_asked_again() -> None:
+    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.5)
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        client = RetrievalClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=0.1, patience=0.3)
+        with pytest.raises(TrajectoryFailure, match=r"no answer for 0.3 s, at last: ReadTimeout"):
+            await client.search("who?", 1)
+        await client.close()
+        await asyncio.sleep(0.5)
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8000/retrieve", "ftp://x/retrieve", "http://", "http://x:port/"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="write http"):
+        RetrievalClient(url)

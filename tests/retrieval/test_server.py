@@ -1,0 +1,144 @@
+"""The retrieval server: its protocol, and what it does when there is too much to do."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("bm25s")
+
+from treadle.retrieval.bm25 import Bm25
+from treadle.retrieval.queue import Overloaded, RetrievalQueue
+from treadle.retrieval.retriever import Hit, Retriever
+from treadle.retrieval.server import make_app
+
+PASSAGES = [
+    {"id": str(n), "contents": f'"{name}"\n{name} likes {what}'}
+    for n, (name, what) in enumerate([("Anna Lopez", "chess"), ("Bob Rossi", "golf"), ("Carl Rossi", "chess")])
+]
+
+
+class Slow(Retriever):
+    """Finds passage 0, as soon as the gate is open; says what it was asked for at once."""
+
+    def __init__(self, batch: int = 1) -> None:
+        self.batch, self.gate = batch, threading.Event()
+        self.batches: list[list[str]] = []
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        assert self.gate.wait(30)
+        self.batches.append(list(queries))
+        if "fail" in queries:
+            raise RuntimeError("the index broke")
+        return [[Hit(0, 1.0)][:topk] for _ in queries]
+
+
+def ask(body: Any, retriever: Retriever | None = None) -> httpx.Response:
+    async def request() -> httpx.Response:
+        queue = RetrievalQueue(PASSAGES, retriever or Bm25.build([p["contents"] for p in PASSAGES], 3))
+        transport = httpx.ASGITransport(make_app(queue, topk=2), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://retrieval") as client:
+            content = body if isinstance(body, bytes) else json.dumps(body)
+            response = await client.post("/retrieve", content=content, headers={"Content-Type": "application/json"})
+        queue.close()
+        return response
+
+    return asyncio.run(request())
+
+
+def test_a_list_of_queries_with_scores() -> None:
+    response = ask({"queries": ["chess", "Rossi golf", "tennis"], "topk": 3, "return_scores": True})
+    assert response.status_code == 200 and response.headers["content-type"] == "application/json"
+    chess, golf, tennis = response.json()["result"]
+    assert [found["document"] for found in chess] == [PASSAGES[0], PASSAGES[2]]
+    assert [found["document"]["id"] for found in golf] == ["1", "2"]
+    assert golf[0]["score"] > golf[1]["score"] > 0
+    assert tennis == []
+
+
+def test_one_query_and_bare_documents() -> None:
+    assert ask({"query": "Anna"}).json() == {"result": [[PASSAGES[0]]]}
+    assert len(ask({"query": "likes"}).json()["result"][0]) == 2  # the server's topk
+    assert ask({"queries": []}).json() == {"result": []}
+
+
+def test_what_clients_send_to_suit_every_server_is_one_question() -> None:
+    body = {"query": "Anna", "queries": ["Anna"], "topk": 1, "return_scores": False, "unknown": 1}
+    assert ask(body).json() == {"result": [[PASSAGES[0]]]}
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", {}, {"query": 7}, {"queries": "Anna"}, {"query": "x", "topk": 0}, {"query": "x", "topk": 101}, []]
+)
+def test_what_is_no_request_is_refused(body: Any) -> None:
+    assert ask(body).status_code == 422
+
+
+def test_a_retriever_that_fails_is_an_error_of_the_server() -> None:
+    broken = Slow()
+    broken.gate.set()
+    assert ask({"query": "fail"}, broken).status_code == 500
+
+
+async def started(retriever: Slow, *queries: str, **limits: Any) -> tuple[RetrievalQueue, list[asyncio.Task[Any]]]:
+    """A queue with a task for each query; the first of them is at the retriever."""
+    queue = RetrievalQueue(PASSAGES, retriever, **limits)
+    tasks = []
+    for query in queries:
+        tasks.append(asyncio.create_task(queue.search([query], 1)))
+        await asyncio.sleep(0.02)
+    return queue, tasks
+
+
+async def test_too_many_waiting_queries_are_refused_with_a_time_to_come_back() -> None:
+    slow = Slow()
+    queue, tasks = await started(slow, "a", "b", "c", most_waiting=2)
+    with pytest.raises(Overloaded, match=r"2 queries are waiting; try again in \d+ s") as refused:
+        await queue.search(["d"], 1)
+    assert refused.value.retry_after >= 1
+    transport = httpx.ASGITransport(make_app(queue))
+    async with httpx.AsyncClient(transport=transport, base_url="http://retrieval") as client:
+        response = await client.post("/retrieve", json={"query": "d"})
+        assert response.status_code == 503 and int(response.headers["Retry-After"]) >= 1
+        assert (await client.get("/health")).status_code == 200
+    slow.gate.set()
+    assert [len(await task) for task in tasks] == [1, 1, 1]  # those that were admitted are answered
+    assert len(await queue.search(["d"] * 5, 1)) == 5  # an idle server takes a request of any length
+    queue.close()
+
+
+async def test_a_query_that_waited_too_long_is_given_up_and_never_computed() -> None:
+    slow = Slow()
+    queue, tasks = await started(slow, "a", "b", timeout=0.2)
+    for task in tasks:
+        with pytest.raises(Overloaded, match=r"no answer within 0.2 s"):
+            await task
+    slow.gate.set()
+    assert len(await queue.search(["c"], 1)) == 1
+    assert slow.batches == [["a"], ["c"]]
+    queue.close()
+
+
+@pytest.mark.parametrize(("batch", "batches"), [(1, [["a"], ["b"], ["c"]]), (8, [["a"], ["b", "c"]])])
+async def test_a_retriever_gets_as_many_queries_at_once_as_it_wants(batch: int, batches: list[list[str]]) -> None:
+    slow = Slow(batch)
+    queue, tasks = await started(slow, "a", "b", "c")
+    slow.gate.set()
+    await asyncio.gather(*tasks)
+    assert slow.batches == batches
+    queue.close()
+
+
+async def test_one_request_that_fails_fails_no_other() -> None:
+    slow = Slow()
+    queue, [first, second, third] = await started(slow, "a", "fail", "c")
+    slow.gate.set()
+    assert len(await first) == len(await third) == 1
+    with pytest.raises(RuntimeError, match="the index broke"):
+        await second
+    queue.close()
