@@ -1,10 +1,6 @@
 """`treadle-retrieve`, as a program of its own."""
 
 import asyncio
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,28 +8,15 @@ import pytest
 pytest.importorskip("bm25s")
 
 from tests.retrieval.corpora import write_corpus
+from tests.retrieval.servers import port_of, serving
 from treadle.cli.retrieve import main
 from treadle.retrieval.client import RetrievalClient
-
-COMMAND = [sys.executable, "-m", "treadle.cli.retrieve"]
 
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
     return write_corpus(tmp_path / "corpus.jsonl", ["Anna likes chess", "Bob likes golf", "Carl likes tennis"])
-
-
-@contextmanager
-def serving(corpus: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server, and its URL; killed at the end."""
-    command = [*COMMAND, str(corpus), "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            yield server, next(line.split()[1] for line in server.stdout if line.startswith("url "))
-        finally:
-            server.kill()
 
 
 async def test_attempts_outlast_a_server_that_is_killed_and_started_again(corpus: Path) -> None:
@@ -45,8 +28,7 @@ async def test_attempts_outlast_a_server_that_is_killed_and_started_again(corpus
         waiting = [asyncio.create_task(client.search("who likes chess?", 1)) for client in clients]
         await asyncio.sleep(0.3)
         assert not any(task.done() for task in waiting)
-        port = int(url.split(":")[2].split("/")[0])
-        with serving(corpus, port) as (_, again):
+        with serving(corpus, port_of(url)) as (_, again):
             assert again == url
             after = await asyncio.gather(*waiting)
         assert (before, after) == ([["Bob likes golf"]] * 8, [["Anna likes chess"]] * 8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from treadle.core.errors import ConfigError, DataError
@@ -15,7 +14,7 @@ from treadle.data.rows import PROMPT, Row, make_task
 from treadle.data.sources import ArrowSource, open_source, short_name
 from treadle.data.tasks import Player, check_distinct, with_player
 from treadle.envs.base import Environment
-from treadle.envs.tasks import load_environment
+from treadle.envs.tasks import load_environment, made_class
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,7 @@ class LoadContext:
         kind, name = player
         if kind != "environment":
             return
-        maker = self.environments.get(name) or (load_environment(name) if name else Environment)
-        while isinstance(maker, partial):
-            maker = maker.func
+        maker = made_class(self.environments.get(name) or (load_environment(name) if name else Environment))
         if getattr(maker, "reset", None) is Environment.reset:
             owner = f"environment {name!r} does not make its own" if name else "no environment"
             raise DataError(f'{where}: no prompt, and {owner}; write "prompt": {PROMPT}, or set data.columns.prompt')

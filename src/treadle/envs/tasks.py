@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from typing import cast
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, cast
 
 from treadle.core import registry
 from treadle.core.errors import ConfigError, DataError
@@ -14,16 +17,22 @@ SPLITS = ("train", "held_out")
 _METHODS = {"reset": "task", "step": "text", "close": ""}  # name -> what it takes besides self
 
 
-def load_environment(name: str) -> type[Environment]:
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+
+def load_environment(name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> Callable[[], Environment]:
     """Return the environment class `name` (registered, or `module:attribute`), checked before anything runs.
 
-    Raises ConfigError: unknown name, not a class, a constructor that needs arguments, or one of `reset`,
-    `step` and `close` missing.
+    options: what it is made with; with any, what makes such environments is returned.
+
+    Raises ConfigError: unknown name, not a class, a constructor that needs arguments or does not take the options, or
+    one of `reset`, `step` and `close` missing.
     """
-    return check_environment(registry.resolve("environments", name), name)
+    found = check_environment(registry.resolve("environments", name), name, options)
+    return partial(found, **options) if options else found
 
 
-def check_environment(found: object, name: str) -> type[Environment]:
+def check_environment(found: object, name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> type[Environment]:
     """Return the class, if it is an environment's. Raises ConfigError as `load_environment` does."""
     if not inspect.isclass(found):
         raise ConfigError(f"environments: {name!r} is of type {type(found).__name__}, it must be a class")
@@ -35,14 +44,27 @@ def check_environment(found: object, name: str) -> type[Environment]:
         raise ConfigError(
             f"environments: {name!r}: {method} is missing; write 'def {method}({arguments})', async or not"
         )
+    signature = inspect.signature(found)
     try:
-        inspect.signature(found).bind()
+        signature.bind(**options)
     except TypeError as error:
+        if options:
+            takes = ", ".join(signature.parameters) or "none"
+            raise ConfigError(
+                f"environment_options of {name!r}: {error}; its options are {takes}, given: {', '.join(options)}"
+            ) from error
         raise ConfigError(
             f"environments: {name!r} is made without arguments, one for each attempt, but its constructor "
             f"says: {error}; give it a default, or read it from the task's extras in 'reset'"
         ) from error
     return cast(type[Environment], found)
+
+
+def made_class(factory: object) -> object:
+    """Return the class of the environments that are made with options; anything else as it is."""
+    while isinstance(factory, partial):
+        factory = factory.func
+    return factory
 
 
 def check_split(split: str) -> None:

@@ -16,7 +16,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.types import Task
 from treadle.data.rows import Row, make_task
 from treadle.envs.single_turn import RewardFunction, SingleTurn, is_reward_function
-from treadle.envs.tasks import check_environment, load_environment
+from treadle.envs.tasks import check_environment, load_environment, made_class
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.reporting.progress import PlainProgress, Progress
@@ -77,6 +77,10 @@ def train(
         data = _with_setting(data, path, value)
     config = build(RunConfig, data, "treadle.train")
     check_config(config)
+    if config.environment_options:
+        player = partial(
+            check_environment(made_class(player), name, config.environment_options), **config.environment_options
+        )
     environments = {name: player} if kind == "environment" else {}
     inputs = make_inputs(
         _tasks(given["train"], "train", config, environments),

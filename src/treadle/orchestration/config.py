@@ -108,6 +108,7 @@ class RunConfig(Config):
     about: str = Field("", description="what the recipe does, in a line")
     seed: int = Field(0, ge=0, lt=2**48, description="keys every random draw of the run")
     environment: str = Field("", description="environment of tasks that name nothing that plays them")
+    environment_options: dict[str, Any] = Field(default_factory=dict, description="what it is made with")
     reward: str = Field(
         "", description="module:function that grades one reply to each of such tasks, instead of an environment"
     )
@@ -132,6 +133,11 @@ class RunConfig(Config):
         if len(named) > 1:
             both = " and ".join(f"{kind} {name!r}" for kind, name in named.items())
             raise ValueError(f"{both} are both set; leave one out (a task may name another of its own)")
+        if self.environment_options and not self.environment:
+            raise ValueError(
+                f"environment_options ({', '.join(self.environment_options)}) are for the recipe's environment, and "
+                "none is set; remove them, or set environment"
+            )
         return self
 
     @model_validator(mode="after")

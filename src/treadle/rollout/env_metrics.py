@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.rewards import is_finite
+from treadle.envs.tasks import made_class
 
 _LARGEST = 1e300  # so that no sum of such values is infinite
 
@@ -20,7 +21,7 @@ def check_metrics(environments: Mapping[str, object]) -> None:
     known: dict[str, tuple[str, Metric]] = {}
     for name, environment in environments.items():
         where = f"environment {name!r}: metrics"
-        for metric in _listed(getattr(environment, "metrics", ()), where):
+        for metric in _listed(getattr(made_class(environment), "metrics", ()), where):
             if metric.level not in ("step", "trajectory"):
                 raise ConfigError(f"{where}: {metric.name!r} is of level {metric.level}; make it step or trajectory")
             if metric.view != "played":

@@ -55,7 +55,7 @@ def load_inputs(config: RunConfig) -> Inputs:
     """
     if config.warm_start is not None:
         load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
-    environments = reward_environments(config)
+    environments = configured_environments(config)
     train, held_out = (load_split(config, split, environments) for split in SPLITS)
     inputs = make_inputs(train, held_out, environments, callbacks=load_callbacks(config.callbacks))
     kind, name = ("reward", config.reward) if config.reward else config.player
@@ -72,16 +72,18 @@ def load_held_out(config: RunConfig) -> Inputs:
     """Load only what an evaluation needs. Needs no torch. Raises ConfigError or DataError."""
     if config.data.held_out is None:
         raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
-    environments = reward_environments(config)
+    environments = configured_environments(config)
     held_out = load_split(config, "held_out", environments)
     return Inputs([], held_out, load_players(held_out, given=Players(environments)))
 
 
-def reward_environments(config: RunConfig) -> dict[str, EnvironmentFactory]:
-    """Return the environment of the recipe's reward function, by the function's name; none if it has no such function.
+def configured_environments(config: RunConfig) -> dict[str, EnvironmentFactory]:
+    """Return the environment of the recipe's reward function, or the one that has options, by name; none if neither.
 
     Raises ConfigError.
     """
+    if config.environment_options:
+        return {config.environment: load_environment(config.environment, config.environment_options)}
     return {config.reward: load_reward(config.reward)} if config.reward else {}
 
 
@@ -142,8 +144,8 @@ def load_split(
 def load_context(
     config: RunConfig, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
 ) -> LoadContext:
-    """Return what all sources of a run have in common. Raises ConfigError for a reward function that does not exist."""
-    known = {**reward_environments(config), **environments}
+    """Return what all sources of a run have in common. Raises ConfigError for what does not exist."""
+    known = {**configured_environments(config), **environments}
     return LoadContext(config.data.columns, config.player, known, config.seed)
 
 

@@ -15,6 +15,7 @@ from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, Status, Task, as_messages
 from treadle.envs.base import Environment, EnvStep, Finish
+from treadle.envs.tasks import made_class
 from treadle.rollout.env_metrics import EnvMetrics
 from treadle.rollout.isolation.user_code import UserCode, is_async
 
@@ -151,10 +152,9 @@ def _checked_reward(value: object, where: str) -> Reward:
 
 def _is_synchronous(factory: EnvironmentFactory) -> bool:
     """Return whether it makes environments with a plain `step`, as far as is known before it has made one."""
-    while isinstance(factory, partial):
-        factory = factory.func
-    step = getattr(factory, "step", None)
-    return inspect.isclass(factory) and step is not None and not is_async(step)
+    made = made_class(factory)
+    step = getattr(made, "step", None)
+    return inspect.isclass(made) and step is not None and not is_async(step)
 
 
 def _as_it_is(value: T) -> T:

@@ -1,0 +1,92 @@
+"""`environment_options`: what the recipe's environment is made with."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import treadle
+from tests.orchestration.runs import query, start
+from tests.worlds import tiny, user
+from treadle.core.errors import ConfigError
+from treadle.core.metrics import Metric
+from treadle.core.types import Message, Task
+from treadle.envs.base import Environment, EnvStep
+from treadle.orchestration.config import load_recipe
+from treadle.orchestration.setup.inputs import load_inputs
+
+HERE = "tests.orchestration.test_environment_options"
+
+
+class Paying(Environment):
+    """Pays for any reply what it was made with."""
+
+    metrics = (Metric("paid", "step", "mean", "points", "what was paid"),)
+
+    def __init__(self, worth: float, *, bonus: float = 0.0) -> None:
+        self.pay = worth + bonus
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        return [user("say something")]
+
+    async def step(self, text: str) -> EnvStep:
+        return EnvStep(reward=self.pay, done=True, info={"paid": self.pay})
+
+
+OPTIONS = (f"environment={HERE}:Paying", "environment_options={worth: 0.5, bonus: 0.25}")
+
+
+def test_attempts_are_played_with_the_recipes_options(tmp_path: Path) -> None:
+    start(tmp_path / "run", *OPTIONS, "orchestration.updates=1", "orchestration.checkpoint_every=1")
+    rewards = query(tmp_path / "run", "SELECT DISTINCT reward FROM trajectories")
+    assert rewards == [{"reward": 0.75}]
+
+
+def test_metrics_of_an_environment_with_options_are_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Paying, "metrics", ("paid",))
+    with pytest.raises(ConfigError, match=r"Paying': metrics must be a tuple of treadle\.Metric"):
+        load_inputs(tiny(*OPTIONS))
+
+
+@pytest.mark.parametrize("options", ["{worth: 1, extra: 2}", "{bonus: 1}", "{}"])
+def test_options_that_it_does_not_take_are_refused_at_the_start(options: str) -> None:
+    with pytest.raises(ConfigError, match="Paying") as refused:
+        load_inputs(tiny(OPTIONS[0], f"environment_options={options}"))
+    if options != "{}":
+        assert "environment_options of " in str(refused.value)
+        assert "its options are worth, bonus, given: " in str(refused.value)
+
+
+@pytest.mark.parametrize("player", ["environment=''", "environment='' agent=tests.worlds:agent"])
+def test_options_for_nothing_are_refused(player: str) -> None:
+    with pytest.raises(ConfigError, match=r"environment_options \(worth\) are for the recipe's environment, and none"):
+        tiny(*player.split(), "environment_options={worth: 1}")
+
+
+def test_from_python(tmp_path: Path) -> None:
+    """Also for a class that has no name to be found by."""
+
+    class Local(Paying):
+        def __init__(self, worth: float = 0.0) -> None:
+            super().__init__(worth)
+
+    settings: dict[str, Any] = {
+        "environment_options.worth": 0.5,
+        "orchestration.updates": 1,
+        "training.tasks_per_update": 1,
+        "training.group_size": 2,
+        "rollout.max_input_tokens": 64,
+        "rollout.max_completion_tokens": 5,
+    }
+    model = tiny().model.model_dump(exclude_none=True)
+    treadle.train(Local, [{"prompt": "?"}], model=model, run=tmp_path / "run", settings=settings)
+    assert query(tmp_path / "run", "SELECT DISTINCT reward FROM trajectories") == [{"reward": 0.5}]
+    wrong = {**settings, "environment_options": {"wealth": 1}}
+    del wrong["environment_options.worth"]
+    with pytest.raises(ConfigError, match="its options are worth, given: wealth"):
+        treadle.train(Local, [{"prompt": "?"}], model=model, run="x", settings=wrong)
+
+
+def test_recipes_without_options_have_none() -> None:
+    assert load_recipe("demo").environment_options == {}
