@@ -63,8 +63,7 @@ def test_the_rows_of_skyrl_sql(tmp_path: Path) -> None:
     assert [task.task_id for task in tasks] == [f"train-{n:06d}" for n in range(3)]
     for task, (name, file) in zip(tasks, files.items(), strict=True):
         assert task.prompt == tuple(ROW["prompt"]) and task.environment == "text_to_sql" and task.ground_truth == GOLD
-        limits = {"max_turns": 6, "query_seconds": 5.0, "grading_seconds": 30.0}
-        assert task.extras == {"db_id": "geo", "data": name, "database": str(file), **limits}
+        assert task.extras == {"db_id": "geo", "data": name, "database": str(file)}
         assert success(task, GOLD) == 1 and success(task, "SELECT 'Rom'") == 0
 
 
@@ -84,20 +83,11 @@ def test_the_questions_of_spider_and_bird(tmp_path: Path, file: str, row: dict[s
     assert task.task_id == f"{Path(file).stem}-000000" and task.extras["database"] == str(database)
     assert task.extras.get("difficulty") == row.get("difficulty")
     system, user = task.prompt
-    assert "You have 6 turns" in system["content"]
+    assert "<solution>" in system["content"]
     known = f"Known:\n{row['evidence']}\n\n" if "evidence" in row else ""
     schema = "CREATE TABLE city (name TEXT, size REAL);\nCREATE INDEX by_size ON city (size);"
     assert user["content"] == f"Schema:\n{schema}\n\n{known}Question:\nWhich?"
     assert success(task, GOLD) == 1 and success(task, "SELECT size FROM city") == 0
-
-
-def test_limits_are_options(tmp_path: Path) -> None:
-    make_database(tmp_path)
-    (tmp_path / "dev.json").write_text(json.dumps([{"db_id": "geo", "question": "Which?", "query": GOLD}]))
-    options = {"file": str(tmp_path / "dev.json"), "databases": str(tmp_path), "max_turns": 2, "query_seconds": 0.5}
-    [task] = load(TaskSetConfig(source="sql_questions", options=options), "held_out", LoadContext())
-    assert "You have 2 turns" in task.prompt[0]["content"]
-    assert (task.extras["max_turns"], task.extras["query_seconds"], task.extras["grading_seconds"]) == (2, 0.5, 30.0)
 
 
 def questions(folder: Path, text: str) -> dict[str, Path]:

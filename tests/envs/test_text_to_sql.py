@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.envs.sql_cases import CASES, DATABASE, DEVIATIONS, GOLD, MAX_TURNS, RIGHT, Case, asking, framed, solving
-from treadle.core.errors import Cause, DataError, TrajectoryFailure
+from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Status, Task
 from treadle.envs.base import EnvStep, Finish
 from treadle.envs.sql.environment import TextToSql, solution_of
@@ -29,17 +29,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def play(task: Task, replies: Sequence[str]) -> list[EnvStep]:
+def play(task: Task, replies: Sequence[str], **options: Any) -> list[EnvStep]:
     """What the environment answers to each reply; all but the last may not end the attempt."""
-    environment = TextToSql()
+    environment = TextToSql(**{"max_turns": MAX_TURNS, **options})
     assert environment.reset(task) == task.prompt
     steps = [environment.step(reply) for reply in replies]
     assert not any(step.done for step in steps[:-1])
     return steps
 
 
-def task_of(file: Path, **extras: Any) -> Task:
-    return Task("t", (), "text_to_sql", GOLD, {"database": str(file), "max_turns": MAX_TURNS, **extras})
+def task_of(file: Path) -> Task:
+    return Task("t", (), "text_to_sql", GOLD, {"database": str(file)})
 
 
 def contents(steps: Sequence[EnvStep]) -> list[str]:
@@ -72,8 +72,8 @@ def test_only_what_the_model_wrote_is_graded(file: Path, name: str) -> None:
 
 def test_a_query_that_takes_too_long(file: Path) -> None:
     endless = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
-    task = task_of(file, query_seconds=0.2, grading_seconds=0.2)
-    first, last = play(task, [asking(endless), solving(endless)])
+    replies = [asking(endless), solving(endless)]
+    first, last = play(task_of(file), replies, query_seconds=0.2, grading_seconds=0.2)
     assert contents([first]) == [framed(f"SQL Timeout:\n{endless}", 3)]
     assert first.info == {"queries": 1, "query_failed": True} and (last.reward, last.done) == (0.0, True)
 
@@ -96,8 +96,10 @@ def test_text_that_is_no_utf_8(file: Path) -> None:
     assert play(task, [solving("SELECT CAST(x'41fe42' AS TEXT)")])[-1].reward == 0
 
 
-def test_six_turns_unless_the_task_says_otherwise(file: Path) -> None:
-    steps = play(Task("t", (), "text_to_sql", GOLD, {"database": str(file)}), [asking("SELECT 1")] * 6)
+def test_six_turns_as_published(file: Path) -> None:
+    environment = TextToSql()
+    environment.reset(task_of(file))
+    steps = [environment.step(asking("SELECT 1")) for _ in range(6)]
     assert contents(steps) == [framed(" 0\n 1", left) for left in (5, 4, 3, 2, 1)]
     assert steps[-1].done and steps[-1].reward == -1
 
@@ -105,7 +107,7 @@ def test_six_turns_unless_the_task_says_otherwise(file: Path) -> None:
 def test_a_database_of_a_script() -> None:
     task = Task("t", (), "text_to_sql", GOLD, {"script": DATABASE})
     first, last = play(task, [asking("SELECT * FROM town"), RIGHT])
-    assert contents([first]) == [framed("Error executing SQL: no such table: town, db file: :memory:", 5)]
+    assert contents([first]) == [framed("Error executing SQL: no such table: town, db file: :memory:", 3)]
     assert last.reward == 1
 
 
@@ -134,7 +136,7 @@ def test_a_reference_that_fails_is_no_reward_at_all(file: Path) -> None:
     with pytest.raises(TrajectoryFailure, match="the reference query failed") as caught:
         play(task, [RIGHT])
     assert caught.value.cause is Cause.VERIFIER
-    assert play(task, ["<solution>"] * 6)[-1].reward == -1  # nothing to compare it with
+    assert play(task, ["<solution>"] * MAX_TURNS)[-1].reward == -1  # nothing to compare it with
 
 
 @pytest.mark.parametrize(
@@ -144,14 +146,18 @@ def test_a_reference_that_fails_is_no_reward_at_all(file: Path) -> None:
         (GOLD, {"database": "a", "script": ""}, "needs one of `database`"),
         (GOLD, {"database": "missing.sqlite"}, "no file 'missing.sqlite'; correct `database`"),
         (None, {"script": ""}, "needs its reference query, a string, in ground_truth, got None"),
-        (GOLD, {"script": "", "max_turns": 0}, "max_turns must be a number above 0, got 0"),
-        (GOLD, {"script": "", "query_seconds": "5"}, "query_seconds must be a number above 0, got '5'"),
     ],
 )
 def test_a_task_that_cannot_be_played(gold: Any, extras: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match="task t of environment text_to_sql") as caught:
         TextToSql().reset(Task("t", (), "text_to_sql", gold, extras))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"max_turns": 0}, {"query_seconds": "5"}, {"grading_seconds": float("nan")}])
+def test_options_that_cannot_work(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} of environment text_to_sql must be a number above 0"):
+        TextToSql(**options)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("tokenizers")
@@ -16,11 +16,15 @@ from tokenizers import Tokenizer
 
 from treadle.core.types import Message
 from treadle.envs import arithmetic, lookup
+from treadle.envs.sql import small
+from treadle.models.model_files import SHIPPED_TOKENIZERS
 from treadle.recipes import build_tokenizer
 
-with as_file(files("treadle.recipes") / "tokenizer") as _folder:
-    FOLDER = Path(_folder)
+with as_file(files("treadle.recipes")) as _recipes:
+    FOLDERS = {name: Path(_recipes) / folder for name, folder in SHIPPED_TOKENIZERS.items()}
+FOLDER = FOLDERS["demo"]
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+SQL_TOKENIZER = Tokenizer.from_file(str(FOLDERS["sql-small"] / "tokenizer.json"))
 
 
 def encode(text: str) -> list[int]:
@@ -37,17 +41,19 @@ def chatml(messages: tuple[Message, ...]) -> str:
     return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
 
 
+@pytest.mark.parametrize("words", [[], ["demo"], ["sql-small"]])
 @pytest.mark.parametrize("seed", ["1", "2"])
-def test_building_anew_gives_the_shipped_files_byte_for_byte(tmp_path: Path, seed: str) -> None:
+def test_building_anew_gives_the_shipped_files_byte_for_byte(tmp_path: Path, seed: str, words: list[str]) -> None:
+    shipped = FOLDERS[words[0] if words else "demo"]
     subprocess.run(
-        [sys.executable, "-m", "treadle.recipes.build_tokenizer", str(tmp_path / "new" / "folder")],
+        [sys.executable, "-m", "treadle.recipes.build_tokenizer", str(tmp_path / "new" / "folder"), *words],
         env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
         check=True,
     )
     names = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
     assert names == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
     for name in names:
-        assert (tmp_path / "new" / "folder" / name).read_bytes() == (FOLDER / name).read_bytes(), name
+        assert (tmp_path / "new" / "folder" / name).read_bytes() == (shipped / name).read_bytes(), name
 
 
 def test_ids_are_frozen() -> None:
@@ -56,6 +62,37 @@ def test_ids_are_frozen() -> None:
     known = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<search>", "</search>", "<answer>", "</answer>")
     assert [TOKENIZER.token_to_id(token) for token in known] == [0, 1, 2, 722, 723, 724, 725]
     assert encode("<search> Anna</search><|im_end|>") == [722, 538, 723, 2]
+
+
+def test_ids_of_sql_small_are_frozen() -> None:
+    assert set(build_tokenizer.PLANS) == set(SHIPPED_TOKENIZERS)
+    assert SQL_TOKENIZER.get_vocab_size() == 588
+    known = ["<|im_end|>", "<think>", "</think>", "<sql>", "</sql>", "<solution>", "</solution>"]
+    assert [SQL_TOKENIZER.token_to_id(token) for token in known] == [2, 578, 579, 580, 581, 582, 583]
+
+
+def test_in_sql_small_what_is_copied_is_the_same_token_everywhere() -> None:
+    """Names stand between quotes or tags and on lines of their own, tables and columns after a space."""
+
+    def tokens(text: str) -> list[str]:
+        found: list[str] = SQL_TOKENIZER.encode(text, add_special_tokens=False).tokens
+        return found
+
+    for name in lookup.PERSONS:
+        texts = [f"of '{name}' in", f"id='{name}'</sql>", f"<think>{name}</think>", f" 0\n{name}\n<reminder>"]
+        assert all(name in tokens(text) for text in texts)
+    for word in (*small.TABLES, *small.VALUES, "id"):
+        texts = [f" {word}", f" select {word} from", f"<think> {word}", f": {word},", f" {word}.", f" {word}?"]
+        assert all(f"\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}{word}" in tokens(text) for text in texts)
+
+
+@given(index=st.integers(0, 10**6))
+@settings(deadline=None)
+def test_demonstrations_of_sql_small_survive_the_round_trip(index: int) -> None:
+    for message in small.demonstration(index, 0):
+        ids = SQL_TOKENIZER.encode(message["content"], add_special_tokens=False).ids
+        assert SQL_TOKENIZER.decode(ids, skip_special_tokens=False) == message["content"]
+        assert message["role"] != "assistant" or len(ids) <= 15
 
 
 @pytest.mark.parametrize("name", [*lookup.ENTITIES, *map(str, range(19))])
@@ -101,10 +138,11 @@ def test_replies_fit_into_twelve_tokens_a_turn() -> None:
     assert {len(encode(m["content"])) for m in replies} == {1, 3}
 
 
+@pytest.mark.parametrize("name", SHIPPED_TOKENIZERS)
 @pytest.mark.parametrize("trim", [False, True])
-def test_the_template_is_chatml_under_any_trimming(trim: bool) -> None:
+def test_the_template_is_chatml_under_any_trimming(trim: bool, name: str) -> None:
     jinja2 = pytest.importorskip("jinja2")
-    source = (FOLDER / "chat_template.jinja").read_text()
+    source = (FOLDERS[name] / "chat_template.jinja").read_text()
     template = jinja2.Environment(trim_blocks=trim, lstrip_blocks=trim).from_string(source)
     messages: tuple[Message, ...] = (
         {"role": "system", "content": " a\n"},

@@ -36,7 +36,7 @@ You answer questions about a SQLite database. You may look at it with queries be
 - Begin every turn with your thoughts, in <think>...</think>.
 - To look at the database, write one query in <sql>...</sql>. You then read its rows in <observation>...</observation>.
 - When you know the answer, write the query that gives exactly what is asked, in <solution>...</solution>, once.
-- You have {turns} turns."""
+- Your turns are limited; every observation says how many are left."""
 
 _COLUMNS = ColumnsConfig(
     prompt="prompt", ground_truth="reward_spec.ground_truth", extras={"db_id": "db_id", "data": "data"}
@@ -46,38 +46,23 @@ _MOST_STATEMENTS = 10_000
 _PATIENCE = 30.0  # seconds to read a schema
 
 
-def skyrl_sql(
-    split: str,
-    file: str,
-    databases: str,
-    max_turns: int = 6,
-    query_seconds: float = 5.0,
-    grading_seconds: float = 30.0,
-) -> Iterator[Task]:
+def skyrl_sql(split: str, file: str, databases: str) -> Iterator[Task]:
     """Yield the tasks of SkyRL-SQL's rows.
 
     file: Parquet or JSON lines, or whatever else `data.train.source` takes. databases: the directory with
     `SynSQL-2.5M`, `spider` and `bird`. Raises ConfigError; DataError for a row, naming it.
     """
-    limits = {"max_turns": max_turns, "query_seconds": query_seconds, "grading_seconds": grading_seconds}
     for row in open_rows(SourceConfig(source=file), split, f"data.{split}", LoadContext()):
         task = make_task(row, _COLUMNS)
         db_id, data = (task.extras[key] for key in ("db_id", "data"))
         if data not in LAYOUTS:
             raise DataError(f"{row.where}: data is {data!r}; it must be one of {', '.join(LAYOUTS)}")
         database = _database(Path(databases, LAYOUTS[data]), db_id, row.where)
-        extras = {**task.extras, "database": str(database), **limits}
+        extras = {**task.extras, "database": str(database)}
         yield Task(task.task_id, task.prompt, "text_to_sql", task.ground_truth, extras)
 
 
-def sql_questions(
-    split: str,
-    file: str,
-    databases: str,
-    max_turns: int = 6,
-    query_seconds: float = 5.0,
-    grading_seconds: float = 30.0,
-) -> Iterator[Task]:
+def sql_questions(split: str, file: str, databases: str) -> Iterator[Task]:
     """Yield the tasks of a file of Spider or BIRD: a JSON array of questions.
 
     file: such as `spider/train_spider.json` or `bird/train/train.json`. databases: the directory with a directory for
@@ -85,7 +70,6 @@ def sql_questions(
     statements, and BIRD's evidence. Extras keep `db_id`, and `difficulty` where there is one. Raises ConfigError;
     DataError for a row, naming it.
     """
-    limits = {"max_turns": max_turns, "query_seconds": query_seconds, "grading_seconds": grading_seconds}
     for number, row in enumerate(_read_array(Path(file))):
         where = f"{file}: question {number} (counted from 0)"
         db_id, question, gold = (
@@ -94,10 +78,10 @@ def sql_questions(
             _text(row, where, "query", "SQL"),
         )
         database = _database(Path(databases), db_id, where)
-        extras = {"db_id": db_id, "database": str(database), **limits}
+        extras = {"db_id": db_id, "database": str(database)}
         if "difficulty" in row:
             extras["difficulty"] = row["difficulty"]
-        prompt = _prompt(_schema(database), question, row.get("evidence") or "", max_turns)
+        prompt = _prompt(_schema(database), question, row.get("evidence") or "")
         yield Task(f"{Path(file).stem}-{number:06d}", prompt, "text_to_sql", gold, extras)
 
 
@@ -138,10 +122,10 @@ def _schema(database: Path) -> str:
     return "\n".join(f"{statement};" for (statement,) in rows)
 
 
-def _prompt(schema: str, question: str, evidence: str, turns: int) -> tuple[Message, ...]:
+def _prompt(schema: str, question: str, evidence: str) -> tuple[Message, ...]:
     parts = {"Schema": schema, "Known": evidence, "Question": question}
     content = "\n\n".join(f"{name}:\n{text}" for name, text in parts.items() if text)
     return (
-        Message(role="system", content=INSTRUCTIONS.format(turns=turns)),
+        Message(role="system", content=INSTRUCTIONS),
         Message(role="user", content=content),
     )

@@ -22,7 +22,8 @@ class ModelConfig(Config):
         description="instead of path: a transformers config (model_type and its fields) initialised from the seed",
     )
     tokenizer: str | None = Field(
-        None, description="directory of a tokenizer, 'demo', or a name as of model.path; default: the model's path"
+        None,
+        description="directory of a tokenizer, 'demo', 'sql-small' or a name as of model.path; default: model.path",
     )
     chat_template: str | None = Field(
         None, description="file of a chat template, or the name of one of the tokenizer's; default: the tokenizer's own"

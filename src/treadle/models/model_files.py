@@ -10,6 +10,9 @@ from treadle.core.errors import ConfigError
 from treadle.models.config import ModelConfig
 from treadle.models.model_cache import PACKAGED, converted_directory, is_convertible
 
+SHIPPED_TOKENIZERS = {"demo": "tokenizer", "sql-small": "sql_tokenizer"}
+"""Names that `model.tokenizer` may have -> directories of `treadle.recipes`."""
+
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
@@ -71,8 +74,8 @@ def tokenizer_directory(config: ModelConfig) -> Path:
     """Return the directory of the configured tokenizer. Raises as `require_model`."""
     name = config.tokenizer or config.path or ""
     setting = "model.path" if config.tokenizer is None else "model.tokenizer"
-    if name == "demo":
-        return Path(str(files("treadle.recipes") / "tokenizer"))
+    if name in SHIPPED_TOKENIZERS:
+        return Path(str(files("treadle.recipes") / SHIPPED_TOKENIZERS[name]))
     directory = Path(name)
     if not (directory / "tokenizer.json").is_file() and is_convertible(name):
         directory = require_model(name, setting)

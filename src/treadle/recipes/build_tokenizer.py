@@ -1,10 +1,11 @@
-"""Build the demo's tokenizer: byte-level BPE, ChatML, one token for each name of the lookup world.
+"""Build a recipe's tokenizer: byte-level BPE, ChatML, one token for each name of its world.
 
-    python -m treadle.recipes.build_tokenizer DIR
+    python -m treadle.recipes.build_tokenizer DIR             that of the demo
+    python -m treadle.recipes.build_tokenizer DIR sql-small
 
-writes the three files that `transformers.AutoTokenizer.from_pretrained(DIR)` reads. The copy in
-`recipes/tokenizer` is frozen, because its ids are what a checkpoint means; this script is how it came about,
-and a test builds it anew.
+writes the three files that `transformers.AutoTokenizer.from_pretrained(DIR)` reads. The copies in `recipes/tokenizer`
+and `recipes/sql_tokenizer` are frozen, because their ids are what a checkpoint means; this script is how they came
+about, and a test builds them anew.
 
 A word with its leading space is the unit of byte-level BPE, and `VOCABULARY` leaves room to merge every word
 of the training text into one token: training ends by itself, somewhat below it.
@@ -14,12 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from treadle.envs import arithmetic, lookup
+from treadle.envs.sql import small
+from treadle.envs.sql.environment import INVALID
+from treadle.envs.sql.table import render_table
 
 VOCABULARY = 800
 """Most tokens; the training text has fewer distinct words, so the tokenizer ends up smaller."""
@@ -27,6 +32,10 @@ VOCABULARY = 800
 PAD, TURN_START, TURN_END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<search>", "</search>", "<answer>", "</answer>")
 """Added tokens that are not special: part of a message's text, so they survive decoding."""
+SQL_TAGS = tuple(
+    tag for name in ("think", "sql", "solution", "observation", "reminder") for tag in (f"<{name}>", f"</{name}>")
+)
+"""The same of `sql-small`."""
 
 CHAT_TEMPLATE = """\
 {%- for tool in tools or [] -%}
@@ -51,26 +60,45 @@ CHAT_TEMPLATE = """\
 """ChatML; a tool call as the demo writes a search: `<search> Anna</search>`. The whitespace control keeps it the same
 under any Jinja trimming options."""
 
+PLAIN_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+"""ChatML."""
+
 _CORPUS = 1500  # demonstrations; enough for every name to occur hundreds of times
 
 
-def build() -> Tokenizer:
-    """Train and return the tokenizer. It is deterministic: equal to the shipped one, byte for byte."""
+class Plan(NamedTuple):
+    """Says what a tokenizer is trained on, which tags it has, and its chat template."""
+
+    texts: Callable[[], Iterator[str]]
+    tags: Sequence[str]
+    template: str
+
+
+def build(plan: Plan) -> Tokenizer:
+    """Train and return a tokenizer. It is deterministic: equal to the shipped one, byte for byte."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(TAGS),
+        vocab_size=VOCABULARY - len(plan.tags),
         special_tokens=list(SPECIAL),
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    tokenizer.train_from_iterator(_texts(), trainer)
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    without_tags = (_without(plan.tags, text) for text in plan.texts())  # the tags are tokens of their own
+    tokenizer.train_from_iterator(without_tags, trainer)
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in plan.tags])
     return tokenizer
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, plan: Plan) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder`, made if missing."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -80,36 +108,54 @@ def write(folder: Path) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     files = {
-        "tokenizer.json": build().to_str(pretty=True) + "\n",
+        "tokenizer.json": build(plan).to_str(pretty=True) + "\n",
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
-        "chat_template.jinja": CHAT_TEMPLATE,
+        "chat_template.jinja": plan.template,
     }
     for name, text in files.items():
         (folder / name).write_bytes(text.encode())
 
 
-def _texts() -> Iterator[str]:
-    """Yield the texts of the two demo environments, without the tags: those are tokens of their own."""
+def _demo_texts() -> Iterator[str]:
     yield "system\nuser\nassistant\ntool\n"
     yield lookup.NOTHING
     for index in range(_CORPUS):
         for message in arithmetic.demonstration(index, seed=0, expert=0.3):
-            yield _without_tags(message["content"])
-    for text in lookup.corpus(_CORPUS):
-        yield _without_tags(text)
+            yield message["content"]
+    yield from lookup.corpus(_CORPUS)
 
 
-def _without_tags(text: str) -> str:
-    for tag in TAGS:
+def _sql_texts() -> Iterator[str]:
+    yield "system\nuser\nassistant\n"
+    yield from (
+        INVALID,
+        render_table([]),
+        "SQL Timeout:",
+        "Error executing SQL: no such column: name, db file: :memory:",
+    )
+    yield from small.corpus(_CORPUS)
+
+
+def _without(tags: Sequence[str], text: str) -> str:
+    for tag in tags:
         text = text.replace(tag, "")
     return text
 
 
+PLANS: Mapping[str, Plan] = {
+    "demo": Plan(_demo_texts, TAGS, CHAT_TEMPLATE),
+    "sql-small": Plan(_sql_texts, SQL_TAGS, PLAIN_TEMPLATE),
+}
+"""By the name that `model.tokenizer` knows it by."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line, whose one argument is the folder to write."""
-    parser = argparse.ArgumentParser(description="Build the demo's tokenizer.")
+    """Run the command line: the folder to write, and whose tokenizer."""
+    parser = argparse.ArgumentParser(description="Build a recipe's tokenizer.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write, made if missing")
-    write(parser.parse_args(arguments).folder)
+    parser.add_argument("name", nargs="?", choices=PLANS, default="demo", help="which one (default: demo)")
+    options = parser.parse_args(arguments)
+    write(options.folder, PLANS[options.name])
 
 
 if __name__ == "__main__":

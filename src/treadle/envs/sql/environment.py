@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.core.errors import DataError
+from treadle.core.errors import ConfigError, DataError
 from treadle.core.metrics import Metric
 from treadle.core.rewards import is_finite
 from treadle.core.types import Message, Status, Task
@@ -41,30 +40,14 @@ _OBSERVED = re.compile(r"</observation>\s*")
 _OTHER_TAG = re.compile(r"</?(think|sql|observation)\b", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Holds what a task says of its database and limits. seconds: of a query, and of each of the two in grading."""
-
-    database: Database
-    gold: str
-    max_turns: int = 6
-    query_seconds: float = 5.0
-    grading_seconds: float = 30.0
-
-    @property
-    def place(self) -> str:
-        """Return the name of the database, as errors of queries show it."""
-        return ":memory:" if self.database.file is None else self.database.file.name
-
-
 class TextToSql(Environment):
-    """Plays one question about a SQLite database.
+    """Plays one question about a SQLite database. Its options are a recipe's `environment_options`.
 
-    The task's ground truth is a reference query. Its extras hold `database`, the path of a SQLite file, or `script`,
-    SQL that makes one in memory. They may set `max_turns` (6), `query_seconds` (5) and `grading_seconds` (30, for
-    each of the two queries that are compared).
+    max_turns: replies of the model; `rollout.max_steps` is at least that. query_seconds: time of a query.
+    grading_seconds: of each of the two queries that are compared, the solution and the reference.
 
-    Only what the model wrote is graded: tags in the rows of a database change nothing.
+    The task's ground truth is the reference query. Its extras hold `database`, the path of a SQLite file, or `script`,
+    SQL that makes one in memory. Only what the model wrote is graded: tags in the rows of a database change nothing.
     """
 
     metrics = (
@@ -74,25 +57,30 @@ class TextToSql(Environment):
         Metric("bad_format", "trajectory", "mean", "share", "attempts whose replies break the format"),
     )
 
+    def __init__(self, max_turns: int = 6, query_seconds: float = 5.0, grading_seconds: float = 30.0) -> None:
+        options = {"max_turns": max_turns, "query_seconds": query_seconds, "grading_seconds": grading_seconds}
+        for name, value in options.items():
+            if not is_finite(value) or value <= 0:
+                raise ConfigError(f"{name} of environment text_to_sql must be a number above 0, got {value!r}")
+        self._max_turns, self._query_seconds, self._grading_seconds = max_turns, query_seconds, grading_seconds
+
     def reset(self, task: Task) -> Sequence[Message]:
-        """Return the task's prompt; raises DataError where the task lacks what `TextToSql` needs."""
-        self.problem = problem_of(task)
-        self.replies: list[str] = []
+        """Return the task's prompt; raises DataError where the task lacks what is needed."""
+        self._database, self._gold = database_of(task), task.ground_truth
+        self._replies: list[str] = []
         SANDBOX.start_spare()
         return task.prompt
 
     def step(self, text: str) -> EnvStep:
         """Run the reply's first query, or end with its solution."""
-        self.replies.append(text)
-        turns_left = self.problem.max_turns - len(self.replies)
+        self._replies.append(text)
+        turns_left = self._max_turns - len(self._replies)
         if turns_left <= 0 or ("<solution>" in text and "</solution>" in text):
             reward, info = self._grade()
             return EnvStep(reward=reward, done=True, info=info)
         query = _SQL.search(text)
         shown, info = (INVALID, {"no_action": 1}) if query is None else self._run(query[1])
-        reminder = f"<reminder>You have {turns_left} turns left to complete the task.</reminder>"
-        content = f"\n\n<observation>{shown}\n{reminder}</observation>\n\n"
-        return EnvStep([Message(role="user", content=content)], info=info)
+        return EnvStep([observation(shown, turns_left)], info=info)
 
     def finish(self, ended: Status) -> Finish | None:
         """Grade an attempt whose calls were fewer than its turns (`rollout.max_steps`); without a solution, -1."""
@@ -101,26 +89,31 @@ class TextToSql(Environment):
     def _run(self, sql: str) -> tuple[str, Mapping[str, Any]]:
         """Run a query; return what the agent reads, and the metrics."""
         try:
-            rows = SANDBOX.select(Query(self.problem.database, sql, self.problem.query_seconds), ENOUGH)
+            rows = SANDBOX.select(Query(self._database, sql, self._query_seconds), ENOUGH)
         except QueryTimeout:
             return f"SQL Timeout:\n{sql}", {"queries": 1, "query_failed": True}
         except QueryError as error:
-            shown = f"Error executing SQL: {error}, db file: {self.problem.place}"
-            return shown, {"queries": 1, "query_failed": True}
+            place = ":memory:" if self._database.file is None else self._database.file.name
+            return f"Error executing SQL: {error}, db file: {place}", {"queries": 1, "query_failed": True}
         return render_table(rows), {"queries": 1, "query_failed": False}
 
     def _grade(self) -> tuple[float, Mapping[str, Any]]:
         """Return the reward of the replies, and the metrics of the last step."""
-        sql = solution_of(self.replies)
+        sql = solution_of(self._replies)
         info = {"queries": 0, "no_action": 0, "bad_format": sql is None}
         if sql is None:
             return BAD_FORMAT, info
-        problem = self.problem
         try:
-            right = SANDBOX.has_same_rows(Query(problem.database, sql, problem.grading_seconds), problem.gold)
+            right = SANDBOX.has_same_rows(Query(self._database, sql, self._grading_seconds), self._gold)
         except QueryError:
             right = False
         return RIGHT if right else WRONG, info
+
+
+def observation(shown: str, turns_left: int) -> Message:
+    """Return the message in which the agent reads something."""
+    reminder = f"<reminder>You have {turns_left} turns left to complete the task.</reminder>"
+    return Message(role="user", content=f"\n\n<observation>{shown}\n{reminder}</observation>\n\n")
 
 
 def solution_of(replies: Sequence[str]) -> str | None:
@@ -142,8 +135,8 @@ def solution_of(replies: Sequence[str]) -> str | None:
     return solution.strip()
 
 
-def problem_of(task: Task) -> Problem:
-    """Return what a task says; raises DataError, naming the task and what it lacks."""
+def database_of(task: Task) -> Database:
+    """Return the database of a task; raises DataError, naming the task and what it lacks."""
     where = f"task {task.task_id} of environment text_to_sql"
     extras = task.extras
     file, script = extras.get("database"), extras.get("script")
@@ -153,9 +146,4 @@ def problem_of(task: Task) -> Problem:
         raise DataError(f"{where}: no file {file!r}; correct `database` in its extras, or fetch the database")
     if not isinstance(task.ground_truth, str):
         raise DataError(f"{where} needs its reference query, a string, in ground_truth, got {task.ground_truth!r:.100}")
-    limits = {key: extras[key] for key in ("max_turns", "query_seconds", "grading_seconds") if key in extras}
-    for key, value in limits.items():
-        if not is_finite(value) or value <= 0:
-            raise DataError(f"{where}: {key} must be a number above 0, got {value!r}")
-    database = Database(script=script) if isinstance(script, str) else Database(Path(str(file)))
-    return Problem(database, task.ground_truth, **limits)
+    return Database(script=script) if isinstance(script, str) else Database(Path(str(file)))

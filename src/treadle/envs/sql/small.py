@@ -1,0 +1,232 @@
+"""Generated databases and questions for `sql-small`, which a model of 0.4M parameters can learn from scratch.
+
+Every question has a database of its own: two tables, one of which refers to the other. The prompt has the schema, each
+column with its table, in drawn order; the rows are only to be had by queries.
+
+    system     Answer with SQL.
+    user       Columns: food farms, id clubs, city clubs, farms clubs, id farms, hobby farms.
+               What is the food of 'Anna' in clubs?
+    assistant  <think> food farms</think><sql> select farms from clubs where id='Anna'</sql>
+    user       <observation>  0
+               Bob
+               <reminder>You have 2 turns left to complete the task.</reminder></observation>
+    assistant  <think> Bob</think><solution> select food from farms where id='Bob'</solution>
+
+That was two hops. With one hop the column is in the table that the question names, and the first reply is the solution.
+Half of the questions take one, half take two. Two hops can be had in one query, too, by a join; demonstrations never
+show that.
+
+Which pairs of tables occur together is split: those of held-out questions occur in no training task and in no
+demonstration.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from math import floor
+
+from treadle.core.types import Message, Task
+from treadle.envs.lookup import CITIES, COMPANIES, COUNTRIES, FOODS, HOBBIES, PERSONS, PRODUCTS
+from treadle.envs.sql.environment import observation
+from treadle.envs.sql.table import render_table
+from treadle.envs.tasks import check_count, check_share, check_split, words
+
+SYSTEM = "Answer with SQL."
+MAX_TURNS = 3
+"""Turns in demonstrations, and in the recipe: a reminder that is never shown would be no words to the model."""
+
+TABLES = words("clubs teams shops farms banks ships parks labs inns mills docks camps")
+VALUES: Mapping[str, tuple[str, ...]] = {
+    "city": CITIES,
+    "country": COUNTRIES,
+    "hobby": HOBBIES,
+    "product": PRODUCTS,
+    "food": FOODS,
+    "company": COMPANIES,
+}
+"""Column -> what it may hold; no value is in two of them. Each column is in one of a database's two tables."""
+
+_ROWS = 6  # of each table
+_HELD_OUT_PAIRS = 16  # of 66
+_STRAY = 0.25  # share of blind episodes that also take the way of the other number of hops
+
+
+def _split_pairs() -> dict[str, tuple[tuple[str, str], ...]]:
+    pairs = list(combinations(TABLES, 2))
+    random.Random("sql_small/split").shuffle(pairs)
+    return {"train": tuple(sorted(pairs[_HELD_OUT_PAIRS:])), "held_out": tuple(sorted(pairs[:_HELD_OUT_PAIRS]))}
+
+
+PAIRS: Mapping[str, tuple[tuple[str, str], ...]] = _split_pairs()
+"""Split -> the pairs of tables whose databases are its own: 50 for `train`, 16 for `held_out`."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Holds one drawn database.
+
+    tables: the first refers to the second, by a column of the second's name. columns: of each table, `id` first.
+    listed: every (column, table), in the order of the prompt. rows: table -> its rows, with cells as `columns`.
+    """
+
+    tables: tuple[str, str]
+    columns: Mapping[str, tuple[str, ...]]
+    listed: Sequence[tuple[str, str]]
+    rows: Mapping[str, Sequence[tuple[str, ...]]]
+
+    def schema(self) -> str:
+        """Return what the prompt says of the database."""
+        return f"Columns: {', '.join(' '.join(pair) for pair in self.listed)}."
+
+    def script(self) -> str:
+        """Return the SQL that makes the database. Names and cells are words, which need no quoting."""
+        lines = []
+        for table, columns in self.columns.items():
+            lines.append(f"CREATE TABLE {table} ({', '.join(f'{column} TEXT' for column in columns)});")
+            lines.append(f"INSERT INTO {table} VALUES {', '.join(map(str, self.rows[table]))};")
+        return "\n".join(lines)
+
+    def table_of(self, column: str) -> str:
+        """Return the table that has this column of `VALUES`."""
+        return next(table for table in self.tables if column in self.columns[table])
+
+    def linked(self, name: str) -> str:
+        """Return whom the row `name` of the first table refers to, in the second."""
+        at = self.columns[self.tables[0]].index(self.tables[1])
+        return next(row[at] for row in self.rows[self.tables[0]] if row[0] == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Says what is asked: a column of `VALUES`, of a row of the first table or of the one it refers to."""
+
+    world: World
+    start: str
+    column: str
+
+    @property
+    def hops(self) -> int:
+        """Return 1 if the column is in the first table, else 2."""
+        return 1 + self.world.tables.index(self.world.table_of(self.column))
+
+    def prompt(self) -> tuple[Message, ...]:
+        """Return the messages an attempt starts from."""
+        text = f"{self.world.schema()}\nWhat is the {self.column} of '{self.start}' in {self.world.tables[0]}?"
+        return (Message(role="system", content=SYSTEM), Message(role="user", content=text))
+
+    def gold(self) -> str:
+        """Return the reference query."""
+        first, second = self.world.tables
+        if self.hops == 1:
+            return f"SELECT {self.column} FROM {first} WHERE id = '{self.start}'"
+        joined = f"{first} JOIN {second} ON {first}.{second} = {second}.id"
+        return f"SELECT {second}.{self.column} FROM {joined} WHERE {first}.id = '{self.start}'"
+
+
+def draw_question(key: str, split: str, hops: int) -> Question:
+    """Draw a database of the split's pairs of tables, and a question about it. All draws come from `key`."""
+    draws = random.Random(f"sql_small/{key}")
+    first, second = tables = draws.choice(PAIRS[split])
+    if draws.random() < 0.5:
+        tables = (second, first)
+    first, second = tables
+    names, kinds = draws.sample(PERSONS, 2 * _ROWS), draws.sample(list(VALUES), len(VALUES))
+    columns = {first: ("id", *kinds[:3], second), second: ("id", *kinds[3:])}
+    pools = {**VALUES, second: names[_ROWS:]}
+    rows = {
+        table: [(name, *(draws.choice(pools[column]) for column in columns[table][1:])) for name in ids]
+        for table, ids in ((first, names[:_ROWS]), (second, names[_ROWS:]))
+    }
+    listed = [(column, table) for table in tables for column in columns[table]]
+    draws.shuffle(listed)
+    world = World(tables, columns, listed, rows)
+    return Question(world, draws.choice(names[:_ROWS]), draws.choice(kinds[:3] if hops == 1 else kinds[3:]))
+
+
+def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
+    """Return the first `count` tasks of a split (`train`, `held_out`), of one and two hops in turn.
+
+    Held-out tasks ignore `seed`. `extras` hold `hops` and the database's `script`. Raises DataError for another split,
+    ConfigError for an impossible `count`.
+    """
+    check_split(split)
+    check_count(count)
+    key = split if split == "held_out" else f"{split}/{seed}"
+    return [_task(f"{key}/{index}", split, 1 + index % 2) for index in range(count)]
+
+
+def _task(key: str, split: str, hops: int) -> Task:
+    question = draw_question(key, split, hops)
+    extras = {"hops": hops, "script": question.world.script()}
+    return Task(f"sql_small-{key.replace('/', '-')}", question.prompt(), "text_to_sql", question.gold(), extras)
+
+
+def demonstration(index: int, seed: int, expert: float = 0.2, drill: float = 0.3) -> tuple[Message, ...]:
+    """Return conversation number `index` of a supervised warm start; its assistant messages are what to learn.
+
+    A share `drill` are drills of one sub-skill: which table has a column? The others are attempts. A share `expert` of
+    them solve their question. The rest are blind to it: they look up a column drawn at random, and a quarter of them
+    take the way of the other number of hops, so that their queries are well formed, but seldom right.
+
+    Drills are placed by index, so that any n consecutive conversations hold n * drill of them, give or take one;
+    everything else is drawn from (seed, index). Raises ConfigError where a share lies outside [0, 1].
+    """
+    check_share("expert", expert)
+    check_share("drill", drill)
+    draws = random.Random(f"sql_small/demonstration/{seed}/{index}")
+    question = draw_question(f"demonstration/{seed}/{index}", "train", draws.choice((1, 2)))
+    if floor((index + 1) * drill) > floor(index * drill):
+        return _drill(question.world, draws)
+    column, strays = question.column, False
+    if draws.random() >= expert:
+        column, strays = draws.choice(list(VALUES)), draws.random() < _STRAY
+    in_second = question.world.table_of(column) == question.world.tables[1]
+    return _attempt(question, column, through_link=in_second is not strays)
+
+
+def _drill(world: World, draws: random.Random) -> tuple[Message, ...]:
+    messages: list[Message] = []
+    for column in draws.sample(list(VALUES), len(VALUES)):
+        schema = "" if messages else f"{world.schema()}\n"
+        messages.append(Message(role="user", content=f"{schema}What is the {column}?"))
+        messages.append(Message(role="assistant", content=_thought(f" {column} {world.table_of(column)}")))
+    return tuple(messages)
+
+
+def _attempt(question: Question, column: str, through_link: bool) -> tuple[Message, ...]:
+    """Return an attempt that looks `column` up: of the row asked about, or of the one that this refers to."""
+    world, name = question.world, question.start
+    first, second = world.tables
+    table = world.table_of(column)
+    messages, thought = [*question.prompt()], _thought(f" {column} {table}")
+    if through_link:
+        query = f"<sql>{_select(second, first, name)}</sql>"
+        name = world.linked(name)
+        messages += [Message(role="assistant", content=thought + query), observation(_shown(name), MAX_TURNS - 1)]
+        thought = _thought(name)
+    solution = f"<solution>{_select(column, table, name)}</solution>"
+    return (*messages, Message(role="assistant", content=thought + solution))
+
+
+def _thought(text: str) -> str:
+    return f"<think>{text}</think>"
+
+
+def _select(column: str, table: str, name: str) -> str:
+    return f" select {column} from {table} where id='{name}'"
+
+
+@cache
+def _shown(name: str) -> str:
+    return render_table([(name,)])
+
+
+def corpus(count: int) -> Iterator[str]:
+    """Yield the contents of the messages of `count` demonstrations, to train a tokenizer on; they never change."""
+    for index in range(count):
+        for message in demonstration(index, seed=0, expert=0.2, drill=0.3):
+            yield message["content"]
