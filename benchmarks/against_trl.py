@@ -6,7 +6,7 @@
 
 Each side is a process of its own, on `--threads` threads. Sampling and training are measured where each library
 switches from one to the other: what is neither (rewards, logging) counts as training. The gradient is that of TRL's
-first update, taken by both on the tokens that TRL sampled. `SAME` is what both are given.
+first update that has one (until then weights are as they were), taken by both on the tokens that TRL sampled. `SAME` is what both are given.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from treadle.envs.phone_book import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "against_trl.json"
-PEOPLE = 5
+PEOPLE = 3
 SAME: Mapping[str, Any] = {
     "tasks an update": 4,
     "completions a task": 8,
@@ -114,7 +114,7 @@ class Update:
 
 
 def run_trl(model: Path, updates: int, folder: Path) -> list[Update]:
-    """Train with TRL; leaves the first update's tokens, rewards and gradient in `folder`."""
+    """Train with TRL; leaves tokens, rewards and gradient of the first update that has one in `folder`."""
     import torch
     from datasets import Dataset
     from safetensors.torch import save_file
@@ -143,12 +143,11 @@ def run_trl(model: Path, updates: int, folder: Path) -> list[Update]:
 
         def training_step(self, *arguments: Any, **named: Any) -> Any:
             loss = super().training_step(*arguments, **named)
-            if not found:
-                save_file(
-                    {n: p.grad.clone() for n, p in self.model.named_parameters()}, folder / "gradient.safetensors"
-                )
-                first = {"prompts": self.prompt_ids, "completions": self.completion_ids, "rewards": self.rewards}
-                (folder / "first.json").write_text(json.dumps(first))
+            if len(set(self.rewards)) > 1 and not (folder / "first.json").exists():
+                gradient = {name: weight.grad.clone() for name, weight in self.model.named_parameters()}
+                save_file(gradient, folder / "gradient.safetensors")
+                first = {"update": len(found), "prompts": self.prompt_ids, "rewards": self.rewards}
+                (folder / "first.json").write_text(json.dumps({**first, "completions": self.completion_ids}))
             return loss
 
         def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> Any:
@@ -203,14 +202,17 @@ def run_trl(model: Path, updates: int, folder: Path) -> list[Update]:
 
 
 def run_treadle(model: Path, updates: int, folder: Path, threads: int) -> list[Update]:
-    """Train with Treadle; leaves the first update's prompts in `folder`."""
+    """Train with Treadle; leaves the prompts of all updates in `folder`."""
     import treadle
     from treadle.core.types import Group
 
     found: list[Update] = []
 
     class Clocks(treadle.Callback):
-        """Notes when sampling begins and ends."""
+        """Notes when sampling begins and ends, and the prompts of each update."""
+
+        def __init__(self) -> None:
+            self.prompts: list[list[list[int]]] = []
 
         def phase(self, name: str, done: int, total: int) -> None:
             if name == "rollout" and done == 0:
@@ -221,8 +223,8 @@ def run_treadle(model: Path, updates: int, folder: Path, threads: int) -> list[U
             steps = [step for group in groups for t in group.trajectories for step in t.steps]
             self.tokens = mean(len(step.completion_ids) for step in steps)
             self.reward = mean(t.reward or 0.0 for group in groups for t in group.trajectories)
-            if not found:
-                (folder / "ours.json").write_text(json.dumps([step.prompt_ids.tolist() for step in steps]))
+            self.prompts.append([step.prompt_ids.tolist() for step in steps])
+            (folder / "ours.json").write_text(json.dumps(self.prompts))
 
         def publish(self, version: int) -> None:
             if version:
@@ -277,7 +279,7 @@ def gradient_gap(model: Path, folder: Path) -> dict[str, Any]:
         "of the worst weight": {worst: gaps[worst]},
         "norm": norm,
         "tokens": len(batch),
-        "prompts are the same ids": first["prompts"] == ours,
+        "prompts are the same ids": first["prompts"] == ours[first["update"]],
     }
 
 
