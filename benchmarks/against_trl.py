@@ -6,7 +6,8 @@
 
 Each side is a process of its own, on `--threads` threads. Sampling and training are measured where each library
 switches from one to the other: what is neither (rewards, logging) counts as training. The gradient is that of TRL's
-first update that has one (until then weights are as they were), taken by both on the tokens that TRL sampled. `SAME` is what both are given.
+first update that has one (until then weights are as they were), taken by both on the tokens that TRL sampled. `SAME` is
+what both are given.
 """
 
 from __future__ import annotations
