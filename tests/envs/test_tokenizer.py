@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from treadle.core.types import Message
 from treadle.envs import arithmetic, lookup
+from treadle.envs.search import small as search_small
 from treadle.envs.sql import small
 from treadle.models.model_files import SHIPPED_TOKENIZERS
 from treadle.recipes import build_tokenizer
@@ -24,6 +25,7 @@ with as_file(files("treadle.recipes")) as _recipes:
     FOLDERS = {name: Path(_recipes) / folder for name, folder in SHIPPED_TOKENIZERS.items()}
 FOLDER = FOLDERS["demo"]
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+SEARCH_TOKENIZER = Tokenizer.from_file(str(FOLDERS["search-small"] / "tokenizer.json"))
 SQL_TOKENIZER = Tokenizer.from_file(str(FOLDERS["sql-small"] / "tokenizer.json"))
 
 
@@ -41,9 +43,11 @@ def chatml(messages: tuple[Message, ...]) -> str:
     return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
 
 
-@pytest.mark.parametrize("words", [[], ["demo"], ["sql-small"]])
+@pytest.mark.parametrize("words", [[], ["demo"], ["sql-small"], ["search-small"]])
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_building_anew_gives_the_shipped_files_byte_for_byte(tmp_path: Path, seed: str, words: list[str]) -> None:
+    if words == ["search-small"]:
+        pytest.importorskip("bm25s")  # the demonstrations show what a search finds
     shipped = FOLDERS[words[0] if words else "demo"]
     subprocess.run(
         [sys.executable, "-m", "treadle.recipes.build_tokenizer", str(tmp_path / "new" / "folder"), *words],
@@ -69,6 +73,29 @@ def test_ids_of_sql_small_are_frozen() -> None:
     assert SQL_TOKENIZER.get_vocab_size() == 588
     known = ["<|im_end|>", "<think>", "</think>", "<sql>", "</sql>", "<solution>", "</solution>"]
     assert [SQL_TOKENIZER.token_to_id(token) for token in known] == [2, 578, 579, 580, 581, 582, 583]
+
+
+def test_ids_of_search_small_are_frozen() -> None:
+    assert SEARCH_TOKENIZER.get_vocab_size() == 735
+    known = ["<|im_end|>", *build_tokenizer.SEARCH_TAGS]
+    assert [SEARCH_TOKENIZER.token_to_id(token) for token in known] == [2, *range(729, 735)]
+
+
+def test_in_search_small_every_word_of_a_name_is_a_token_of_its_own() -> None:
+    names = (search_small.FIRST_NAMES, search_small.LAST_NAMES, search_small.BRANDS, search_small.TRADES)
+    values = (search_small.CITIES, search_small.HOBBIES, search_small.PRODUCTS)
+    words = [word for group in (*names, *values) for word in group]
+    for text in (
+        "<search>{}</search>",
+        "What does{} make?",
+        "{} and is in",
+        '{}.\\n"}}</information>',
+        "Doc 1:{} likes",
+    ):
+        tokens = [SEARCH_TOKENIZER.encode(text.format(f" {word}"), add_special_tokens=False).tokens for word in words]
+        assert all(
+            f"\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}{w}" in found for w, found in zip(words, tokens, strict=True)
+        )
 
 
 def test_in_sql_small_what_is_copied_is_the_same_token_everywhere() -> None:

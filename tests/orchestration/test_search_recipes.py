@@ -10,11 +10,14 @@ import pytest
 
 pytest.importorskip("httpx")
 
+from tests.orchestration.runs import check_finished, query
+from tests.worlds import Quiet
 from treadle.core.types import Status
 from treadle.envs.search.environment import Search
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.setup.validation import check_settings
+from treadle.orchestration.train import start_run
 
 SYNC, ASYNC = "search-r1", "search-r1-async"
 PROMPT = [{"role": "system", "content": "You are helpful."}, {"role": "user", "content": "Question: who wrote Faust?"}]
@@ -98,3 +101,14 @@ def test_the_settings_are_skyrls() -> None:
     assert asynchronous.orchestration.max_concurrent_groups == 1152
     assert asynchronous.algorithm.policy_loss == "importance_sampling"
     assert asynchronous.algorithm.correction.geometric_mask == (0.99, 1.01)
+
+
+def test_search_small_trains_with_one_and_two_hops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bm25s")
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
+    small = ["warm_start.steps=2", "warm_start.batch_size=4", "training.tasks_per_update=2", "training.group_size=2"]
+    small += ["orchestration.updates=1", "data.held_out.options.count=4", "evaluation.greedy_too=false"]
+    config = load_recipe("search-small", [*small, "training.threads=1"])
+    start_run(config, load_inputs(config), tmp_path / "run", Quiet())
+    check_finished(tmp_path / "run")
+    assert query(tmp_path / "run", "SELECT count(*) AS n FROM trajectories WHERE status = 'failed'") == [{"n": 0}]

@@ -10,7 +10,7 @@ from treadle.core.errors import ConfigError
 from treadle.models.config import ModelConfig
 from treadle.models.model_cache import PACKAGED, converted_directory, is_convertible
 
-SHIPPED_TOKENIZERS = {"demo": "tokenizer", "sql-small": "sql_tokenizer"}
+SHIPPED_TOKENIZERS = {"demo": "tokenizer", "sql-small": "sql_tokenizer", "search-small": "search_tokenizer"}
 """Names that `model.tokenizer` may have -> directories of `treadle.recipes`."""
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")

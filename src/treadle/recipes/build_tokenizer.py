@@ -1,11 +1,11 @@
 """Build a recipe's tokenizer: byte-level BPE, ChatML, one token for each name of its world.
 
     python -m treadle.recipes.build_tokenizer DIR             that of the demo
-    python -m treadle.recipes.build_tokenizer DIR sql-small
+    python -m treadle.recipes.build_tokenizer DIR sql-small   (or search-small)
 
-writes the three files that `transformers.AutoTokenizer.from_pretrained(DIR)` reads. The copies in `recipes/tokenizer`
-and `recipes/sql_tokenizer` are frozen, because their ids are what a checkpoint means; this script is how they came
-about, and a test builds them anew.
+writes the three files that `transformers.AutoTokenizer.from_pretrained(DIR)` reads. The copies in `recipes/tokenizer`,
+`recipes/sql_tokenizer` and `recipes/search_tokenizer` are frozen, because their ids are what a checkpoint means; this
+script is how they came about, and a test builds them anew.
 
 A word with its leading space is the unit of byte-level BPE, and `VOCABULARY` leaves room to merge every word
 of the training text into one token: training ends by itself, somewhat below it.
@@ -22,7 +22,8 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from treadle.envs import arithmetic, lookup
-from treadle.envs.sql import small
+from treadle.envs.search import small as search_small
+from treadle.envs.sql import small as sql_small
 from treadle.envs.sql.environment import INVALID
 from treadle.envs.sql.table import render_table
 
@@ -36,6 +37,8 @@ SQL_TAGS = tuple(
     tag for name in ("think", "sql", "solution", "observation", "reminder") for tag in (f"<{name}>", f"</{name}>")
 )
 """The same of `sql-small`."""
+SEARCH_TAGS = (*TAGS, "<information>", "</information>")
+"""The same of `search-small`."""
 
 CHAT_TEMPLATE = """\
 {%- for tool in tools or [] -%}
@@ -133,7 +136,12 @@ def _sql_texts() -> Iterator[str]:
         "SQL Timeout:",
         "Error executing SQL: no such column: name, db file: :memory:",
     )
-    yield from small.corpus(_CORPUS)
+    yield from sql_small.corpus(_CORPUS)
+
+
+def _search_texts() -> Iterator[str]:
+    yield "system\nuser\nassistant\n"
+    yield from search_small.corpus(_CORPUS)
 
 
 def _without(tags: Sequence[str], text: str) -> str:
@@ -145,6 +153,7 @@ def _without(tags: Sequence[str], text: str) -> str:
 PLANS: Mapping[str, Plan] = {
     "demo": Plan(_demo_texts, TAGS, CHAT_TEMPLATE),
     "sql-small": Plan(_sql_texts, SQL_TAGS, PLAIN_TEMPLATE),
+    "search-small": Plan(_search_texts, SEARCH_TAGS, PLAIN_TEMPLATE),
 }
 """By the name that `model.tokenizer` knows it by."""
 

@@ -1,0 +1,249 @@
+"""`search-small`: Search-R1's task on a made-up corpus of short passages, for a small model trained from nothing.
+
+    Anna Lopez works at Acme Motors and likes chess.        Acme Motors is in Rome and makes lamps.
+
+Questions take one search (what a person likes, where one works, what a company makes, where one is) or two (what, and
+where, the company of a person makes and is). The corpus is always the same; of its people and companies one half is
+asked about in training, the other half held out, and no passage of one half names anybody of the other. Their names are
+made of the same words: what is learned is to search.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import product
+from math import floor
+from typing import NamedTuple
+
+from treadle.core.errors import ConfigError
+from treadle.core.types import Message, Task
+from treadle.envs.search.environment import Search
+from treadle.envs.search.protocol import PROTOCOLS
+from treadle.envs.tasks import SPLITS, check_count, check_share, check_split, words
+from treadle.retrieval.retriever import Retriever
+
+SYSTEM = "Search, then answer."
+
+FIRST_NAMES = words(
+    "Anna Bob Carl Dora Emil Fay Gus Hana Ivan Jane Karl Lena Max Nora Otto Pia Quin Rosa Sam Tina "
+    "Umar Vera Wim Xena Yuri Zoe Abel Bea Cora Dan Ella Finn"
+)
+LAST_NAMES = words(
+    "Lopez Rossi Klein Novak Silva Moore Weber Costa Dubois Jensen Kim Tanaka Singh Okafor Haddad Petrov Larsen Nagy "
+    "Moreno Fischer Walsh Santos Ito Berg Castro Duarte Fontana Garnier Hansen Iqbal Jones Kowal"
+)
+BRANDS = words(
+    "Acme Zeta Nova Orbit Delta Omega Vertex Pixel Quark Fusion Atlas Titan Lumen Radix Sonic Argon Cobalt Ember "
+    "Falcon Granite"
+)
+TRADES = words("Motors Foods Labs Works Media Mills Tools Trading Press Energy Systems Logistics")
+CITIES = words("Paris Rome Oslo Cairo Lima Tokyo Berlin Quito Delhi Milan Turin Vienna Prague Dublin Madrid Lisbon")
+HOBBIES = words("chess golf yoga tennis music dance judo rugby sewing poker skiing hiking")
+PRODUCTS = words("shoes cars phones chairs clocks lamps boats bikes pens tents guitars mirrors")
+
+_PEOPLE = {"likes": "What does {} like?", "works at": "Where does {} work?"}
+_COMPANIES = {"makes": "What does {} make?", "is in": "Where is {}?"}
+_OF_COMPANIES = {"makes": "What does the company of {} make?", "is in": "Where is the company of {}?"}
+
+
+class World(NamedTuple):
+    """Holds the people and companies of one split: name -> fact -> value.
+
+    {"Anna Lopez": {"works at": "Acme Motors", "likes": "chess"}}, {"Acme Motors": {"is in": "Rome", "makes": "lamps"}}
+    """
+
+    people: dict[str, dict[str, str]]
+    companies: dict[str, dict[str, str]]
+
+    def passage(self, name: str) -> str:
+        """Return the passage about somebody."""
+        facts = self.people.get(name) or self.companies[name]
+        return f"{name} " + " and ".join(f"{fact} {value}" for fact, value in facts.items()) + "."
+
+
+class Question(NamedTuple):
+    """Says what is asked, whom to search for, in order, and the answer, which the last passage holds."""
+
+    text: str
+    names: tuple[str, ...]
+    answer: str
+
+
+@cache
+def world(split: str) -> World:
+    """Return the half of the corpus's world that a split asks about."""
+    draws, half = random.Random(f"search_small/{split}"), SPLITS.index(split)
+    people, companies = _pairs(FIRST_NAMES, LAST_NAMES, half), _pairs(BRANDS, TRADES, half)
+    values = {"is in": CITIES, "makes": PRODUCTS, "works at": companies, "likes": HOBBIES}
+
+    def facts(*kinds: str) -> dict[str, str]:
+        order = draws.sample(kinds, len(kinds))  # a fact's place in a passage must not tell what it is
+        return {kind: draws.choice(values[kind]) for kind in order}
+
+    return World({n: facts("works at", "likes") for n in people}, {n: facts("is in", "makes") for n in companies})
+
+
+def _pairs(first: Sequence[str], second: Sequence[str], half: int) -> list[str]:
+    """Return every other pair of the words, so that both halves are made of all words."""
+    return [f"{a} {b}" for (i, a), (j, b) in product(enumerate(first), enumerate(second)) if (i + j) % 2 == half]
+
+
+@cache
+def passages() -> tuple[str, ...]:
+    """Return what is searched: a passage about everybody and every company of both splits."""
+    return tuple(
+        own.passage(name) for own in map(world, SPLITS) for names in (own.people, own.companies) for name in names
+    )
+
+
+@cache
+def questions(split: str, hops: int) -> tuple[Question, ...]:
+    """Return all questions of a split that take one search, or two, in a drawn order."""
+    own = world(split)
+    found = [
+        Question(text.format(name), (name,), facts[fact])
+        for entities, texts in ((own.people, _PEOPLE), (own.companies, _COMPANIES))
+        for name, facts in entities.items()
+        for fact, text in texts.items()
+    ]
+    if hops == 2:
+        found = [
+            Question(text.format(name), (name, facts["works at"]), own.companies[facts["works at"]][fact])
+            for name, facts in own.people.items()
+            for fact, text in _OF_COMPANIES.items()
+        ]
+    random.Random(f"search_small/questions/{split}/{hops}").shuffle(found)
+    return tuple(found)
+
+
+class SearchSmall(Search):
+    """Plays one question like `Search`; passages come from BM25 in this process. `topk` is 1 by default."""
+
+    def __init__(self, topk: int = 1, max_turns: int = 4, protocol: str = "skyrl") -> None:
+        super().__init__(topk=topk, max_turns=max_turns, protocol=protocol)
+
+    async def retrieve(self, query: str, topk: int) -> Sequence[str]:
+        """Return the best of the corpus's passages."""
+        return find(query, topk)
+
+
+def find(query: str, topk: int) -> list[str]:
+    """Return at most `topk` passages of the corpus, best first."""
+    [hits] = _retriever().search([query], topk)
+    return [passages()[hit.passage] for hit in hits]
+
+
+@cache
+def _retriever() -> Retriever:
+    from treadle.retrieval.bm25 import Bm25  # bm25s comes with an extra
+
+    return Bm25.build(passages(), len(passages()))
+
+
+def tasks(split: str, count: int, seed: int = 0, hops: Sequence[int] = (1, 2)) -> list[Task]:
+    """Return the first `count` tasks of a split (`train`, `held_out`); task i takes `hops[i % len(hops)]` searches.
+
+    Training tasks come in an order drawn from `seed`; held-out tasks ignore it. A larger `count` only appends tasks;
+    after all 1264 questions of one hop, or 1024 of two, they come round again. `extras`: `hops`, and `names`, whom to
+    search for.
+
+    Raises DataError for another split, ConfigError for an impossible `count` or `hops`.
+    """
+    check_split(split)
+    check_count(count)
+    hops = _check_hops(hops)
+    _retriever()  # now: what it lacks is told before anything is played
+    key = split if split == "held_out" else f"{split}/{seed}"
+    pools = {number: _ordered(questions(split, number), key) for number in set(hops)}
+    made = []
+    for index in range(count):
+        number, place = hops[index % len(hops)], index // len(hops)
+        made.append(_task(f"search_small-{key.replace('/', '-')}-{index:06d}", pools[number], place, number))
+    return made
+
+
+def _ordered(pool: Sequence[Question], key: str) -> list[Question]:
+    draws = random.Random(f"search_small/order/{key}")
+    return draws.sample(pool, len(pool))
+
+
+def _task(task_id: str, pool: Sequence[Question], place: int, hops: int) -> Task:
+    question = pool[place % len(pool)]
+    extras = {"hops": hops, "names": list(question.names)}
+    return Task(task_id, _prompt(question), "search_small", question.answer, extras)
+
+
+def _prompt(question: Question) -> tuple[Message, ...]:
+    return (Message(role="system", content=SYSTEM), Message(role="user", content=question.text))
+
+
+def _check_hops(hops: Sequence[int]) -> tuple[int, ...]:
+    if not hops or not set(hops) <= {1, 2}:
+        raise ConfigError(f"hops must be 1, 2 or both, got {list(hops)!r}")
+    return tuple(hops)
+
+
+def demonstration(
+    index: int, seed: int, expert: float = 0.2, drill: float = 0.4, topk: int = 1, hops: Sequence[int] = (1, 2)
+) -> tuple[Message, ...]:
+    """Return conversation `index` of a warm start: it teaches form and reading, and leaves searching to learn.
+
+    A share `drill` are reading drills (a question of one search with its passage, and the answer), a stand-in for
+    pretraining. The others are episodes: a share `expert` of them correct, the rest blind to the question: they search
+    whom it names, or also the company that they read of, and answer anything of the last passage.
+
+    Drills are placed by index, so that any n conversations in a row hold n * drill of them, give or take one;
+    everything else is drawn from (seed, index). topk: passages that are shown. Raises ConfigError for a share outside
+    [0, 1] or an impossible `hops`.
+    """
+    check_share("expert", expert)
+    check_share("drill", drill)
+    hops = _check_hops(hops)
+    draws = random.Random(f"search_small/demonstration/{seed}/{index}")
+    if floor((index + 1) * drill) > floor(index * drill):
+        return _drill(draws, topk)
+    question = draws.choice(questions("train", draws.choice(hops)))
+    if draws.random() >= expert:
+        question = _blind(question, draws)
+    return _episode(question, topk)
+
+
+def _blind(question: Question, draws: random.Random) -> Question:
+    """Return the question with searches, and an answer, that do not depend on what is asked of whom it names."""
+    own, name = world("train"), question.names[0]
+    names: tuple[str, ...] = (name,)
+    if name in own.people and draws.random() < 0.5:
+        names = (name, own.people[name]["works at"])
+    facts = own.people.get(names[-1]) or own.companies[names[-1]]
+    return Question(question.text, names, draws.choice(list(facts.values())))
+
+
+def _episode(question: Question, topk: int) -> tuple[Message, ...]:
+    messages = [*_prompt(question)]
+    for name in question.names:
+        messages.append(Message(role="assistant", content=f"<search> {name}</search>"))
+        messages.append(Message(role="user", content=_observation(name, topk)))
+    return (*messages, Message(role="assistant", content=f"<answer> {question.answer}</answer>"))
+
+
+def _drill(draws: random.Random, topk: int) -> tuple[Message, ...]:
+    """Return three questions, each with the passages that a search for whom it names gives."""
+    messages: list[Message] = []
+    for question in draws.sample(questions("train", 1), 3):
+        shown = f"{question.text}{_observation(question.names[0], topk)}"
+        messages += (Message(role="user", content=shown), Message(role="assistant", content=f" {question.answer}"))
+    return tuple(messages)
+
+
+def _observation(name: str, topk: int) -> str:
+    return PROTOCOLS["skyrl"].observation(find(name, topk))
+
+
+def corpus(count: int) -> Iterator[str]:
+    """Yield the contents of `count` demonstrations, and all passages, to train a tokenizer on. They never change."""
+    for index in range(count):
+        for message in demonstration(index, seed=0, topk=3):
+            yield message["content"]
+    yield from (f" {passage}" for passage in passages())
