@@ -96,6 +96,7 @@ def test_what_cannot_be_simulated_is_told(options: list[str], message: str, caps
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_recorded_run_gives_its_trajectories_seconds(finished: Trained) -> None:
     report = asynchronous.measure(1, 1, run=finished.path, staleness=(0, 1), updates=5, steps=2)
     assert len(report.rows) == 4 and "recorded, mean" in report.note

@@ -129,7 +129,7 @@ FILES: dict[str, tuple[str, Sequence[str], Sequence[str], Sequence[str]]] = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("what", FILES)
 def test_what_is_damaged_is_refused_and_nothing_else(what: str, world: World) -> None:
     directory, names, refusing, others = FILES[what]
@@ -183,6 +183,7 @@ def test_lines_of_metrics(world: World) -> None:
     assert good["metrics_problem"] is None
 
 
+@pytest.mark.slow
 def test_a_shard_is_named_by_the_report_and_not_counted(world: World) -> None:
     name = shard_of(world.run, TRAJECTORY)
     good = json.loads(world.command("report").out)

@@ -30,6 +30,7 @@ def test_version() -> None:
     assert treadle("--version").out == f"treadle {package.__version__}\n"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "words", [["--help"], ["recipes"], ["train", "demo", "seed=x"], ["eval", "nowhere"], ["export", "nowhere", "out"]]
 )

@@ -35,6 +35,7 @@ def test_what_is_printed_fits(words: str, width: int, finished: Trained) -> None
     assert too_wide(done.out, width) == []
 
 
+@pytest.mark.quick(1)
 def test_a_whole_run_fits_and_ends_without_bars(width: int, place: Place) -> None:
     done = place.train("orchestration.updates=2")
     assert (done.status, done.err) == (0, "")

@@ -62,6 +62,7 @@ def test_overrides_may_stand_behind_an_option(place: Place) -> None:
     assert (done.status, done.error) == (2, "error: seed=-1: got -1, expected greater than or equal to 0")
 
 
+@pytest.mark.slow
 def test_two_starts_in_the_same_second_are_two_runs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.strftime", lambda form, *_: "20260102-030405")
     words = ("train", place.recipe, "--runs", place.runs, "orchestration.updates=1")

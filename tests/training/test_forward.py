@@ -349,13 +349,10 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, 4 * 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "part", "entropy"),
-    [
-        (150, 32, True),  # the like of the next, small
-        pytest.param(1500, 1, True, marks=pytest.mark.slow),
-        pytest.param(1500, 1, False, marks=pytest.mark.slow),
-    ],
+    [(150, 32, True), (1500, 1, True), (1500, 1, False)],  # the first is the like of the second, small
 )
 def test_peak_memory_at_a_large_vocabulary_stays_far_below_the_logits(rows: int, part: int, entropy: bool) -> None:
     """Forward and backward, in a fresh process; several arrays of the size of the logits would be needed whole."""

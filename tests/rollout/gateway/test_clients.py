@@ -151,7 +151,7 @@ async def test_anthropic_with_tools(stream: bool) -> None:
         check(server.steps(), told)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 @pytest.mark.filterwarnings("ignore")  # of its own
