@@ -43,6 +43,13 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
+def sync_file(path: Path) -> str:
+    """Make a file that somebody else has written durable; returns the SHA-256 of its content. Raises OSError."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def sha256_of(content: bytes) -> str:
     """Return the hex digest of these bytes."""
     return hashlib.sha256(content).hexdigest()

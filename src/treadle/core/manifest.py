@@ -14,13 +14,15 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.core.errors import DamageError, RemovedError
-from treadle.core.files import sha256_of, sync_directory, write_durably
+from treadle.core.files import sha256_of, sync_directory, sync_file, write_durably
+
+Content = bytes | Callable[[Path], None]  # of a file: its bytes, or what writes them to the path and raises OSError
 
 MANIFEST = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
@@ -51,10 +53,15 @@ class NewDirectory:
         self.path = path
         self._sha256: dict[str, str] = {}
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: Content) -> None:
         """Write a file durably and list it in the manifest. Raises OSError."""
-        write_durably(self.path / name, content)
-        self._sha256[name] = sha256_of(content)
+        path = self.path / name
+        if isinstance(content, bytes):
+            write_durably(path, content)
+            self._sha256[name] = sha256_of(content)
+        else:
+            content(path)
+            self._sha256[name] = sync_file(path)
 
     @property
     def manifest(self) -> bytes:

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import CheckpointError
 from treadle.core.files import sha256_of
-from treadle.core.manifest import Manifest, NewDirectory, new_directory, remove_at_once
+from treadle.core.manifest import Content, Manifest, NewDirectory, new_directory, remove_at_once
 from treadle.models.loading import TOKENIZER_FILES
 from treadle.models.weights import saved, trained
 from treadle.training.learner import Learner
@@ -34,10 +35,10 @@ _FACTS = "checkpoint.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def model_files(model: PreTrainedModel, tokenizer: Path) -> Iterator[tuple[str, bytes]]:
+def model_files(model: PreTrainedModel, tokenizer: Path) -> Iterator[tuple[str, Content]]:
     """Yield name and content of what makes a model directory: weights, config, tokenizer. Raises OSError."""
     weights = {name: tensor.contiguous() for name, tensor in saved(model).items()}
-    yield "model.safetensors", save_safetensors(weights, {"format": "pt"})
+    yield "model.safetensors", _tensors(weights, {"format": "pt"})
     config = json.loads(model.config.to_json_string())
     # inference engines choose the class by `architectures`, which only models that were loaded have
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
@@ -47,8 +48,20 @@ def model_files(model: PreTrainedModel, tokenizer: Path) -> Iterator[tuple[str, 
             yield name, (tokenizer / name).read_bytes()
 
 
+def _tensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Content:
+    """Return what writes a safetensors file straight from the tensors: no second copy of them is made."""
+
+    def write(path: Path) -> None:
+        try:
+            save_file(tensors, path, metadata)
+        except SafetensorError as error:  # safetensors has its own for a full disk
+            raise OSError(str(error)) from error
+
+    return write
+
+
 def export_model(
-    directory: Path, model: PreTrainedModel, tokenizer: Path, beside: Mapping[str, bytes] | None = None
+    directory: Path, model: PreTrainedModel, tokenizer: Path, beside: Mapping[str, Content] | None = None
 ) -> None:
     """Write a model directory that transformers and `model.path` load, and further files by name. Complete or absent.
 
@@ -57,7 +70,7 @@ def export_model(
     export_files(directory, chain(model_files(model, tokenizer), (beside or {}).items()))
 
 
-def export_files(directory: Path, files: Iterable[tuple[str, bytes]]) -> None:
+def export_files(directory: Path, files: Iterable[tuple[str, Content]]) -> None:
     """Write a new directory of these files, with its manifest. Complete or absent. Raises as `export_model` does."""
     if directory.exists():
         raise CheckpointError(f"{str(directory)!r} exists already; choose another directory")
@@ -91,9 +104,9 @@ def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> str:
     with _writing(directory) as new:
         for name, content in model_files(learner.model, tokenizer):
             new.write(name, content)
-        new.write("optimizer.safetensors", save_safetensors(_optimizer_tensors(learner)))
+        new.write("optimizer.safetensors", _tensors(_optimizer_tensors(learner)))
         for name, module in _beside(learner).items():
-            new.write(f"{name}.safetensors", save_safetensors(saved(module)))
+            new.write(f"{name}.safetensors", _tensors(saved(module)))
         facts = _Facts(learner.updates_done, None if learner.kl is None else learner.kl.coef)
         new.write(_FACTS, json.dumps(asdict(facts), indent=2).encode())
     return new.manifest_sha256
