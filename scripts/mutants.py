@@ -61,6 +61,14 @@ MUTANTS = [  # file, text, what takes its place, the tests
     ("rollout/gateway/retries.py", "if found.origin.body != origin.body:", "if False:",
      "rollout/gateway/test_retries.py"),
     ("rollout/gateway/retries.py", "e.retry < origin.retry", "True", "rollout/gateway/test_retries.py"),
+    ("envs/search/protocol.py", "_OBSERVED.join(replies)", '"".join(replies)', "envs/test_search.py"),
+    ("envs/search/protocol.py", "answers[-1]", "answers[0]", "envs/test_search.py"),
+    ("envs/search/environment.py", "or len(self._replies) >= self._last_turn", "", "envs/test_search.py"),
+    ("retrieval/retriever.py", "np.flatnonzero(scores > 0)", "np.arange(len(scores))", "retrieval/test_bm25.py"),
+    ("retrieval/retriever.py", "scores[found] >= least", "scores[found] > least", "retrieval/test_bm25.py"),
+    ("retrieval/client.py", "max(pause, least)", "pause", "retrieval/test_client.py"),
+    ("retrieval/queue.py", "if not one.answer.done()]", "]", "retrieval/test_server.py"),
+    ("retrieval/flat.py", "hidden.masked_fill(mask == 0, 0.0)", "hidden", "retrieval/test_flat.py"),
 ]  # fmt: skip
 
 

@@ -46,6 +46,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield write_corpus(tmp_path / "corpus.jsonl", ["Anna likes chess", "Bob likes golf"])
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_and_no_outage_is_trained(tmp_path: Path, corpus: Path) -> None:
     run, over = tmp_path / "run", threading.Event()
     with ExitStack() as servers:

@@ -30,13 +30,13 @@ def write_corpus(path: Path, contents: Sequence[str]) -> Path:
 def brute_force(contents: Sequence[str], query: str, topk: int, k1: float = 1.5, b: float = 0.75) -> list[Hit]:
     """BM25 as Lucene has it, of every passage."""
     rows = [Counter(words(text)) for text in contents]
+    holding = Counter(word for row in rows for word in row)
     mean = sum(row.total() for row in rows) / len(rows)
     hits = []
     for number, row in enumerate(rows):
         score = 0.0
         for word in words(query):
-            holding = sum(word in other for other in rows)
-            rarity = math.log(1 + (len(rows) - holding + 0.5) / (holding + 0.5))
+            rarity = math.log(1 + (len(rows) - holding[word] + 0.5) / (holding[word] + 0.5))
             score += rarity * row[word] / (row[word] + k1 * (1 - b + b * row.total() / mean)) if row[word] else 0.0
         if score > 0:
             hits.append(Hit(number, score))

@@ -119,6 +119,8 @@ async def test_a_query_that_waited_too_long_is_given_up_and_never_computed() -> 
         with pytest.raises(Overloaded, match=r"no answer within 0.2 s"):
             await task
     slow.gate.set()
+    await asyncio.sleep(0.1)
+    assert slow.batches == [["a"]]
     assert len(await queue.search(["c"], 1)) == 1
     assert slow.batches == [["a"], ["c"]]
     queue.close()

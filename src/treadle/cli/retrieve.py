@@ -17,6 +17,8 @@ from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.rollout.gateway.address import GatewayConfig, listen, url_of
 
+_KEEP_ALIVE = 60  # seconds: a client comes back when its model has written the next query
+
 _EXAMPLES = """examples:
   treadle-retrieve corpus.jsonl                                    BM25, no model needed
   treadle-retrieve corpus.jsonl --model e5-base-v2                 dense: embeds the corpus first, once
@@ -80,7 +82,12 @@ def _run(options: argparse.Namespace) -> int:
         console.line(f"url  {url_of(listening)}/retrieve")
         sys.stdout.flush()
         config = uvicorn.Config(
-            make_app(queue, options.topk), log_config=None, access_log=False, server_header=False, ws="none"
+            make_app(queue, options.topk),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE,
         )
         uvicorn.Server(config).run(sockets=[listening])
     return 0

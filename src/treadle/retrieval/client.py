@@ -24,7 +24,7 @@ class RetrievalClient:
     Retry-After is asked again, with growing pauses.
     """
 
-    def __init__(self, url: str, timeout: float = 20.0, patience: float = 45.0) -> None:
+    def __init__(self, url: str, timeout: float = 30.0, patience: float = 45.0) -> None:
         try:
             parts = httpx.URL(url)
         except httpx.InvalidURL as error:

@@ -46,7 +46,7 @@ class Search(Environment):
         topk: int = 3,
         max_turns: int = 4,
         protocol: str = "skyrl",
-        timeout: float = 20.0,
+        timeout: float = 30.0,
         patience: float = 45.0,
     ) -> None:
         if protocol not in PROTOCOLS:
