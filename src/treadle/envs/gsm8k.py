@@ -1,0 +1,102 @@
+"""GSM8K's word problems: what a reply is worth, in one turn or over several, as SkyRL has it.
+
+    user       Weng earns $12 an hour for babysitting. Yesterday, she ... Let's think step by step and output the final
+               answer after "####".
+    assistant  Weng earns 12/60 = 0.2 a minute, and 0.2 x 50 = 10 for 50 minutes. #### 10
+
+One turn needs no environment: `reward` grades a reply. Source: skyrl-gym 0.4.0, `gsm8k` and `gsm8k_multi_turn`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from treadle.core.errors import ConfigError, DataError
+from treadle.core.metrics import Metric
+from treadle.core.rewards import Reward
+from treadle.core.types import Message, Task
+from treadle.envs.base import Environment, EnvStep
+
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+MULTI_TURN_INSTRUCTION = 'Let\'s think step by step and output a tentative numeric answer after "####".'
+"""What ends the published prompts, after the question and a space."""
+
+THINK_AGAIN = (
+    "Please provide your step-by-step reasoning, "
+    "and also include a tentative numeric answer at the end in the exact format: '#### ANSWER'."
+)
+ANSWER_NOW = "Now provide only the final numeric answer in the exact format: '#### ANSWER'."
+
+FORMAT_SHARE = 0.2
+"""What an attempt is paid for if each of its turns has an answer, and none is right."""
+
+_NUMBER = re.compile(r"-?[0-9.,]+")
+_ANSWER = re.compile(f"#### ({_NUMBER.pattern})")
+
+
+def answer_of(text: str) -> str | None:
+    """Return the first answer in a text, without its commas; None if there is none.
+
+    >>> answer_of("She has 1,000 + 200 = 1,200 left. #### 1,200")
+    '1200'
+    """
+    found = _ANSWER.search(text)
+    return None if found is None else found[1].replace(",", "")
+
+
+def reward(task: Task, text: str) -> float:
+    """Return 1.0 if the answer of the reply is the task's, character by character, else 0.0.
+
+    The ground truth is the answer ("10"), or a worked solution that ends with it, as the data set's column `answer`
+    has it ("... #### 10"). Raises DataError for anything else, which no reply could equal.
+    """
+    return float(answer_of(text) == golden_answer(task))
+
+
+def golden_answer(task: Task) -> str:
+    """Return the answer in the task's ground truth, without its commas. Raises DataError if there is none."""
+    truth = task.ground_truth
+    if isinstance(truth, str):
+        if (answer := answer_of(truth)) is not None:
+            return answer
+        if _NUMBER.fullmatch(truth):
+            return truth.replace(",", "")
+    raise DataError(
+        f"task {task.task_id} of GSM8K: the ground truth is {truth!r:.100}; it must be a text, the answer ('10') or a "
+        "solution that ends with it ('... #### 10'); correct data.columns.ground_truth"
+    )
+
+
+class Gsm8kMultiTurn(Environment):
+    """Lets the model think again until its answer is right, at most `max_turns` times.
+
+    A right answer is worth 1 (the component `answer`) and ends the attempt; a wrong one is worth `FORMAT_SHARE` divided
+    by `max_turns` (`format`), and no answer nothing. The model is not told that it was wrong: it is asked for its
+    reasoning again, and in the last turn for the answer only.
+    """
+
+    metrics = (Metric("no_answer", level="step", aggregation="mean", unit="share", help="replies without an answer"),)
+
+    def __init__(self, max_turns: int = 5) -> None:
+        if max_turns < 1:
+            raise ConfigError(f"max_turns is {max_turns}; it must be at least 1")
+        self.max_turns = max_turns
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        """Return the task's prompt. Raises DataError for a ground truth without an answer."""
+        self._golden, self._turns = golden_answer(task), 0
+        return task.prompt
+
+    async def step(self, text: str) -> EnvStep:
+        """Grade the reply, and ask again unless it was right or the last one."""
+        self._turns += 1
+        answer, left = answer_of(text), self.max_turns - self._turns
+        info = {"no_answer": answer is None}
+        if answer == self._golden:
+            return EnvStep(reward=Reward({"answer": 1.0}), done=True, info=info)
+        paid = Reward({} if answer is None else {"format": FORMAT_SHARE / self.max_turns})
+        if left == 0:
+            return EnvStep(reward=paid, done=True, info=info)
+        again = Message(role="user", content=THINK_AGAIN if left > 1 else ANSWER_NOW)
+        return EnvStep([again], paid, info=info)

@@ -1,0 +1,116 @@
+"""The recipes of GSM8K: they read the data set, the published ones have SkyRL's settings, and an update is made."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.cli.worlds import treadle
+from tests.orchestration.test_api import MODEL, SETTINGS
+from tests.worlds import ROOT
+from treadle.core.types import Task
+from treadle.envs.gsm8k import INSTRUCTION
+from treadle.orchestration.config import load_recipe
+from treadle.orchestration.setup.inputs import load_inputs
+from treadle.orchestration.setup.validation import check_settings
+
+SINGLE, SEVERAL = ("smollm2-gsm8k", "gsm8k"), ("smollm2-gsm8k-multi-turn", "gsm8k-multi-turn")
+ROW = {"question": "How many clips?", "answer": "24 + 48 = 1,072 clips.\n#### 1,072"}
+BUILD = {**(load_recipe("sql-small").model.build or {}), "max_position_embeddings": 32_000}
+SMALL = (f"model={json.dumps({'path': None, 'build': BUILD, 'tokenizer': 'sql-small'})}", "engine={}")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The data set, of one question a split, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data/gsm8k").mkdir(parents=True)
+    for split in ("train", "test"):
+        (tmp_path / "data/gsm8k" / f"{split}.jsonl").write_text(json.dumps(ROW) + "\n")
+    return tmp_path
+
+
+def first_task(recipe: str, *overrides: str) -> Task:
+    config = load_recipe(recipe, overrides)
+    check_settings(config)
+    inputs = load_inputs(config)
+    assert len(inputs.train) == len(inputs.held_out) == 1
+    return inputs.train[0]
+
+
+@pytest.mark.parametrize(("recipe", "what"), [*((r, "the final") for r in SINGLE), *((r, "a tent") for r in SEVERAL)])
+def test_the_data_set_is_read_as_it_is(recipe: str, what: str) -> None:
+    task = first_task(recipe)
+    assert task.prompt[0]["content"].startswith(f"How many clips? Let's think step by step and output {what}")
+    assert task.ground_truth == "1072"
+
+
+def test_the_files_of_skyrl_are_read_too(folder: Path) -> None:
+    """The command of docs/gsm8k.md."""
+    for split in ("train", "validation"):
+        row: dict[str, Any] = {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"How many clips? {INSTRUCTION}"}],
+            "env_class": "gsm8k",
+            "reward_spec": {"method": "rule", "ground_truth": "1072"},
+            "extra_info": {"split": split, "index": 0, "answer": ROW["answer"], "question": ROW["question"]},
+        }
+        (folder / "skyrl").mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist([row]), folder / "skyrl" / f"{split}.parquet")
+    sources = ("data.train={source: skyrl/train.parquet}", "data.held_out={source: skyrl/validation.parquet}")
+    task = first_task("gsm8k", *sources, "data.columns.ground_truth=reward_spec.ground_truth")
+    own = first_task("gsm8k")
+    assert (task.prompt, task.ground_truth) == (own.prompt, own.ground_truth)
+
+
+def test_the_settings_are_skyrls() -> None:
+    single, several = load_recipe("gsm8k"), load_recipe("gsm8k-multi-turn")
+    assert (single.model.path, several.model.path) == ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct")
+    assert (single.groups_per_batch, single.training.tasks_per_update) == (1024, 256)
+    assert (several.groups_per_batch, several.training.tasks_per_update) == (256, 128)
+    assert single.orchestration.updates == 20 * (7473 // 1024) * 4
+    assert several.orchestration.updates == 20 * (7473 // 256) * 2
+    for config in (single, several):
+        optimizer, kl, clip = config.training.optimizer, config.algorithm.kl, config.algorithm.ppo_clip
+        assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.max_grad_norm) == (1e-6, 0.01, 1.0)
+        assert kl is not None and (kl.coef, kl.estimator) == (1e-3, "k3")
+        assert (clip.eps_low, clip.eps_high, clip.dual_clip) == (0.2, 0.2, None)
+        assert (config.training.group_size, config.rollout.max_completion_tokens) == (5, 1024)
+        assert (config.rollout.temperature, config.evaluation.temperature) == (1.0, 0.0)
+        assert config.evaluation.every == 5 * config.training.updates_per_batch
+    assert (single.rollout.max_steps, several.rollout.max_steps) == (1, 5)
+    assert several.environment_options == {"max_turns": 5}
+
+
+@pytest.mark.parametrize("recipe", ["smollm2-gsm8k", "smollm2-gsm8k-multi-turn"])
+def test_an_update_is_made(folder: Path, recipe: str) -> None:
+    """With a small model in place of SmolLM2, whose replies have no answers."""
+    short = ["training.tasks_per_update=1", "training.group_size=2", "training.threads=1", "orchestration.updates=1"]
+    done = treadle("train", recipe, "--name", "short", *SMALL, *short, "rollout.max_completion_tokens=4")
+    assert done.status == 0, done.err
+    rows = [json.loads(line) for line in (folder / "runs/short/metrics.jsonl").read_text().splitlines()]
+    [row] = [row for row in rows if row["kind"] == "update"]
+    assert (row["trajectories"], row["failed"], row["reward_mean"]) == (2, 0, 0.0)
+    assert row["steps_mean"] == (5 if "multi" in recipe else 1)
+
+
+def test_the_program_of_the_documentation_trains(folder: Path) -> None:
+    """On a model that need not be downloaded."""
+    page = (ROOT / "docs" / "gsm8k.md").read_text(encoding="utf-8")
+    program = page.split("```python\n", 1)[1].split("```", 1)[0]
+    program = program.replace('"smollm2"', repr(MODEL)).replace("settings=settings", f"settings={SETTINGS} | settings")
+    (folder / "data/gsm8k/train.jsonl").write_text(f"{json.dumps(ROW)}\n" * 8)
+    exec(program, {})
+    assert (folder / "runs/gsm8k/summary.json").is_file()
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k", "gsm8k-multi-turn"])
+def test_the_published_recipes_pass_a_dry_run(recipe: str) -> None:
+    done = treadle("train", recipe, "--dry-run", *SMALL)
+    assert done.status == 0 and "How many clips?" in done.out, done.out
+    missing = treadle("train", recipe, "--dry-run", *SMALL, "data.train.options.file=nowhere.jsonl")
+    assert missing.status == 1 and "nowhere.jsonl" in missing.out
