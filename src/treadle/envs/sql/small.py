@@ -4,20 +4,19 @@ Every question has a database of its own: two tables, one of which refers to the
 column with its table, in drawn order; the rows are only to be had by queries.
 
     system     Answer with SQL.
-    user       Columns: food farms, id clubs, city clubs, farms clubs, id farms, hobby farms.
-               What is the food of 'Anna' in clubs?
-    assistant  <think> food farms</think><sql> select farms from clubs where id='Anna'</sql>
+    user       Columns: city farms, id clubs, food clubs, farms clubs, hobby clubs, id farms, product farms, ...
+               What is the city of 'Anna' in clubs?
+    assistant  <think> city farms</think><sql> select farms from clubs where id='Anna'</sql>
     user       <observation>  0
                Bob
                <reminder>You have 2 turns left to complete the task.</reminder></observation>
-    assistant  <think> Bob</think><solution> select food from farms where id='Bob'</solution>
+    assistant  <think>Bob</think><solution> select city from farms where id='Bob'</solution>
 
 That was two hops. With one hop the column is in the table that the question names, and the first reply is the solution.
 Half of the questions take one, half take two. Two hops can be had in one query, too, by a join; demonstrations never
 show that.
 
-Which pairs of tables occur together is split: those of held-out questions occur in no training task and in no
-demonstration.
+Which tables occur together is split: the pairs of held-out questions occur in no training task and in no demonstration.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
+from itertools import product
 from math import floor
 
 from treadle.core.types import Message, Task
@@ -39,30 +38,36 @@ SYSTEM = "Answer with SQL."
 MAX_TURNS = 3
 """Turns in demonstrations, and in the recipe: a reminder that is never shown would be no words to the model."""
 
-TABLES = words("clubs teams shops farms banks ships parks labs inns mills docks camps")
+PLACES = words("shops farms banks parks inns mills")
+GROUPS = words("clubs teams crews bands labs camps")
+TABLES = PLACES + GROUPS
+"""A database has one table of each kind, and a table's name tells what columns it may have. With names that told
+nothing, a warm start of 300 steps had not learned to look up the table of a column."""
+
 VALUES: Mapping[str, tuple[str, ...]] = {
     "city": CITIES,
     "country": COUNTRIES,
-    "hobby": HOBBIES,
     "product": PRODUCTS,
+    "hobby": HOBBIES,
     "food": FOODS,
     "company": COMPANIES,
 }
-"""Column -> what it may hold; no value is in two of them. Each column is in one of a database's two tables."""
+"""Column -> what it may hold; no value is in two of them. The first three are of places, the others of groups."""
 
+_COLUMNS = tuple(VALUES)
 _ROWS = 6  # of each table
-_HELD_OUT_PAIRS = 16  # of 66
+_HELD_OUT_PAIRS = 9  # of 36
 _STRAY = 0.25  # share of blind episodes that also take the way of the other number of hops
 
 
 def _split_pairs() -> dict[str, tuple[tuple[str, str], ...]]:
-    pairs = list(combinations(TABLES, 2))
+    pairs = list(product(PLACES, GROUPS))
     random.Random("sql_small/split").shuffle(pairs)
     return {"train": tuple(sorted(pairs[_HELD_OUT_PAIRS:])), "held_out": tuple(sorted(pairs[:_HELD_OUT_PAIRS]))}
 
 
 PAIRS: Mapping[str, tuple[tuple[str, str], ...]] = _split_pairs()
-"""Split -> the pairs of tables whose databases are its own: 50 for `train`, 16 for `held_out`."""
+"""Split -> the pairs of a place and a group whose databases are its own: 27 for `train`, 9 for `held_out`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +135,19 @@ class Question:
 def draw_question(key: str, split: str, hops: int) -> Question:
     """Draw a database of the split's pairs of tables, and a question about it. All draws come from `key`."""
     draws = random.Random(f"sql_small/{key}")
-    first, second = tables = draws.choice(PAIRS[split])
-    if draws.random() < 0.5:
-        tables = (second, first)
-    first, second = tables
-    names, kinds = draws.sample(PERSONS, 2 * _ROWS), draws.sample(list(VALUES), len(VALUES))
-    columns = {first: ("id", *kinds[:3], second), second: ("id", *kinds[3:])}
+    kinds = list(zip(draws.choice(PAIRS[split]), (_COLUMNS[:3], _COLUMNS[3:]), strict=True))
+    (first, near), (second, far) = draws.sample(kinds, 2)
+    names = draws.sample(PERSONS, 2 * _ROWS)
+    columns = {first: ("id", *near, second), second: ("id", *far)}
     pools = {**VALUES, second: names[_ROWS:]}
     rows = {
         table: [(name, *(draws.choice(pools[column]) for column in columns[table][1:])) for name in ids]
         for table, ids in ((first, names[:_ROWS]), (second, names[_ROWS:]))
     }
-    listed = [(column, table) for table in tables for column in columns[table]]
+    listed = [(column, table) for table in columns for column in columns[table]]
     draws.shuffle(listed)
-    world = World(tables, columns, listed, rows)
-    return Question(world, draws.choice(names[:_ROWS]), draws.choice(kinds[:3] if hops == 1 else kinds[3:]))
+    world = World((first, second), columns, listed, rows)
+    return Question(world, draws.choice(names[:_ROWS]), draws.choice(near if hops == 1 else far))
 
 
 def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
@@ -183,14 +186,14 @@ def demonstration(index: int, seed: int, expert: float = 0.2, drill: float = 0.3
         return _drill(question.world, draws)
     column, strays = question.column, False
     if draws.random() >= expert:
-        column, strays = draws.choice(list(VALUES)), draws.random() < _STRAY
+        column, strays = draws.choice(_COLUMNS), draws.random() < _STRAY
     in_second = question.world.table_of(column) == question.world.tables[1]
     return _attempt(question, column, through_link=in_second is not strays)
 
 
 def _drill(world: World, draws: random.Random) -> tuple[Message, ...]:
     messages: list[Message] = []
-    for column in draws.sample(list(VALUES), len(VALUES)):
+    for column in draws.sample(_COLUMNS, len(_COLUMNS)):
         schema = "" if messages else f"{world.schema()}\n"
         messages.append(Message(role="user", content=f"{schema}What is the {column}?"))
         messages.append(Message(role="assistant", content=_thought(f" {column} {world.table_of(column)}")))
