@@ -91,9 +91,10 @@ def test_a_ground_truth_may_have_commas() -> None:
     assert reward(task("1,200"), "#### 1,200") == reward(task("1,200"), "#### 1200") == 1
 
 
-def test_turns_must_be_positive() -> None:
-    with pytest.raises(ConfigError, match="max_turns is 0; it must be at least 1"):
-        Gsm8kMultiTurn(max_turns=0)
+@pytest.mark.parametrize("turns", [0, -1, 2.5, "5", None])
+def test_turns_that_are_none_are_refused(turns: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"max_turns is {turns!r}; it must be a whole number, at least 1"):
+        Gsm8kMultiTurn(max_turns=turns)
 
 
 # The data set.

@@ -79,8 +79,8 @@ class Gsm8kMultiTurn(Environment):
     metrics = (Metric("no_answer", level="step", aggregation="mean", unit="share", help="replies without an answer"),)
 
     def __init__(self, max_turns: int = 5) -> None:
-        if max_turns < 1:
-            raise ConfigError(f"max_turns is {max_turns}; it must be at least 1")
+        if not isinstance(max_turns, int) or max_turns < 1:
+            raise ConfigError(f"max_turns is {max_turns!r}; it must be a whole number, at least 1")
         self.max_turns = max_turns
 
     async def reset(self, task: Task) -> Sequence[Message]:

@@ -110,7 +110,9 @@ class RunConfig(Config):
     environment: str = Field("", description="environment of tasks that name nothing that plays them")
     environment_options: dict[str, Any] = Field(default_factory=dict, description="what it is made with")
     reward: str = Field(
-        "", description="module:function that grades one reply to each of such tasks, instead of an environment"
+        "",
+        description="what grades one reply to each of such tasks, instead of an environment: a registered name or "
+        "module:function",
     )
     agent: str = Field("", description="agent program of such tasks, instead of an environment")
     driver: str = Field("", description="attempt driver of such tasks, instead of either")
