@@ -6,8 +6,8 @@
 
 Each side is a process of its own, on `--threads` threads. Sampling and training are measured where each library
 switches from one to the other: what is neither (rewards, logging) counts as training. The gradient is that of TRL's
-first update that has one (until then weights are as they were), taken by both on the tokens that TRL sampled. `SAME` is
-what both are given.
+first update that has one (until then weights are as they were), taken by both on the tokens that TRL sampled; once in
+float32, once in float64, where rounding does not hide a difference. `SAME` is what both are given.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Update:
         )
 
 
-def run_trl(model: Path, updates: int, folder: Path) -> list[Update]:
+def run_trl(model: Path, updates: int, folder: Path, dtype: str = "float32") -> list[Update]:
     """Train with TRL; leaves tokens, rewards and gradient of the first update that has one in `folder`."""
     import torch
     from datasets import Dataset
@@ -152,7 +152,9 @@ def run_trl(model: Path, updates: int, folder: Path) -> list[Update]:
             return loss
 
         def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> Any:
-            """Is called right after the optimizer's step."""
+            """Is called right after each optimizer step, and once more at the end."""
+            if self.state.global_step == len(found):
+                return super()._maybe_log_save_evaluate(*arguments, **named)
             tokens = mean(map(len, self.completion_ids))
             found.append(Update.between(self.start, self.sampled, Moment.now(), mean(self.rewards), tokens))
             print(_line(len(found), found[-1]), flush=True)
@@ -190,7 +192,7 @@ def run_trl(model: Path, updates: int, folder: Path) -> list[Update]:
         use_cpu=True,
         seed=0,
     )
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     tokenizer = AutoTokenizer.from_pretrained(model)
     Timed(
         model=policy,
@@ -251,8 +253,8 @@ def run_treadle(model: Path, updates: int, folder: Path, threads: int) -> list[U
     return found
 
 
-def gradient_gap(model: Path, folder: Path) -> dict[str, Any]:
-    """Return how far Treadle's gradient on TRL's first batch is from TRL's, relative to its norm."""
+def gradient_gap(model: Path, folder: Path, dtype: str) -> dict[str, Any]:
+    """Return how far Treadle's gradient on the batch that TRL left is from TRL's, both in this precision."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -264,8 +266,7 @@ def gradient_gap(model: Path, folder: Path) -> dict[str, Any]:
     from treadle.training.learner import Learner
 
     first = json.loads((folder / "first.json").read_text())
-    ours = json.loads((folder / "ours.json").read_text())
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     learner = Learner(policy, build(TrainingConfig, {}), build(AlgorithmConfig, {"norm_by_std": False}), 1)
     batch = flatten(_groups(first))
     learner.accumulate(batch, learner.advantage.per_token(batch, _no_signals(), learner.algorithm))
@@ -275,12 +276,13 @@ def gradient_gap(model: Path, folder: Path) -> dict[str, Any]:
     total = float(sum((mine[n] - theirs[n]).double().square().sum() for n in theirs) ** 0.5)
     norm = float(sum(theirs[n].double().square().sum() for n in theirs) ** 0.5)
     worst = max(gaps, key=lambda name: gaps[name])
+    largest = max(float((mine[name] - theirs[name]).abs().max()) for name in theirs)
     return {
-        "relative gap": total / norm,
+        "relative": total / norm,
         "of the worst weight": {worst: gaps[worst]},
+        "largest difference": largest,
         "norm": norm,
         "tokens": len(batch),
-        "prompts are the same ids": first["prompts"] == ours[first["update"]],
     }
 
 
@@ -329,19 +331,19 @@ def _line(number: int, update: Update) -> str:
     )
 
 
-def side(name: str, model: Path, updates: int, folder: Path, threads: int) -> None:
-    """Run one side in this process and write its figures into `folder`."""
+def part(name: str, model: Path, updates: int, folder: Path, threads: int, dtype: str) -> None:
+    """Run one part in this process and write its figures into `folder`."""
     import torch
 
     torch.set_num_threads(threads)
     runs: Mapping[str, Callable[[], Any]] = {
-        "trl": lambda: [asdict(update) for update in run_trl(model, updates, folder)],
+        "trl": lambda: [asdict(update) for update in run_trl(model, updates, folder, dtype)],
         "treadle": lambda: [asdict(update) for update in run_treadle(model, updates, folder, threads)],
-        "gradient": lambda: gradient_gap(model, folder),
+        "gradient": lambda: gradient_gap(model, folder, dtype),
     }
     result = runs[name]()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    (folder / f"{name}.result.json").write_text(json.dumps({"result": result, "peak_bytes": peak}))
+    (folder / f"{name}.json").write_text(json.dumps({"result": result, "peak_bytes": peak}))
 
 
 def summary(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -365,35 +367,44 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--side", choices=("trl", "treadle", "gradient"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("trl", "treadle", "gradient"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.side:
-        side(options.side, options.model, options.updates, options.folder, options.threads)
+    model, threads = options.model or _smollm2(), options.threads
+    if options.part:
+        part(options.part, model, options.updates, options.folder, threads, options.dtype)
         return
-    model = options.model or _smollm2()
-    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("trl", "treadle", "gradient"):
-            print(f"--- {name}", flush=True)
-            given = ["--model", str(model), "--updates", str(options.updates), "--threads", str(options.threads)]
-            command = [sys.executable, __file__, "--side", name, "--folder", folder, *given]
-            subprocess.run(command, check=True, env=environment)
-            found[name] = json.loads((Path(folder) / f"{name}.result.json").read_text())
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+
+    def run(name: str, folder: str, updates: int = options.updates, dtype: str = "float32") -> dict[str, Any]:
+        print(f"--- {name}, {dtype}", flush=True)
+        given = ["--model", model, "--updates", updates, "--threads", threads, "--dtype", dtype]
+        command = [sys.executable, __file__, "--part", name, "--folder", folder, *map(str, given)]
+        subprocess.run(command, check=True, env=environment)
+        found: dict[str, Any] = json.loads((Path(folder) / f"{name}.json").read_text())
+        return found
+
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as exact:
+        found = {name: run(name, folder) for name in ("trl", "treadle", "gradient")}
+        run("trl", exact, 2, "float64")
+        found["float64"] = run("gradient", exact, 1, "float64")
+        first = json.loads((Path(folder) / "first.json").read_text())
+        prompts_of_updates = json.loads((Path(folder) / "ours.json").read_text())
     from treadle.benchmarks.report import machine
 
     sides = {name: summary(found[name]) for name in ("trl", "treadle")}
     result = {
         "machine": machine(),
-        "threads": options.threads,
+        "threads": threads,
         "same": dict(SAME),
         **sides,
         "treadle / trl": {
             key: sides["treadle"][key] / sides["trl"][key]
             for key in ("cpu", "seconds", "sampling_cpu", "training_cpu", "peak_bytes")
         },
-        "gradient": found["gradient"]["result"],
+        "prompts are the same ids": first["prompts"] == prompts_of_updates[first["update"]],
+        "gap of gradients": {"float32": found["gradient"]["result"], "float64": found["float64"]["result"]},
     }
     options.output.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))

@@ -225,4 +225,4 @@ def test_the_names_on_the_page_for_users_of_trl_exist() -> None:
             kinds = [section.model_fields[part].annotation, *get_args(section.model_fields[part].annotation)]
             section = next((k for k in kinds if isinstance(k, type) and hasattr(k, "model_fields")), None)
     for block in blocks(ROOT / "docs" / "from-trl.md", "python"):
-        assert len([line for line in block.splitlines() if line.strip() and not line.startswith("#")]) <= 10
+        assert len([line for line in block.splitlines() if line.strip() and not line.startswith("#")]) <= 8
