@@ -40,15 +40,22 @@ def shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("recipe", recipe_names())
-def test_every_recipe_passes_but_for_models_that_are_not_here(
+def test_every_recipe_passes_but_for_models_data_and_servers_that_are_not_here(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_recipe(recipe)
     found = tried(config)
+    absent = missing(found)
     if config.model.path is None:
-        assert missing(found) == {}
-    assert missing(found).keys() <= {"tokenizer", "model"}
+        assert absent == {}
+    for name, text in absent.items():
+        if name == "data":  # a file of the user's
+            assert "cannot read data/" in text and "No such file or directory" in text
+        elif name == "engine":
+            assert config.engine.kind == "vllm" and "no vLLM" in text
+        else:
+            assert name in ("tokenizer", "model")
     assert list(tmp_path.iterdir()) == []
 
 

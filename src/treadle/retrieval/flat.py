@@ -36,8 +36,9 @@ class Encoder:
         if not (directory / "config.json").is_file():
             raise ConfigError(f"no model in {str(directory)!r}; give the directory of a sentence-embedding model")
         self._device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
-        self._tokenizer = AutoTokenizer.from_pretrained(directory)
-        self._model = AutoModel.from_pretrained(directory, dtype=dtype).to(self._device).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        model = AutoModel.from_pretrained(directory, dtype=dtype, local_files_only=True, trust_remote_code=False)
+        self._model = model.to(self._device).eval()
         self._max_tokens = max_tokens
         self._query_prefix, self._passage_prefix = query_prefix, passage_prefix
 
