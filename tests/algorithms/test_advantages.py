@@ -99,6 +99,7 @@ def test_every_registered_advantage_has_a_reference() -> None:
     assert set(REFERENCES) == set(names("advantages"))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", REFERENCES)
 @settings(max_examples=60)
 @given(drawn=rewarded_batches(), data=st.data())

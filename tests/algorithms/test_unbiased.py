@@ -167,7 +167,7 @@ BIASED: list[tuple[dict[str, Any], bool]] = [  # and whether the bias becomes sm
 ]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("fields", "vanishes"), BIASED, ids=str)
 def test_these_are_biased(fields: dict[str, Any], vanishes: bool) -> None:
     config = AlgorithmConfig(**{**({} if "reduction" in fields else SUM), **fields})

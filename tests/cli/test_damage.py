@@ -147,7 +147,7 @@ def answer(done: Done) -> tuple[int, str]:
     return done.status, re.sub(r'"seconds": .*', "", done.out)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["finished", "stopped"])
 def test_rows_of_the_ledger(which: str, world: World) -> None:
     """Those that a command has no use for may be damaged, but nothing it says is made of them."""

@@ -19,6 +19,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_corpus(tmp_path / "corpus.jsonl", ["Anna likes chess", "Bob likes golf", "Carl likes tennis"])
 
 
+@pytest.mark.slow
 async def test_attempts_outlast_a_server_that_is_killed_and_started_again(corpus: Path) -> None:
     with serving(corpus) as (server, url):
         clients = [RetrievalClient(url, patience=40) for _ in range(8)]

@@ -169,7 +169,7 @@ def test_without_replay_a_mixture_of_experts_trains_the_same_in_every_layout(lay
         assert same_bits(*found) and distance(found[0], wanted) <= 1e-12 * norm(wanted)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [15, 8192])
 def test_weights_agree_in_every_layout_after_several_updates(budget: int) -> None:
     batches = [with_other_experts(forked_groups(seed, groups=1, length=3), seed) for seed in range(4)]

@@ -63,7 +63,7 @@ def test_the_value_of_a_token_is_that_of_the_state_in_which_it_was_sampled(layou
     assert float(wanted.std()) > 0.1
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("budget", [1, 7, 8192])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
