@@ -1,7 +1,7 @@
 """Beside TRL: single-turn GRPO on SmolLM2 with the same tasks, batch, lengths, loss and optimizer, and one gradient.
 
     treadle models get smollm2
-    .venv/bin/python benchmarks/against_trl.py                     both, 20 updates each, and the gradient: an hour
+    .venv/bin/python benchmarks/against_trl.py                     both, 20 updates each, and the gradients
     .venv/bin/python benchmarks/against_trl.py --updates 3         a first look
 
 Each side is a process of its own, on `--threads` threads. Sampling and training are measured where each library
@@ -260,6 +260,7 @@ def gradient_gap(model: Path, folder: Path, dtype: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from treadle.algorithms.config import AlgorithmConfig
+    from treadle.algorithms.estimators import Signals
     from treadle.core.config import build
     from treadle.packing.flat import flatten
     from treadle.training.config import TrainingConfig
@@ -269,7 +270,7 @@ def gradient_gap(model: Path, folder: Path, dtype: str) -> dict[str, Any]:
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     learner = Learner(policy, build(TrainingConfig, {}), build(AlgorithmConfig, {"norm_by_std": False}), 1)
     batch = flatten(_groups(first))
-    learner.accumulate(batch, learner.advantage.per_token(batch, _no_signals(), learner.algorithm))
+    learner.accumulate(batch, learner.advantage.per_token(batch, Signals(None, None), learner.algorithm))
     theirs = load_file(folder / "gradient.safetensors")
     mine = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     gaps = {name: float((mine[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs}
@@ -284,12 +285,6 @@ def gradient_gap(model: Path, folder: Path, dtype: str) -> dict[str, Any]:
         "norm": norm,
         "tokens": len(batch),
     }
-
-
-def _no_signals() -> Any:
-    from treadle.algorithms.estimators import Signals
-
-    return Signals(None, None)
 
 
 def _groups(first: Mapping[str, Any]) -> list[Any]:

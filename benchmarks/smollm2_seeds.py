@@ -1,7 +1,7 @@
 """A pretrained model learns to use tools, over several seeds: table, JSON file and picture.
 
     treadle models get smollm2
-    .venv/bin/python benchmarks/smollm2_seeds.py --runs runs/smollm2               seeds 0 to 2, about an hour each
+    .venv/bin/python benchmarks/smollm2_seeds.py --runs runs/smollm2               seeds 0 to 2, one after another
     .venv/bin/python benchmarks/smollm2_seeds.py --runs runs/smollm2 --seeds 0     one of them
 
 Runs that are complete in `--runs` are not repeated, and begun ones are resumed, so that the work may be interrupted; no

@@ -93,7 +93,7 @@ def test_a_ground_truth_may_have_commas() -> None:
 
 @pytest.mark.parametrize("turns", [0, -1, 2.5, "5", None])
 def test_turns_that_are_none_are_refused(turns: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"max_turns is {turns!r}; it must be a whole number, at least 1"):
+    with pytest.raises(ConfigError, match=rf"max_turns must be a whole number above 0, got {turns!r}"):
         Gsm8kMultiTurn(max_turns=turns)
 
 

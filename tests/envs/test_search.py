@@ -82,6 +82,14 @@ def test_an_unknown_protocol_is_refused() -> None:
         Search(protocol="searchr1")
 
 
+@pytest.mark.parametrize(
+    "options", [{"topk": "zero"}, {"topk": 0}, {"max_turns": 2.5}, {"max_turns": True}, {"patience": -1.0}]
+)
+def test_options_that_cannot_work(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"{next(iter(options))} must be a (whole )?number above 0"):
+        Search(**options)
+
+
 async def test_passages_come_from_the_server() -> None:
     async with scripted_server([found('"Anna"\nAnna likes chess.')]) as server:
         steps, _ = await play(Search(server.url, topk=5), ["<search> Anna </search>"])

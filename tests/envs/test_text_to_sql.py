@@ -154,9 +154,11 @@ def test_a_task_that_cannot_be_played(gold: Any, extras: dict[str, Any], message
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [{"max_turns": 0}, {"query_seconds": "5"}, {"grading_seconds": float("nan")}])
+@pytest.mark.parametrize(
+    "options", [{"max_turns": 0}, {"max_turns": 2.5}, {"query_seconds": "5"}, {"grading_seconds": float("nan")}]
+)
 def test_options_that_cannot_work(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(options))} of environment text_to_sql must be a number above 0"):
+    with pytest.raises(ConfigError, match=rf"{next(iter(options))} must be a (whole )?number above 0"):
         TextToSql(**options)
 
 

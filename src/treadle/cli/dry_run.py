@@ -71,5 +71,5 @@ def _print_memory(console: Console, parts: list[MemoryPart]) -> None:
     console.line(
         "P weights, R the reference's; T tokens of a micro-batch, L layers, h hidden, i intermediate size;", style="dim"
     )
-    console.line("q, k widths of all query and all key heads, V vocabulary, B engine.batch", style="dim")
+    console.line("q, k widths of all query and all key heads, V vocabulary", style="dim")
     console.line()

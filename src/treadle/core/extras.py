@@ -11,7 +11,7 @@ _BRINGS = {  # imported package -> the package of an extra that it comes with, o
     "huggingface_hub": "transformers",
     "faiss": "faiss-cpu",
 }
-_FIRST_MET = {"httpx": "vllm"}  # the smaller `search` brings it, too
+_PREFERRED = {"httpx": "vllm"}  # package -> the extra to name, though a smaller one (`search`) brings it, too
 _REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")
 
 
@@ -22,8 +22,8 @@ def extra_of(module: str) -> str | None:
         if found := _REQUIREMENT.fullmatch(requirement):
             members[found[2]].add(found[1])
     package = module.partition(".")[0]
-    if (first := _FIRST_MET.get(package)) in members:
-        return first
+    if (preferred := _PREFERRED.get(package)) in members:
+        return preferred
     extras = [extra for extra, packages in members.items() if _BRINGS.get(package, package) in packages]
     return min(
         (extra for extra in extras if extra != "dev"), key=lambda extra: (len(members[extra]), extra), default=None

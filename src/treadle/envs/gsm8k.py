@@ -12,11 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from treadle.core.errors import ConfigError, DataError
+from treadle.core.errors import DataError
 from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
+from treadle.envs.tasks import check_positive
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MULTI_TURN_INSTRUCTION = 'Let\'s think step by step and output a tentative numeric answer after "####".'
@@ -79,8 +80,7 @@ class Gsm8kMultiTurn(Environment):
     metrics = (Metric("no_answer", level="step", aggregation="mean", unit="share", help="replies without an answer"),)
 
     def __init__(self, max_turns: int = 5) -> None:
-        if not isinstance(max_turns, int) or max_turns < 1:
-            raise ConfigError(f"max_turns is {max_turns!r}; it must be a whole number, at least 1")
+        check_positive("max_turns", max_turns, whole=True)
         self.max_turns = max_turns
 
     async def reset(self, task: Task) -> Sequence[Message]:

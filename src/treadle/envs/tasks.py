@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from treadle.core import registry
 from treadle.core.errors import ConfigError, DataError
+from treadle.core.rewards import is_finite
 from treadle.envs.base import Environment
 
 SPLITS = ("train", "held_out")
@@ -82,6 +83,12 @@ def check_count(count: int) -> None:
     """Raise ConfigError unless `count` is a whole number >= 0."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise ConfigError(f"count must be a whole number >= 0, got {count!r}")
+
+
+def check_positive(name: str, value: float, whole: bool = False) -> None:
+    """Raise ConfigError unless `value` is a finite number above 0, or a whole one."""
+    if isinstance(value, bool) or not is_finite(value) or value <= 0 or (whole and not isinstance(value, int)):
+        raise ConfigError(f"{name} must be a {'whole ' if whole else ''}number above 0, got {value!r}")
 
 
 def check_share(name: str, value: float) -> None:

@@ -54,7 +54,7 @@ class TorchEngine:
     Raises ConfigError for other layers, and with `options.routing` for experts whose choice cannot be observed.
 
     Invariant: a call starts from cached keys and values of the current weights only, of a prefix of what it sends,
-    computed for the same session and salt.
+    computed for the same session and salt, or for calls of the same salt that were admitted together.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ from treadle.core.metrics import Metric
 from treadle.core.types import Message, Status, Task
 from treadle.envs.base import Environment, EnvStep, Finish
 from treadle.envs.search.protocol import PROTOCOLS, answer_of, is_exact_match
+from treadle.envs.tasks import check_positive
 from treadle.retrieval.client import RetrievalClient
 
 
@@ -51,6 +52,10 @@ class Search(Environment):
     ) -> None:
         if protocol not in PROTOCOLS:
             raise ConfigError(f"protocol is {protocol!r}; it must be one of {', '.join(PROTOCOLS)}")
+        check_positive("topk", topk, whole=True)
+        check_positive("max_turns", max_turns, whole=True)
+        check_positive("timeout", timeout)
+        check_positive("patience", patience)
         self._protocol = PROTOCOLS[protocol]
         self._topk, self._last_turn = topk, max_turns + self._protocol.extra_calls
         self._server = (url, timeout, patience)

@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treadle.core.errors import ConfigError, DataError
+from treadle.core.errors import DataError
 from treadle.core.metrics import Metric
-from treadle.core.rewards import is_finite
 from treadle.core.types import Message, Status, Task
 from treadle.envs.base import Environment, EnvStep, Finish
 from treadle.envs.sql.sandbox import SANDBOX, Database, Query, QueryError, QueryTimeout
 from treadle.envs.sql.table import ENOUGH, render_table
+from treadle.envs.tasks import check_positive
 
 INVALID = (
     "Your previous action is invalid. Follow the format of outputting thinking process and sql tool, and try again."
@@ -58,10 +58,9 @@ class TextToSql(Environment):
     )
 
     def __init__(self, max_turns: int = 6, query_seconds: float = 5.0, grading_seconds: float = 30.0) -> None:
-        options = {"max_turns": max_turns, "query_seconds": query_seconds, "grading_seconds": grading_seconds}
-        for name, value in options.items():
-            if not is_finite(value) or value <= 0:
-                raise ConfigError(f"{name} of environment text_to_sql must be a number above 0, got {value!r}")
+        check_positive("max_turns", max_turns, whole=True)
+        check_positive("query_seconds", query_seconds)
+        check_positive("grading_seconds", grading_seconds)
         self._max_turns, self._query_seconds, self._grading_seconds = max_turns, query_seconds, grading_seconds
 
     def reset(self, task: Task) -> Sequence[Message]:
