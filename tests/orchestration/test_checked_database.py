@@ -4,6 +4,7 @@ import random
 import shutil
 import sqlite3
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -146,3 +147,23 @@ def test_a_copy_is_a_database_like_it(path: Path, tmp_path: Path) -> None:
         connection.execute("VACUUM INTO ?", (str(tmp_path / "vacuumed"),))
     shutil.copy(path, tmp_path / "copied")
     assert everything(tmp_path / "vacuumed") == everything(tmp_path / "copied") == everything(path)
+
+
+def test_it_is_not_closed_while_another_thread_writes(tmp_path: Path) -> None:
+    """SQLite has no guard of its own: a statement on a connection that is being closed ends the process."""
+    database, begun, closed = opened(tmp_path / "db"), threading.Event(), threading.Event()
+
+    def write() -> None:
+        with database.transaction() as db:
+            begun.set()
+            assert not closed.wait(0.1)
+            db.execute("INSERT INTO fruit VALUES ('apple', 1.0, 2, NULL)")
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    begun.wait()
+    database.close()
+    closed.set()
+    writing.join()
+    with closing(opened(tmp_path / "db", read_only=True)) as again:
+        assert [row["name"] for row in again.query("SELECT * FROM fruit")] == ["apple"]

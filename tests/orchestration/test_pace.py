@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +41,7 @@ class World:
     failing: float = 0.0
     update: float = 1.0
     held_out: float = 0.0
+    writing: float = 0.0
     begun: list[float] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
@@ -76,9 +78,13 @@ class Training:
 class Unwritten(RunStore):
     """Puts attempts on record without their tokens."""
 
-    async def record(self, part: Group, version: int) -> None:
-        await asyncio.sleep(0)
-        self.ledger.record([part], "train", version, WrittenFile("shard", ""))
+    def __init__(self, run: RunDirectory, ledger: Ledger, seconds: float) -> None:
+        super().__init__(run, ledger)
+        self._seconds = seconds
+
+    async def _record_all(self, parts: list[Group]) -> None:
+        await asyncio.sleep(self._seconds)
+        self.ledger.record(parts, "train", self._version, WrittenFile("shard", ""))
 
 
 def train(world: World, *overrides: str, held_out: Sequence[Task] = ()) -> tuple[LoopState, list[dict[str, Any]]]:
@@ -98,7 +104,7 @@ def train(world: World, *overrides: str, held_out: Sequence[Task] = ()) -> tuple
                 FakeTrainer(world.update, Training(world)),
                 engine,
                 runner,
-                Unwritten(run, ledger),
+                Unwritten(run, ledger, world.writing),
                 Callbacks({}, StopRequest()),
                 StartingPoint(),
             )
@@ -130,6 +136,14 @@ def test_groups_go_on_beside_an_evaluation_though_all_were_ready() -> None:
         assert any(began <= at < began + 100 for at in world.begun)
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_nothing_is_written_any_more_when_the_run_has_ended(staleness: int) -> None:
+    """Attempts that are being put on record when their groups are cancelled are there before the last checkpoint."""
+    world = World(update=5, writing=50)
+    _, steps = train(world, f"orchestration.max_staleness={staleness}")
+    assert steps and all(step["state"] in ("trained", "dropped") for step in steps)
+
+
 @settings(max_examples=20)
 @given(
     spread=st.sampled_from([0.2, 1.0, 2.0]),
@@ -145,6 +159,7 @@ def test_groups_go_on_beside_an_evaluation_though_all_were_ready() -> None:
     backoff=st.sampled_from([0.1, 20.0]),
     sampling=st.sampled_from(["off", "filter", "replace"]),
     every=st.sampled_from([0, 1, 3]),
+    writing=st.sampled_from([0.0, 2.0]),
     seed=st.integers(0, 2**20),
 )
 def test_whatever_the_settings_every_step_ends_once_in_time_and_nothing_waits_for_ever(
@@ -161,9 +176,10 @@ def test_whatever_the_settings_every_step_ends_once_in_time_and_nothing_waits_fo
     backoff: float,
     sampling: str,
     every: int,
+    writing: float,
     seed: int,
 ) -> None:
-    world = World(spread=spread, failing=failing, update=update, held_out=3.0)
+    world = World(spread=spread, failing=failing, update=update, held_out=3.0, writing=writing)
     state, steps = train(
         world,
         f"seed={seed}",

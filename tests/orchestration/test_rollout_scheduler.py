@@ -102,6 +102,9 @@ class Intake(GroupIntake):
         await asyncio.sleep(0)
         self.recorded += [(trajectory, retried) for trajectory in part.trajectories]
 
+    async def settled(self) -> None:
+        pass
+
     def group(self, group: Group) -> None:
         if self.judge(group) is None:
             self.buffer.finish(group)

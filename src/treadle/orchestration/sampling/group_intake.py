@@ -49,6 +49,10 @@ class GroupIntake:
         self._window.failures.update((t.failure.cause, t.failure.message) for t in part.trajectories if t.failure)
         self._reporter.advance("rollout")
 
+    async def settled(self) -> None:
+        """Wait for attempts that are being recorded, also if those who waited for them were cancelled."""
+        await self._store.settled()
+
     def group(self, group: Group) -> None:
         """Decide what becomes of a group of which all attempts have come in."""
         self._window.groups += 1

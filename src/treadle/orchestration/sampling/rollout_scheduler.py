@@ -80,6 +80,7 @@ class RolloutScheduler:
     async def sampling(self) -> AsyncIterator[None]:
         """Within, groups can be started; on leaving, those that are being sampled are cancelled.
 
+        Nothing is being recorded any more then: checkpoints and the end of the run find a ledger that stays as it is.
         Raises what playing one of them raised, which also cancels what is inside.
         """
         try:
@@ -91,6 +92,8 @@ class RolloutScheduler:
             if all(isinstance(error, TreadleError) for error in several.exceptions) or len(several.exceptions) == 1:
                 raise several.exceptions[0] from None
             raise
+        finally:
+            await self._intake.settled()
 
     def note(self, state: LoopState) -> LoopState:
         """Return the state with where sampling stands: what was started, what of it was not taken, what has failed."""

@@ -89,7 +89,9 @@ class CheckedDatabase:
                 raise self._unreadable(error) from error
 
     def close(self) -> None:
-        self._connection.close()
+        """Close the connection once no other thread uses it: SQLite would end the process."""
+        with self._lock:
+            self._connection.close()
 
     @contextmanager
     def _noting_tables(self) -> Iterator[set[str]]:
