@@ -13,6 +13,9 @@ DEV := $(VENV)/.installed-train-dev
 PYTHON_CHECK := $(if $(wildcard $(BIN)/python),,python-check)
 LOCKED = $(or $(wildcard $(BIN)/python),$(PYTHON)) scripts/locked.py .set-up.lock
 
+# Tests start hundreds of processes, which would compile everything each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo demo-seeds vllm-env test test-all lint format dist clean train-env dev-env python-check

@@ -34,6 +34,8 @@ from treadle.algorithms.reductions import token_weights
 from treadle.packing.flat import FlatBatch, flatten
 from treadle.training.objective import Objective, TokenScores
 
+pytestmark = pytest.mark.xdist_group("algorithms_trl")  # what its tests share is made once
+
 LENGTHS = [5, 1, 3, 7, 2, 4]
 GROUP = 3
 REWARDS = [1.0, 0.0, 0.3, 2.0, -1.0, 0.5]

@@ -7,6 +7,16 @@ import pytest
 from tests.cli import broken as broken_run
 from tests.cli.worlds import TINY, Done, PressesCtrlC, playing, treadle
 
+_RUNS = {"finished", "stopped", "troubled", "broken"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps this folder's tests that look at the runs below in one process: each run is made once."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and _RUNS & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("cli_runs"))
+
 
 @dataclass(frozen=True)
 class Place:

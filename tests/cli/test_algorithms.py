@@ -8,7 +8,7 @@ from treadle.core.registry import names
 from treadle.packing.layout import Packing
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("packing", Packing)
 @pytest.mark.parametrize("loss", names("policy_losses"))
 @pytest.mark.parametrize("advantage", names("advantages"))

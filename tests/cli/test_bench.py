@@ -141,7 +141,7 @@ def test_the_packing_benchmark_prints_all_its_tables(packed: Reports, capsys: py
     assert all(f"treadle bench {name}\n" in out for name in TABLE_COLUMNS)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_what_is_computed_is_what_is_unique(packed: Reports, workload: str) -> None:
     batch = flatten(WORKLOADS[workload](SMALL))

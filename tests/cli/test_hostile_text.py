@@ -23,6 +23,8 @@ from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.rollout_store import write_shard
 from treadle.orchestration.store.run_directory import RunDirectory
 
+pytestmark = pytest.mark.xdist_group("cli_hostile_text")  # what its tests share is made once
+
 EVIL = "\x1b[2J\x1b]52;c;cm0gLXJm\x07\r\x08\x9b31m\x7f\u202efdp.\u2066"
 ON_ONE_LINE = f"{EVIL}\nupdate 9/9  reward 1.000"  # would forge a line
 EVIL_NAME = f"run{EVIL}"

@@ -16,6 +16,8 @@ from tests.cli import broken
 from tests.cli.conftest import make_place
 from tests.cli.worlds import ROOT
 
+pytestmark = pytest.mark.xdist_group("cli_wrong_input")  # what its tests share is made once
+
 RUN_ALL = """
 import contextlib, io, json, sys
 from treadle.cli.main import main

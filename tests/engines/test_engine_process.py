@@ -41,6 +41,8 @@ from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
 from treadle.training.checkpoint import export_model
 
+pytestmark = pytest.mark.xdist_group("engines_engine_process")  # what its tests share is made once
+
 T = TypeVar("T")
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.envs.sql.sandbox import ADDRESS_SPACE, Database, Query, QueryError, QueryTimeout, Sandbox
 
+pytestmark = pytest.mark.xdist_group("envs_sql_sandbox")  # what its tests share is made once
+
 LIMIT, ROWS = 0.2, 4501
 TWO = Database(script="CREATE TABLE t (a INTEGER, b TEXT); INSERT INTO t VALUES (1, 'x'), (2, 'y'), (1, 'x')")
 

@@ -19,6 +19,8 @@ from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.train import resume_run, start_run
 from treadle.rollout.attempt import Players
 
+pytestmark = pytest.mark.xdist_group("orchestration_agents")  # what its tests share is made once
+
 AGENTS = ["with_openai", "with_anthropic", "as_program"]
 SMALL = [
     "model.build.hidden_size=32",

@@ -25,6 +25,8 @@ from treadle.orchestration.setup.inputs import Inputs, load_inputs
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.train import resume_run, start_run
 
+pytestmark = pytest.mark.xdist_group("orchestration_callbacks")  # what its tests share is made once
+
 
 class Recording(Callback):
     """Keeps what it is told; fails at one event if asked to."""

@@ -18,6 +18,8 @@ from treadle.core.types import Message, Task
 from treadle.envs.base import EnvStep
 from treadle.orchestration.setup.inputs import Inputs, make_inputs
 
+pytestmark = pytest.mark.xdist_group("orchestration_hostile")  # what its tests share is made once
+
 OPTIONS = ("failures.max_failed_fraction=1", "failures.task_limit=1000")
 
 

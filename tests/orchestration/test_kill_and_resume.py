@@ -72,6 +72,7 @@ def write_recipe(folder: Path, *overrides: str) -> str:
     return str(start(folder / "straight", SLOWLY, *overrides)["weights_sha256"])
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_leaves_with_130_and_resume_finishes_the_same(tmp_path: Path) -> None:
     expected = write_recipe(tmp_path, "orchestration.updates=8")
     run = tmp_path / "runs" / "run"

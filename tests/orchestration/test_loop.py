@@ -26,6 +26,8 @@ from treadle.orchestration.setup.inputs import Inputs, make_inputs
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.checks import split_untrainable
 
+pytestmark = pytest.mark.xdist_group("orchestration_loop")  # what its tests share is made once
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:

@@ -255,7 +255,7 @@ def talk(world: World, seed: int, turns: int) -> Counter[str]:
     return conversation.finish()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @each_vocabulary
 @each_family
 @settings(max_examples=12)

@@ -93,7 +93,7 @@ def doomed(end: str) -> Iterator[str]:
             process.kill()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["killed", "silent"])
 async def test_a_server_that_ends_in_a_broadcast_is_left_behind(
     end: str, connect: Connect, monkeypatch: pytest.MonkeyPatch

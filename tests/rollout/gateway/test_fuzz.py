@@ -32,6 +32,8 @@ from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.gateway.messages import read_prompt
 from treadle.rollout.gateway.request import ApiError
 
+pytestmark = pytest.mark.xdist_group("rollout_gateway_fuzz")  # what its tests share is made once
+
 POSTS = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens")
 BODIES: dict[str, Any] = {
     "chat/completions": {"messages": [user("hi")]},
