@@ -147,6 +147,13 @@ def test_a_dump_has_texts_and_ids(troubled: Trained, place: Place) -> None:
     assert done.status == 2 and "is no directory; make it first" in done.error
 
 
+@pytest.mark.parametrize("file", ["/dev/null", "/proc/played.jsonl", "x" * 255])
+def test_a_dump_that_could_not_be_written_is_refused_before_anything_is_read(place: Place, file: str) -> None:
+    done = treadle("eval", place.path / "no-run", "--dump", file)
+    assert done.status == 2 and done.error.startswith("error: --dump: ")
+    assert not list(place.path.glob(".*.tmp"))
+
+
 def test_evaluations_sample_in_their_own_way(finished: Trained, place: Place) -> None:
     dumps = []
     for name, options in (("greedy", ["temperature=0"]), ("one", ["top_k=1", "max_completion_tokens=1"])):

@@ -1,5 +1,8 @@
 """Tasks of Parquet files and of `datasets`: read row by row, checked as a whole beforehand."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -306,15 +309,40 @@ def test_a_name_on_the_hub(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None
         load_tasks("org/math", columns=VERL, options={"split": "train"})
 
 
-def test_a_name_that_cannot_be_loaded_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConnectionError("Couldn't reach 'org/math' on the Hub\nmore"), "not in the cache .*, and the hub cannot be"),
+        (
+            ValueError("Config name is missing\nmore"),
+            "no data set could be loaded by this name: Config name is missing;",
+        ),
+    ],
+)
+def test_a_name_that_cannot_be_loaded_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
     datasets = pytest.importorskip("datasets")
 
     def load_dataset(source: str, **options: Any) -> Any:
-        raise ConnectionError("Couldn't reach 'org/math' on the Hub\nmore")
+        raise error
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(
-        ConfigError, match=r"'org/math' is no file or directory here.*Couldn't reach.*in the cache"
-    ) as caught:
+    monkeypatch.setattr("treadle.data.hub._why_offline", lambda _: None)
+    with pytest.raises(ConfigError, match=f"'org/math' is no file or directory here, and {message}") as caught:
         load_tasks("org/math")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["HF_ENDPOINT", "HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"])
+def test_without_a_network_a_name_is_given_up_at_once(tmp_path: Path, variable: str) -> None:
+    """The library itself would try for half a minute, though its cache has nothing."""
+    program = "from treadle.data.hub import open_data_set; open_data_set('org/math', '', {}, 'data.train')"
+    ours = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_OFFLINE": "0"}
+    ours |= {} if variable == "HF_ENDPOINT" else {variable: "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env={**os.environ, **ours}, capture_output=True, text=True, timeout=120, check=False)
+    assert "Retrying in" not in done.stderr
+    why = "the hub cannot be reached" if variable == "HF_ENDPOINT" else "nothing is downloaded while HF_HUB_OFFLINE or"
+    last = done.stderr.splitlines()[-1]
+    assert "data.train.source: 'org/math' is no file or directory here, and not in the cache" in last and why in last

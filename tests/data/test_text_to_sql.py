@@ -139,3 +139,34 @@ def test_a_file_that_is_missing(tmp_path: Path, source: str) -> None:
     with pytest.raises(TreadleError, match="nowhere") as caught:
         load_tasks(source, file="nowhere.json", databases=tmp_path)
     assert isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.parametrize("source", ["gsm8k_questions", "skyrl_sql"])
+def test_of_a_directory_of_several_splits_the_sources_split_is_taken(tmp_path: Path, source: str) -> None:
+    """As the error says that names them: `data.train.split=test` is what picks one."""
+    make_database(tmp_path / "SynSQL-2.5M" / "databases")
+    files = tmp_path / "files"
+    files.mkdir()
+    for name in ("train", "test"):
+        row = {"question": f"{name}?", "answer": "#### 2"} if source == "gsm8k_questions" else ROW
+        (files / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    options = {"file": str(files)} | ({"databases": str(tmp_path)} if source == "skyrl_sql" else {})
+
+    def ids(split: str | None) -> list[str]:
+        section = TaskSetConfig(source=source, split=split, options=options)
+        return [task.task_id for task in load(section, "train", LoadContext())]
+
+    with pytest.raises(
+        ConfigError, match=r"data\.train\.split: it holds several splits in .*; choose one of test, train, all"
+    ):
+        ids(None)
+    assert ids("test") == ["files/test-000001", "files/test-000002"]
+    assert ids("test[:50%]") == ["files/test-000001"]
+    assert len(ids("all")) == 4
+    with pytest.raises(
+        ConfigError, match=r"data\.train\.split: there is no split 'dev' in .*; choose one of test, train, all"
+    ):
+        ids("dev")
+    options["file_split"] = "test"
+    with pytest.raises(ConfigError, match=r"write data\.train\.split=test in place of 'file_split'"):
+        ids(None)

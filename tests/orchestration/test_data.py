@@ -133,7 +133,7 @@ def test_its_traceback_is_kept_and_shown_from_its_own_first_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, frames: list[str]
 ) -> None:
     config = recipe(questions(tmp_path / "train.jsonl"), reward=f"{HERE}:{name}")
-    with pytest.raises(treadle.TreadleError, match="KeyError: 'level'"):
+    with pytest.raises(treadle.TreadleError, match="environment: the reward function raised KeyError: 'level'"):
         train(tmp_path / "run", config)
     [row] = query(tmp_path / "run", "SELECT failure_traceback FROM trajectories LIMIT 1")
     lines = row["failure_traceback"].splitlines()
@@ -145,7 +145,7 @@ def test_its_traceback_is_kept_and_shown_from_its_own_first_line(
 
 
 def test_a_reward_that_is_no_number_fails_the_attempt(tmp_path: Path) -> None:
-    with pytest.raises(treadle.TreadleError, match="gave the reward None; it must be a finite number"):
+    with pytest.raises(treadle.TreadleError, match="the reward function gave the reward None; it must be a finite"):
         train(tmp_path / "run", recipe(questions(tmp_path / "train.jsonl"), reward=f"{HERE}:silent"))
 
 

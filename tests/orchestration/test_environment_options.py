@@ -8,13 +8,14 @@ import pytest
 
 import treadle
 from tests.orchestration.runs import query, start
-from tests.worlds import tiny, user
+from tests.worlds import END, PLAIN, tiny, user
 from treadle.core.errors import ConfigError
 from treadle.core.metrics import Metric
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.inputs import load_inputs
+from treadle.orchestration.setup.inputs import check_first_prompts, configured_environments, load_inputs, make_inputs
+from treadle.rendering.chat import ChatRenderer
 
 HERE = "tests.orchestration.test_environment_options"
 
@@ -90,3 +91,48 @@ def test_from_python(tmp_path: Path) -> None:
 
 def test_recipes_without_options_have_none() -> None:
     assert load_recipe("demo").environment_options == {}
+
+
+# What cannot work is one sentence that names the option
+
+
+def prompts(*overrides: str) -> None:
+    config = tiny("data.train.source=arithmetic", *overrides)
+    tasks = [Task(f"t{i}", (user("?"),), config.environment, "chess") for i in range(3)]
+    inputs = make_inputs(tasks, [], configured_environments(config))
+    check_first_prompts(inputs, ChatRenderer(PLAIN, [END]), config, 128, print)
+
+
+class Refusing(Environment):
+    """Made on the attempt's own thread, as its `step` is plain."""
+
+    def __init__(self, size: int = 0) -> None:
+        if size < 1:
+            raise ConfigError(f"size must be at least 1, got {size}")
+
+    def step(self, text: str) -> EnvStep:
+        return EnvStep(done=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("search", "{topk: 0}", "environment_options of 'search': topk must be a whole number above 0, got 0"),
+        (f"{HERE}:Refusing", "{size: 0}", f"environment_options of '{HERE}:Refusing': size must be at least 1, got 0"),
+        (f"{HERE}:Refusing", "{}", f"environment '{HERE}:Refusing': size must be at least 1, got 0"),
+    ],
+)
+def test_options_that_the_constructor_refuses_are_one_sentence(name: str, option: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        prompts(f"environment={name}", f"environment_options={option}")
+    assert str(refused.value) == message
+
+
+def test_a_time_limit_within_which_an_outage_would_end_as_a_time_out_is_refused() -> None:
+    pytest.importorskip("httpx")
+    search = ("environment=search", "environment_options={patience: 45}")
+    prompts(*search, "rollout.environment_timeout=46")
+    with pytest.raises(
+        ConfigError, match=r"rollout\.environment_timeout is 45 s, but environment 'search' itself waits up to"
+    ):
+        prompts(*search, "rollout.environment_timeout=45")

@@ -95,7 +95,10 @@ def test_without_a_network_the_error_names_the_cache_and_the_key(place: Place) -
     [line] = failed.stderr.splitlines()
     assert failed.returncode == 1
     assert line.startswith(f"error: model.path: 'acme/tiny' is not in the cache {place.path / 'hf' / 'hub'}")
-    assert "treadle models get acme/tiny" in line
+    assert "treadle models get acme/tiny" in line and "and the hub cannot be reached" in line
+    tried = place.treadle(*words, "--dry-run")
+    assert "and nothing is downloaded while HF_HUB_OFFLINE is set, as it is in a dry run;" in tried.stdout
+    assert place.asked == []
 
 
 def test_the_command_gets_it_and_a_name_that_the_hub_does_not_have_is_one_line(place: Place) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from treadle.cli.console import Console, Table, make_table
 from treadle.cli.live_progress import make_progress
 from treadle.cli.options import Commands, add_command, add_json, add_overrides
-from treadle.core.errors import ConfigError
+from treadle.orchestration.dump import check_dump
 from treadle.orchestration.evaluate_model import Evaluation, Subject, evaluate_model, find_subject, held_out_inputs
 from treadle.orchestration.reporting.metrics import shown
 
@@ -39,13 +39,10 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Evaluate and print the result; returns 0, even if attempts failed."""
+    if options.dump is not None:
+        check_dump(options.dump)
     subject = find_subject(options.subject, options.overrides, options.checkpoint, options.model)
     inputs = held_out_inputs(subject)
-    if options.dump is not None and not options.dump.parent.is_dir():
-        raise ConfigError(f"--dump: {str(options.dump.parent)!r} is no directory; make it first")
-    if options.dump is not None and options.dump.is_dir():
-        raise ConfigError(f"--dump: {str(options.dump)!r} is a directory; name a file in it")
-
     with make_progress(subject.config, stderr=True) as progress:
         evaluation = evaluate_model(subject, inputs, progress, options.dump)
     if options.json:

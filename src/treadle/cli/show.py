@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,15 +58,13 @@ def newest(run: Path) -> list[dict[str, Any]]:
     """Return the last trajectories on record, newest first."""
     from treadle.orchestration.store.run_directory import RunDirectory
 
-    ledger = RunDirectory(run).ledger()
-    rows = ledger.query(
-        "SELECT t.trajectory_id, g.split, json_extract(g.task, '$.task_id') AS task_id, t.status, t.reward, "
-        "t.advantage, t.steps, t.completion_tokens, t.failure_cause, t.failure_message "
-        "FROM trajectories t JOIN groups g USING (group_id) ORDER BY t.rowid DESC LIMIT ?",
-        _NEWEST,
-    )
-    ledger.close()
-    return rows
+    with closing(RunDirectory(run).ledger()) as ledger:
+        return ledger.query(
+            "SELECT t.trajectory_id, g.split, json_extract(g.task, '$.task_id') AS task_id, t.status, t.reward, "
+            "t.advantage, t.steps, t.completion_tokens, t.failure_cause, t.failure_message "
+            "FROM trajectories t JOIN groups g USING (group_id) ORDER BY t.rowid DESC LIMIT ?",
+            _NEWEST,
+        )
 
 
 def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,13 @@ from treadle.packing.flat import PackedCall
 
 def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
     """Return a trajectory's ledger row (with task and split) and its steps. Raises RunError if it is not on record."""
-    ledger = RunDirectory(run).ledger()
-    rows = ledger.query(
-        "SELECT t.*, g.task, g.split FROM trajectories t JOIN groups g USING (group_id) WHERE trajectory_id = ?",
-        trajectory_id,
-    )
-    some = ledger.query("SELECT trajectory_id FROM trajectories ORDER BY rowid DESC LIMIT 3")
-    shards = ledger.shards() if rows else {}
-    ledger.close()
+    with closing(RunDirectory(run).ledger()) as ledger:
+        rows = ledger.query(
+            "SELECT t.*, g.task, g.split FROM trajectories t JOIN groups g USING (group_id) WHERE trajectory_id = ?",
+            trajectory_id,
+        )
+        some = ledger.query("SELECT trajectory_id FROM trajectories ORDER BY rowid DESC LIMIT 3")
+        shards = ledger.shards() if rows else {}
     if not rows:
         known = ", ".join(row["trajectory_id"] for row in some) or "none yet"
         raise RunError(f"no trajectory {trajectory_id!r} in {run}; it has for example {known} (treadle show {run})")

@@ -60,7 +60,7 @@ def write_atomically(path: Path, content: bytes) -> str:
 
     Raises OSError; the temporary file is then removed.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = _beside(path)
     try:
         write_durably(temporary, content)
         temporary.replace(path)
@@ -68,3 +68,14 @@ def write_atomically(path: Path, content: bytes) -> str:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
     return sha256_of(content)
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError if `write_atomically` could not write this file now."""
+    temporary = _beside(path)
+    temporary.touch()
+    temporary.unlink()
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")

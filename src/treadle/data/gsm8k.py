@@ -15,18 +15,18 @@ from treadle.envs.gsm8k import INSTRUCTION, MULTI_TURN_INSTRUCTION, answer_of
 _COLUMNS = ColumnsConfig(prompt="question", ground_truth="answer")
 
 
-def gsm8k_questions(split: str, file: str, multi_turn: bool = False) -> Iterator[Task]:
+def gsm8k_questions(split: str, file: str, multi_turn: bool = False, file_split: str = "") -> Iterator[Task]:
     """Yield the tasks of a file: the question with the published instruction behind it, and the answer alone.
 
         Task("test-000001", prompt=({"role": "user", "content": "Janet's ducks ... after \\"####\\"."},),
              ground_truth="18")
 
-    file: Parquet or JSON lines, or whatever else `data.train.source` takes. multi_turn: whether the instruction asks
-    for a tentative answer, as that of the environment `gsm8k_multi_turn` does. Raises ConfigError; DataError for a
-    row, naming it.
+    file: Parquet or JSON lines, or whatever else `data.train.source` takes; file_split: which split of it.
+    multi_turn: whether the instruction asks for a tentative answer, as that of the environment `gsm8k_multi_turn` does.
+    Raises ConfigError; DataError for a row, naming it.
     """
     instruction = MULTI_TURN_INSTRUCTION if multi_turn else INSTRUCTION
-    for row in open_rows(SourceConfig(source=file), split, f"data.{split}", LoadContext()):
+    for row in open_rows(SourceConfig(source=file, split=file_split), split, f"data.{split}", LoadContext()):
         task = make_task(row, _COLUMNS)
         answer = answer_of(task.ground_truth) if isinstance(task.ground_truth, str) else None
         if answer is None:

@@ -11,6 +11,9 @@ from treadle.core.extras import how_to_install
 from treadle.data.files import ALL
 from treadle.data.table import ArrowTable, dataset_part
 
+_PATIENCE = 10.0  # seconds for the hub to answer
+_UNREACHABLE = "the hub cannot be reached"
+
 
 def open_data_set(source: str, split: str, options: Mapping[str, Any], setting: str) -> ArrowTable:
     """Return one split of a data set as a table. split: its name; may be "" or `all` if there is only one.
@@ -26,14 +29,7 @@ def open_data_set(source: str, split: str, options: Mapping[str, Any], setting: 
     except ModuleNotFoundError as error:
         missing = error.name or "datasets"
         raise ConfigError(f"{setting}.source: {source!r} needs {missing}; {how_to_install(missing)}") from error
-    try:
-        found: Any = _saved(datasets, source, options, setting) or datasets.load_dataset(source, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{setting}.source: {source!r} is no file or directory here, and no data set could be loaded by this name: "
-            f"{(str(error).splitlines() or [type(error).__name__])[0]}; without a network, it must be in the cache "
-            "(HF_HOME), or be the directory of one that save_to_disk wrote"
-        ) from error
+    found: Any = _saved(datasets, source, options, setting) or _load(datasets, source, options, setting)
     split = "" if split == ALL else split
     splits = dict(found) if isinstance(found, dict) else {str(found.split or ""): found}
     if split not in splits and (split or len(splits) > 1):
@@ -49,6 +45,45 @@ def open_data_set(source: str, split: str, options: Mapping[str, Any], setting: 
         chosen, f"{source}{f', split {name}' if name else ''}", "-".join(filter(None, (Path(source).name, name)))
     )
     return ArrowTable([part])
+
+
+def _load(datasets: Any, source: str, options: Mapping[str, Any], setting: str) -> Any:
+    """Return the data set of this name: the hub's, or the cache's where the hub cannot be reached.
+
+    Raises ConfigError.
+    """
+    configured, offline = datasets.config.HF_HUB_OFFLINE, _why_offline(datasets)
+    datasets.config.HF_HUB_OFFLINE = offline is not None  # else it tries for half a minute before it takes the cache
+    try:
+        return datasets.load_dataset(source, **options)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"{setting}.source: {source!r} is no file or directory here, and not in the cache "
+            f"{datasets.config.HF_DATASETS_CACHE} (HF_DATASETS_CACHE), and {offline or _UNREACHABLE}; load it once "
+            "where it can be reached and bring the cache here, or give the directory of one that save_to_disk wrote"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{setting}.source: {source!r} is no file or directory here, and no data set could be loaded by this name: "
+            f"{(str(error).splitlines() or [type(error).__name__])[0]}; check the name, and HF_TOKEN for one that is "
+            "private or gated"
+        ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = configured
+
+
+def _why_offline(datasets: Any) -> str | None:
+    """Return why nothing can be downloaded; None if the hub answers, which is tried once."""
+    from httpx import HTTPError
+    from huggingface_hub import constants, get_session  # what `datasets` needs itself
+
+    if constants.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE:
+        return "nothing is downloaded while HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, as in a dry run"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
+    except (OSError, HTTPError):
+        return _UNREACHABLE
+    return None
 
 
 def _saved(datasets: Any, source: str, options: Mapping[str, Any], setting: str) -> Any:

@@ -1,7 +1,8 @@
 """Opening a source: a row after another of JSON lines and generators, a table of Parquet and Hugging Face data sets.
 
 A generator is a function `(split, **options)` that gives tasks, or rows; it is registered under `treadle.tasks` or
-written as `module:attribute`. `split` is `train` or `held_out`. A .jsonl file has one row a line:
+written as `module:attribute`. `split` is `train` or `held_out`. One that reads rows that somebody else may have split
+takes `file_split`, too: the name in `data.train.split`. A .jsonl file has one row a line:
 
     {"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "ground_truth": "7", "extras": {"a": 3}}
 """
@@ -87,21 +88,28 @@ def _load_generator(source: str, setting: str) -> Callable[..., Iterable[Any]]:
 
 
 def _open_generator(section: SourceConfig, split: str, setting: str, name: str, seed: int) -> Iterator[Row]:
-    """Return the tasks and rows of a generator. One with a parameter `seed` gets the run's, if the recipe sets none."""
+    """Return the tasks and rows of a generator, given `seed` (unless the recipe sets it) and `file_split`
+    if it takes them.
+
+    Raises ConfigError.
+    """
     source, given = section.source, section.options
-    if name not in ("", ALL):
+    where, generator = f"{setting}.source: {source!r}", _load_generator(source, setting)
+    signature = inspect.signature(generator)
+    if name not in ("", ALL) and "file_split" not in signature.parameters:
         raise ConfigError(
             f"{setting}.split: {source!r} is a generator, without a split {name!r}; write all, or a part: all[:90%]"
         )
-    where, generator = f"{setting}.source: {source!r}", _load_generator(source, setting)
     if "split" in given:
         raise ConfigError(f"{where}: 'split' is no option, it is always {split!r} here; remove it")
-    signature = inspect.signature(generator)
-    options = {"seed": seed, **given} if "seed" in signature.parameters else given
+    if "file_split" in given:
+        raise ConfigError(f"{setting}.options: write {setting}.split={given['file_split']} in place of 'file_split'")
+    known = {"seed": seed, "file_split": name}
+    options = {key: value for key, value in known.items() if key in signature.parameters} | dict(given)
     try:  # only the call's shape is checked here: a TypeError from inside the generator is a bug of its own
         signature.bind(split=split, **options)
     except TypeError as error:
-        takes = ", ".join(name for name in signature.parameters if name != "split") or "none"
+        takes = ", ".join(name for name in signature.parameters if name not in ("split", "file_split")) or "none"
         raise ConfigError(
             f"{setting}.options of {source!r}: {error}; its options are {takes}, given: {', '.join(given) or 'none'}"
         ) from error

@@ -46,13 +46,13 @@ _MOST_STATEMENTS = 10_000
 _PATIENCE = 30.0  # seconds to read a schema
 
 
-def skyrl_sql(split: str, file: str, databases: str) -> Iterator[Task]:
+def skyrl_sql(split: str, file: str, databases: str, file_split: str = "") -> Iterator[Task]:
     """Yield the tasks of SkyRL-SQL's rows.
 
-    file: Parquet or JSON lines, or whatever else `data.train.source` takes. databases: the directory with
-    `SynSQL-2.5M`, `spider` and `bird`. Raises ConfigError; DataError for a row, naming it.
+    file: Parquet or JSON lines, or whatever else `data.train.source` takes; file_split: which split of it. databases:
+    the directory with `SynSQL-2.5M`, `spider` and `bird`. Raises ConfigError; DataError for a row, naming it.
     """
-    for row in open_rows(SourceConfig(source=file), split, f"data.{split}", LoadContext()):
+    for row in open_rows(SourceConfig(source=file, split=file_split), split, f"data.{split}", LoadContext()):
         task = make_task(row, _COLUMNS)
         db_id, data = (task.extras[key] for key in ("db_id", "data"))
         if data not in LAYOUTS:

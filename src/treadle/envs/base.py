@@ -67,10 +67,13 @@ class Environment(Protocol):
     metrics: what it measures, each under its name in a step's `info`; recorded as `env/<name>`. Of level `step`, each
     value counts for itself; of level `trajectory`, a trajectory's values add up first. A value that is left out is not
     counted: give 0 as 0.
+    longest_wait: seconds that one of its calls may wait, for a server that is out, before it fails the attempt with a
+    cause of its own. `rollout.environment_timeout` must be longer.
     """
 
     task: Task
     metrics: ClassVar[Sequence[Metric]] = ()
+    longest_wait: float = 0.0
 
     @_or_plain
     async def reset(self, task: Task) -> Sequence[Message]:

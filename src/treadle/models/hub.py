@@ -50,7 +50,8 @@ def download(name: str, setting: str, weights: bool = True) -> Path:
             "check the name, and HF_TOKEN for one that is private or gated"
         ) from error
     except (OSError, HTTPError) as error:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        is_offline = "nothing is downloaded while HF_HUB_OFFLINE is set, as it is in a dry run"
+        why = is_offline if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise DownloadError(
             f"{setting}: {name!r} is not in the cache {constants.HF_HUB_CACHE} (HF_HUB_CACHE), and {why}; run "
             f"`treadle models get {name}` where it can be reached and bring the cache here, or give a model directory"

@@ -7,10 +7,24 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from treadle.core.errors import RunError
-from treadle.core.files import write_atomically
+from treadle.core.errors import ConfigError, RunError
+from treadle.core.files import check_writable, write_atomically
 from treadle.core.outcomes import as_played
 from treadle.core.types import Group, Ids, Step, Trajectory
+
+
+def check_dump(path: Path) -> None:
+    """Raise ConfigError if `write_dump` could not write this file."""
+    if path.is_dir():
+        raise ConfigError(f"--dump: {str(path)!r} is a directory; name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--dump: {str(path.parent)!r} is no directory; make it first")
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"--dump: {str(path)!r} is no ordinary file, and would be replaced by one; name another")
+        check_writable(path)
+    except OSError as error:
+        raise ConfigError(f"--dump: cannot write {str(path)!r}: {error.strerror}; name another file") from error
 
 
 def write_dump(path: Path, groups: Sequence[Group], decode: Callable[[Ids], str]) -> None:

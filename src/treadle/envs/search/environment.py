@@ -59,6 +59,7 @@ class Search(Environment):
         self._protocol = PROTOCOLS[protocol]
         self._topk, self._last_turn = topk, max_turns + self._protocol.extra_calls
         self._server = (url, timeout, patience)
+        self.longest_wait = patience
         self._client: RetrievalClient | None = None
 
     async def reset(self, task: Task) -> Sequence[Message]:

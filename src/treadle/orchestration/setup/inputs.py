@@ -174,8 +174,8 @@ def first_prompt(
     """Return the prompt of the first task whose environment can be reset; None where only agents and drivers play.
 
     log: takes lines about environments that block the event loop, or do not end. Raises ConfigError if none of up to
-    three can be reset, or if that prompt is longer than `rollout.max_input_tokens`. Agents are not started: their first
-    prompt is unknown.
+    three can be reset, if one refuses its options or may wait longer than `rollout.environment_timeout`, or if that
+    prompt is longer than `rollout.max_input_tokens`. Agents are not started: their first prompt is unknown.
     """
     problems = []
     tasks = (task for task in inputs.train if task.environment) if inputs.players.environments else ()
@@ -206,8 +206,26 @@ async def _first_messages(
     environment = IsolatedEnvironment(task.environment, factory, user, config.rollout.environment_timeout)
     with monitor.watching():
         try:
-            await environment.make()
+            await _make(environment, task.environment, config)
             return await environment.reset(task.copy())
         finally:
             await environment.close()  # what that raises is only a warning, as in an attempt
             user.release()
+
+
+async def _make(environment: IsolatedEnvironment, name: str, config: RunConfig) -> None:
+    """Make it. Raises ConfigError for options that its constructor refuses, and for a time limit too short for it."""
+    try:
+        await environment.make()
+    except TrajectoryFailure as failure:
+        if environment.refusal is None:
+            raise
+        has_options = config.environment_options and name == config.environment
+        where = f"{'environment_options of' if has_options else 'environment'} {name!r}"
+        raise ConfigError(f"{where}: {environment.refusal}") from failure
+    waits, limit = environment.longest_wait(), config.rollout.environment_timeout
+    if waits >= limit:
+        raise ConfigError(
+            f"rollout.environment_timeout is {limit:g} s, but environment {name!r} itself waits up to {waits:g} s: an "
+            "outage would end as a time-out; raise it above that, or have it wait for less (environment_options)"
+        )

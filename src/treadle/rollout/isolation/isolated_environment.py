@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, Status, Task, as_messages
 from treadle.envs.base import Environment, EnvStep, Finish
+from treadle.envs.single_turn import SingleTurn
 from treadle.envs.tasks import made_class
 from treadle.rollout.env_metrics import EnvMetrics
 from treadle.rollout.isolation.user_code import UserCode, is_async
@@ -30,12 +31,15 @@ class IsolatedEnvironment:
     timeout: limit on each call but `finish`, seconds. `async` methods run on the event loop, others on the attempt's
     own thread. The environment is made on that thread, too, if it is given by its class and has a plain `step`. What
     goes wrong is raised as TrajectoryFailure.
+
+    refusal: of its constructor, which was given options that cannot work; None if there was none.
     """
 
     def __init__(self, name: str, factory: EnvironmentFactory, user: UserCode, timeout: float) -> None:
         self._name, self._factory, self._user, self._timeout = name, factory, user, timeout
         self._environment: Environment | None = None
         self._metrics: EnvMetrics | None = None
+        self.refusal: ConfigError | None = None
 
     async def make(self) -> None:
         """Make the environment. On the event loop nothing is awaited, so that a cancelled call leaves none behind."""
@@ -50,7 +54,8 @@ class IsolatedEnvironment:
 
     async def step(self, text: str) -> EnvStep:
         """Return the environment's answer to a reply, and count its metrics."""
-        return await self._call("step", text, check=self._checked_step)
+        what = "the reward function" if isinstance(self._environment, SingleTurn) else "step"
+        return await self._call("step", text, check=partial(self._checked_step, what=what), what=what)
 
     async def finish(self, ended: Status, timeout: float) -> Reward:
         """Let the environment finish the attempt, count its metrics, and return what it adds to the last reward.
@@ -81,13 +86,22 @@ class IsolatedEnvironment:
         """Return the metrics measured so far."""
         return Measures() if self._metrics is None else self._metrics.measured()
 
+    def longest_wait(self) -> float:
+        """Return the seconds that a call may wait by its own limits, if the environment says so, or else 0."""
+        return float(self._user.run(partial(getattr, self._environment, "longest_wait", 0.0), "longest_wait"))
+
     def _made(self) -> None:
-        self._environment = self._factory()
+        try:
+            self._environment = self._factory()
+        except ConfigError as error:
+            self.refusal = error
+            raise
         self._metrics = EnvMetrics(self._name, self._environment)
 
-    async def _call(self, method: str, *arguments: Any, check: Callable[[Any], T]) -> T:
-        function = self._user.run(partial(getattr, self._environment, method), method)
-        return await self._user.call(function, *arguments, what=method, timeout=self._timeout, check=check)
+    async def _call(self, method: str, *arguments: Any, check: Callable[[Any], T], what: str = "") -> T:
+        what = what or method
+        function = self._user.run(partial(getattr, self._environment, method), what)
+        return await self._user.call(function, *arguments, what=what, timeout=self._timeout, check=check)
 
     def _close_on_thread(self) -> None:
         if self._environment is not None:
@@ -95,8 +109,8 @@ class IsolatedEnvironment:
             if inspect.iscoroutine(closing):
                 asyncio.run(closing)
 
-    def _checked_step(self, value: object) -> EnvStep:
-        step = _checked_step(value)
+    def _checked_step(self, value: object, what: str) -> EnvStep:
+        step = _checked_step(value, what)
         assert self._metrics is not None
         self._metrics.record(step.info, "step")
         return step if step.done else step._replace(observations=checked_messages(step.observations, "step"))
@@ -127,14 +141,14 @@ def checked_messages(value: object, where: str) -> tuple[Message, ...]:
     return messages
 
 
-def _checked_step(value: object) -> EnvStep:
+def _checked_step(value: object, what: str) -> EnvStep:
     if not isinstance(value, tuple) or not 4 <= len(value) <= 5:
         raise TrajectoryFailure(
             Cause.ENVIRONMENT,
             f"step must return EnvStep(observations, reward, done, info, state), got {value!r:.100}",
         )
     step = EnvStep(*value)
-    reward = _checked_reward(step.reward, "step")
+    reward = _checked_reward(step.reward, what)
     if not isinstance(step.done, bool | np.bool_):
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave done={step.done!r:.100}; it must be true or false")
     if not isinstance(step.state, str):
