@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("overrides", nargs="*", help="key.path=value, as for treadle train")
     options = parser.parse_args()
-    runs = [play(seed, options.runs, options.overrides) for seed in options.seeds]
+    runs = [play(f"seed{seed}", options.runs, (f"seed={seed}", *options.overrides)) for seed in options.seeds]
     rows = [row(run) for run in runs]
     result = {"machine": machine(), "overrides": options.overrides, "seeds": rows}
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")
@@ -44,16 +44,17 @@ def main() -> None:
     print("\n".join(table(rows)))
 
 
-def play(seed: int, runs: Path, overrides: Sequence[str]) -> Path:
+def play(name: str, runs: Path, settings: Sequence[str]) -> Path:
     """Return the directory of one complete run, made if it is missing; `peak.json` in it is its most resident memory.
 
     Of a run that was resumed, that is its last process's.
     """
-    run = runs / f"seed{seed}"
+    run = runs / name
     if not (run / "summary.json").is_file():
-        how = ["--resume"] if run.is_dir() else [f"seed={seed}", *overrides]
-        command = [*TREADLE, "train", "smollm2-tools", *how, "--runs", str(runs), "--name", run.name]
-        _, status, usage = os.wait4(subprocess.Popen(command).pid, 0)
+        how = ["--resume"] if run.is_dir() else settings
+        command = [*TREADLE, "train", "smollm2-tools", *how, "--runs", str(runs), "--name", name]
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+        _, status, usage = os.wait4(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}).pid, 0)
         if status:
             raise SystemExit(os.waitstatus_to_exitcode(status))
         (run / "peak.json").write_text(json.dumps(usage.ru_maxrss * 1024))
