@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import dataclasses
 import importlib
 import inspect
@@ -13,12 +14,14 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, get_args
+from types import SimpleNamespace
+from typing import Any, get_args, get_origin
 
 import pytest
 import torch
 import yaml
 
+import treadle
 from treadle.algorithms.config import (
     AlgorithmConfig,
     CispoConfig,
@@ -218,11 +221,98 @@ def test_the_names_on_the_page_for_users_of_trl_exist() -> None:
     named = [name for left, _ in rows for part in re.findall(r"`([^`]+)`", left) for name in [part.partition(":")[0]]]
     assert len(named) > 30
     assert set(named) - {"GRPOConfig"} <= theirs
-    for path in (path for _, right in rows for path in re.findall(r"`([a-z_]+\.[a-z_.]+[a-z_])[`:]", right)):
-        section: Any = RunConfig
-        for part in path.split("."):
-            assert part in section.model_fields, path
-            kinds = [section.model_fields[part].annotation, *get_args(section.model_fields[part].annotation)]
-            section = next((k for k in kinds if isinstance(k, type) and hasattr(k, "model_fields")), None)
     for block in blocks(ROOT / "docs" / "from-trl.md", "python"):
         assert len([line for line in block.splitlines() if line.strip() and not line.startswith("#")]) <= 8
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_keys_and_tests_that_a_page_names_exist(page: Path) -> None:
+    text = re.sub(
+        r"^\| [^|]* \|", "|", page.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )  # others' names come first
+    for key in re.findall(rf"`((?:{'|'.join(RunConfig.model_fields)})(?:\.[a-z_]+)+)[`:=]", text):
+        assert key.endswith(FILES) or is_key(key), f"{page.name} names {key}, which is no key of a recipe"
+    for file, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", text):
+        tests = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+        assert name in {getattr(node, "name", "") for node in tests}, f"{page.name} names {file}::{name}"
+
+
+FILES = (".json", ".log", ".py", ".safetensors", ".yaml")
+
+
+def is_key(path: str) -> bool:
+    """Whether a recipe may set it: a key of the configuration, or one inside of a free mapping."""
+    section: Any = RunConfig
+    for name in path.split("."):
+        if section is None:
+            return False
+        if section is dict:
+            return True
+        if name not in section.model_fields:
+            return False
+        annotation = section.model_fields[name].annotation
+        kinds = [annotation, *get_args(annotation), *(kind for part in get_args(annotation) for kind in get_args(part))]
+        section = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
+        if section is None and any(get_origin(kind) is dict for kind in kinds):
+            section = dict
+    return True
+
+
+SKYRL = ROOT / "docs" / "from-skyrl.md"
+
+
+def cells(section: str) -> list[list[str]]:
+    """The rows of the tables under a heading of the page for users of SkyRL, without those that begin a table."""
+    text = SKYRL.read_text(encoding="utf-8").partition(f"## {section}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows][1:]
+
+
+def test_metrics_on_the_page_for_users_of_skyrl_exist() -> None:
+    declared = {metric.name for metric in DECLARED} | {"env/NAME"}
+    named = [name for row in cells("Metrics") for name in re.findall(r"`([^`]+)`", row[1])]
+    assert len(named) > 30 and set(named) <= declared
+
+
+def test_settings_on_the_page_for_users_of_skyrl_are_those_of_the_recipes() -> None:
+    recipes = [load_recipe(name).model_dump(mode="json") for name in ("search-r1", "skyrl-sql", "gsm8k")]
+    compared = 0
+    for _, key, *values in cells("The published scripts"):
+        for recipe, cell in zip(recipes, values, strict=True):
+            found: Any = recipe
+            for part in key.strip("`").split("."):
+                found = None if found is None else found[part]
+            assert (found or None) == (None if cell.startswith("none") else yaml.safe_load(cell.strip("`")) or None), (
+                key
+            )
+            compared += 1
+    assert compared == 3 * 21
+
+
+def test_the_environments_on_the_page_for_users_of_skyrl_do_the_same() -> None:
+    theirs, ours, wrapped = blocks(SKYRL, "python")
+
+    class BaseTextEnv:
+        def __init__(self) -> None:
+            self.turns, self.max_turns = 0, 1
+
+        def init(self, prompt: Any) -> Any:
+            return prompt, {}
+
+        def close(self) -> None:
+            pass
+
+    skyrl: dict[str, Any] = {"BaseTextEnv": BaseTextEnv, "BaseTextEnvStepOutput": dict}
+    exec(theirs, skyrl)
+    gym = SimpleNamespace(make=lambda name, env_config, extras: skyrl["Guess"](env_config, extras))
+    here: dict[str, Any] = {"treadle": treadle, "skyrl_gym": gym}
+    exec(ours + wrapped, here)
+    task = treadle.Task("t", ({"role": "user", "content": "A number?"},), "guess", "7", {"max_turns": 2})
+    for replies in (["7"], ["1", " 7 "], ["1", "2"]):
+        played = []
+        for environment in (here["Guess"](max_turns=2), here["Wrapped"]()):
+            prompt = environment.reset(task)
+            asyncio.run(prompt) if inspect.iscoroutine(prompt) else None
+            played.append([environment.step(reply)[:3] for reply in replies])
+        assert played[0] == played[1]
+        assert played[0][-1][2]

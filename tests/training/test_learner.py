@@ -146,6 +146,25 @@ def test_a_later_update_of_a_batch_is_anchored_before_the_first() -> None:
     assert by_hand.logprobs(second) == pytest.approx(learner.logprobs(second))
 
 
+@pytest.mark.parametrize("per_batch", [1, 2, 4])
+def test_an_update_is_of_whole_groups_however_many_steps_they_have(per_batch: int) -> None:
+    """By rows there would be more updates the more steps there are, and rows that do not divide."""
+    whole = random_groups(0, groups=4, steps=7)
+    lengths = iter([1, 7, 2, 5, 1, 1, 3, 7, 7, 2, 4, 6])
+    groups = [
+        replace(group, trajectories=tuple(replace(t, steps=t.steps[: next(lengths)]) for t in group.trajectories))
+        for group in whole
+    ]
+    learner = make_learner(tiny(), updates_per_batch=per_batch)
+    results = learner.train_batch(groups)
+    assert len(results) == per_batch == learner.updates_done
+    ids = [t.trajectory_id for group in groups for t in group.trajectories]
+    size = len(ids) // per_batch
+    assert [list(result.advantage) for result in results] == [ids[n * size : (n + 1) * size] for n in range(per_batch)]
+    sampled = sum(len(step.completion_ids) for group in groups for t in group.trajectories for step in t.steps)
+    assert sum(result.metrics["trainable_tokens"] for result in results) == sampled
+
+
 @pytest.mark.parametrize("per_batch", [1, 2])
 @pytest.mark.parametrize(
     "fields", [{}, {"advantage": "gae"}, {"policy_loss": "gspo"}, {"policy_loss": "reinforce"}], ids=str
