@@ -136,3 +136,4 @@ def test_a_time_limit_within_which_an_outage_would_end_as_a_time_out_is_refused(
         ConfigError, match=r"rollout\.environment_timeout is 45 s, but environment 'search' itself waits up to"
     ):
         prompts(*search, "rollout.environment_timeout=45")
+    prompts("environment=search_small", "rollout.environment_timeout=5")  # it asks no server

@@ -88,21 +88,22 @@ def _load_generator(source: str, setting: str) -> Callable[..., Iterable[Any]]:
 
 
 def _open_generator(section: SourceConfig, split: str, setting: str, name: str, seed: int) -> Iterator[Row]:
-    """Return the tasks and rows of a generator, given `seed` (unless the recipe sets it) and `file_split`
-    if it takes them.
+    """Return the tasks and rows of a generator.
 
+    One with parameters `seed` and `file_split` gets the run's seed, unless the recipe sets one, and the split's name.
     Raises ConfigError.
     """
     source, given = section.source, section.options
     where, generator = f"{setting}.source: {source!r}", _load_generator(source, setting)
     signature = inspect.signature(generator)
-    if name not in ("", ALL) and "file_split" not in signature.parameters:
+    takes_split = "file_split" in signature.parameters
+    if name not in ("", ALL) and not takes_split:
         raise ConfigError(
             f"{setting}.split: {source!r} is a generator, without a split {name!r}; write all, or a part: all[:90%]"
         )
     if "split" in given:
         raise ConfigError(f"{where}: 'split' is no option, it is always {split!r} here; remove it")
-    if "file_split" in given:
+    if takes_split and "file_split" in given:
         raise ConfigError(f"{setting}.options: write {setting}.split={given['file_split']} in place of 'file_split'")
     known = {"seed": seed, "file_split": name}
     options = {key: value for key, value in known.items() if key in signature.parameters} | dict(given)

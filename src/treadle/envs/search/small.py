@@ -123,6 +123,7 @@ class SearchSmall(Search):
 
     def __init__(self, topk: int = 1, max_turns: int = 4, protocol: str = "skyrl") -> None:
         super().__init__(topk=topk, max_turns=max_turns, protocol=protocol)
+        self.longest_wait = 0.0  # there is no server
 
     async def retrieve(self, query: str, topk: int) -> Sequence[str]:
         """Return the best of the corpus's passages."""

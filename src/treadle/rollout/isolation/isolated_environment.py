@@ -88,7 +88,7 @@ class IsolatedEnvironment:
 
     def longest_wait(self) -> float:
         """Return the seconds that a call may wait by its own limits, if the environment says so, or else 0."""
-        return float(self._user.run(partial(getattr, self._environment, "longest_wait", 0.0), "longest_wait"))
+        return self._user.run(lambda: float(getattr(self._environment, "longest_wait", 0.0)), "longest_wait")
 
     def _made(self) -> None:
         try:
