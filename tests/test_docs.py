@@ -226,12 +226,16 @@ def test_the_names_on_the_page_for_users_of_trl_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_keys_and_tests_that_a_page_names_exist(page: Path) -> None:
+def test_keys_fields_and_tests_that_a_page_names_exist(page: Path) -> None:
     text = re.sub(
         r"^\| [^|]* \|", "|", page.read_text(encoding="utf-8"), flags=re.MULTILINE
     )  # others' names come first
     for key in re.findall(rf"`((?:{'|'.join(RunConfig.model_fields)})(?:\.[a-z_]+)+)[`:=]", text):
         assert key.endswith(FILES) or is_key(key), f"{page.name} names {key}, which is no key of a recipe"
+    for record, field in re.findall(r"`(Step|Trajectory|Group|EnvStep)\.(\w+)", text):
+        assert field in getattr(treadle, record).__annotations__, (
+            f"{page.name} names {record}.{field}, which is no field"
+        )
     for file, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", text):
         tests = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
         assert name in {getattr(node, "name", "") for node in tests}, f"{page.name} names {file}::{name}"
