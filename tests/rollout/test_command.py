@@ -18,8 +18,9 @@ from tests.rollout.test_agents import TASK, alive, play, played, program
 from tests.worlds import saying
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Status, Task
-from treadle.rollout.agents import command
-from treadle.rollout.agents.command import INHERITED, Command
+from treadle.rollout.agents import supervised
+from treadle.rollout.agents.command import Command
+from treadle.rollout.agents.supervised import INHERITED, SupervisedProgram
 
 ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only process groups are killed")
@@ -121,6 +122,26 @@ def test_nothing_outlives_a_run_that_was_killed(kind: str, tmp_path: Path) -> No
     run.kill()
     run.wait()
     until(lambda: not any(alive(pid) for pid in started(tmp_path / "pids")))
+
+
+async def test_a_program_that_has_printed_a_lot_can_be_ended(tmp_path: Path) -> None:
+    """Its result is more than a pipe holds, and nobody has asked for it yet."""
+    code = """
+import pathlib, sys, time
+for output in (sys.stdout, sys.stderr):
+    output.write(chr(0) * 2**16)
+    output.flush()
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+    with open(os.devnull) as nothing:
+        words = [sys.executable, "-c", code, str(tmp_path / "printed")]
+        running = await SupervisedProgram.start(words, {}, nothing.fileno())
+    while not (tmp_path / "printed").exists():
+        await asyncio.sleep(0.01)
+    await asyncio.wait_for(running.stop(), 20)
+    result = await running.result()
+    assert result is not None and len(result["stderr"]) == len(result["stdout"]) == 2**16
 
 
 def test_a_program_may_clean_up(tmp_path: Path) -> None:
@@ -281,6 +302,6 @@ for trajectory in asyncio.run(played({{"a": agent}}, saying("a"), [TASK, TASK]))
 def test_a_namespace_that_is_not_allowed_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refusing = tmp_path / "supervisor.py"
     refusing.write_text("""print('{"error": "unshare: Operation not permitted"}')""")
-    monkeypatch.setattr(command, "_SUPERVISOR", (sys.executable, str(refusing)))
+    monkeypatch.setattr(supervised, "_SUPERVISOR", (sys.executable, str(refusing)))
     with pytest.raises(ConfigError, match="user_namespace is not possible here"):
         Command(["true"], user_namespace=True)

@@ -13,34 +13,20 @@ sandbox into the command where the model's words are executed.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.types import Task
-from treadle.rollout.agents import supervisor
 from treadle.rollout.agents.clients import anthropic_base_url
+from treadle.rollout.agents.supervised import SupervisedProgram, inherited_variables, no_user_namespace
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-
-INHERITED = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH"),
-    *("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*"),
-    *("SSL_CERT_FILE", "SSL_CERT_DIR"),
-)
-"""The run's environment variables that a program gets: what it needs to start and to read its files, and no secrets."""
-
-_SUPERVISOR = (sys.executable, "-I", "-S", str(Path(supervisor.__file__)))
 
 
 @dataclass(frozen=True)
@@ -67,7 +53,7 @@ class Command:
     user_namespace: bool = False
 
     def __post_init__(self) -> None:
-        if self.user_namespace and (problem := _no_user_namespace()):
+        if self.user_namespace and (problem := no_user_namespace()):
             raise ConfigError(f"Command: user_namespace is not possible here ({problem}); leave it out")
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float:
@@ -87,42 +73,20 @@ class Command:
 
     async def _run(self, variables: Mapping[str, str], given: IO[bytes]) -> dict[str, Any]:
         """Have a supervisor run the program; return its result when nothing of the program is left."""
-        process = await asyncio.create_subprocess_exec(
-            *_SUPERVISOR,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(given.fileno(),),
-            env=self._inherited(),
-            start_new_session=True,  # Ctrl-C is the run's
+        program = await SupervisedProgram.start(
+            self.words, variables, given.fileno(), self.directory, self.user_namespace
         )
-        assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(self._order(variables, given))
-            result = await process.stdout.read()
+            result = await program.result()
         finally:
-            process.stdin.close()
-            await process.wait()
-        if not result:
+            await program.stop()
+        if result is None:
             raise TrajectoryFailure(Cause.AGENT, f"the supervisor of {self.words[0]} was killed")
-        return json.loads(result)  # type: ignore[no-any-return]
-
-    def _order(self, variables: Mapping[str, str], given: IO[bytes]) -> bytes:
-        order = {
-            "words": list(self.words),
-            "environment": dict(variables),
-            "directory": None if self.directory is None else str(self.directory),
-            "stdin": given.fileno(),
-            "user_namespace": self.user_namespace,
-        }
-        return json.dumps(order).encode() + b"\n"
-
-    def _inherited(self) -> dict[str, str]:
-        patterns = (*INHERITED, *self.inherit)
-        return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
+        return result
 
     def _variables(self, client: AsyncOpenAI) -> dict[str, str]:
         variables = {
-            **self._inherited(),
+            **inherited_variables(self.inherit),
             "OPENAI_BASE_URL": str(client.base_url).rstrip("/"),
             "OPENAI_API_KEY": client.api_key,
             "ANTHROPIC_BASE_URL": anthropic_base_url(client),
@@ -133,19 +97,6 @@ class Command:
         for name in ("NO_PROXY", "no_proxy"):  # a proxy must not be asked for loopback
             variables[name] = ",".join(filter(None, (variables.get(name), client.base_url.host)))
         return variables
-
-
-def _no_user_namespace() -> str:
-    """Why a program cannot have a user namespace of its own; nothing if it can."""
-    order: dict[str, Any] = {
-        "words": ["true"],
-        "environment": {},
-        "directory": None,
-        "stdin": 0,
-        "user_namespace": True,
-    }
-    done = subprocess.run(_SUPERVISOR, input=json.dumps(order).encode() + b"\n", capture_output=True, check=False)
-    return str(json.loads(done.stdout).get("error", ""))
 
 
 def _task_line(task: Task) -> bytes:

@@ -1,6 +1,7 @@
 """`python supervisor.py`: runs a program for `command`, and sees to it that nothing of it stays behind.
 
-Standard input: the order, one line of JSON (words, environment, directory, stdin: a file descriptor, user_namespace).
+Standard input: the order, one line of JSON (words, environment, directory, stdin: a file descriptor, user_namespace,
+grace: seconds).
 The caller keeps the other end open; when that closes, because the attempt is over or the run was killed, the
 program is asked to end, and killed. Standard output, once nothing of the program runs any more: the result as JSON.
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 TAIL = 2**16  # bytes of each output that are kept
-GRACE = 2.0  # seconds that a program has between SIGTERM and SIGKILL
+GRACE = 2.0  # seconds that a program usually has between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _CLONE_NEWUSER = 0x10000000  # linux/sched.h
 _CHILDREN = Path("/proc/thread-self/children")
@@ -68,7 +69,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     tails = {program.stdout.fileno(): b"", program.stderr.fileno(): b""}
     for output in tails:
         os.set_blocking(output, False)
-    _watch(program, ended, tails)
+    _watch(program, ended, tails, order["grace"])
     _kill(program)
     for output in tails:
         while _read(output, tails):
@@ -77,8 +78,8 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     return {"status": program.returncode, "stdout": stdout, "stderr": stderr}
 
 
-def _watch(program: "subprocess.Popen[bytes]", ended: int, tails: dict[int, bytes]) -> None:
-    """Read the program's outputs until it has ended, or until GRACE seconds after it was asked to."""
+def _watch(program: "subprocess.Popen[bytes]", ended: int, tails: dict[int, bytes], grace: float) -> None:
+    """Read the program's outputs until it has ended, or until `grace` seconds after it was asked to."""
     deadline: float | None = None
     with selectors.DefaultSelector() as selector:
         for source in (0, ended, *tails):
@@ -96,7 +97,7 @@ def _watch(program: "subprocess.Popen[bytes]", ended: int, tails: dict[int, byte
                         selector.unregister(key.fd)
                 elif not os.read(0, 4096):  # the other end is closed
                     selector.unregister(0)
-                    deadline = time.monotonic() + GRACE
+                    deadline = time.monotonic() + grace
                     with suppress(ProcessLookupError):  # it has ended just now
                         os.killpg(program.pid, signal.SIGTERM)
 

@@ -1,0 +1,1 @@
+"""Other people's agents and environments, each behind an `AttemptDriver` or an `Environment`."""

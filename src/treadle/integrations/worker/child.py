@@ -1,0 +1,211 @@
+"""`python child.py HANDLER`: plays attempts for `WorkerPool`, in a Python that need not have Treadle.
+
+Standard input is a socket that carries JSON lines both ways:
+
+    in   {"start": SETTINGS}                    out  {"ready": {...}} or {"failed": "..."}
+         {"run": 1, "payload": {...}}                {"id": 1, "result": {...}} or {"id": 1, "error": {...}}
+         {"stop": 1}, {"cancel": 1}                  {"heartbeat": {...}}
+
+When the socket ends, or on SIGTERM, all attempts are cancelled, and the process ends once they have cleaned up.
+
+Standard library only, and no syntax newer than Python 3.9's. `treadle.integrations.worker` says what a handler is.
+"""
+
+import asyncio
+import collections
+import faulthandler
+import importlib.util
+import json
+import os
+import platform
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_TICKS = 10  # measurements of the event loop's lag from one heartbeat to the next
+_MEASURED = 1000  # how many of the last ones are summed up
+_LONGEST = 2000  # characters of an error's message; of its traceback, ten times as many
+
+Json = dict[str, Any]
+Send = Callable[[Json], None]
+
+
+def main() -> None:
+    """Load the handler, and play attempts until the other end of the socket is closed."""
+    connection = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    sys.path[0] = os.getcwd()  # as for `python -m`
+    _allow_files()
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    serving = loop.create_task(_serve(connection, Path(sys.argv[1])))
+    while True:
+        try:
+            loop.run_until_complete(serving)
+            break
+        except (SystemExit, KeyboardInterrupt):  # of a task of the library's; whoever awaits that task gets it, too
+            if serving.done():
+                break
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without waiting for threads that are stuck
+
+
+async def _serve(connection: socket.socket, handler_file: Path) -> None:
+    limit = 2**30  # of a payload; asyncio's own is 64 KiB
+    reader, writer = await asyncio.open_connection(sock=connection, limit=limit)
+
+    def send(message: Json) -> None:
+        writer.write(json.dumps(message).encode() + b"\n")
+
+    settings = json.loads(await reader.readline())["start"]
+    begun, begun_cpu = time.monotonic(), time.process_time()
+    try:
+        _limit_memory(settings["memory_limit"])
+        handler = _load(handler_file)
+        versions = handler.versions() if hasattr(handler, "versions") else {}
+        info = await handler.start(settings["options"]) if hasattr(handler, "start") else {}
+        ready = {"pid": os.getpid(), "python": platform.python_version(), "versions": versions, "info": info}
+        send({"ready": {**ready, "seconds": time.monotonic() - begun, "cpu_seconds": time.process_time() - begun_cpu}})
+    except BaseException as error:  # noqa: BLE001  # a boundary: reported to the run, which ends
+        traceback.print_exc()
+        send({"failed": _described(error)["message"]})
+        await writer.drain()
+        return
+    attempts = _Attempts(handler.run, send, settings["output_limit"])
+    beating = asyncio.ensure_future(_beat(send, attempts, settings["heartbeat"], settings["patience"]))
+    receiving = asyncio.ensure_future(_receive(reader, attempts))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, receiving.cancel)
+    await asyncio.wait({receiving})
+    await attempts.cancel_all()
+    beating.cancel()
+
+
+async def _receive(reader: asyncio.StreamReader, attempts: "_Attempts") -> None:
+    while True:
+        line = await reader.readline()
+        if not line.endswith(b"\n"):
+            return
+        message = json.loads(line)
+        if "run" in message:
+            attempts.run(message["run"], message["payload"])
+        elif "stop" in message:
+            attempts.stop(message["stop"])
+        else:
+            attempts.cancel(message["cancel"])
+
+
+class _Attempts:
+    """Holds the attempts that are being played, by number."""
+
+    def __init__(self, run: Callable[..., Any], send: Send, output_limit: int) -> None:
+        self._run, self._send, self._output_limit = run, send, output_limit
+        self._tasks: dict[int, Any] = {}
+        self._stops: dict[int, asyncio.Event] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def run(self, number: int, payload: Json) -> None:
+        self._stops[number] = asyncio.Event()
+        self._tasks[number] = asyncio.ensure_future(self._play(number, payload, self._stops[number]))
+
+    def stop(self, number: int) -> None:
+        if number in self._stops:
+            self._stops[number].set()
+
+    def cancel(self, number: int) -> None:
+        if number in self._tasks:
+            self._tasks[number].cancel()
+
+    async def cancel_all(self) -> None:
+        """Cancel all attempts and wait for them; how long is up to the other side, which then kills this process."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _play(self, number: int, payload: Json, stop: asyncio.Event) -> None:
+        try:
+            answer = {"id": number, "result": _checked(await self._run(payload, stop), self._output_limit)}
+        except BaseException as error:  # noqa: BLE001  # a boundary: one attempt's error is its answer
+            answer = {"id": number, "error": _described(error)}
+        finally:
+            del self._tasks[number], self._stops[number]
+        self._send(answer)
+
+
+def _checked(result: Any, limit: int) -> Json:
+    if not isinstance(result, dict):
+        raise TypeError(f"run must return a dict, got {type(result).__name__}")
+    size = len(json.dumps(result))
+    if size > limit:
+        raise ValueError(f"run returned {size} bytes of JSON, output_limit is {limit}")
+    return result
+
+
+def _described(error: BaseException) -> Json:
+    name = type(error).__name__
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    text = f"{name}: {error}" if str(error) else name
+    return {"type": name, "message": text[:_LONGEST], "traceback": "".join(lines)[-10 * _LONGEST :]}
+
+
+async def _beat(send: Send, attempts: _Attempts, interval: float, patience: float) -> None:
+    """Send heartbeats; where one is long overdue, write to standard error what the threads are doing."""
+    lags: collections.deque[float] = collections.deque(maxlen=_MEASURED)
+    while True:
+        faulthandler.dump_traceback_later(patience / 2)
+        for _ in range(_TICKS):
+            due = time.monotonic() + interval / _TICKS
+            await asyncio.sleep(interval / _TICKS)
+            lags.append(max(0.0, time.monotonic() - due))
+        ordered = sorted(lags)
+        lag = {"lag_p99": ordered[int(0.99 * (len(ordered) - 1))], "lag_max": ordered[-1]}
+        send({"heartbeat": {**lag, **_usage(), "attempts": len(attempts)}})
+
+
+def _usage() -> Json:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    try:
+        memory = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:  # another system: its largest so far, which macOS counts in bytes
+        memory = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"memory": memory, "cpu_seconds": usage.ru_utime + usage.ru_stime}
+
+
+def _load(path: Path) -> Any:
+    """Import the handler file; modules beside it can be imported, unless others of that name are installed."""
+    sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, str(path))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _limit_memory(limit: int) -> None:
+    """Let allocations beyond the limit fail, here and in each process that is started from here."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    wanted = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
+def _allow_files() -> None:
+    """Allow as many open files as the system lets us: each attempt holds a few."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    main()

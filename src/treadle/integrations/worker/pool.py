@@ -1,0 +1,124 @@
+"""`WorkerPool`: a few processes that play many attempts each, started again when they die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
+from treadle.integrations.worker.config import WorkerConfig
+from treadle.integrations.worker.process import Heartbeat, Ready, WorkerProcess, WorkerProgram
+
+
+class WorkerPool:
+    """Plays attempts in `config.processes` processes of one program; an async context.
+
+    Each attempt goes to the process that has the fewest; beyond `config.attempts` in each, attempts wait their turn.
+    restarts: of processes that died, were blocked, ran out of memory, or had an attempt that could not be cancelled.
+    """
+
+    def __init__(self, program: WorkerProgram, config: WorkerConfig | None = None) -> None:
+        self._program, self._config = program, config or WorkerConfig()
+        self._slots = [_Slot(program, self._config) for _ in range(self._config.processes)]
+        self._places = asyncio.Semaphore(self._config.processes * self._config.attempts)
+
+    async def __aenter__(self) -> Self:
+        """Start all processes. Raises ConfigError, one line, if one cannot be: no interpreter, no library."""
+        starts = [asyncio.ensure_future(slot.process()) for slot in self._slots]
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.wait(starts)
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Cancel what is being played, and end all processes."""
+        await self._close()
+
+    async def call(self, payload: Mapping[str, Any], stop: asyncio.Event | None = None) -> dict[str, Any]:
+        """Play one attempt: return what the handler returns for the payload. Raises TrajectoryFailure if it fails.
+
+        payload: what JSON can hold. stop: once it is set, the attempt is asked to come to its end, and still gives a
+        result. Cancelling the call cancels the attempt, and waits for at most `cleanup_timeout` until it is over.
+        """
+        async with self._places:
+            slot = min(self._slots, key=lambda slot: slot.calls)
+            slot.calls += 1
+            try:
+                return await (await self._restarted(slot)).call(dict(payload), stop)
+            finally:
+                slot.calls -= 1
+
+    @property
+    def ready(self) -> Ready:
+        """Return what the first process said when it was started last."""
+        ready = self._slots[0].ready
+        assert ready is not None, "the pool has not been entered"
+        return ready
+
+    @property
+    def heartbeats(self) -> list[Heartbeat]:
+        """Return the last heartbeat of each process."""
+        return [slot.heartbeat for slot in self._slots]
+
+    @property
+    def restarts(self) -> int:
+        """Return how many processes were started in place of another."""
+        return sum(slot.starts - 1 for slot in self._slots)
+
+    async def _restarted(self, slot: _Slot) -> WorkerProcess:
+        try:
+            return await slot.process()
+        except ConfigError as error:
+            raise TrajectoryFailure(Cause.INFRASTRUCTURE, f"a worker cannot be started again: {error}") from error
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(slot.close() for slot in self._slots))
+
+
+class _Slot:
+    """Holds the place of one process: the one in use, and those before it whose attempts are not over yet.
+
+    calls: to it, those included that wait for it to start. ready: what the last process said.
+    """
+
+    def __init__(self, program: WorkerProgram, config: WorkerConfig) -> None:
+        self._program, self._config = program, config
+        self._lock = asyncio.Lock()
+        self._process: WorkerProcess | None = None
+        self._draining: dict[asyncio.Task[None], WorkerProcess] = {}
+        self.ready: Ready | None = None
+        self.calls = self.starts = 0
+
+    async def process(self) -> WorkerProcess:
+        """Return a process that can be called, started if need be. Raises ConfigError."""
+        async with self._lock:
+            if self._process is not None and not self._process.is_usable:
+                draining = asyncio.create_task(self._process.drain())
+                self._draining[draining] = self._process
+                draining.add_done_callback(self._draining.pop)
+                self._process = None
+            if self._process is None:
+                self._process = await WorkerProcess.start(self._program, self._config)
+                self.starts += 1
+                self.ready = self._process.ready
+            return self._process
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat() if self._process is None else self._process.heartbeat
+
+    async def close(self) -> None:
+        async with self._lock:
+            draining = dict(self._draining)
+            current = [self._process] if self._process is not None else []
+            await asyncio.gather(*(process.close() for process in [*draining.values(), *current]))
+            await asyncio.gather(*draining)

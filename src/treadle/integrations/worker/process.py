@@ -1,0 +1,304 @@
+"""`WorkerProcess`: one process that plays attempts (`child`), from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
+from treadle.integrations.worker import child
+from treadle.integrations.worker.config import WorkerConfig
+from treadle.rollout.agents.supervised import SupervisedProgram, inherited_variables
+
+Json = dict[str, Any]
+
+_ENVELOPE = 2**20  # bytes of an answer that are not its result
+_OTHER_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")  # of the run's variables: they are meant for its own Python
+_PLACE = re.compile(r'most recent call first\):\n  File "(.+)", line (\d+) in (\S+)')  # as faulthandler writes it
+
+
+@dataclass(frozen=True)
+class WorkerProgram:
+    """Describes what worker processes run.
+
+    name: the library, for people. handler: the file that calls it (`treadle.integrations.worker`). python: an
+    interpreter that has the library. remedy: how to get one, for errors. options: what the handler is started with.
+    cause: of attempts whose handler raises. lost_cause: of all attempts of a process that died.
+    """
+
+    name: str
+    handler: Path
+    python: str
+    remedy: str
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    cause: Cause = Cause.ENVIRONMENT
+    lost_cause: Cause = Cause.ENVIRONMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Holds what a process says when it has started: `Ready(4711, "3.12.1", {"harbor": "0.24.0"}, {}, 4.9, 4.6)`.
+
+    info: what the handler's `start` returned. seconds, cpu_seconds: that importing the library and starting it took.
+    """
+
+    pid: int
+    python: str
+    versions: dict[str, str]
+    info: Json
+    seconds: float
+    cpu_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Holds how a process is doing.
+
+    lag_p99, lag_max: of its event loop, seconds, over some of the last minutes. memory: resident, bytes. cpu_seconds:
+    since it began. attempts: those being played.
+    """
+
+    lag_p99: float = 0.0
+    lag_max: float = 0.0
+    memory: int = 0
+    cpu_seconds: float = 0.0
+    attempts: int = 0
+
+
+class WorkerProcess:
+    """Runs one process. Make it with `start`, and `close` it.
+
+    ready: what it said at its start. heartbeat: the last one. Invariant: each call ends, at the latest when the process
+    does; `is_usable` is false from then on, and from when an attempt could not be cancelled.
+    """
+
+    def __init__(
+        self,
+        program: WorkerProgram,
+        config: WorkerConfig,
+        process: SupervisedProgram,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    ) -> None:
+        self._program, self._config, self._process = program, config, process
+        self._reader, self._writer = streams
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Json]] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self.is_usable = True
+        self.ready = Ready(0, "", {}, {}, 0.0, 0.0)
+        self.heartbeat = Heartbeat()
+
+    @classmethod
+    async def start(cls, program: WorkerProgram, config: WorkerConfig) -> Self:
+        """Start a process and wait until the library is imported. Raises ConfigError where that fails."""
+        if shutil.which(program.python) is None:
+            raise ConfigError(f"{program.name}: {program.python!r} is no interpreter; {program.remedy}")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            streams = await asyncio.open_connection(sock=ours, limit=config.output_limit + _ENVELOPE)
+            try:
+                process = await SupervisedProgram.start(
+                    [program.python, str(Path(child.__file__)), str(program.handler.absolute())],
+                    _environment(config),
+                    theirs.fileno(),
+                    grace=config.cleanup_timeout,
+                )
+            except BaseException:
+                streams[1].close()
+                raise
+        self = cls(program, config, process, streams)
+        try:
+            self.ready = await self._started()
+        except BaseException:
+            await self._end()
+            raise
+        self._reading = asyncio.create_task(self._read())
+        return self
+
+    async def call(self, payload: Json, stop: asyncio.Event | None = None) -> Json:
+        """Play one attempt and return its result. Raises TrajectoryFailure.
+
+        stop: once it is set, the attempt is asked to come to its end. Cancelling the call cancels the attempt, and
+        waits for at most `cleanup_timeout` until it is over.
+        """
+        number = next(self._numbers)
+        answer: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(_retrieved)
+        self._pending[number] = answer
+        self._send({"run": number, "payload": payload})
+        try:
+            if stop is not None and not await _done_first(answer, stop):
+                self._send({"stop": number})
+            await asyncio.wait({answer})
+        except asyncio.CancelledError:
+            await self._cancel(number, answer)
+            raise
+        return answer.result()
+
+    async def drain(self) -> None:
+        """Let the attempts end by themselves, or by `close`; then close."""
+        self.is_usable = False
+        while self._pending:
+            await asyncio.wait(list(self._pending.values()))
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel all attempts, give them `cleanup_timeout` to clean up, and end the process."""
+        self.is_usable = False
+        if self._reading is not None and not self._reading.done():
+            if self._writer.can_write_eof() and not self._writer.is_closing():
+                self._writer.write_eof()  # the process cancels all attempts and ends
+            await asyncio.wait({self._reading}, timeout=self._config.cleanup_timeout)
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+        await self._end()
+        self._fail_all(f"the {self._program.name} worker was closed")
+
+    # --- starting ------------------------------------------------------------------------------------------------
+
+    async def _started(self) -> Ready:
+        settings = {
+            "heartbeat": self._config.heartbeat,
+            "patience": self._config.patience,
+            "memory_limit": self._config.memory_limit,
+            "output_limit": self._config.output_limit,
+            "options": dict(self._program.options),
+        }
+        self._send({"start": settings})
+        try:
+            async with asyncio.timeout(self._config.start_timeout):
+                line = await self._line()
+        except TimeoutError:
+            limit = f"{self._config.start_timeout:g} s (start_timeout)"
+            raise ConfigError(
+                f"{self._where()}: not ready after {limit}; raise it, or {self._program.remedy}"
+            ) from None
+        if not line:
+            raise ConfigError(f"{self._where()}: {await self._death()}; {self._program.remedy}")
+        message = json.loads(line)
+        if "failed" in message:
+            raise ConfigError(f"{self._where()}: {message['failed']}; {self._program.remedy}")
+        return Ready(**message["ready"])
+
+    def _where(self) -> str:
+        return f"{self._program.name} in {self._program.python}"
+
+    # --- talking to it -------------------------------------------------------------------------------------------
+
+    def _send(self, message: Json) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+    async def _line(self) -> bytes:
+        """Return the next line of the process; nothing if it has ended."""
+        try:
+            line = await self._reader.readline()
+        except (ConnectionError, ValueError):  # gone, or a line longer than any that it may send
+            return b""
+        return line if line.endswith(b"\n") else b""
+
+    async def _read(self) -> None:
+        """Take in answers and heartbeats until the process has ended, or has given no sign of life for too long."""
+        blocked = False
+        try:
+            while line := await self._line_in_time():
+                self._take(json.loads(line))
+        except TimeoutError:
+            blocked = True
+        self.is_usable = False
+        await self._process.stop()
+        self._fail_all(f"the {self._program.name} worker {await self._death(blocked)}")
+
+    async def _line_in_time(self) -> bytes:
+        """Return the next line. Raises TimeoutError."""
+        try:
+            async with asyncio.timeout(self._config.patience):
+                return await self._line()
+        except TimeoutError:  # it may have been this event loop that was blocked: what has come meanwhile is read first
+            async with asyncio.timeout(self._config.heartbeat):
+                return await self._line()
+
+    def _take(self, message: Json) -> None:
+        if "heartbeat" in message:
+            self.heartbeat = Heartbeat(**message["heartbeat"])
+            return
+        number = message["id"]
+        answer = self._pending.pop(number, None)
+        if answer is None:  # nobody waits for it any more
+            return
+        if "error" not in message:
+            answer.set_result(message["result"])
+            return
+        error = message["error"]
+        if error["type"] == MemoryError.__name__:  # little is left for the others: they end, and a new process begins
+            self.is_usable = False
+        answer.set_exception(TrajectoryFailure(self._program.cause, error["message"], error["traceback"]))
+
+    async def _cancel(self, number: int, answer: asyncio.Future[Json]) -> None:
+        if answer.done():
+            return
+        self._send({"cancel": number})
+        try:
+            await asyncio.wait({answer}, timeout=self._config.cleanup_timeout)
+        finally:
+            if self._pending.pop(number, None) is not None:  # it goes on, or so it seems
+                self.is_usable = False
+
+    # --- its end -------------------------------------------------------------------------------------------------
+
+    async def _death(self, blocked: bool = False) -> str:
+        """Wait until nothing of it runs any more; return how it ended, in words. blocked: because it was silent."""
+        result = await self._process.result()
+        if result is None:
+            return "was killed together with its supervisor"
+        if "error" in result:
+            return f"cannot be run: {result['error']}"
+        if blocked:
+            places = _PLACE.findall(result["stderr"])  # the main thread is the last one
+            where = ", in {2}, {0}:{1}".format(*places[-1]) if places else ""
+            return f"was killed: it gave no sign of life for {self._config.patience:g} s (patience){where}"
+        last = (result["stderr"].strip() or result["stdout"].strip()).rpartition("\n")[2]
+        status = result["status"]
+        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        return how + (f": {last[-500:]}" if last else "")
+
+    async def _end(self) -> None:
+        self._writer.close()
+        await self._process.stop()
+
+    def _fail_all(self, why: str) -> None:
+        for answer in self._pending.values():
+            answer.set_exception(TrajectoryFailure(self._program.lost_cause, why))
+        self._pending.clear()
+
+
+def _environment(config: WorkerConfig) -> dict[str, str]:
+    inherited = inherited_variables(config.inherit)
+    mine = {name: value for name, value in inherited.items() if name not in _OTHER_PYTHON or name in config.inherit}
+    return {**mine, "PYTHONUNBUFFERED": "1", **config.environment}
+
+
+def _retrieved(answer: asyncio.Future[Json]) -> None:
+    """Keep asyncio from reporting an error that nobody waits for any more."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+async def _done_first(answer: asyncio.Future[Json], stop: asyncio.Event) -> bool:
+    """Wait for either; return whether the answer is there."""
+    stopping = asyncio.ensure_future(stop.wait())
+    waited: set[asyncio.Future[Any]] = {answer, stopping}
+    try:
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+    return answer.done()
