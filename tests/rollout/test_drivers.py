@@ -1,10 +1,14 @@
 """Drivers from outside: they need no change of Treadle, and end an attempt by the same table as its own."""
 
 import asyncio
+import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from openai import AsyncOpenAI
 
 from tests.worlds import END, HELLO, PLAIN, saying, user
 from treadle.core.draws import Stream
@@ -17,13 +21,18 @@ from treadle.core.errors import (
     StepsExceeded,
     TrajectoryFailure,
 )
+from treadle.core.metrics import Metric, measured
 from treadle.core.rewards import Reward
 from treadle.core.types import Failure, Status, Task, Trajectory
 from treadle.rendering.chat import ChatRenderer
+from treadle.rollout.agents.clients import async_client
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver, DriverFactory, DriverSetup, check_driver, load_driver
+from treadle.rollout.drivers.gateway import AgentSession, GatewayDriver, Graded
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
+from treadle.rollout.gateway.address import GatewayConfig
+from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import Address, Session, SessionSpec
 
@@ -192,3 +201,62 @@ def test_what_is_no_driver_is_refused(found: Any, message: str) -> None:
 def test_an_unknown_driver_is_named() -> None:
     with pytest.raises(ConfigError, match="drivers: 'nowhere' is not registered"):
         load_driver("nowhere")
+
+
+class Calling(GatewayDriver):
+    """Asks over HTTP, as often as the task says, and then does what its prompt says."""
+
+    def __init__(self, setup: DriverSetup, urls: list[str]) -> None:
+        super().__init__(setup)
+        self.urls = urls
+
+    async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
+        self.urls.append(address.base_url)
+        async with async_client(address.base_url, address.secret, 20.0) as client:
+            return await user.call(self.act, task, client, what="run", timeout=20.0, check=lambda value: value)
+
+    async def act(self, task: Task, client: AsyncOpenAI) -> Graded:
+        for _ in range(task.extras["calls"]):
+            await client.with_options(max_retries=0).chat.completions.create(model="m", messages=[*task.prompt])  # type: ignore[list-item]
+        metric = Metric("colour", "trajectory", "mean")
+        reward = float(task.extras["reward"])
+        return Graded(Reward.of(reward), measured("trajectory", {metric: [3]}), "beware")
+
+
+async def call_over_http(*extras: dict[str, Any], **settings: Any) -> tuple[list[Trajectory], list[str]]:
+    urls: list[str] = []
+
+    async def agent(task: Task, client: AsyncOpenAI) -> float:
+        urls.append(str(client.base_url))
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        return 1.0
+
+    players = Players({}, {"agent": agent}, {"a": partial(Calling, urls=urls), "b": partial(Calling, urls=urls)})
+    tasks = [Task(f"t{n}", HELLO, driver="ab"[n % 2], extras=extra) for n, extra in enumerate(extras)]
+    config = RolloutConfig(max_completion_tokens=16, max_steps=2, **settings)
+    async with open_rollouts(saying("a"), ChatRenderer(PLAIN, [END]), players, config) as rollouts:
+        running = [
+            rollouts.start(f"g{n}", task, [Address(1, Stream.TRAIN, 0, n, 0)])[0]
+            for n, task in enumerate([*tasks, Task("agent", HELLO, agent="agent")])
+        ]
+        return list(await asyncio.gather(*running)), urls
+
+
+async def test_all_that_calls_over_http_shares_one_gateway() -> None:
+    """A second one could not have the configured port."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    trajectories, urls = await call_over_http(
+        {"calls": 1, "reward": 0.5}, {"calls": 2, "reward": 0.25}, gateway=GatewayConfig(port=port)
+    )
+    assert [t.reward for t in trajectories] == [0.5, 0.25, 1.0], [t.failure for t in trajectories]
+    assert len(set(urls)) == 3 and {urlsplit(url).port for url in urls} == {port}
+    assert [len(t.steps) for t in trajectories] == [1, 2, 1]
+    assert dict(trajectories[0].metrics) == {"colour": 3} and trajectories[0].warning == "beware"
+
+
+async def test_a_refused_last_call_decides_how_an_attempt_over_http_ended() -> None:
+    [limited, wrong, _], _ = await call_over_http({"calls": 3, "reward": 0.5}, {"calls": 1, "reward": "nan"})
+    assert (limited.status, limited.reward, len(limited.steps)) == (Status.MAX_STEPS, 0.0, 2)
+    assert "max_steps" in limited.warning and not limited.metrics
+    assert wrong.failure is not None and wrong.failure.cause is Cause.AGENT and "nan" in wrong.failure.message

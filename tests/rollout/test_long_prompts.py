@@ -14,7 +14,7 @@ from treadle.core.types import BreakCause, SamplingParams
 from treadle.rendering import structure
 from treadle.rendering.causes import agents_change
 from treadle.rendering.chat import ChatRenderer
-from treadle.rollout.drivers.agent import AgentSession
+from treadle.rollout.drivers.gateway import AgentSession
 from treadle.rollout.session import Address, Reply, Session, SessionSpec
 
 LONG = 200_000  # characters

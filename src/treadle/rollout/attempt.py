@@ -25,6 +25,7 @@ from treadle.rollout.drivers.agent import AgentDriver
 from treadle.rollout.drivers.driver import AttemptDriver, DriverFactory, DriverSetup
 from treadle.rollout.drivers.environment import EnvironmentDriver
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
+from treadle.rollout.gateway.shared import SharedGateway
 from treadle.rollout.isolation.isolated_environment import EnvironmentFactory
 from treadle.rollout.isolation.loop_monitor import LoopMonitor
 from treadle.rollout.isolation.user_code import UserCode
@@ -156,14 +157,15 @@ async def open_rollouts(
     rewards: RewardsConfig = _AS_GIVEN,
     log: Callable[[str], None] = lambda line: None,
 ) -> AsyncIterator[Rollouts]:
-    """Open `Rollouts` with a driver for each player; agents share one gateway, which is served only if there are any.
+    """Open `Rollouts` with a driver for each player; those that call over HTTP share one gateway.
 
     log: called from another thread with a line about user code that blocks the event loop. Raises ConfigError for a
     shaping hook or a reply parser that does not exist, and what drivers raise on being opened.
     """
-    setup = DriverSetup(config, renderer, reply_parser(config.reply_parser, renderer.source))
     monitor = LoopMonitor(log)
     async with AsyncExitStack() as opened:
+        gateway = await opened.enter_async_context(SharedGateway(config.gateway))
+        setup = DriverSetup(config, renderer, reply_parser(config.reply_parser, renderer.source), gateway)
         drivers: dict[tuple[str, str], AttemptDriver[Any]] = {}
         if players.environments:
             environments = await opened.enter_async_context(EnvironmentDriver(players.environments, config))

@@ -25,6 +25,7 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import ReplyParser
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.outcome import Outcome
+from treadle.rollout.gateway.shared import SharedGateway
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import Session, SessionSpec
 
@@ -33,11 +34,15 @@ S = TypeVar("S", bound=Session)
 
 @dataclass(frozen=True, slots=True)
 class DriverSetup:
-    """Holds what a driver may know of its run. parse: reads the replies of agent programs."""
+    """Holds what a driver may know of its run.
+
+    parse: reads the replies of agent programs. gateway: where they reach the model; served once a driver opens it.
+    """
 
     config: RolloutConfig
     renderer: ChatRenderer
     parse: ReplyParser
+    gateway: SharedGateway
 
 
 class AttemptDriver(Protocol[S]):

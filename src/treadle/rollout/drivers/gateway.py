@@ -1,0 +1,145 @@
+"""`GatewayDriver`: the base of drivers whose attempts call the model over HTTP, wherever their code runs.
+
+    AgentSession <- Gateway <- HTTP <- whatever `run` starts -> Graded
+
+Agent programs are the first of them (`drivers.agent`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from treadle.core.errors import ContextExceeded, DataError, EngineError, StepsExceeded, TrajectoryFailure
+from treadle.core.metrics import Measures
+from treadle.core.outcomes import was_played
+from treadle.core.rewards import Reward
+from treadle.core.types import Message, Task
+from treadle.rendering.conversation import Prompt
+from treadle.rendering.replies import ReplyParser, Tool, plain
+from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
+from treadle.rollout.drivers.outcome import Outcome, outcome_of
+from treadle.rollout.gateway.gateway import SessionAddress
+from treadle.rollout.isolation.user_code import UserCode
+from treadle.rollout.session import CallOptions, Reply, Session, SessionSpec
+
+_DEFAULT = CallOptions()
+
+
+class AgentSession(Session):
+    """Records an attempt whose calls come from an agent program: at most `max_calls`.
+
+    last_error: what the last call to end was refused or failed with; None if it was answered.
+    """
+
+    def __init__(self, spec: SessionSpec, parse: ReplyParser = plain, *, max_calls: int) -> None:
+        super().__init__(spec, parse)
+        self._max_calls = max_calls
+        self.last_error: StepsExceeded | ContextExceeded | EngineError | None = None
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = _DEFAULT
+    ) -> Reply:
+        """Sample a reply as `Session.chat` does. Raises StepsExceeded, too, for one call too many."""
+        with self._watched():
+            return await super().chat(messages, tools, options)
+
+    async def complete(self, prompt: str | Sequence[int], options: CallOptions = _DEFAULT) -> Reply:
+        """Sample a completion as `Session.complete` does. Raises StepsExceeded, too, for one call too many."""
+        with self._watched():
+            return await super().complete(prompt, options)
+
+    def _numbered(self, prompt: Prompt) -> int:
+        self._check_calls()  # again: others may have been numbered while this one was rendered
+        return super()._numbered(prompt)
+
+    def _check_calls(self) -> None:
+        if self._calls >= self._max_calls:
+            raise StepsExceeded(self._max_calls)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            self._check_calls()
+            yield
+        except (StepsExceeded, ContextExceeded, EngineError) as error:
+            self.last_error = error
+            raise
+        self.last_error = None
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """Holds what an attempt was given at its end: its reward, and metrics of level `trajectory`.
+
+    warning: something that went wrong without touching the reward.
+    """
+
+    reward: Reward
+    metrics: Measures = field(default_factory=Measures)
+    warning: str = ""
+
+
+class GatewayDriver(AttemptDriver[AgentSession]):
+    """Plays attempts that reach the model through the run's gateway, each under a secret of its own.
+
+    Subclass it and write `run`.
+    """
+
+    def __init__(self, setup: DriverSetup) -> None:
+        self.config, self._setup = setup.config, setup
+
+    async def __aenter__(self) -> Self:
+        """Have the gateway served. Raises ConfigError for an address that cannot be had."""
+        self.gateway = await self._setup.gateway.open()
+        return self
+
+    def open_session(self, spec: SessionSpec) -> AgentSession:
+        """Open a session that takes `max_steps` calls."""
+        return AgentSession(spec, self._setup.parse, max_calls=self.config.max_steps)
+
+    @abstractmethod
+    async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
+        """Play the attempt and return its reward. Raises TrajectoryFailure.
+
+        address: where the session is reached until this has returned; the session takes no calls afterwards.
+        """
+        ...
+
+    async def play(self, session: AgentSession, task: Task, user: UserCode) -> Outcome:
+        """Run the attempt and return how that ended.
+
+        If its code raises after its last call was refused for a limit or failed in the engine, that call's error
+        decides how the attempt ended; where it was a limit, what the code raised becomes a warning.
+        """
+        try:
+            graded = await self._attached(task, session, user)
+            session.reward_last(graded.reward)
+        except TrajectoryFailure as error:
+            if error.cause is not user.cause or session.last_error is None:
+                return outcome_of(session.steps, error, user.cause)
+            outcome = outcome_of(session.steps, session.last_error, user.cause)
+            return outcome if outcome.failure else replace(outcome, warning=error.message)
+        except DataError as error:
+            failure = TrajectoryFailure(user.cause, f"the {user.cause}'s reward: {error}")
+            return outcome_of(session.steps, failure, user.cause)
+        outcome = outcome_of(session.steps, _limit(session), user.cause)
+        return outcome if outcome.failure else replace(outcome, metrics=graded.metrics, warning=graded.warning)
+
+    async def _attached(self, task: Task, session: AgentSession, user: UserCode) -> Graded:
+        try:
+            async with self.gateway.attached(session) as address:
+                return await self.run(task, session, address, user)
+        finally:
+            session.close()
+
+
+def _limit(session: AgentSession) -> StepsExceeded | ContextExceeded | EngineError | None:
+    """Return what ended an attempt whose agent returned: the limit it met last. An engine's failure it has got over,
+    unless no call was ever answered.
+    """
+    over = isinstance(session.last_error, EngineError) and any(was_played(step) for step in session.steps)
+    return None if over else session.last_error
