@@ -101,6 +101,23 @@ def test_a_failing_close_is_no_reason_to_refuse() -> None:
     check(Told(closing=LookupError("stuck")))
 
 
+def test_an_environment_that_needs_more_calls_than_there_are_is_refused() -> None:
+    class Long(Told):
+        required_steps = 4
+
+    def check(*overrides: str) -> None:
+        inputs = make_inputs([Task("t", (user("?"),))], [], {"long": lambda: Long()})
+        check_first_prompts(inputs, ChatRenderer(PLAIN, [END]), tiny(*overrides), 128, print)
+
+    check("rollout.max_steps=4")
+    message = r"^task t: environment 'long' needs 4 calls .*, and rollout\.max_steps is 3; set rollout\.max_steps=4, or"
+    with pytest.raises(ConfigError, match=message):
+        check()
+    Long.required_steps = "x"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="required_steps raised ValueError"):
+        check()
+
+
 def test_a_first_prompt_that_is_too_long_is_refused() -> None:
     tokens = len(plain_ids(chatml([user("hello")])))
     with pytest.raises(ConfigError, match=f"has {tokens} tokens, rollout.max_input_tokens is {tokens - 1}"):

@@ -57,7 +57,8 @@ def test_an_environment_without_metrics_may_say_anything() -> None:
     [
         ((Metric("x", "token", "mean"),), "environment 'world': metrics: 'x' is of level token; make it step or traj"),
         ((Metric("a b", "step", "mean"),), "'a b' must be a name of letters, digits and underscores"),
-        ((Metric("x_*", "step", "mean"),), "must be a name of letters"),
+        ((Metric("*_x", "step", "mean"),), "must be a name of letters"),
+        ((Metric("*", "step", "mean"),), "must be a name of letters"),
         ((Metric("x", "step", "mean", view="trained"),), "'x' is of what is trained; leave view out"),
         (("searches",), "metrics must be a tuple of treadle.Metric, got"),
         (SEARCHES, "metrics must be a tuple of treadle.Metric, got"),
@@ -95,3 +96,26 @@ def test_info_that_is_no_mapping_fails_the_attempt_of_an_environment_that_measur
 
 def test_environments_may_share_a_metric() -> None:
     check_metrics({"lookup": Lookup, "again": Lookup, "made": lambda: Lookup()})
+
+
+class Family(Told):
+    metrics = (Metric("lib_*", "trajectory", "mean", help="a number of the library"), SLOW)
+
+
+def test_a_family_declares_all_names_that_begin_like_it() -> None:
+    infos: list[Any] = [{"lib_steps": 1, "other": 5, "slow": True}, {"lib_steps": 2, "lib_won": True, 3: 4}]
+    answers = [EnvStep([tool("on")], info=infos[0]), EnvStep(done=True, info=infos[1])]
+    [trajectory] = play(lambda: Family(*answers), saying("hi"))
+    assert dict(trajectory.metrics) == {"slow": 1.0, "lib_steps": 3.0, "lib_won": 1.0}
+    [failed] = play(lambda: Family(EnvStep(done=True, info={"lib_x": "3"})), saying("hi"))
+    assert failed.failure is not None and "info['lib_x'] = '3'" in failed.failure.message
+
+
+@pytest.mark.parametrize("name", ["lib_steps", "lib_*", "lib_more_*", "li*"])
+def test_a_family_takes_no_name_of_others(name: str) -> None:
+    class Other(Told):
+        metrics = (Metric(name, "step", "max"),)
+
+    with pytest.raises(ConfigError, match="is declared otherwise by 'family'; rename one"):
+        check_metrics({"family": Family, "other": Other})
+    check_metrics({"family": Family, "again": Family, "lookup": Lookup})

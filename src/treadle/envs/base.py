@@ -66,14 +66,17 @@ class Environment(Protocol):
 
     metrics: what it measures, each under its name in a step's `info`; recorded as `env/<name>`. Of level `step`, each
     value counts for itself; of level `trajectory`, a trajectory's values add up first. A value that is left out is not
-    counted: give 0 as 0.
+    counted: give 0 as 0. A name that ends in `*` declares all that begin like it.
     longest_wait: seconds that one of its calls may wait, for a server that is out, before it fails the attempt with a
     cause of its own. `rollout.environment_timeout` must be longer.
+    required_steps: calls of the model without which it gives no grade, known once `reset` has returned.
+    `rollout.max_steps` must not be lower; 0: any will do.
     """
 
     task: Task
     metrics: ClassVar[Sequence[Metric]] = ()
     longest_wait: float = 0.0
+    required_steps: int = 0
 
     @_or_plain
     async def reset(self, task: Task) -> Sequence[Message]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.metrics import Measures, Metric, Tally
@@ -18,7 +19,7 @@ def check_metrics(environments: Mapping[str, object]) -> None:
 
     environments: name -> class, or factory; a factory without an attribute `metrics` declares none yet.
     """
-    known: dict[str, tuple[str, Metric]] = {}
+    known: list[tuple[str, Metric]] = []
     for name, environment in environments.items():
         where = f"environment {name!r}: metrics"
         for metric in _listed(getattr(made_class(environment), "metrics", ()), where):
@@ -26,11 +27,20 @@ def check_metrics(environments: Mapping[str, object]) -> None:
                 raise ConfigError(f"{where}: {metric.name!r} is of level {metric.level}; make it step or trajectory")
             if metric.view != "played":
                 raise ConfigError(f"{where}: {metric.name!r} is of what is {metric.view}; leave view out")
-            if not metric.name.isidentifier():
+            if not metric.name.removesuffix("*").isidentifier():
                 raise ConfigError(f"{where}: {metric.name!r} must be a name of letters, digits and underscores")
-            other, earlier = known.setdefault(metric.name, (name, metric))
-            if metric != earlier:
-                raise ConfigError(f"{where}: {metric.name!r} is declared otherwise by {other!r}; rename one")
+            for other, earlier in known:
+                if metric != earlier and _overlap(metric, earlier):
+                    raise ConfigError(f"{where}: {metric.name!r} is declared otherwise by {other!r}; rename one")
+            known.append((name, metric))
+
+
+def _overlap(metric: Metric, other: Metric) -> bool:
+    """Return whether a name may belong to both: it is that of both, or one is a family (`skyrl_*`)."""
+    return metric.name == other.name or any(
+        _is_family(family) and member.name.startswith(family.name[:-1])
+        for family, member in ((metric, other), (other, metric))
+    )
 
 
 def _listed(found: object, where: str) -> Iterable[Metric]:
@@ -50,31 +60,49 @@ class EnvMetrics:
             check_metrics({name: environment})
         except ConfigError as error:  # only now: a factory need not name them
             raise TrajectoryFailure(Cause.ENVIRONMENT, str(error)) from error
-        self._values: dict[Metric, list[float]] = {metric: [] for metric in getattr(environment, "metrics", ())}
+        self._declared: Sequence[Metric] = getattr(environment, "metrics", ())
+        self._values: dict[Metric, list[float]] = {metric: [] for metric in self._declared if not _is_family(metric)}
 
     def record(self, info: object, method: str) -> None:
         """Count the declared metrics in the `info` that a method gave.
 
         Raises TrajectoryFailure (environment) if `info` is no mapping, or a value no finite number.
         """
-        if self._values and not isinstance(info, Mapping):
+        if not self._declared:
+            return
+        if not isinstance(info, Mapping):
             raise TrajectoryFailure(Cause.ENVIRONMENT, f"{method} gave info {info!r:.100}; it must be a mapping")
-        for metric, values in self._values.items():
-            value = info.get(metric.name)  # type: ignore[attr-defined]  # a mapping, by now
-            if value is None:
-                continue
-            if not is_finite(value) or abs(value) > _LARGEST:
-                raise TrajectoryFailure(
-                    Cause.ENVIRONMENT,
-                    f"{method} gave info[{metric.name!r}] = {value!r:.100}; a declared metric must be a finite number, "
-                    f"at most {_LARGEST:g} in size",
-                )
-            values.append(float(value))
+        for metric in self._declared:
+            for member in _members(metric, info):
+                if (value := info.get(member.name)) is not None:
+                    self._values.setdefault(member, []).append(_finite(value, member.name, method))
 
     def measured(self) -> Measures:
         """Return the metrics that have a value: all values at level step, their sum at level trajectory."""
-        found = {metric: values for metric, values in self._values.items() if values}
         return Measures(
             Tally.over(metric, values if metric.level == "step" else [math.fsum(values)])
-            for metric, values in found.items()
+            for metric, values in self._values.items()
+            if values
         )
+
+
+def _is_family(metric: Metric) -> bool:
+    return metric.name.endswith("*")
+
+
+def _members(metric: Metric, info: Mapping[Any, Any]) -> list[Metric]:
+    """Return the metric; of a family, one for each of its names in `info`."""
+    if not _is_family(metric):
+        return [metric]
+    prefix = metric.name[:-1]
+    return [metric.of(name[len(prefix) :]) for name in info if isinstance(name, str) and name.startswith(prefix)]
+
+
+def _finite(value: Any, name: str, method: str) -> float:
+    if not is_finite(value) or abs(value) > _LARGEST:
+        raise TrajectoryFailure(
+            Cause.ENVIRONMENT,
+            f"{method} gave info[{name!r}] = {value!r:.100}; a declared metric must be a finite number, at most "
+            f"{_LARGEST:g} in size",
+        )
+    return float(value)

@@ -174,8 +174,9 @@ def first_prompt(
     """Return the prompt of the first task whose environment can be reset; None where only agents and drivers play.
 
     log: takes lines about environments that block the event loop, or do not end. Raises ConfigError if none of up to
-    three can be reset, if one refuses its options or may wait longer than `rollout.environment_timeout`, or if that
-    prompt is longer than `rollout.max_input_tokens`. Agents are not started: their first prompt is unknown.
+    three can be reset, if one refuses its options, may wait longer than `rollout.environment_timeout` or needs more
+    calls than `rollout.max_steps`, or if that prompt is longer than `rollout.max_input_tokens`. Agents are not started:
+    their first prompt is unknown.
     """
     problems = []
     tasks = (task for task in inputs.train if task.environment) if inputs.players.environments else ()
@@ -207,7 +208,12 @@ async def _first_messages(
     with monitor.watching():
         try:
             await _make(environment, task.environment, config)
-            return await environment.reset(task.copy())
+            messages = await environment.reset(task.copy())
+            try:
+                environment.check_steps(config.rollout.max_steps)
+            except TrajectoryFailure as failure:
+                raise ConfigError(f"task {task.task_id}: {failure.message}") from failure
+            return messages
         finally:
             await environment.close()  # what that raises is only a warning, as in an attempt
             user.release()

@@ -68,6 +68,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
         await environment.make()
         one_message = self._config.conversation == "single_message"
         conversation: list[Message] = list(await environment.reset(task))
+        environment.check_steps(self._config.max_steps)
         state = ""
         for _ in range(self._config.max_steps):
             going_on = one_message and conversation[-1]["role"] == "assistant"

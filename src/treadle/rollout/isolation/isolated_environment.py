@@ -52,6 +52,16 @@ class IsolatedEnvironment:
         """Start the attempt and return the messages that the agent starts from."""
         return await self._call("reset", task, check=partial(checked_messages, where="reset"))
 
+    def check_steps(self, max_steps: int) -> None:
+        """Raise TrajectoryFailure (environment) if the attempt, once reset, requires more calls than `max_steps`."""
+        required = self._user.run(lambda: int(getattr(self._environment, "required_steps", 0)), "required_steps")
+        if required > max_steps:
+            raise TrajectoryFailure(
+                Cause.ENVIRONMENT,
+                f"environment {self._name!r} needs {required} calls of the model to come to its end, and "
+                f"rollout.max_steps is {max_steps}; set rollout.max_steps={required}, or let it take fewer turns",
+            )
+
     async def step(self, text: str) -> EnvStep:
         """Return the environment's answer to a reply, and count its metrics."""
         what = "the reward function" if isinstance(self._environment, SingleTurn) else "step"
