@@ -14,7 +14,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args, get_origin
 
 import pytest
@@ -294,29 +293,25 @@ def test_settings_on_the_page_for_users_of_skyrl_are_those_of_the_recipes() -> N
 
 
 def test_the_environments_on_the_page_for_users_of_skyrl_do_the_same() -> None:
-    theirs, ours, wrapped = blocks(SKYRL, "python")
+    theirs, ours = blocks(SKYRL, "python")
 
     class BaseTextEnv:
         def __init__(self) -> None:
             self.turns, self.max_turns = 0, 1
 
-        def init(self, prompt: Any) -> Any:
-            return prompt, {}
-
-        def close(self) -> None:
-            pass
-
     skyrl: dict[str, Any] = {"BaseTextEnv": BaseTextEnv, "BaseTextEnvStepOutput": dict}
     exec(theirs, skyrl)
-    gym = SimpleNamespace(make=lambda name, env_config, extras: skyrl["Guess"](env_config, extras))
-    here: dict[str, Any] = {"treadle": treadle, "skyrl_gym": gym}
-    exec(ours + wrapped, here)
-    task = treadle.Task("t", ({"role": "user", "content": "A number?"},), "guess", "7", {"max_turns": 2})
+    here: dict[str, Any] = {"treadle": treadle}
+    exec(ours, here)
+    task = treadle.Task("t", ({"role": "user", "content": "A number?"},), "guess", "7")
     for replies in (["7"], ["1", " 7 "], ["1", "2"]):
-        played = []
-        for environment in (here["Guess"](max_turns=2), here["Wrapped"]()):
-            prompt = environment.reset(task)
-            asyncio.run(prompt) if inspect.iscoroutine(prompt) else None
-            played.append([environment.step(reply)[:3] for reply in replies])
+        environment = here["Guess"](max_turns=2)
+        asyncio.run(environment.reset(task))
+        published = skyrl["Guess"](None, {"reward_spec": {"ground_truth": "7"}, "max_turns": 2})
+        outputs = [published.step(reply) for reply in replies]
+        played = [
+            [environment.step(reply)[:3] for reply in replies],
+            [(output["observations"], output["reward"], output["done"]) for output in outputs],
+        ]
         assert played[0] == played[1]
         assert played[0][-1][2]

@@ -10,6 +10,8 @@ _BRINGS = {  # imported package -> the package of an extra that it comes with, o
     "starlette": "fastapi",
     "huggingface_hub": "transformers",
     "faiss": "faiss-cpu",
+    "skyrl_gym": "skyrl-gym",
+    "omegaconf": "skyrl-gym",
 }
 _PREFERRED = {"httpx": "vllm"}  # package -> the extra to name, though a smaller one (`search`) brings it, too
 _REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")

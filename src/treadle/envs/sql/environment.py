@@ -78,23 +78,14 @@ class TextToSql(Environment):
             reward, info = self._grade()
             return EnvStep(reward=reward, done=True, info=info)
         query = _SQL.search(text)
-        shown, info = (INVALID, {"no_action": 1}) if query is None else self._run(query[1])
-        return EnvStep([observation(shown, turns_left)], info=info)
+        if query is None:
+            return EnvStep([observation(INVALID, turns_left)], info={"no_action": 1})
+        shown, failed = run_query(Query(self._database, query[1], self._query_seconds))
+        return EnvStep([observation(shown, turns_left)], info={"queries": 1, "query_failed": failed})
 
     def finish(self, ended: Status) -> Finish | None:
         """Grade an attempt whose calls were fewer than its turns (`rollout.max_steps`); without a solution, -1."""
         return Finish(*self._grade()) if ended is Status.MAX_STEPS else None
-
-    def _run(self, sql: str) -> tuple[str, Mapping[str, Any]]:
-        """Run a query; return what the agent reads, and the metrics."""
-        try:
-            rows = SANDBOX.select(Query(self._database, sql, self._query_seconds), ENOUGH)
-        except QueryTimeout:
-            return f"SQL Timeout:\n{sql}", {"queries": 1, "query_failed": True}
-        except QueryError as error:
-            place = ":memory:" if self._database.file is None else self._database.file.name
-            return f"Error executing SQL: {error}, db file: {place}", {"queries": 1, "query_failed": True}
-        return render_table(rows), {"queries": 1, "query_failed": False}
 
     def _grade(self) -> tuple[float, Mapping[str, Any]]:
         """Return the reward of the replies, and the metrics of the last step."""
@@ -102,11 +93,27 @@ class TextToSql(Environment):
         info = {"queries": 0, "no_action": 0, "bad_format": sql is None}
         if sql is None:
             return BAD_FORMAT, info
-        try:
-            right = SANDBOX.has_same_rows(Query(self._database, sql, self._grading_seconds), self._gold)
-        except QueryError:
-            right = False
-        return RIGHT if right else WRONG, info
+        return grade(Query(self._database, sql, self._grading_seconds), self._gold), info
+
+
+def run_query(query: Query) -> tuple[str, bool]:
+    """Return what the agent reads of a query, and whether it failed or took too long."""
+    try:
+        rows = SANDBOX.select(query, ENOUGH)
+    except QueryTimeout:
+        return f"SQL Timeout:\n{query.sql}", True
+    except QueryError as error:
+        place = ":memory:" if query.database.file is None else query.database.file.name
+        return f"Error executing SQL: {error}, db file: {place}", True
+    return render_table(rows), False
+
+
+def grade(query: Query, gold: str) -> float:
+    """Return the reward of a solution: whether its rows are those of `gold`; not, if it fails or takes too long."""
+    try:
+        return RIGHT if SANDBOX.has_same_rows(query, gold) else WRONG
+    except QueryError:
+        return WRONG
 
 
 def observation(shown: str, turns_left: int) -> Message:

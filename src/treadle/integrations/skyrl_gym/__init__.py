@@ -1,0 +1,1 @@
+"""Environments of skyrl_gym, SkyRL's library, as environments of Treadle."""
