@@ -27,6 +27,7 @@ MUTANTS = [  # file, text, what takes its place, the tests
     ("envs/sql/sandbox.py", "_GRACE = 0.15", "_GRACE = 1.5", "envs/test_sql_sandbox.py"),
     ("integrations/skyrl_gym/environment.py", "\nguard_tools()", "", "integrations/test_skyrl_gym.py"),
     ("integrations/skyrl_gym/tools.py", "g(BaseException)", "g(Exception)", "integrations/test_skyrl_gym.py"),
+    ("integrations/reasoning_gym/datasets.py", "(_SPLIT_SEEDS if", "(1 if", "integrations/test_reasoning_gym.py"),
     ("envs/sql/environment.py", '"<observation></observation>".join', '"".join', "envs/test_text_to_sql.py"),
     ("core/outcomes.py", "step.dropped not in NOT_PLAYED", "step.dropped is None", "core/test_outcomes.py"),
     ("core/outcomes.py", "< oldest).any()", "< oldest).all()", "orchestration/test_replay_buffer.py"),

@@ -12,6 +12,7 @@ _BRINGS = {  # imported package -> the package of an extra that it comes with, o
     "faiss": "faiss-cpu",
     "skyrl_gym": "skyrl-gym",
     "omegaconf": "skyrl-gym",
+    "reasoning_gym": "reasoning-gym",
 }
 _PREFERRED = {"httpx": "vllm"}  # package -> the extra to name, though a smaller one (`search`) brings it, too
 _REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")

@@ -1,0 +1,167 @@
+"""Confined processes that serve this one with what a model wrote: its SQL, its Python expressions.
+
+    with pool.lease() as child:         one that waits; the next one starts meanwhile
+        child.ask({...}, timeout=5.0)   a line of JSON each way; a child that has not answered in time is not used again
+
+What a child may do, it says to itself: `envs.sql.child.confine`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from treadle.core.errors import Cause, TrajectoryFailure, TreadleError
+from treadle.core.untrusted_json import read_json
+
+_LARGEST_ANSWER = 2**26  # bytes
+
+
+class NoAnswer(TreadleError, RuntimeError):
+    """Says that a child gave none: late, or because it ended."""
+
+    def __init__(self, message: str, late: bool = False) -> None:
+        super().__init__(message, late)
+        self.late = late
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Child:
+    """Holds one process that answers requests, and the pipes to it. It may still be starting.
+
+    what: it is for, in errors. start_timeout: seconds in which it must be ready. usable: it has answered all that it
+    was asked.
+    """
+
+    def __init__(self, what: str, command: Sequence[str], start_timeout: float) -> None:
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},
+            start_new_session=True,  # Ctrl-C is for the run, which may still need it
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self._what, self._start_timeout = what, start_timeout
+        self._unread = b""
+        self._ready = False
+        self.usable = True
+
+    @property
+    def pid(self) -> int:
+        """Return the id of the process."""
+        return self._process.pid
+
+    def wait_until_ready(self) -> None:
+        """Wait until it takes requests. Raises TrajectoryFailure (infrastructure)."""
+        if self._ready:
+            return
+        try:
+            self._answer(self._start_timeout)
+        except NoAnswer as error:
+            message = f"a process for {self._what} did not start: {error}"
+            raise TrajectoryFailure(Cause.INFRASTRUCTURE, message) from error
+        self._ready = True
+
+    def ask(self, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        """Return the child's answer to a message. Raises NoAnswer. timeout: seconds."""
+        self.usable = False
+        with suppress(BrokenPipeError):  # it has ended, as the missing answer will show
+            self._input.write(json.dumps(message).encode() + b"\n")
+            self._input.flush()
+        return self._answer(timeout)
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+        self._output.close()
+        with suppress(BrokenPipeError):
+            self._input.close()
+
+    def _answer(self, timeout: float) -> dict[str, Any]:
+        self.usable = False
+        deadline = time.monotonic() + timeout
+        poll = select.poll()
+        poll.register(self._output, select.POLLIN)
+        while b"\n" not in self._unread:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise NoAnswer(f"no answer for {timeout:g} s", late=True)
+            chunk = os.read(self._output.fileno(), 2**20)
+            if not chunk or len(self._unread) > _LARGEST_ANSWER:
+                raise NoAnswer("its process ended: out of memory, or a crash")
+            self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        try:
+            answer = read_json(line.decode())
+        except ValueError as error:
+            raise NoAnswer(f"its process gave no answer: {error}") from error
+        self.usable = isinstance(answer, dict)
+        return answer if self.usable else {"error": "its process gave no answer"}
+
+
+class ChildPool:
+    """Holds children of one kind, side by side, and keeps one that waits for the next request.
+
+    what, command, start_timeout: as of `Child`. children: most that run at once; a further lease waits for its turn.
+    Any thread may call. A child that was killed, or has ended, is replaced. None runs before the first lease, or
+    `start_spare`; all end with this process.
+    """
+
+    def __init__(self, what: str, command: Sequence[str], children: int, start_timeout: float = 30.0) -> None:
+        self._start = partial(Child, what, command, start_timeout)
+        self._changed = threading.Condition()
+        self._idle: list[Child] = []
+        self._running: set[Child] = set()
+        self._most = children
+        atexit.register(self.close)
+
+    def start_spare(self) -> None:
+        """Start a child if none waits, without waiting until it is ready."""
+        with self._changed:
+            if not self._idle and len(self._running) < self._most:
+                self._idle.append(self._start())
+
+    def close(self) -> None:
+        """End the children that wait; one that runs ends with its request."""
+        with self._changed:
+            self._most, idle, self._idle = 0, self._idle, []
+        for child in idle:
+            child.kill()
+
+    @contextmanager
+    def lease(self) -> Iterator[Child]:
+        """Give a child for a request, or several in a row. It is not used again unless it has answered all of them.
+
+        Raises TrajectoryFailure (infrastructure) if it does not start.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._running) < max(1, self._most))
+            child = self._idle.pop() if self._idle else self._start()
+            self._running.add(child)
+        self.start_spare()
+        try:
+            child.wait_until_ready()
+            yield child
+        finally:
+            with self._changed:
+                self._running.remove(child)
+                if kept := child.usable and len(self._idle) + len(self._running) < self._most:
+                    self._idle.append(child)
+                self._changed.notify()
+            if not kept:
+                child.kill()

@@ -1,0 +1,1 @@
+"""Data sets of reasoning-gym, with their scorers."""

@@ -1,0 +1,121 @@
+"""Data sets of reasoning-gym by name, and tasks from them.
+
+make_dataset("chain_sum", {"max_terms": 3}, count=100, seed=0)
+Task("chain_sum-train-000001", prompt=(system, question), ground_truth="-9",
+     extras={"dataset": "chain_sum", "scored_by": "chain_sum", "config": {"max_terms": 3}, "metadata": {...}})
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any
+
+from reasoning_gym.composite import DatasetSpec
+from reasoning_gym.dataset import ProceduralDataset
+from reasoning_gym.factory import DATASETS, create_dataset
+from reasoning_gym.utils import SYSTEM_PROMPTS
+
+from treadle.core.errors import ConfigError
+from treadle.core.types import Message, Task
+from treadle.envs.tasks import check_count, check_split
+
+COMPOSITE = "composite"
+NO_SYSTEM = "none"
+
+VARIABLE = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
+"""Data sets whose items depend on Python's hash seed, too."""
+
+_SPLIT_SEEDS = 2**30  # held-out items have seeds from here on, training items those below
+_OURS = ("size", "seed")
+_NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
+
+
+def reasoning_gym_tasks(
+    split: str,
+    dataset: str,
+    count: int = 1000,
+    seed: int = 0,
+    config: Mapping[str, Any] = _NO_CONFIG,
+    system: str = "default",
+) -> Iterator[Task]:
+    """Yield `count` items of a data set as tasks of the environment `reasoning_gym`.
+
+    dataset: its name; `composite` mixes several, `config: {datasets: [{name: ..., weight: 1, config: {...}}]}`. config:
+    the data set's own options. seed: of the first item, the next one has the next; those of the splits never meet.
+    system: the name of one of the library's system prompts, or `none`.
+
+    Raises ConfigError for a name, an option or a value that the library does not take.
+    """
+    check_split(split)
+    check_count(count)
+    if system not in (*SYSTEM_PROMPTS, NO_SYSTEM):
+        raise ConfigError(f"system is {system!r}; it must be one of {', '.join(SYSTEM_PROMPTS)}, {NO_SYSTEM}")
+    _check_hash_seed(dataset, config)
+    first = seed % _SPLIT_SEEDS + (_SPLIT_SEEDS if split == "held_out" else 0)
+    items = make_dataset(dataset, config, count, first) if count else ()
+    opening = () if system == NO_SYSTEM else (Message(role="system", content=SYSTEM_PROMPTS[system]),)
+    for number in range(count):
+        item = items[number]
+        metadata = item["metadata"]
+        yield Task(
+            f"{dataset}-{split}-{number:06d}",
+            (*opening, Message(role="user", content=item["question"])),
+            "reasoning_gym",
+            item["answer"],
+            {
+                "dataset": metadata.get("source_dataset", dataset),
+                "scored_by": dataset,
+                "config": dict(config),
+                "metadata": metadata,
+            },
+        )
+
+
+def make_dataset(name: str, config: Mapping[str, Any], count: int, seed: int) -> ProceduralDataset:
+    """Return a data set of the library. Raises ConfigError for a name or options that it does not take."""
+    if name not in DATASETS:
+        near = get_close_matches(name, DATASETS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(DATASETS))}"
+        raise ConfigError(f"reasoning-gym has no data set {name!r}; {hint}")
+    known = [field.name for field in fields(DATASETS[name][1]) if field.name not in _OURS]
+    if unknown := [key for key in config if key not in known]:
+        ours = " (size is the option count)" if unknown[0] == "size" else ""
+        raise ConfigError(f"config of {name!r}: unknown key {unknown[0]!r}{ours}; it takes {', '.join(known)}")
+    parts = {"datasets": [_part(part) for part in _parts(config)]} if name == COMPOSITE else {}
+    try:
+        return create_dataset(name, **{**config, **parts}, size=count, seed=seed)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"config of {name!r} ({dict(config)}): {error or type(error).__name__}") from error
+
+
+def _parts(config: Mapping[str, Any]) -> list[Any]:
+    found = config.get("datasets")
+    if not isinstance(found, list) or not found:
+        raise ConfigError(
+            f"config of {COMPOSITE!r} must list its data sets, got {dict(config)}; write "
+            "{datasets: [{name: chain_sum, weight: 1, config: {max_terms: 3}}]}"
+        )
+    return found
+
+
+def _part(given: Any) -> DatasetSpec:
+    """Return one data set of a composite, checked by itself."""
+    if not isinstance(given, Mapping) or "name" not in given or not {*given} <= {"name", "weight", "config"}:
+        raise ConfigError(f"config of {COMPOSITE!r}: a data set has name, weight and config, got {given!r:.200}")
+    name, weight, config = given["name"], given.get("weight", 1.0), given.get("config", {})
+    make_dataset(name, {key: value for key, value in config.items() if key not in _OURS}, count=1, seed=0)
+    return DatasetSpec(name, weight, dict(config))
+
+
+def _check_hash_seed(dataset: str, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for items that would be others in the next process, with which a run could not go on."""
+    used = [part.get("name") for part in _parts(config)] if dataset == COMPOSITE else [dataset]
+    if (variable := [name for name in used if name in VARIABLE]) and not os.environ.get("PYTHONHASHSEED", "").isdigit():
+        raise ConfigError(
+            f"the items of {variable[0]!r} depend on Python's hash seed, and a run that is resumed would not find its "
+            "tasks again; start with PYTHONHASHSEED=0 in the environment"
+        )

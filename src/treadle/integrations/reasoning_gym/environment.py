@@ -1,0 +1,124 @@
+"""`ReasoningGym`: one reply to an item of reasoning-gym, scored by the item's data set.
+
+    system     ... provide the answer in the following format: <answer>answer here</answer> ...
+    user       State the final answer to the following arithmetic problem: 4 + 3 =
+    assistant  4 + 3 is 7. <answer>7</answer>                                                  1
+
+Scorers evaluate answers as Python expressions here and there (`eval`, sympy's `parse_expr`), for which `9**9**9` is
+enough to hold a process for ever: they run in confined processes (`scoring_child`), each answer within its time.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reasoning_gym.utils import extract_answer
+
+from treadle.core.errors import ConfigError, DataError
+from treadle.core.metrics import Metric
+from treadle.core.rewards import Reward
+from treadle.core.types import Message, Task
+from treadle.envs.base import Environment, EnvStep
+from treadle.envs.confined import ChildPool, NoAnswer
+from treadle.envs.tasks import check_positive
+
+ADDRESS_SPACE = 2**32
+"""Bytes of address space that a scoring process may have."""
+
+_START = 120.0  # seconds to import the library
+_FORMAT = re.compile(
+    r"\s*<think>(?:(?!<think>|<answer>).)*?</think>\s*<answer>(?:(?!<think>|<answer>).)*?</answer>", re.DOTALL
+)
+_BLOCK = re.compile(r"<(think|answer)>.*?</\1>", re.DOTALL)
+
+
+def _command() -> list[str]:
+    program = str(Path(__file__).with_name("scoring_child.py"))
+    places = [str(Path(place).absolute()) for place in sys.path]
+    return [sys.executable, "-I", "-S", program, str(ADDRESS_SPACE), json.dumps(places)]
+
+
+SCORERS = ChildPool("reasoning-gym's scorers", _command(), min(8, max(2, os.cpu_count() or 1)), start_timeout=_START)
+"""Those of this process. A score takes milliseconds; what takes long must not keep others from theirs."""
+
+
+class ReasoningGym(Environment):
+    """Plays one reply to a task of `reasoning_gym_tasks`. Its options are a recipe's `environment_options`.
+
+    score_seconds: time to score an answer. format_reward: what a reply is paid, beside its score, for one `<think>`
+    block, one `<answer>` block after it, and no other, as in the library's own training scripts (there .2).
+
+    The answer is the last `<answer>` block. One that the scorer cannot read (it raises) or not in its time is worth 0.
+    """
+
+    metrics = (
+        Metric("no_answer", "step", "mean", "share", "replies without an answer"),
+        Metric("unreadable_answer", "step", "mean", "share", "answers that the scorer failed on, or took too long for"),
+    )
+
+    def __init__(self, score_seconds: float = 10.0, format_reward: float = 0.0) -> None:
+        check_positive("score_seconds", score_seconds)
+        if isinstance(format_reward, bool) or not isinstance(format_reward, int | float) or format_reward < 0:
+            raise ConfigError(f"format_reward must be a number >= 0, got {format_reward!r}")
+        self._seconds, self._format_reward = score_seconds, format_reward
+
+    def reset(self, task: Task) -> Sequence[Message]:
+        """Return the task's prompt. Raises DataError for a task of something else."""
+        if missing := [key for key in ("scored_by", "config", "metadata") if key not in task.extras]:
+            raise DataError(
+                f"task {task.task_id} of environment reasoning_gym has no {missing[0]!r} in its extras; make its tasks "
+                "with the source reasoning_gym"
+            )
+        self.task = task
+        SCORERS.start_spare()
+        return task.prompt
+
+    def step(self, text: str) -> EnvStep:
+        """Score the reply."""
+        answer = extract_answer(text)
+        score = self._score(answer)
+        given = {"score": score or 0.0}
+        if self._format_reward:
+            given["format"] = self._format_reward * is_well_formed(text)
+        info = {"no_answer": answer is None, "unreadable_answer": score is None}
+        return EnvStep(reward=Reward(given), done=True, info=info)
+
+    def _score(self, answer: str | None) -> float | None:
+        """Return the data set's score of the answer; None where it gives none."""
+        extras: Mapping[str, Any] = self.task.extras
+        entry = {
+            "question": self.task.prompt[-1]["content"],
+            "answer": self.task.ground_truth,
+            "metadata": extras["metadata"],
+        }
+        message = {
+            "dataset": extras["scored_by"],
+            "config": extras["config"],
+            "answer": answer,
+            "entry": base64.b64encode(pickle.dumps(entry)).decode(),  # some metadata are tuples, and scored as such
+            "seconds": self._seconds,
+        }
+        with SCORERS.lease() as child:
+            try:
+                found = child.ask(message, self._seconds).get("score")
+            except NoAnswer:
+                return None
+        return None if found is None else float(found)
+
+
+def is_well_formed(text: str) -> bool:
+    """Return whether a reply begins with one `<think>` block and one `<answer>` block, and has no other.
+
+    >>> is_well_formed("<think>4 + 3</think> <answer>7</answer>")
+    True
+    """
+    found = _FORMAT.match(text)
+    return found is not None and _BLOCK.search(text, found.end()) is None

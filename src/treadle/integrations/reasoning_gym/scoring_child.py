@@ -1,0 +1,68 @@
+"""`python scoring_child.py BYTES PATH`: scores answers for `environment`, one at a time, and may do little else.
+
+PATH: what this process imports from, a JSON array. Standard input: requests, a line of JSON each. Standard output: `{}`
+once it is ready, then an answer to each.
+
+    {"dataset": "chain_sum", "config": {}, "answer": "7", "entry": BASE64, "seconds": 10}
+        -> {"score": 1.0}
+    {"error": "ValueError: ..."}     what the scorer raised
+
+It is no boundary against code that means harm: an expression that a scorer evaluates could read files and use the
+network. It ends what takes too long or too much memory, makes no file grow and starts no process.
+"""
+
+import base64
+import json
+import os
+import pickle
+import sys
+from functools import cache
+from typing import Any, TextIO
+
+if __name__ == "__main__":
+    sys.path[:] = json.loads(sys.argv[2])
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each of its threads takes address space
+
+from treadle.envs.sql.child import confine, limit_cpu
+from treadle.integrations.reasoning_gym.datasets import make_dataset
+
+
+def main(address_space: int) -> None:
+    """Confine this process and answer requests until standard input ends. address_space: its bound, bytes."""
+    answers = _own_output()
+    confine(address_space)
+    _send(answers, {})
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        limit_cpu(request["seconds"])
+        try:
+            answer: dict[str, Any] = {"score": _score(request)}
+        except BaseException as error:  # noqa: BLE001  # whatever an answer leads to
+            answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
+        _send(answers, answer)
+
+
+def _score(request: dict[str, Any]) -> float:
+    entry = pickle.loads(base64.b64decode(request["entry"]))
+    return float(_scorer(request["dataset"], json.dumps(request["config"])).score_answer(request["answer"], entry))
+
+
+@cache
+def _scorer(name: str, config: str) -> Any:
+    return make_dataset(name, json.loads(config), count=1, seed=0)
+
+
+def _own_output() -> TextIO:
+    """Return standard output, of which nothing else has the name from now on: what a scorer prints goes elsewhere."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def _send(answers: TextIO, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
