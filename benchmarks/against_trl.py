@@ -3,6 +3,7 @@
     treadle models get smollm2
     .venv/bin/python benchmarks/against_trl.py                     both, 20 updates each, and the gradients
     .venv/bin/python benchmarks/against_trl.py --updates 3         a first look
+    .venv/bin/python benchmarks/against_trl.py --parts DIRECTORY   parts that are complete there are not repeated
 
 Each side is a process of its own, on `--threads` threads. Sampling and training are measured where each library
 switches from one to the other: what is neither (rewards, logging) counts as training. The gradient is that of TRL's
@@ -362,6 +363,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--parts", type=Path, help="where the parts' figures lie (default: a temporary directory)")
     parser.add_argument("--part", choices=("trl", "treadle", "gradient"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
@@ -372,20 +374,24 @@ def main() -> None:
         return
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
-    def run(name: str, folder: str, updates: int = options.updates, dtype: str = "float32") -> dict[str, Any]:
-        print(f"--- {name}, {dtype}", flush=True)
-        given = ["--model", model, "--updates", updates, "--threads", threads, "--dtype", dtype]
-        command = [sys.executable, __file__, "--part", name, "--folder", folder, *map(str, given)]
-        subprocess.run(command, check=True, env=environment)
-        found: dict[str, Any] = json.loads((Path(folder) / f"{name}.json").read_text())
+    def run(name: str, updates: int, dtype: str) -> dict[str, Any]:
+        folder = parts / dtype
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / f"{name}.json").is_file():
+            print(f"--- {name}, {dtype}", flush=True)
+            given = ["--model", model, "--updates", updates, "--threads", threads, "--dtype", dtype]
+            command = [sys.executable, __file__, "--part", name, "--folder", folder, *given]
+            subprocess.run(list(map(str, command)), check=True, env=environment)
+        found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
         return found
 
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as exact:
-        found = {name: run(name, folder) for name in ("trl", "treadle", "gradient")}
-        run("trl", exact, 2, "float64")
-        found["float64"] = run("gradient", exact, 1, "float64")
-        first = json.loads((Path(folder) / "first.json").read_text())
-        prompts_of_updates = json.loads((Path(folder) / "ours.json").read_text())
+    with tempfile.TemporaryDirectory() as temporary:
+        parts = options.parts or Path(temporary)
+        found = {name: run(name, options.updates, "float32") for name in ("trl", "treadle", "gradient")}
+        run("trl", 1, "float64")  # with an optimizer's moments, a second update would need more than 24 GB
+        found["float64"] = run("gradient", 1, "float64")
+        first = json.loads((parts / "float32" / "first.json").read_text())
+        prompts_of_updates = json.loads((parts / "float32" / "ours.json").read_text())
     from treadle.benchmarks.report import machine
 
     sides = {name: summary(found[name]) for name in ("trl", "treadle")}
