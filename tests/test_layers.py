@@ -14,6 +14,7 @@ ROOT = Path(treadle.__file__).parent
 TOP_DOWN = (
     "recipes",  # data, and scripts that built it: nobody imports them
     "cli",
+    "view",
     "benchmarks",
     "testing",
     "orchestration",

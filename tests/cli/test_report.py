@@ -19,8 +19,8 @@ from tests.cli.conftest import Place, Trained, make_place
 from tests.cli.worlds import files, playing, treadle
 from tests.orchestration.runs import change_ledger, put_config, put_file, shard_of
 from treadle.cli.report import _fitting
-from treadle.cli.report_data import PackingCount, RelationCount, _played
 from treadle.core.types import BreakCause
+from treadle.orchestration.reporting.report import PackingCount, RelationCount, _played
 from treadle.packing.breaks import Kind, Relation
 from treadle.packing.flat import PackedCall
 
@@ -224,7 +224,7 @@ def test_without_a_tokenizer_all_else_is_counted(broken: Path, tmp_path: Path) -
 
 def test_shards_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, broken: Path) -> None:
     found = facts(broken)
-    monkeypatch.setattr("treadle.cli.report_data._ROWS", 3)
+    monkeypatch.setattr("treadle.orchestration.reporting.report._ROWS", 3)
     assert facts(broken) == found
     for shard in (broken / "rollouts").glob("*.parquet"):
         rows = [row for row in pq.read_table(shard).to_pylist() if row["dropped"] is None]

@@ -16,9 +16,9 @@ from tests.cli.worlds import treadle
 from tests.orchestration.runs import shard_of
 from tests.worlds import END, chatml
 from treadle.cli.show import as_json, newest
-from treadle.cli.transcript import load_run_tokenizer, load_trajectory
 from treadle.core.errors import DamageError
 from treadle.core.types import SamplingParams, Step, StopReason
+from treadle.orchestration.store.recorded import load_run_tokenizer, load_trajectory
 from treadle.orchestration.store.run_directory import RunDirectory
 
 

@@ -8,11 +8,26 @@ import sys
 from collections.abc import Sequence
 
 import treadle
-from treadle.cli import bench, data, evaluate, export, models, new, plot, recipes, report, serve, sft, show, train
+from treadle.cli import (
+    bench,
+    data,
+    evaluate,
+    export,
+    models,
+    new,
+    plot,
+    recipes,
+    report,
+    serve,
+    sft,
+    show,
+    train,
+    view,
+)
 from treadle.cli.exit_status import Parser, exit_status
 from treadle.orchestration.setup.thread_count import wait_passively
 
-_COMMANDS = (train, sft, evaluate, export, serve, new, recipes, models, data, report, show, plot, bench)
+_COMMANDS = (train, sft, evaluate, export, serve, new, recipes, models, data, report, show, view, plot, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -53,7 +53,7 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report, or with --failures every failure; returns 0."""
     require_record(options.run_directory)
-    from treadle.cli.report_data import failures, report_of
+    from treadle.orchestration.reporting.report import failures, report_of
     from treadle.orchestration.store.run_directory import RunDirectory
 
     if options.failures:

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         rows = newest(options.run_directory)
         console.json(rows) if options.json else _print_list(console, rows)
         return 0
-    from treadle.cli.transcript import load_run_tokenizer, load_trajectory
+    from treadle.orchestration.store.recorded import load_run_tokenizer, load_trajectory
 
     row, steps = load_trajectory(options.run_directory, options.trajectory)
     found = as_json(row, steps, load_run_tokenizer(options.run_directory))
@@ -90,7 +90,7 @@ def _figure(value: float | None, form: str) -> str:
 
 def as_json(row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return everything on record about a trajectory as plain data; the printed form shows the same."""
-    from treadle.cli.transcript import decoder, step_relations
+    from treadle.orchestration.store.recorded import decoder, step_relations
 
     head = {key: value for key, value in row.items() if key not in ("task", "shard", "oldest_version", "steps")}
     head["task"], head["components"] = json.loads(row["task"]), json.loads(row["components"])

@@ -2,63 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from treadle.cli.console import Console, Part
-from treadle.core.errors import DataError, RunError
-from treadle.core.types import Step
-from treadle.models.model_files import tokenizer_directory
-from treadle.orchestration.store.checkpoint_retention import read_checkpoint
-from treadle.orchestration.store.rollout_store import read_steps
-from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.packing.breaks import Decode, Relation, relations
-from treadle.packing.flat import PackedCall
-
-
-def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
-    """Return a trajectory's ledger row (with task and split) and its steps. Raises RunError if it is not on record."""
-    with closing(RunDirectory(run).ledger()) as ledger:
-        rows = ledger.query(
-            "SELECT t.*, g.task, g.split FROM trajectories t JOIN groups g USING (group_id) WHERE trajectory_id = ?",
-            trajectory_id,
-        )
-        some = ledger.query("SELECT trajectory_id FROM trajectories ORDER BY rowid DESC LIMIT 3")
-        shards = ledger.shards() if rows else {}
-    if not rows:
-        known = ", ".join(row["trajectory_id"] for row in some) or "none yet"
-        raise RunError(f"no trajectory {trajectory_id!r} in {run}; it has for example {known} (treadle show {run})")
-    return rows[0], read_steps(run / "rollouts", shards[rows[0]["shard"]], trajectory_id)
-
-
-def load_run_tokenizer(run: Path) -> Tokenizer:
-    """Return the tokenizer of the run's latest checkpoint, or else the configured one. Raises TreadleError."""
-    directory, latest = RunDirectory.open(run), RunDirectory(run).latest_checkpoint()
-    if latest is not None and (directory.checkpoints / latest).is_dir():
-        checkpoint, content = read_checkpoint(run, "latest", lambda checkpoint: checkpoint.read("tokenizer.json"))
-        source = checkpoint.directory
-    else:
-        source = tokenizer_directory(directory.config().model)
-        content = (source / "tokenizer.json").read_bytes()
-    try:
-        return Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"the tokenizer in {str(source)!r} cannot be read: {error}") from error
-
-
-def decoder(tokenizer: Tokenizer) -> Decode:
-    """Return a function from ids to text, special tokens included."""
-    return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
-
-
-def step_relations(steps: Sequence[Step], decode: Decode) -> list[Relation]:
-    """Return how each step of a trajectory relates to the earlier ones."""
-    calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
-    return relations(calls, decode, [step.break_cause for step in steps])
+from treadle.orchestration.store.recorded import decoder, load_run_tokenizer, load_trajectory, step_relations
 
 
 def ending(row: dict[str, Any]) -> str:

@@ -38,7 +38,7 @@ class CheckedDatabase:
             name = f"{path.resolve().as_uri()}?mode=ro" if read_only else path
             self._connection = sqlite3.connect(name, uri=read_only, check_same_thread=False)  # the lock sees to that
             self._connection.row_factory = sqlite3.Row
-            self._connection.create_function("row_checksum", -1, _row_checksum, deterministic=True)
+            self._connection.create_function("row_checksum", -1, row_checksum, deterministic=True)
             if not read_only:
                 self._open_for_writing(schema)
             if self._read_pragma("user_version") != _schema_checksum(self._connection):
@@ -144,7 +144,7 @@ def _shows_damage(error: Exception) -> bool:
     return says_so or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-def _row_checksum(*values: Any) -> int:
+def row_checksum(*values: Any) -> int:
     """Return the CRC-32 of a row: `ascii` writes each value with its type, the same in every version of Python."""
     return zlib.crc32(ascii(values).encode())
 

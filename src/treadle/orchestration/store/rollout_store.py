@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import itertools
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +89,32 @@ def open_shard(directory: Path, shard: WrittenFile) -> pa.BufferReader:
 def read_steps(directory: Path, shard: WrittenFile, trajectory_id: str) -> list[Step]:
     """Return the steps of one trajectory, in call order. Raises DamageError as `open_shard`."""
     table = pq.read_table(open_shard(directory, shard), filters=[("trajectory_id", "=", trajectory_id)])
-    return [_step(row) for row in sorted(table.to_pylist(), key=lambda row: row["step"])]
+    return [_step(row) for row in sorted(_rows(table), key=lambda row: row["step"])]
 
 
 def read_shard(directory: Path, shard: WrittenFile) -> dict[str, list[Step]]:
     """Return trajectory_id -> its steps, in call order, of a whole shard. Raises DamageError as `open_shard`."""
     found: dict[str, list[Step]] = {}
-    for row in pq.read_table(open_shard(directory, shard)).to_pylist():
+    for row in _rows(pq.read_table(open_shard(directory, shard))):
         found.setdefault(row["trajectory_id"], []).append(_step(row))
     return found
+
+
+def token_arrays(column: pa.ListArray) -> list[Any]:
+    """Return the rows of a list column as numpy views, without a Python object for each token."""
+    values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy(zero_copy_only=False)
+    return [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]
+
+
+_OF_TOKENS = ("prompt_ids", "completion_ids", "logprobs", "mask", "policy_versions")
+
+
+def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table, what is of tokens as arrays."""
+    for batch in table.combine_chunks().to_batches():
+        arrays = zip(*(token_arrays(batch.column(name)) for name in _OF_TOKENS), strict=True)
+        for row, of_tokens in zip(batch.drop_columns(list(_OF_TOKENS)).to_pylist(), arrays, strict=True):
+            yield {**row, **dict(zip(_OF_TOKENS, of_tokens, strict=True))}
 
 
 def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str, Any]:

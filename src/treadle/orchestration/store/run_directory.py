@@ -26,6 +26,8 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.schema import SCHEMA_VERSION, migrated
 from treadle.orchestration.store.ledger import Ledger, no_checkpoint, salvage
 
+_LOCK_ATTEMPTS = 5
+
 
 @dataclass(frozen=True, slots=True)
 class MetricsLog:
@@ -147,12 +149,30 @@ class RunDirectory:
     def lock(self) -> None:
         """Claim the run for this process. Raises RunError if another process is training it."""
         file = (self.path / "lock").open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.close()
-            raise RunError(f"another process is training in {str(self.path)!r}; wait for it or stop it") from error
+        for attempts_left in reversed(range(_LOCK_ATTEMPTS)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:  # another run's, or for a moment a reader's: `state`
+                if not attempts_left:
+                    file.close()
+                    message = f"another process is training in {str(self.path)!r}; wait for it or stop it"
+                    raise RunError(message) from error
+                time.sleep(0.02)
         self._lock = file
+
+    def state(self) -> str:
+        """Return `finished`, `in progress` (a process holds the lock), or `stopped`."""
+        if self.summary_file.is_file():
+            return "finished"
+        try:
+            with (self.path / "lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return "stopped"
+        except BlockingIOError:
+            return "in progress"
+        return "stopped"
 
     def close(self) -> None:
         """Release the lock. Idempotent."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 from collections import Counter
@@ -16,15 +15,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from treadle.cli.transcript import decoder, load_run_tokenizer
 from treadle.core.errors import DamageError, TreadleError
 from treadle.core.files import WrittenFile
 from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.types import BreakCause
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.rollout_store import open_shard
+from treadle.orchestration.store.recorded import decoder, load_run_tokenizer
+from treadle.orchestration.store.rollout_store import open_shard, token_arrays
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.packing.breaks import Kind, Relation, relations
+from treadle.packing.breaks import Decode, Kind, Relation, relations
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing, arrange
 
@@ -44,7 +43,7 @@ def report_of(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[s
             "run": str(run.path),
             "recipe": config.recipe,
             "seed": config.seed,
-            "state": _state(run),
+            "state": run.state(),
             "update": max([saved, *(row["update"] for row in updates)]),
             "updates": config.orchestration.updates,
             "last_update": updates[-1] if updates else None,
@@ -70,7 +69,7 @@ def report_of(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[s
                 "SELECT warning AS message, count(*) AS count, min(trajectory_id) AS trajectory_id FROM trajectories "
                 "WHERE warning != '' GROUP BY 1 ORDER BY 2 DESC LIMIT 5"
             ),
-            **_tokens(run, ledger, on_shard),
+            **count_tokens(run.rollouts, ledger.query, ledger.shards(), *_decoder(run), on_shard),
             "metrics_problem": log.problem(saved),
             "evaluations": [row for row in log.rows if row["kind"] == "evaluation"],
             "table_by": config.data.table_by,
@@ -79,20 +78,6 @@ def report_of(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[s
         }
     finally:
         ledger.close()
-
-
-def _state(run: RunDirectory) -> str:
-    """Return `finished`, `in progress` (a process holds the lock), or `stopped`."""
-    if run.summary_file.is_file():
-        return "finished"
-    try:
-        with (run.path / "lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return "stopped"
-    except BlockingIOError:
-        return "in progress"
-    return "stopped"
 
 
 def _splits(ledger: Ledger) -> list[dict[str, Any]]:
@@ -200,22 +185,35 @@ class RelationCount:
         return {"splits": splits, "breaks": sorted(breaks, key=lambda row: -row["extra_tokens"])}
 
 
-def _tokens(run: RunDirectory, ledger: Ledger, on_shard: Callable[[int, int], None]) -> dict[str, Any]:
+def _decoder(run: RunDirectory) -> tuple[Decode | None, str | None]:
+    """Return the decoder of the run's tokenizer, or why there is none."""
+    try:
+        return decoder(load_run_tokenizer(run.path)), None
+    except TreadleError as error:
+        return None, str(error)
+
+
+def count_tokens(
+    rollouts: Path,
+    query: Callable[[str], list[dict[str, Any]]],
+    files: Mapping[str, WrittenFile],
+    decode: Decode | None,
+    no_tokenizer: str | None,
+    on_shard: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
     """Return the facts that need every token, read group by group.
 
     Packing counts the training steps that were trained or still will be, relations all that is recorded.
+    query: reads the ledger. files: the shards in `rollouts`. decode: None if there is no tokenizer, for the reason
+    `no_tokenizer`.
     """
-    try:
-        decode, no_tokenizer = decoder(load_run_tokenizer(run.path)), None
-    except TreadleError as error:
-        decode, no_tokenizer = None, str(error)
-    rows = ledger.query(
+    rows = query(
         "SELECT split, group_id, trajectory_id, shard, (SELECT json_group_array(step) FROM steps s WHERE "
         "s.trajectory_id = t.trajectory_id AND state IN ('trained', 'recorded')) AS trained FROM groups JOIN "
         "trajectories t USING (group_id) ORDER BY split DESC, idx, groups.rowid, attempt"
     )
     packing, related = PackingCount(), RelationCount()
-    shards = _Shards(run.rollouts, ledger.shards(), rows, on_shard)
+    shards = _Shards(rollouts, files, rows, on_shard)
     for _group, members in itertools.groupby(rows, lambda row: row["group_id"]):
         ends: list[PackedCall] = []
         for row in members:
@@ -289,16 +287,10 @@ def _played(shard: pa.BufferReader) -> dict[str, list[_Played]]:
     with pq.ParquetFile(shard) as file:
         for batch in file.iter_batches(_ROWS, columns=columns):
             told = zip(*(batch.column(name).to_pylist() for name in (columns[0], *columns[3:])), strict=True)
-            sides = zip(*(_arrays(batch.column(name)) for name in columns[1:3]), strict=True)
+            sides = zip(*(token_arrays(batch.column(name)) for name in columns[1:3]), strict=True)
             for (trajectory, number, cause, dropped), (prompt, completion) in zip(told, sides, strict=True):
                 if dropped not in NOT_PLAYED:
                     call = PackedCall(np.concatenate([prompt, completion]), len(prompt), first=0)
                     step = _Played(number, call, BreakCause(cause) if cause else None)
                     found.setdefault(trajectory, []).append(step)
     return found
-
-
-def _arrays(column: pa.ListArray) -> list[Any]:
-    """Return the rows of a list column as numpy views, without a Python object for each token."""
-    values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy(zero_copy_only=False)
-    return [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]

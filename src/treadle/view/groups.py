@@ -1,0 +1,166 @@
+"""The table of groups: filtered, sorted and cut in the ledger, so that only what is shown is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from treadle.core.errors import RunError
+from treadle.core.text import escape_line
+from treadle.core.types import PLAYERS
+from treadle.view.models import Attempt, Followed, GroupRow, Groups
+from treadle.view.recorded_run import RecordedRun
+from treadle.view.texts import clipped
+
+_OF_ATTEMPTS = "g.group_id IN (SELECT group_id FROM trajectories WHERE"
+_OF_STEPS = f"{_OF_ATTEMPTS} trajectory_id IN (SELECT trajectory_id FROM steps WHERE"
+_BY_GROUP = "g.group_id IN (SELECT group_id FROM trajectories GROUP BY group_id HAVING"
+PRESETS: Mapping[str, str] = {
+    "failed": f"{_OF_ATTEMPTS} failure_cause IS NOT NULL)",
+    "dropped": f"{_OF_STEPS} state = 'dropped'))",
+    "stale": f"{_OF_STEPS} reason = 'stale'))",
+    "zero_advantage": f"{_BY_GROUP} max(abs(advantage)) = 0) OR {_OF_STEPS} reason = 'filtered'))",
+    "mixed": f"{_BY_GROUP} max(reward) > min(reward))",
+    "unsolved": f"{_BY_GROUP} max(reward) <= 0)",
+    "warning": f"{_OF_ATTEMPTS} warning != '')",
+    "blocked": f"{_OF_ATTEMPTS} blocked_seconds > 0)",
+}
+"""Name of a filter -> its condition on a group `g`."""
+
+_SUMS = {
+    "reward": "avg(reward)",
+    "spread": "max(reward) - min(reward)",
+    "steps": "avg(steps)",
+    "tokens": "sum(completion_tokens)",
+    "failed": "count(failure_cause)",
+    "seconds": "max(seconds)",
+}
+_COLUMNS = {"group": "g.rowid", "update": "coalesce(g.trained_version, g.batch)", "task": "g.position"}
+SORTS = (*_COLUMNS, *_SUMS)
+"""What the table can be sorted by."""
+
+_EVALUATION = re.compile(r"e(\d+)g?-")
+_MOST_CHARACTERS = 240  # of a question in the table
+
+
+def list_groups(
+    run: RecordedRun,
+    *,
+    split: str | None,
+    preset: str | None,
+    search: str,
+    update: int | None,
+    sort: str,
+    descending: bool,
+    offset: int,
+    limit: int,
+) -> Groups:
+    """Return a page of the table. search: words that the task, an id or a failure must all contain. Raises RunError."""
+    where, values = ["1"], list[Any]()
+    if split is not None:
+        where.append("g.split = ?")
+        values.append(split)
+    if preset is not None:
+        where.append(f"({PRESETS[preset]})")
+    if update is not None:
+        where.append("(g.trained_version IN (SELECT value FROM json_each(?)) OR g.group_id GLOB ?)")
+        versions = [row.get("version") for row in run.rows("update") if row["update"] == update]
+        values += [json.dumps(versions), f"e{update:06d}*"]
+    for word in search.split():
+        where.append(
+            "(instr(lower(g.task), lower(?)) OR instr(g.group_id, ?) OR g.group_id IN (SELECT group_id FROM "
+            "trajectories WHERE instr(lower(failure_message), lower(?)) OR instr(trajectory_id, ?)))"
+        )
+        values += [word] * 4
+    condition = " AND ".join(where)
+    by, joined = _COLUMNS.get(sort, "a.figure"), ""
+    if sort in _SUMS:
+        joined = (
+            f"JOIN (SELECT group_id, {_SUMS[sort]} AS figure FROM trajectories GROUP BY group_id) a USING (group_id)"
+        )
+    way = "DESC" if descending else "ASC"
+    total = run.ledger.query(f"SELECT count(*) AS total FROM groups g WHERE {condition}", *values)[0]["total"]
+    rows = run.ledger.query(
+        f"SELECT g.* FROM groups g {joined} WHERE {condition} ORDER BY {by} {way} NULLS LAST, g.rowid {way} "
+        "LIMIT ? OFFSET ?",
+        *values,
+        limit,
+        offset,
+    )
+    return Groups(total=total, offset=offset, rows=group_rows(run, rows))
+
+
+def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[GroupRow]:
+    """Return the lines of groups, given their rows of the ledger, with their attempts."""
+    names = json.dumps([row["group_id"] for row in rows])
+    trajectories = run.ledger.query(
+        "SELECT * FROM trajectories WHERE group_id IN (SELECT value FROM json_each(?)) ORDER BY attempt", names
+    )
+    states: dict[str, dict[str, int]] = defaultdict(dict)
+    for row in run.ledger.query(
+        "SELECT trajectory_id, state, reason, count(*) AS count FROM steps WHERE trajectory_id IN (SELECT "
+        "trajectory_id FROM trajectories WHERE group_id IN (SELECT value FROM json_each(?))) GROUP BY 1, 2, 3",
+        names,
+    ):
+        name = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
+        states[row["trajectory_id"]][name] = row["count"]
+    members: dict[str, list[Attempt]] = defaultdict(list)
+    for row in trajectories:
+        members[row["group_id"]].append(attempt_of(row, states[row["trajectory_id"]]))
+    return [_group_row(run, row, members[row["group_id"]]) for row in rows]
+
+
+def attempt_of(row: Mapping[str, Any], states: dict[str, int]) -> Attempt:
+    """Return an attempt, given its row of the ledger and how many of its steps ended how."""
+    said = {name: row[name] and clipped(row[name]) for name in ("failure_message", "warning")}
+    return Attempt(**{**row, **said, "components": _json(row["components"]), "states": states})
+
+
+def _group_row(run: RecordedRun, row: Mapping[str, Any], attempts: list[Attempt]) -> GroupRow:
+    task = _json(row["task"])
+    evaluated = _EVALUATION.match(row["group_id"]) if row["split"] != "train" else None
+    return GroupRow(
+        group_id=row["group_id"],
+        split=row["split"],
+        task_id=str(task.get("task_id", "")),
+        question=_question(task),
+        played_by=next((str(task[kind]) for kind in PLAYERS if task.get(kind)), ""),
+        update=int(evaluated[1]) if evaluated else run.update_of(row["trained_version"]),
+        version=row["trained_version"] if row["trained_version"] is not None else row["batch"],
+        attempts=attempts,
+    )
+
+
+def _question(task: Mapping[str, Any]) -> str:
+    """Return what a task asks, in a line: its last message of a user, or all its extras."""
+    asked = [m.get("content") for m in task.get("prompt") or () if isinstance(m, dict) and m.get("role") == "user"]
+    text = str(asked[-1]) if asked else json.dumps(task.get("extras") or {}, ensure_ascii=False)
+    text = escape_line(" ".join(text[: 4 * _MOST_CHARACTERS].split()))
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} …"
+
+
+def _json(text: str) -> dict[str, Any]:
+    """Return a JSON object of the ledger; an empty one for anything else, such as a row of an older version."""
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def follow_task(run: RecordedRun, task_id: str, split: str) -> Followed:
+    """Return all groups of a task, oldest first. Raises RunError if none is on record."""
+    rows = run.ledger.query(
+        "SELECT * FROM groups WHERE split = ? AND instr(task, ?) AND json_extract(task, '$.task_id') = ? "
+        "ORDER BY rowid",
+        split,
+        json.dumps(task_id)[1:-1],
+        task_id,
+    )
+    if not rows:
+        raise RunError(f"no {split} task {task_id!r} in {run.path}")
+    groups = group_rows(run, rows)
+    return Followed(task_id=task_id, question=groups[0].question, groups=groups)

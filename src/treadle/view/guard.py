@@ -1,0 +1,85 @@
+"""Who may read: whoever opened the printed link, from this machine's own name, and no other page.
+
+The link's token becomes a cookie that no script can read. Every other request needs it. Answers carry headers that
+keep scripts, frames and requests of foreign pages out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable
+from urllib.parse import parse_qs
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "content-security-policy": POLICY,
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+class Guard:
+    """Lets requests pass to an application that have the token's cookie, a known host name, and only read.
+
+    hosts: names by which browsers may reach the server, without ports: a tunnel may have any port.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, hosts: Iterable[str] = ()) -> None:
+        self._app, self._token = app, token
+        self._hosts = {*LOOPBACK, *hosts}
+        self._cookie = f"treadle_view_{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # ports share their cookies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *own]}
+            await send(message)
+
+        refusal = self._answer(Request(scope))
+        await (refusal or self._app)(scope, receive, send_guarded)
+
+    def _answer(self, request: Request) -> Response | None:
+        """Return the answer to what does not reach the application; None for what may."""
+        if _host(request.headers.get("host", "")) not in self._hosts:
+            return PlainTextResponse("this name of the server is not known; start it with --host NAME\n", 421)
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("nothing can be changed here\n", 405)
+        given = parse_qs(request.scope["query_string"].decode("latin-1")).get("token")
+        if request.url.path == "/" and given:
+            if not self._is_token(given[-1]):
+                return _no_token()
+            answer = RedirectResponse("./", 303)
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            return answer
+        return None if self._is_token(request.cookies.get(self._cookie, "")) else _no_token()
+
+    def _is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode("utf-8", "replace"), self._token.encode())
+
+
+def _no_token() -> Response:
+    return PlainTextResponse("open the link that `treadle view` printed: it carries the token\n", 403)
+
+
+def _host(header: str) -> str:
+    """Return a Host header's name without its port: `[::1]` of `[::1]:8321`."""
+    name, colon, port = header.lower().rpartition(":")
+    return name if colon and port.isdigit() else header.lower()

@@ -1,0 +1,356 @@
+"""What the pages are given, as JSON. A field that a later version adds is one more key: pages show what is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+Json = dict[str, Any]
+
+
+class HeldOut(BaseModel):
+    """Is the result of one evaluation of the held-out tasks."""
+
+    update: int
+    success: float | None
+    reward: float | None = None
+
+
+class RunSummary(BaseModel):
+    """Is one line of the list of runs. problems: what of the run cannot be shown, and why, in sentences."""
+
+    key: str
+    name: str
+    path: str
+    state: str = "unknown"
+    recipe: str = ""
+    about: str = ""
+    seed: int | None = None
+    update: int = 0
+    updates: int = 0
+    best: HeldOut | None = None
+    last: HeldOut | None = None
+    reward: float | None = None
+    rewards: list[float | None] = []
+    seconds_per_update: float | None = None
+    wall_seconds: float | None = None
+    problems: list[str] = []
+
+
+class Runs(BaseModel):
+    """Is the list of runs. version: of Treadle. roots: the folders that are looked at."""
+
+    runs: list[RunSummary]
+    roots: list[str]
+    version: str
+
+
+class Setting(BaseModel):
+    """Is one leaf of a run's configuration; values as they are written on a command line."""
+
+    path: str
+    value: str
+    is_default: bool
+    help: str
+
+
+class Split(BaseModel):
+    """Counts what is recorded of the training or the held-out tasks."""
+
+    split: str
+    groups: int
+    trajectories: int
+    steps: int
+    prompt_tokens: int
+    completion_tokens: int
+    failed: int
+
+
+class StateCount(BaseModel):
+    """Counts the steps that ended in one way, and says in words what it means."""
+
+    split: str
+    state: str
+    reason: str | None
+    count: int
+    text: str
+
+
+class FailureCount(BaseModel):
+    """Counts the attempts that failed in one way, with an example."""
+
+    cause: str
+    message: str
+    count: int
+    trajectory_id: str
+
+
+class RunDetail(RunSummary):
+    """Is what one run's page begins with. metrics: name -> unit, help and view, of each declared metric."""
+
+    settings: list[Setting] = []
+    splits: list[Split] = []
+    states: list[StateCount] = []
+    failures: list[FailureCount] = []
+    checkpoints: list[str] = []
+    metrics: dict[str, Json] = {}
+    summary: Json | None = None
+
+
+class Metrics(BaseModel):
+    """Is what metrics.jsonl holds from row `start` on. generation: changes where the file is written anew."""
+
+    generation: str
+    start: int
+    rows: list[Json]
+    unreadable: list[int]
+
+
+class Difference(BaseModel):
+    """Is a setting in which runs differ, with the value of each run; `null` where a run has no such setting."""
+
+    path: str
+    values: list[str]
+
+
+class RunGroup(BaseModel):
+    """Names the runs that differ in their seed only, by index."""
+
+    label: str
+    runs: list[str]
+
+
+class Comparison(BaseModel):
+    """Is what several runs have in common and not."""
+
+    runs: list[str]
+    groups: list[RunGroup]
+    differences: list[Difference]
+    problems: list[str] = []
+
+
+class Attempt(BaseModel):
+    """Is one trajectory as a table shows it. states: how many of its steps ended how: `{"dropped: stale": 2}`."""
+
+    trajectory_id: str
+    attempt: int
+    status: str
+    reward: float | None
+    trained_reward: float | None
+    advantage: float | None
+    components: dict[str, float]
+    steps: int
+    completion_tokens: int
+    seconds: float
+    oldest_version: int | None
+    newest_version: int | None
+    failure_cause: str | None
+    failure_message: str | None
+    warning: str
+    states: dict[str, int]
+
+
+class GroupRow(BaseModel):
+    """Is one line of the groups' table. update: the one that trained it, or after which it was evaluated."""
+
+    group_id: str
+    split: str
+    task_id: str
+    question: str
+    played_by: str
+    update: int | None
+    version: int | None
+    attempts: list[Attempt]
+
+
+class Groups(BaseModel):
+    """Is a page of the groups' table. total: groups that the filter lets through."""
+
+    total: int
+    offset: int
+    rows: list[GroupRow]
+
+
+class Relation(BaseModel):
+    """Says how a step's prompt relates to the steps before it (`packing.breaks.Relation`)."""
+
+    kind: str
+    base: int | None
+    shared: int
+    cause: str | None
+    was: str | None
+    now: str | None
+    extra_tokens: int
+
+
+class Fate(BaseModel):
+    """Says what became of a step: in words, with the settings that decided it and the rule's place in the source."""
+
+    state: str
+    reason: str | None
+    text: str
+    settings: list[str]
+    rule: str
+
+
+class Span(BaseModel):
+    """Is a part of a step's tokens [start, end) with one role and kind: template, text, thought or call."""
+
+    start: int
+    end: int
+    role: str
+    kind: str
+
+
+class Column(BaseModel):
+    """Declares what is known of each sampled token. scale: how it is coloured."""
+
+    name: str
+    label: str
+    help: str
+    scale: str = Field(description="low: small values stand out; diverging: sign; steps: whole numbers; flag: yes, no")
+
+
+class StepView(BaseModel):
+    """Is one model call. columns: name -> a value for each of its sampled tokens, by the trajectory's `columns`.
+
+    segment: of the tree, the one that its tokens end in; its ancestors hold the tokens before. waits: None until runs
+    record when a call was made.
+    """
+
+    step: int
+    segment: int
+    prompt_tokens: int
+    completion_tokens: int
+    relation: Relation
+    fate: Fate
+    spans: list[Span]
+    columns: dict[str, list[Any]]
+    stop_reason: str
+    temperature: float
+    reward: float
+    shaping: float
+    components: dict[str, float]
+    seconds: float
+    state_key: str
+    versions: list[int]
+    has_experts: bool
+
+
+class Segment(BaseModel):
+    """Is a run of tokens in which nothing forks, read or sampled as a whole.
+
+    parent: index of the segment before it; -1 at a root. depth: tokens before it. steps: those it is a part of, by
+    index. sampled: those that sampled it; the others read it. joined: (start, count, text) of tokens that are pieces of
+    a character.
+    """
+
+    parent: int
+    depth: int
+    ids: list[int]
+    steps: list[int]
+    sampled: list[int]
+    joined: list[tuple[int, int, str]] = []
+
+
+class Cost(BaseModel):
+    """Counts the tokens that training computes by what it shares. used: the run's own way."""
+
+    step: int
+    chain: int
+    tree: int
+    used: str
+
+
+class TrajectoryView(BaseModel):
+    """Is one trajectory. texts: token id -> text, of every token in it. problem: why tokens are missing."""
+
+    run: str
+    attempt: Attempt
+    group: GroupRow
+    split: str
+    ground_truth: Any = None
+    traceback: str | None = None
+    metrics: dict[str, Any] = {}
+    texts: dict[int, str] = {}
+    special: list[int] = []
+    segments: list[Segment] = []
+    steps: list[StepView] = []
+    columns: list[Column] = []
+    cost: Cost | None = None
+    problem: str | None = None
+    siblings: list[str] = []
+    previous: str | None = None
+    next: str | None = None
+
+
+class GroupStep(BaseModel):
+    """Names a step in a group's tree."""
+
+    trajectory_id: str
+    step: int
+    segment: int
+    prompt_tokens: int
+    state: str
+    reason: str | None
+
+
+class GroupView(BaseModel):
+    """Is one group: its attempts, and the tree of all their steps. apart: trajectory -> the token, counted in the
+    sequence of its last step, at which it first differs from the group's first attempt."""
+
+    run: str
+    group: GroupRow
+    ground_truth: Any = None
+    texts: dict[int, str] = {}
+    special: list[int] = []
+    segments: list[Segment] = []
+    steps: list[GroupStep] = []
+    apart: dict[str, int] = {}
+    cost: Cost | None = None
+    problems: list[str] = []
+    previous: str | None = None
+    next: str | None = None
+
+
+class Found(BaseModel):
+    """Is a place where a text was found."""
+
+    trajectory_id: str
+    step: int
+    before: str
+    match: str
+    after: str
+
+
+class SearchResult(BaseModel):
+    """Is what a search through an update's sampled text found. is_complete: whether nothing was left out."""
+
+    found: list[Found]
+    searched: int
+    is_complete: bool
+    problems: list[str]
+
+
+class Followed(BaseModel):
+    """Is one task in all evaluations, or in all epochs of training."""
+
+    task_id: str
+    question: str
+    groups: list[GroupRow]
+
+
+class Breaks(BaseModel):
+    """Is what `treadle report` says of a run's tokens: packing, relations, and shards that cannot be read."""
+
+    packing: Json
+    relations: Json
+    missing_shards: list[str]
+    damaged_shards: list[str]
+
+
+class Experts(BaseModel):
+    """Names the experts that were chosen where one token was sampled: by layer, [M][k]."""
+
+    layers: list[list[int]]

@@ -1,0 +1,336 @@
+"""One run as the pages see it, read anew where its files have changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
+
+from treadle.core.checked_json import is_unfinished, parse_checked_json
+from treadle.core.config import as_override, build, describe, parse_yaml
+from treadle.core.errors import DamageError, RunError, TreadleError
+from treadle.core.files import WrittenFile, sha256_of
+from treadle.core.manifest import MANIFEST, Manifest
+from treadle.models.model_files import tokenizer_directory
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.reporting.metrics import DECLARED
+from treadle.orchestration.schema import migrated
+from treadle.orchestration.store.ledger_reader import LedgerReader
+from treadle.orchestration.store.recorded import parse_tokenizer
+from treadle.orchestration.store.run_directory import MetricsLog, RunDirectory
+from treadle.view import models
+from treadle.view.fates import rule_of
+from treadle.view.texts import TokenTexts, clipped
+
+T = TypeVar("T")
+_SPARKLINE = 60  # points of a run's reward in the list of runs
+_SPEED_OVER = 10  # updates
+
+
+class MetricsFollower:
+    """Reads metrics.jsonl as it grows: each line once. Where it was written anew, from its beginning."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = Lock()
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._offset = self._lines = self._times = 0
+        self._log = MetricsLog([], [])
+
+    def read(self) -> tuple[str, MetricsLog]:
+        """Return a name that changes where earlier rows do, and all rows so far."""
+        with self._lock:
+            try:
+                with self._path.open("rb") as file:
+                    self._go_on(file.fileno(), file.read)
+            except FileNotFoundError:
+                return "none", MetricsLog([], [])
+            return f"{self._times}", self._log
+
+    def _go_on(self, descriptor: int, read: Callable[[], bytes]) -> None:
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
+            self._file, self._offset, self._lines = (status.st_dev, status.st_ino), 0, 0
+            self._times += 1
+            self._log = MetricsLog([], [])
+        os.lseek(descriptor, self._offset, os.SEEK_SET)
+        *lines, last = read().split(b"\n")
+        self._offset += sum(len(line) + 1 for line in lines)
+        if last and not is_unfinished(last):
+            lines.append(last)
+            self._offset += len(last)
+        for line in lines:
+            if not line:
+                continue
+            self._lines += 1
+            row = parse_checked_json(line)
+            if row is None or "kind" not in row or "update" not in row:
+                self._log.unreadable.append(self._lines)
+            else:
+                self._log.rows.append(row)
+
+
+class RecordedRun:
+    """Reads one run directory, and writes nothing. key: its name in links."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path, self.key = path, key
+        self.directory = RunDirectory(path)
+        self.ledger = LedgerReader(self.directory.ledger_file)
+        self._metrics = MetricsFollower(self.directory.metrics_file)
+        self._kept: dict[str, tuple[object, Any]] = {}
+
+    def signature(self) -> str:
+        """Return a text that changes whenever anything that is shown may have changed."""
+        files = (self.directory.metrics_file, self.directory.summary_file, self.directory.config_file)
+        parts = [(s.st_mtime_ns, s.st_size) for f in files if f.is_file() for s in (f.stat(),)]
+        return f"{sha256_of(repr((parts, self.ledger.signature(), self.state())).encode())[:16]}"
+
+    def state(self) -> str:
+        try:
+            return self.directory.state()
+        except OSError:
+            return "unknown"
+
+    def kept(self, name: str, of: object, make: Callable[[], T]) -> T:
+        """Return what `make` returned last, unless `of` has changed since."""
+        found = self._kept.get(name)
+        if found is None or found[0] != of:
+            found = (of, make())
+            self._kept[name] = found
+        value: T = found[1]
+        return value
+
+    def config(self) -> RunConfig:
+        """Return the configuration. Raises TreadleError where it cannot be read, or is not as it was written."""
+        try:
+            content = self.directory.config_file.read_bytes()
+        except OSError as error:
+            raise RunError(f"{self.directory.config_file} cannot be read: {error.strerror or error}") from error
+
+        def read() -> RunConfig:
+            known = {row["sha256"] for row in self._files("config*.yaml")} if self.ledger.path.is_file() else set()
+            if known and sha256_of(content) not in known:
+                raise DamageError(f"{self.directory.config_file} is damaged, or was changed by hand: restore it")
+            source = str(self.directory.config_file)
+            return build(RunConfig, migrated(parse_yaml(content, source), source), source)
+
+        return self.kept("config", content, read)
+
+    def metrics(self) -> tuple[str, MetricsLog]:
+        return self._metrics.read()
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl of one kind, `update` or `evaluation`."""
+        return [row for row in self.metrics()[1].rows if row["kind"] == kind]
+
+    def shards(self) -> dict[str, WrittenFile]:
+        """Return all files with tokens that the ledger knows, by their names in `rollouts/`."""
+        names = ((row["name"].removeprefix("rollouts/"), row["sha256"]) for row in self._files("rollouts/*"))
+        return {name: WrittenFile(name, sha256) for name, sha256 in names}
+
+    def shard(self, name: str) -> WrittenFile:
+        """Return the file with these tokens as the ledger knows it. Raises DamageError if it knows none."""
+        rows = self.ledger.query("SELECT sha256 FROM files WHERE name = ?", f"rollouts/{name}")
+        if not rows:
+            raise DamageError(f"the ledger {self.ledger.path} does not know the shard {name}; restore it from a copy")
+        return WrittenFile(name, rows[0]["sha256"])
+
+    def texts(self) -> tuple[TokenTexts, str | None]:
+        """Return the texts of tokens, and why there is no tokenizer: then they are shown by their ids."""
+        latest = self._latest_checkpoint()
+
+        def read() -> tuple[TokenTexts, str | None]:
+            try:
+                return TokenTexts(parse_tokenizer(*self._tokenizer_file(latest))), None
+            except (TreadleError, OSError) as error:
+                return TokenTexts(None), f"tokens are shown by their ids, there is no tokenizer: {error}"
+
+        return self.kept("texts", latest, read)
+
+    def _tokenizer_file(self, latest: str | None) -> tuple[bytes, Path]:
+        if latest is not None and (self.directory.checkpoints / latest).is_dir():
+            folder = self.directory.checkpoints / latest
+            recorded = self._files(f"checkpoints/{latest}/{MANIFEST}")
+            manifest = Manifest.load(folder, recorded[0]["sha256"] if recorded else None, "restore it from a copy")
+            return manifest.read("tokenizer.json"), folder
+        folder = tokenizer_directory(self.config().model)
+        return (folder / "tokenizer.json").read_bytes(), folder
+
+    def _latest_checkpoint(self) -> str | None:
+        try:
+            rows = self.ledger.query("SELECT directory FROM checkpoints ORDER BY number DESC LIMIT 1")
+        except RunError:
+            return None
+        return rows[0]["directory"] if rows else None
+
+    def _files(self, pattern: str) -> list[dict[str, Any]]:
+        return self.ledger.query("SELECT name, sha256 FROM files WHERE name GLOB ?", pattern)
+
+    def update_of(self, version: int | None) -> int | None:
+        """Return the update whose batch this version of the policy was trained with; None if it is not logged."""
+        return next((row["update"] for row in self.rows("update") if row.get("version") == version), None)
+
+    # --- pages -------------------------------------------------------------------------------------------------------
+
+    def summary(self) -> models.RunSummary:
+        """Return the run's line in the list of runs; what cannot be read is missing, and said."""
+        return self.kept("summary", self.signature(), self._summary)
+
+    def _summary(self) -> models.RunSummary:
+        found = models.RunSummary(key=self.key, name=self.path.name, path=str(self.path), state=self.state())
+        updates, evaluated = self.rows("update"), self.rows("evaluation")
+        try:
+            config = self.config()
+            found.recipe, found.about, found.seed = config.recipe, config.about, config.seed
+            found.updates = config.orchestration.updates
+            evaluated = [row for row in evaluated if row.get("temperature") == config.evaluation.temperature]
+        except TreadleError as error:
+            found.problems.append(str(error))
+        held_out = [
+            models.HeldOut(update=row["update"], success=row.get("success"), reward=row.get("reward_mean"))
+            for row in evaluated
+        ]
+        graded = [h for h in held_out if h.success is not None]
+        found.best = max(graded, key=lambda h: (h.success or 0.0, -h.update), default=None)
+        found.last = held_out[-1] if held_out else None
+        if updates:
+            found.update = max(row["update"] for row in updates)
+            found.reward = updates[-1].get("reward_mean")
+            found.rewards = _thinned([row.get("reward_mean") for row in updates], _SPARKLINE)
+            found.wall_seconds = updates[-1].get("wall_seconds")
+            found.seconds_per_update = _pace(updates[-_SPEED_OVER - 1 :])
+        unreadable = self.metrics()[1].unreadable
+        if unreadable:
+            found.problems.append(f"metrics.jsonl cannot be read in line {', '.join(map(str, unreadable[:5]))}")
+        if not self.ledger.path.is_file():
+            found.problems.append("nothing is recorded yet: the run has no ledger")
+        return found
+
+    def detail(self) -> models.RunDetail:
+        """Return what the run's own page begins with."""
+        return self.kept("detail", self.signature(), self._detail)
+
+    def _detail(self) -> models.RunDetail:
+        found = models.RunDetail(**self.summary().model_dump())
+        found.metrics = {m.name: {"unit": m.unit, "help": m.help, "view": m.view} for m in DECLARED}
+        with suppress(TreadleError):  # the summary says so
+            found.settings = [
+                models.Setting(path=f.path, value=as_override(f.value), is_default=f.is_default, help=f.help)
+                for f in describe(self.config())
+            ]
+        try:
+            found.summary = json.loads(self.directory.summary_file.read_bytes())
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            found.problems.append(f"summary.json cannot be read: {error}")
+        if self.ledger.path.is_file():
+            try:
+                self._count(found)
+            except RunError as error:
+                found.problems.append(str(error))
+        return found
+
+    def _count(self, found: models.RunDetail) -> None:
+        split = "JOIN groups g USING (group_id)"
+        attempts = self.ledger.query(
+            "SELECT split, count(*) AS trajectories, count(failure_cause) AS failed, count(DISTINCT group_id) AS "
+            f"groups FROM trajectories t {split} GROUP BY split"
+        )
+        failed = {row["split"]: row for row in attempts}
+        of_trajectory = (  # first, so that each trajectory is looked up once
+            "SELECT trajectory_id, state, reason, count(*) AS count, sum(prompt_tokens) AS prompt_tokens, "
+            "sum(completion_tokens) AS completion_tokens FROM steps GROUP BY 1, 2, 3"
+        )
+        states = self.ledger.query(
+            f"SELECT split, state, reason, sum(s.count) AS count, sum(s.prompt_tokens) AS prompt_tokens, "
+            f"sum(s.completion_tokens) AS completion_tokens FROM ({of_trajectory}) s "
+            f"JOIN trajectories t USING (trajectory_id) {split} GROUP BY 1, 2, 3 ORDER BY 1 DESC, 4 DESC"
+        )
+        for name, row in sorted(failed.items(), reverse=True):
+            own = [s for s in states if s["split"] == name]
+            tokens = {k: sum(s[k] for s in own) for k in ("prompt_tokens", "completion_tokens")}
+            found.splits.append(models.Split(**row, steps=sum(s["count"] for s in own), **tokens))
+        names = ("split", "state", "reason", "count")
+        found.states = [
+            models.StateCount(**{n: row[n] for n in names}, text=rule_of(row["state"], row["reason"]).text)
+            for row in states
+        ]
+        failures = self.ledger.query(
+            "SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
+            "trajectory_id FROM trajectories WHERE failure_cause IS NOT NULL GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 20"
+        )
+        found.failures = [models.FailureCount(**{**row, "message": clipped(row["message"])}) for row in failures]
+        rows = self.ledger.query("SELECT DISTINCT directory FROM checkpoints ORDER BY number")
+        found.checkpoints = [r["directory"] for r in rows if (self.directory.checkpoints / r["directory"]).is_dir()]
+
+
+def _pace(rows: Sequence[dict[str, Any]]) -> float | None:
+    """Return the seconds of an update over some rows; None of fewer than two."""
+    if len(rows) < 2 or "wall_seconds" not in rows[0] or "wall_seconds" not in rows[-1]:
+        return None
+    done = rows[-1]["update"] - rows[0]["update"]
+    return float(rows[-1]["wall_seconds"] - rows[0]["wall_seconds"]) / done if done > 0 else None
+
+
+def _thinned(values: Sequence[float | None], most: int) -> list[float | None]:
+    """Return at most this many of the values, evenly chosen, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+class Runs:
+    """Finds the runs below some paths: run directories, and folders that hold some."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.roots = list(paths)
+        self._runs: dict[Path, RecordedRun] = {}
+        self._lock = Lock()
+
+    def all(self) -> list[RecordedRun]:
+        """Return the runs that are there now, the newest first."""
+        with self._lock:
+            there = [path for root in self.roots for path in _runs_in(root)]
+            for path in there:
+                if path not in self._runs:
+                    self._runs[path] = RecordedRun(path, self._key(path))
+            return [self._runs[path] for path in sorted(dict.fromkeys(there), key=_changed, reverse=True)]
+
+    def get(self, key: str) -> RecordedRun:
+        """Return a run by its key. Raises KeyError."""
+        for _ in range(2):
+            with self._lock:
+                if (found := next((r for r in self._runs.values() if r.key == key), None)) is not None:
+                    return found
+            self.all()
+        raise KeyError(key)
+
+    def _key(self, path: Path) -> str:
+        taken = {run.key for run in self._runs.values()}
+        name = path.resolve().name.encode("utf-8", "replace").decode() or "run"
+        key, number = name, 2
+        while key in taken:
+            key, number = f"{name}~{number}", number + 1
+        return key
+
+
+def _runs_in(root: Path) -> list[Path]:
+    if (root / "config.yaml").is_file():
+        return [root]
+    try:
+        return sorted(path.parent for path in root.glob("*/config.yaml"))
+    except OSError:
+        return []
+
+
+def _changed(path: Path) -> float:
+    try:
+        return max(f.stat().st_mtime for f in (path / "metrics.jsonl", path / "config.yaml") if f.is_file())
+    except (OSError, ValueError):
+        return 0.0

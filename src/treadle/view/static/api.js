@@ -1,0 +1,143 @@
+// What the pages ask the server for; in an exported file, the answers that it carries.
+import {useEffect, useRef, useState} from "./vendor/preact.js";
+
+/** @type {{route: string, answers: Record<string, any>} | null} */
+export const embedded = (() => {
+  const element = document.getElementById("embedded");
+  return element ? JSON.parse(element.textContent || "null") : null;
+})();
+
+/**
+ * Returns the answer to a path, with its text; rejects with an Error that says what to do.
+ * @param {string} path
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<{text: string, data: any}>}
+ */
+async function ask(path, signal) {
+  if (embedded) {
+    if (!(path in embedded.answers)) throw new Error("This file holds one trajectory or group; the rest is in the run.");
+    return {text: path, data: embedded.answers[path]};
+  }
+  let response;
+  try {
+    response = await fetch(`api/${path}`, {signal});
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    throw new Error("The server does not answer: is `treadle view` still running?");
+  }
+  const text = await response.text();
+  if (response.ok) return {text, data: JSON.parse(text)};
+  throw new Error(problemOf(text, response.status));
+}
+
+/** @param {string} text @param {number} status */
+function problemOf(text, status) {
+  if (status === 403) return "This link is no longer valid: open the one that `treadle view` printed last.";
+  try {
+    const detail = JSON.parse(text).detail;
+    return typeof detail === "string" ? detail : detail.map((/** @type {any} */ d) => `${d.loc.at(-1)}: ${d.msg}`).join("; ");
+  } catch {
+    return text;
+  }
+}
+
+/** @param {string} path @returns {Promise<any>} */
+export async function get(path) {
+  return (await ask(path)).data;
+}
+
+/**
+ * Follows the answer to a path; asks anew when `version` changes, and keeps what it has meanwhile.
+ * @param {string | null} path
+ * @param {string} [version]
+ * @returns {{data: any, error: string | null}}
+ */
+export function useAnswer(path, version = "") {
+  const [state, setState] = useState({path, data: null, error: null});
+  const text = useRef("");
+  useEffect(() => {
+    if (path === null) return undefined;
+    const controller = new AbortController();
+    ask(path, controller.signal).then(
+      (answer) => {
+        if (controller.signal.aborted) return;
+        const same = answer.text === text.current && state.path === path && state.data !== null;
+        text.current = answer.text;
+        if (!same) setState({path, data: answer.data, error: null});
+      },
+      (error) => controller.signal.aborted || setState({path, data: null, error: error.message}),
+    );
+    return () => controller.abort();
+  }, [path, version]);
+  return state.path === path ? state : {data: null, error: null};
+}
+
+const SECONDS = 2;
+/** @type {Record<string, string>} */
+let versions = {};
+/** @type {Record<string, string>} as they were first seen: what pages have asked for by then is of these */
+const first = {};
+/** @type {Set<() => void>} */
+const followers = new Set();
+
+async function look() {
+  if (!document.hidden) {
+    try {
+      const found = await get("changes");
+      const changed = JSON.stringify(found) !== JSON.stringify(versions);
+      versions = found;
+      for (const key in found) first[key] ??= found[key];
+      if (changed) followers.forEach((follower) => follower());
+    } catch {
+      // the next look may succeed; what a page itself asks for says what is wrong
+    }
+  }
+  setTimeout(look, SECONDS * 1000);
+}
+if (!embedded) look();
+
+/**
+ * Returns whether a page can be opened: in an exported file, those that it carries.
+ * @param {string} path
+ */
+export function has(path) {
+  return !embedded || path in embedded.answers;
+}
+
+/**
+ * Returns a text that changes whenever a run does; of all runs without a key.
+ * @param {string} [key]
+ * @returns {string}
+ */
+export function useVersion(key) {
+  const [, redraw] = useState(0);
+  useEffect(() => {
+    const follower = () => redraw((/** @type {number} */ n) => n + 1);
+    followers.add(follower);
+    return () => followers.delete(follower);
+  }, []);
+  const changed = Object.keys(versions).filter((own) => versions[own] !== first[own]);
+  return changed.filter((own) => key === undefined || own === key).map((own) => versions[own]).join();
+}
+
+/**
+ * Returns all rows of a run's metrics.jsonl; only new ones are fetched.
+ * @param {string} key
+ * @returns {{rows: any[], error: string | null}}
+ */
+export function useMetrics(key) {
+  const version = useVersion(key);
+  const [state, setState] = useState({key, generation: "", rows: [], error: null});
+  useEffect(() => {
+    let current = true;
+    const had = state.key === key ? state : {generation: "", rows: []};
+    get(`runs/${encodeURIComponent(key)}/metrics?generation=${had.generation}&after=${had.rows.length}`).then(
+      (found) => current && setState({
+        key, generation: found.generation, rows: [...had.rows.slice(0, found.start), ...found.rows], error: null,
+      }),
+      (error) => current && setState({...state, key, error: error.message}),
+    );
+    return () => { current = false; };
+  }, [key, version]);
+  return state.key === key ? state : {rows: [], error: null};
+}

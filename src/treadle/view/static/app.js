@@ -1,0 +1,129 @@
+// The frame around every page: routes, keyboard, theme.
+import {html, render, useEffect, useState} from "./vendor/preact.js";
+import {embedded, has} from "./api.js";
+import {link, routeOf} from "./sequence.js";
+import {ComparePage} from "./compare.js";
+import {GroupPage} from "./group.js";
+import {GroupsPage} from "./groups.js";
+import {RunPage} from "./run.js";
+import {RunsPage} from "./runs.js";
+import {ConfigPage, SearchPage, TaskPage, TokensPage} from "./details.js";
+import {TrajectoryPage} from "./trajectory.js";
+
+const THEMES = ["auto", "light", "dark"];
+const KEYS = [
+  ["/", "search"], ["j k", "next and previous line, or step"], ["Enter", "open the line"],
+  ["n p", "next and previous trajectory or group"], ["u", "up: to the group, the run, all runs"],
+  ["t", "light, dark, or as the system"], ["?", "these keys"],
+];
+
+/** @param {{parts: string[], query: URLSearchParams}} route */
+function pageOf({parts, query}) {
+  const [kind, key, what, id] = parts;
+  if (kind === "compare") return html`<${ComparePage} query=${query} />`;
+  if (kind !== "run" || !key) return html`<${RunsPage} />`;
+  if (what === "groups") return html`<${GroupsPage} run=${key} query=${query} key=${key} />`;
+  if (what === "group" && id) return html`<${GroupPage} run=${key} id=${id} key=${id} />`;
+  if (what === "trajectory" && id) return html`<${TrajectoryPage} run=${key} id=${id} query=${query} key=${id} />`;
+  if (what === "task" && id) return html`<${TaskPage} run=${key} id=${id} query=${query} />`;
+  if (what === "search") return html`<${SearchPage} run=${key} query=${query} />`;
+  if (what === "config") return html`<${ConfigPage} run=${key} query=${query} />`;
+  if (what === "tokens") return html`<${TokensPage} run=${key} />`;
+  return html`<${RunPage} run=${key} key=${key} />`;
+}
+
+/** @param {{parts: string[]}} props */
+function Crumbs({parts}) {
+  const [kind, key, what, id] = parts;
+  const crumbs = [];
+  if (kind === "compare") crumbs.push({label: "overlay", href: null});
+  if (kind === "run" && key) crumbs.push({label: key, href: embedded ? null : link(["run", key])});
+  if (what) {
+    const own = {groups: "groups", group: id, trajectory: id, task: id, search: "search", config: "settings", tokens: "tokens"}[what];
+    if (what === "trajectory") {
+      const group = id.replace(/\.\d+$/, "");
+      const there = has(`runs/${encodeURIComponent(key)}/groups/${encodeURIComponent(group)}`);
+      crumbs.push({label: group, href: there ? link(["run", key, "group", group]) : null});
+    }
+    crumbs.push({label: own || what, href: null});
+  }
+  return html`<nav class="crumbs" aria-label="where">
+    ${crumbs.map((crumb) => html`<span class="sep">/</span>${crumb.href
+      ? html`<a href=${crumb.href}>${crumb.label}</a>` : html`<span class="here">${crumb.label}</span>`}`)}
+  </nav>`;
+}
+
+/** @returns {[string, () => void]} */
+function useTheme() {
+  const [theme, setTheme] = useState(/** @returns {string} */ () => {
+    try { return localStorage.getItem("treadle-theme") || "auto"; } catch { return "auto"; }
+  });
+  useEffect(() => {
+    if (theme === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = theme;
+    try { localStorage.setItem("treadle-theme", theme); } catch { /* a file opened from disk may have none */ }
+    dispatchEvent(new Event("themechange"));
+  }, [theme]);
+  return [theme, () => setTheme(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length])];
+}
+
+function App() {
+  const [hash, setHash] = useState(location.hash || (embedded ? `#/${embedded.route}` : ""));
+  const [theme, nextTheme] = useTheme();
+  const [help, setHelp] = useState(false);
+  const route = routeOf(hash);
+  useEffect(() => {
+    const follow = () => setHash(location.hash);
+    addEventListener("hashchange", follow);
+    return () => removeEventListener("hashchange", follow);
+  }, []);
+  useEffect(() => {
+    const last = route.parts.at(-1);
+    document.title = last ? `${last} · Treadle` : "Treadle";
+  }, [hash]);
+  useEffect(() => {
+    /** @param {KeyboardEvent} event */
+    const press = (event) => {
+      const target = /** @type {HTMLElement} */ (event.target);
+      if (event.key === "Escape") { setHelp(false); target.blur(); }
+      if (event.metaKey || event.ctrlKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(target.tagName)) return;
+      if (event.key === "?") setHelp((/** @type {boolean} */ on) => !on);
+      else if (event.key === "t") nextTheme();
+      else if (event.key === "u" && !embedded) location.hash = up(route.parts);
+      else if (event.key === "/") {
+        const field = /** @type {HTMLElement | null} */ (document.querySelector("input[type=search]"));
+        if (!field) return;
+        field.focus();
+      } else if (event.key === "n" || event.key === "p") {
+        const rel = event.key === "n" ? "next" : "prev";
+        const found = /** @type {HTMLElement | null} */ (document.querySelector(`a[rel=${rel}]`));
+        if (!found) return;
+        found.click();
+      } else return;
+      event.preventDefault();
+    };
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  });
+  return html`
+    <header class="top">
+      <a class="brand" href=${embedded ? `#/${embedded.route}` : "#/"}><span class="mark" aria-hidden="true"></span>treadle</a>
+      <${Crumbs} parts=${route.parts} />
+      <span class="grow"></span>
+      ${embedded && html`<span class="faint exported">exported</span>`}
+      <button class="quiet" onClick=${() => setHelp(!help)} title="keys (?)" aria-label="keys">?</button>
+      <button class="quiet" onClick=${nextTheme} title="theme (t)" aria-label="theme">${/** @type {Record<string, string>} */ ({auto: "◐", light: "○", dark: "●"})[theme]}</button>
+    </header>
+    <main>${pageOf(route)}</main>
+    ${help && html`<div class="veil" onClick=${() => setHelp(false)}><div class="card help" role="dialog" aria-label="keys">
+      <h2>Keys</h2><dl>${KEYS.map(([key, does]) => html`<dt><kbd>${key}</kbd></dt><dd>${does}</dd>`)}</dl></div></div>`}`;
+}
+
+/** @param {string[]} parts */
+function up([kind, key, what, id]) {
+  if (what === "trajectory") return link(["run", key, "group", id.replace(/\.\d+$/, "")]);
+  if (what === "group") return link(["run", key, "groups"]);
+  return kind === "run" && what ? link(["run", key]) : "#/";
+}
+
+render(html`<${App} />`, /** @type {HTMLElement} */ (document.getElementById("app")));

@@ -1,0 +1,61 @@
+// Several runs over one another: a line with a band for runs that differ in their seed only, and what else differs.
+import {html, useEffect, useState} from "./vendor/preact.js";
+import {get, useAnswer, useVersion} from "./api.js";
+import {Chart, COLOURS} from "./charts.js";
+import {band} from "./format.js";
+import {Problems, Waiting} from "./parts.js";
+import {panelsOf, pointsOf, shortName} from "./run.js";
+import {link} from "./sequence.js";
+
+const FIRST = ["Reward", "Success in training", "Sampled tokens a trajectory", "Steps a trajectory", "Entropy",
+  "Log-prob gap, engine and learner", "KL", "Clipped and corrected", "Gradient norm"];
+
+/** @param {any[][]} runs rows of each run @param {string} name @param {string} kind */
+function bandOf(runs, name, kind) {
+  return band(runs.map((rows) => pointsOf(rows.filter((row) => row.kind === kind), name)));
+}
+
+/** @param {{query: URLSearchParams}} props */
+export function ComparePage({query}) {
+  const keys = query.getAll("run");
+  const path = keys.map((key) => `run=${encodeURIComponent(key)}`).join("&");
+  const version = useVersion();
+  const {data, error} = useAnswer(keys.length ? `compare?${path}` : null, version);
+  const [rows, setRows] = useState(/** @type {Record<string, any[]>} */ ({}));
+  const [smooth, setSmooth] = useState(1);
+  useEffect(() => {
+    let current = true;
+    Promise.all(keys.map((key) => get(`runs/${encodeURIComponent(key)}/metrics`).then((found) => [key, found.rows], () => [key, []])))
+      .then((found) => current && setRows(Object.fromEntries(found)));
+    return () => { current = false; };
+  }, [path, version]);
+  if (!keys.length) return html`<p class="empty">Choose runs in the <a href="#/">list</a> first.</p>`;
+  if (!data) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
+  const groups = data.groups.map((/** @type {any} */ group) => ({...group, rows: group.runs.map((/** @type {string} */ key) => rows[key] || [])}));
+  const updates = Object.values(rows).flat().filter((row) => row.kind === "update");
+  const names = panelsOf(updates).panels.filter((panel) => FIRST.includes(panel.title)).map((panel) => ({...panel, name: panel.own[0]}));
+  const series = (/** @type {string} */ name, /** @type {string} */ kind) => groups.map((/** @type {any} */ group, /** @type {number} */ n) => {
+    const {mean, low, high} = bandOf(group.rows, name, kind);
+    return {label: group.label, points: mean, colour: n, dots: kind === "evaluation" && group.runs.length === 1,
+      ...(group.runs.length > 1 ? {low, high} : {})};
+  }).filter((/** @type {any} */ s) => s.points.length);
+  const held = series("success", "evaluation");
+  return html`
+    <div class="head"><h1>Overlay</h1><span class="grow"></span>
+      <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(Number(e.target.value))} /></label></div>
+    <${Problems} problems=${data.problems} />
+    <ul class="groups-key">${groups.map((/** @type {any} */ group, /** @type {number} */ n) => html`<li><i style=${{background: `var(${COLOURS[n % COLOURS.length]})`}}></i>
+      <b>${group.label}</b> <span class="faint">${group.runs.length > 1 ? `mean of ${group.runs.length} runs, lowest to highest as a band:` : ""}
+      ${group.runs.map((/** @type {string} */ key) => html` <a href=${link(["run", key])}>${key}</a>`)}</span></li>`)}</ul>
+    <div class="charts">
+      ${held.length > 0 && html`<${Chart} title="Held-out success" series=${held} share bare />`}
+      ${names.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${shortName(panel.name)} smooth=${smooth} share=${panel.share} bare
+        series=${series(panel.name, "update")} />`)}
+    </div>
+    <section><h2>Settings that differ</h2>
+      ${data.differences.length === 0 ? html`<p class="faint">None.</p>` : html`<div class="scroll"><table class="plain settings"><thead><tr><th></th>
+        ${data.runs.map((/** @type {string} */ key) => html`<th>${key}</th>`)}</tr></thead>
+        <tbody>${data.differences.map((/** @type {any} */ row) => html`<tr><td><code>${row.path}</code></td>
+          ${row.values.map((/** @type {string} */ value) => html`<td><code>${value}</code></td>`)}</tr>`)}</tbody></table></div>`}
+    </section>`;
+}

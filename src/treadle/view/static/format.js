@@ -1,0 +1,120 @@
+// Pure functions from values to texts and colours.
+
+/**
+ * Returns a number for reading: "0.412", "12,345", "3.1e-6"; a dash where there is none.
+ * @param {number | null | undefined} value
+ * @param {number} [digits] significant ones of what is below 1000
+ */
+export function figure(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (Number.isInteger(value)) return size < 1e15 ? value.toLocaleString("en") : value.toExponential(2);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size < 1e-4) return value.toExponential(1);
+  return String(Number(value.toPrecision(digits)));
+}
+
+/** @param {number | null | undefined} value a share between 0 and 1 */
+export function percent(value) {
+  return value === null || value === undefined ? "–" : `${Number((100 * value).toFixed(1))}%`;
+}
+
+/** @param {number | null | undefined} seconds */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 10) return `${figure(seconds, 2)} s`;
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+}
+
+/** @param {number} count @param {string} one @param {string} [many] */
+export function counted(count, one, many = `${one}s`) {
+  return `${figure(count)} ${count === 1 ? one : many}`;
+}
+
+/** @param {number | null} value */
+export function signed(value) {
+  return value === null || value === undefined ? "–" : (value > 0 ? "+" : "") + figure(value);
+}
+
+/**
+ * Returns the moving average over `width` values, centred; windows are shorter at the ends, and gaps count nothing.
+ * @param {(number | null)[]} values
+ * @param {number} width
+ * @returns {(number | null)[]}
+ */
+export function smoothed(values, width) {
+  if (width <= 1) return values;
+  const half = Math.floor(width / 2);
+  return values.map((own, at) => {
+    if (own === null || own === undefined) return null;
+    const near = values.slice(Math.max(0, at - half), at + half + 1).filter((v) => v !== null && v !== undefined);
+    return near.reduce((/** @type {number} */ sum, v) => sum + Number(v), 0) / near.length;
+  });
+}
+
+/**
+ * Returns a table's columns for a chart: all x that any series has, and each series' value there or null.
+ * @param {{points: [number, number | null][]}[]} series
+ * @returns {(number | null)[][]}
+ */
+export function aligned(series) {
+  const xs = [...new Set(series.flatMap((s) => s.points.map(([x]) => x)))].sort((a, b) => a - b);
+  return [xs, ...series.map((s) => {
+    const found = new Map(s.points);
+    return xs.map((x) => found.get(x) ?? null);
+  })];
+}
+
+/**
+ * Returns mean, lowest and highest of several runs at the updates that all of them have.
+ * @param {[number, number | null][][]} runs
+ * @returns {{mean: [number, number][], low: [number, number][], high: [number, number][]}}
+ */
+export function band(runs) {
+  const [xs, ...columns] = aligned(runs.map((points) => ({points})));
+  const mean = [], low = [], high = [];
+  for (let at = 0; at < xs.length; at++) {
+    const values = columns.map((column) => column[at]);
+    if (values.some((value) => value === null)) continue;
+    const numbers = /** @type {number[]} */ (values);
+    const x = Number(xs[at]);
+    mean.push([x, numbers.reduce((a, b) => a + b, 0) / numbers.length]);
+    low.push([x, Math.min(...numbers)]);
+    high.push([x, Math.max(...numbers)]);
+  }
+  return /** @type {any} */ ({mean, low, high});
+}
+
+/**
+ * Returns the colour behind a token: transparent where there is nothing to say.
+ * @param {string} scale of the column: low, diverging, steps or flag
+ * @param {any} value
+ * @param {{largest: number, levels: any[]}} range of the column in this trajectory
+ */
+export function tokenColour(scale, value, range) {
+  if (value === null || value === undefined) return "transparent";
+  const mix = (/** @type {string} */ name, /** @type {number} */ share) =>
+    share < 0.02 ? "transparent" : `color-mix(in srgb, var(${name}) ${Math.round(100 * Math.min(share, 1))}%, transparent)`;
+  if (scale === "low") return mix("--warm", 0.75 * (1 - Math.exp(value)));
+  if (scale === "diverging") return mix(value < 0 ? "--bad" : "--good", range.largest ? 0.6 * Math.abs(value) / range.largest : 0);
+  if (scale === "flag") return value ? mix("--accent", 0.3) : "transparent";
+  const at = range.levels.indexOf(value);
+  return mix(["--accent", "--warm", "--violet", "--good", "--bad"][at % 5], 0.22 + 0.12 * (Math.floor(at / 5) % 3));
+}
+
+/**
+ * Returns what `tokenColour` needs to know of a column.
+ * @param {Iterable<any>} values
+ */
+export function rangeOf(values) {
+  let largest = 0;
+  const levels = new Set();
+  for (const value of values) {
+    if (value === null || value === undefined) continue;
+    largest = Math.max(largest, Math.abs(value));
+    if (levels.size < 100) levels.add(value);
+  }
+  return {largest, levels: [...levels].sort((a, b) => a - b)};
+}

@@ -1,0 +1,66 @@
+// One group: its attempts side by side from the token at which they part, and the tree of all of them.
+import {html, useMemo} from "./vendor/preact.js";
+import {embedded, useAnswer, useVersion} from "./api.js";
+import {counted, figure, signed} from "./format.js";
+import {AttemptCells, Problems, Waiting} from "./parts.js";
+import {link, pathTo, unitsOf} from "./sequence.js";
+import {Cost, Tree} from "./tree.js";
+
+/** @param {{run: string, view: any, attempt: any, from: number}} props */
+function Sibling({run, view, attempt, from}) {
+  const steps = view.steps.filter((/** @type {any} */ s) => s.trajectory_id === attempt.trajectory_id);
+  const last = steps.at(-1);
+  const runs = useMemo(() => last ? textRuns(view, last, from) : [], [view, last, from]);
+  return html`<article class="sibling card"><header>
+      <a href=${link(["run", run, "trajectory", attempt.trajectory_id])}><b>${attempt.trajectory_id}</b></a>
+      <span class=${attempt.reward === null ? "bad" : ""}>${attempt.reward === null ? "no reward" : `reward ${figure(attempt.reward)}`}</span>
+      ${attempt.advantage !== null && html`<span class=${attempt.advantage > 0 ? "good" : attempt.advantage < 0 ? "bad" : "faint"}>${signed(attempt.advantage)}</span>`}
+      <div class="faint">${attempt.status}, ${counted(attempt.steps, "step")}, ${counted(attempt.completion_tokens, "token")}, ${Object.entries(attempt.states)
+        .map(([state, count]) => `${count} ${state}`).join(", ")}</div>
+      ${attempt.failure_cause && html`<div class="bad">${attempt.failure_cause}: ${attempt.failure_message}</div>`}</header>
+    ${last && from > 0 && html`<p class="faint shared">${counted(from, "token")} as the others</p>`}
+    <div class="body">${runs.map((piece) => html`<span class=${piece.kind}>${piece.text}</span>`)}</div></article>`;
+}
+
+/** @param {any} view @param {any} step @param {number} from */
+function textRuns(view, step, from) {
+  /** @type {{kind: string, text: string}[]} */
+  const runs = [];
+  const special = new Set(view.special);
+  for (const index of pathTo(view.segments, step.segment)) {
+    const segment = view.segments[index];
+    const sampled = segment.sampled.length > 0;
+    for (const unit of unitsOf(view.segments, [index], view.texts, from, Infinity)) {
+      const kind = special.has(unit.id) ? "template" : sampled ? "s" : "read";
+      const last = runs.at(-1);
+      if (last && last.kind === kind) last.text += unit.text;
+      else runs.push({kind, text: unit.text});
+    }
+  }
+  return runs;
+}
+
+/** @param {{run: string, id: string}} props */
+export function GroupPage({run, id}) {
+  const {data: view, error} = useAnswer(`runs/${encodeURIComponent(run)}/groups/${encodeURIComponent(id)}`, useVersion(run));
+  if (!view) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
+  const {group} = view;
+  const apart = Object.values(view.apart).map(Number);
+  const from = apart.length > 1 ? Math.min(...apart) : 0;
+  const names = view.steps.map((/** @type {any} */ s) => `${s.trajectory_id} step ${s.step}`);
+  return html`
+    <div class="head"><h1>${group.group_id}</h1><${AttemptCells} run=${run} attempts=${group.attempts} /><span class="grow"></span>
+      ${!embedded && html`<a rel="prev" class=${`button ${view.previous ? "" : "off"}`} href=${view.previous && link(["run", run, "group", view.previous])} title="previous (p)">←</a>
+      <a rel="next" class=${`button ${view.next ? "" : "off"}`} href=${view.next && link(["run", run, "group", view.next])} title="next (n)">→</a>
+      <a class="button" href=${`export/${encodeURIComponent(run)}/group/${encodeURIComponent(id)}`} title="one HTML file that opens without a server">export</a>`}</div>
+    <p class="lead">${group.question}</p>
+    <p class="faint">${embedded ? group.task_id : html`<a href=${link(["run", run, "task", group.task_id], {split: group.split})}>${group.task_id}</a>`}, ${group.split === "train" ? "training" : "held-out"}${group.update === null ? ", in no checkpoint yet" : `, update ${group.update}`}${view.ground_truth === null ? "" : html` · ground truth <code>${typeof view.ground_truth === "string" ? view.ground_truth : JSON.stringify(view.ground_truth)}</code>`}</p>
+    <${Problems} problems=${view.problems} />
+    <h2>Prefix tree</h2>
+    <${Tree} segments=${view.segments} names=${names} onPick=${(/** @type {number} */ call) => {
+      const step = view.steps[call];
+      location.hash = link(["run", run, "trajectory", step.trajectory_id], {step: step.step});
+    }} /><${Cost} cost=${view.cost} of="group" />
+    <h2>Side by side</h2>
+    <div class="siblings">${group.attempts.map((/** @type {any} */ attempt) => html`<${Sibling} key=${attempt.trajectory_id} run=${run} view=${view} attempt=${attempt} from=${from} />`)}</div>`;
+}

@@ -1,0 +1,95 @@
+// Small parts that several pages share.
+import {html, useEffect, useRef, useState} from "./vendor/preact.js";
+import {figure, signed} from "./format.js";
+import {link} from "./sequence.js";
+
+/** @param {{error?: string | null, problems?: (string | null)[]}} props */
+export function Problems({error, problems = []}) {
+  const all = [error, ...problems].filter(Boolean);
+  return all.length ? html`<div class="problems" role="alert">${all.map((text) => html`<p>${text}</p>`)}</div>` : null;
+}
+
+/** @param {{what?: string}} props */
+export function Waiting({what = "reading"}) {
+  return html`<p class="waiting">${what} …</p>`;
+}
+
+/** @param {{run: string, here: string}} props */
+export function Tabs({run, here}) {
+  const tabs = [["", "curves"], ["groups", "groups"], ["tokens", "tokens"], ["config", "settings"]];
+  return html`<nav class="tabs" aria-label="run">${tabs.map(([what, label]) => html`
+    <a href=${link(what ? ["run", run, what] : ["run", run])} aria-current=${what === here ? "page" : null}>${label}</a>`)}</nav>`;
+}
+
+/**
+ * Draws an attempt as a cell: filled as far as its reward, crossed out if it has none.
+ * @param {{run: string, attempt: any, here?: boolean, lowest?: number, highest?: number}} props
+ */
+export function AttemptCell({run, attempt, here = false, lowest = 0, highest = 1}) {
+  const failed = attempt.reward === null;
+  const span = Math.max(highest, 1) - Math.min(lowest, 0);
+  const share = failed ? 0 : (attempt.reward - Math.min(lowest, 0)) / span;
+  const dropped = Object.keys(attempt.states).some((name) => name.startsWith("dropped"));
+  const title = `${attempt.trajectory_id}: ${failed ? `failed: ${attempt.failure_message}` : `reward ${figure(attempt.reward)}`}` +
+    `${attempt.advantage === null ? "" : `, advantage ${signed(attempt.advantage)}`}, ${Object.entries(attempt.states)
+      .map(([state, count]) => `${count} ${state}`).join(", ")}`;
+  return html`<a class="cell ${failed ? "failed" : ""} ${dropped ? "dropped" : ""} ${here ? "here" : ""}" title=${title}
+    aria-label=${title} href=${link(["run", run, "trajectory", attempt.trajectory_id])}>
+    <span class="fill" style=${{height: `${Math.round(100 * share)}%`}}></span>${failed ? "×" : ""}</a>`;
+}
+
+/** @param {{run: string, attempts: any[], here?: string}} props */
+export function AttemptCells({run, attempts, here}) {
+  const rewards = attempts.map((a) => a.reward).filter((r) => r !== null);
+  const lowest = Math.min(0, ...rewards), highest = Math.max(0, ...rewards);
+  return html`<span class="cells">${attempts.map((attempt) => html`<${AttemptCell} run=${run} attempt=${attempt}
+    here=${attempt.trajectory_id === here} lowest=${lowest} highest=${highest} />`)}</span>`;
+}
+
+/** @param {{values: (number | null)[], label: string}} props */
+export function Sparkline({values, label}) {
+  const found = values.filter((v) => v !== null).map(Number);
+  if (found.length < 2) return html`<span class="faint">–</span>`;
+  const low = Math.min(...found), high = Math.max(...found);
+  const points = values.map((value, at) => value === null ? null
+    : `${(100 * at / (values.length - 1)).toFixed(1)},${(26 - 24 * (value - low) / (high - low || 1)).toFixed(1)}`);
+  return html`<svg class="spark" viewBox="-1 0 102 28" preserveAspectRatio="none" role="img" aria-label=${label}>
+    <polyline points=${points.filter(Boolean).join(" ")} /></svg>`;
+}
+
+/** @param {{state: string}} props */
+export function StatePill({state}) {
+  return html`<span class="pill state-${state.replace(" ", "-")}">${state === "in progress" ? html`<i class="dot"></i>` : ""}${state}</span>`;
+}
+
+/** @param {{items: [string, any, string?][]}} props label, value and explanation */
+export function Facts({items}) {
+  return html`<dl class="facts">${items.filter(Boolean).map(([label, value, title]) => html`
+    <div title=${title || ""}><dt>${label}</dt><dd>${value}</dd></div>`)}</dl>`;
+}
+
+/**
+ * Moves a selection with j and k and opens it with Enter.
+ * @param {number} count
+ * @param {(at: number) => void} open
+ * @returns {[number, (at: number) => void]}
+ */
+export function useSelection(count, open) {
+  const [at, setAt] = useState(-1);
+  const now = useRef({at, count, open});
+  now.current = {at, count, open};
+  useEffect(() => {
+    /** @param {KeyboardEvent} event */
+    const press = (event) => {
+      const {tagName} = /** @type {HTMLElement} */ (event.target);
+      if (event.metaKey || event.ctrlKey || event.altKey || /INPUT|SELECT|TEXTAREA|BUTTON|SUMMARY/.test(tagName)) return;
+      const {at: own, count: all, open: go} = now.current;
+      if (event.key === "j") setAt(Math.min(own + 1, all - 1));
+      else if (event.key === "k") setAt(Math.max(own - 1, 0));
+      else if (event.key === "Enter" && own >= 0 && tagName !== "A") go(own);
+    };
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  }, []);
+  return [at, setAt];
+}

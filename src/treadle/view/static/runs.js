@@ -1,0 +1,60 @@
+// All runs: what each is, how far it is, and what it has reached.
+import {html, useState} from "./vendor/preact.js";
+import {useAnswer, useVersion} from "./api.js";
+import {duration, figure, percent} from "./format.js";
+import {Problems, Sparkline, StatePill, Waiting, useSelection} from "./parts.js";
+import {link} from "./sequence.js";
+
+/** @param {{done: number, all: number}} props */
+function Progress({done, all}) {
+  const share = all ? Math.min(1, done / all) : 0;
+  return html`<span class="progress" title=${`${done} of ${all} updates`}>
+    <span class="bar"><span style=${{width: `${100 * share}%`}}></span></span>${done}<span class="faint"> / ${all}</span></span>`;
+}
+
+/** @param {{held: any}} props */
+function HeldOut({held}) {
+  return held ? html`${percent(held.success)} <span class="faint">at ${held.update}</span>` : html`<span class="faint">–</span>`;
+}
+
+export function RunsPage() {
+  const {data, error} = useAnswer("runs", useVersion());
+  const [chosen, setChosen] = useState(/** @type {string[]} */ ([]));
+  const [search, setSearch] = useState("");
+  const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+  const rows = (data?.runs || []).filter((/** @type {any} */ run) =>
+    words.every((word) => `${run.name} ${run.recipe} ${run.state} seed ${run.seed}`.toLowerCase().includes(word)));
+  const open = (/** @type {number} */ at) => { location.hash = link(["run", rows[at].key]); };
+  const [at] = useSelection(rows.length, open);
+  if (!data) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
+  const toggle = (/** @type {string} */ key) =>
+    setChosen(chosen.includes(key) ? chosen.filter((own) => own !== key) : [...chosen, key]);
+  return html`
+    <div class="head"><h1>Runs</h1>
+      <span class="grow"></span>
+      <input type="search" placeholder="search" value=${search} aria-label="search runs"
+        onInput=${(/** @type {any} */ event) => setSearch(event.target.value)} />
+      <a class="button ${chosen.length < 2 ? "off" : ""}" aria-disabled=${chosen.length < 2}
+        href=${chosen.length < 2 ? null : `#/compare?${chosen.map((key) => `run=${encodeURIComponent(key)}`).join("&")}`}>
+        overlay ${chosen.length || ""}</a>
+    </div>
+    ${data.runs.length === 0 && html`<p class="empty">No runs in ${data.roots.join(", ")} yet. <code>treadle train demo</code> starts one.</p>`}
+    <div class="runs">
+      ${rows.map((/** @type {any} */ run, /** @type {number} */ index) => html`
+        <article class="run card ${index === at ? "selected" : ""}" key=${run.key}>
+          <label class="choose" title="overlay with others"><input type="checkbox" checked=${chosen.includes(run.key)}
+            onChange=${() => toggle(run.key)} aria-label=${`choose ${run.name}`} /></label>
+          <div class="what"><a class="name" href=${link(["run", run.key])}>${run.name}</a>
+            <div class="faint about">${run.recipe}${run.seed === null ? "" : `, seed ${run.seed}`}</div></div>
+          <${StatePill} state=${run.state} />
+          <${Progress} done=${run.update} all=${run.updates} />
+          <${Sparkline} values=${run.rewards} label="training reward" />
+          <dl><div><dt>reward</dt><dd>${figure(run.reward)}</dd></div>
+            <div><dt>held-out, last</dt><dd><${HeldOut} held=${run.last} /></dd></div>
+            <div><dt>best</dt><dd><${HeldOut} held=${run.best} /></dd></div>
+            <div><dt>an update</dt><dd>${duration(run.seconds_per_update)}</dd></div></dl>
+          <${Problems} problems=${run.problems} />
+        </article>`)}
+    </div>
+    <p class="faint foot">${data.roots.join(", ")} · treadle ${data.version}</p>`;
+}

@@ -1,0 +1,134 @@
+// Pure functions on a trajectory's tree of segments: sequences, units of text, messages, and where to draw what.
+
+/** @typedef {{parent: number, depth: number, ids: number[], steps: number[], sampled: number[], joined: [number, number, string][]}} Segment */
+/** @typedef {{at: number, count: number, text: string, id: number}} Unit */
+/** @typedef {{start: number, end: number, role: string, kind: string}} Span */
+/** @typedef {{role: string, start: number, end: number, parts: Span[]}} Message */
+
+/**
+ * Returns the indices of the segments of a sequence, root first.
+ * @param {Segment[]} segments
+ * @param {number} leaf
+ */
+export function pathTo(segments, leaf) {
+  const path = [];
+  for (let at = leaf; at >= 0; at = segments[at].parent) path.push(at);
+  return path.reverse();
+}
+
+/**
+ * Returns the units of text of tokens [from, to) of a sequence: a token each, or several that are one character.
+ * @param {Segment[]} segments
+ * @param {number[]} path
+ * @param {Record<number, string>} texts
+ * @param {number} from
+ * @param {number} to
+ * @returns {Unit[]}
+ */
+export function unitsOf(segments, path, texts, from, to) {
+  const units = [];
+  for (const index of path) {
+    const {depth, ids, joined} = segments[index];
+    if (depth >= to || depth + ids.length <= from) continue;
+    const whole = new Map(joined.map(([start, count, text]) => [start, {count, text}]));
+    for (let at = Math.max(0, from - depth); at < Math.min(ids.length, to - depth); at++) {
+      const found = whole.get(at);
+      const count = found && depth + at + found.count <= to ? found.count : 1;
+      units.push({at: depth + at, count, id: ids[at], text: count > 1 && found ? found.text : texts[ids[at]] ?? `[${ids[at]}]`});
+      at += count - 1;
+    }
+  }
+  return units;
+}
+
+/**
+ * Returns the units in chunks of at most `size`, if possible cut behind a line's end.
+ * @param {Unit[]} units
+ * @param {number} size
+ * @returns {Unit[][]}
+ */
+export function chunked(units, size) {
+  const chunks = [];
+  let start = 0;
+  while (start < units.length) {
+    let end = Math.min(start + size, units.length);
+    if (end < units.length) {
+      for (let at = end; at > start + size / 2; at--) {
+        if (units[at - 1].text.includes("\n")) { end = at; break; }
+      }
+    }
+    chunks.push(units.slice(start, end));
+    start = end;
+  }
+  return chunks;
+}
+
+/**
+ * Returns the messages of tokens [from, to): spans in a row with the same role.
+ * @param {Span[]} spans
+ * @param {number} from
+ * @param {number} to
+ * @returns {Message[]}
+ */
+export function messagesOf(spans, from, to) {
+  /** @type {Message[]} */
+  const messages = [];
+  for (const span of spans) {
+    const start = Math.max(span.start, from), end = Math.min(span.end, to);
+    if (start >= end) continue;
+    const last = messages.at(-1);
+    if (last && last.role === span.role) {
+      last.end = end;
+      last.parts.push({...span, start, end});
+    } else {
+      messages.push({role: span.role, start, end, parts: [{...span, start, end}]});
+    }
+  }
+  return messages;
+}
+
+/**
+ * Returns a lane for each segment, so that no two overlap: the first child of a segment goes on in its lane.
+ * @param {Segment[]} segments in depth-first order
+ * @returns {{lanes: number[], count: number, width: number}}
+ */
+export function lanesOf(segments) {
+  /** @type {number[]} */
+  const lanes = [];
+  const hasChild = new Set();
+  let count = 0, width = 0;
+  segments.forEach((segment, index) => {
+    const first = segment.parent >= 0 && !hasChild.has(segment.parent);
+    lanes[index] = first ? lanes[segment.parent] : count++;
+    hasChild.add(segment.parent);
+    width = Math.max(width, segment.depth + segment.ids.length);
+  });
+  return {lanes, count, width};
+}
+
+/**
+ * Returns a hash route's parts: "#/run/a%20b/groups?x=1" is {parts: ["run", "a b", "groups"], query: x=1}.
+ * @param {string} hash
+ */
+export function routeOf(hash) {
+  const [path, query = ""] = hash.replace(/^#\/?/, "").split("?");
+  const parts = path.split("/").filter(Boolean).map((part) => {
+    try {
+      return decodeURIComponent(part);
+    } catch {
+      return part;
+    }
+  });
+  return {parts, query: new URLSearchParams(query)};
+}
+
+/**
+ * Returns a link: link(["run", key], {update: 3}) is "#/run/KEY?update=3"; what is empty is left out.
+ * @param {(string | number)[]} parts
+ * @param {Record<string, any>} [query]
+ */
+export function link(parts, query = {}) {
+  const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const text = new URLSearchParams(given.map(([name, value]) => [name, String(value)])).toString();
+  return `#/${parts.map((part) => encodeURIComponent(part)).join("/")}${text ? `?${text}` : ""}`;
+}

@@ -1,0 +1,142 @@
+// One trajectory: what the model saw and wrote, step by step, token by token, and what became of it.
+import {html, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
+import {embedded, get, useAnswer, useVersion} from "./api.js";
+import {counted, duration, figure, rangeOf, signed} from "./format.js";
+import {AttemptCells, Facts, Problems, Waiting, useSelection} from "./parts.js";
+import {link} from "./sequence.js";
+import {Conversation, Tip, TokenFacts, pathOf} from "./tokens.js";
+import {Cost, Tree} from "./tree.js";
+
+/** @param {{run: string, fate: any}} props */
+export function Fate({run, fate}) {
+  return html`<p class=${`fate ${fate.state}`}>${fate.text}
+    ${fate.settings.map((/** @type {string} */ path) => embedded ? html` <code>${path}</code>`
+      : html` <a href=${link(["run", run, "config"], {key: path})} title="the setting that decides"><code>${path}</code></a>`)}
+${fate.state === "dropped" && html` <code class="rule" title="where the source decides">${fate.rule}</code>`}</p>`;
+}
+
+/** @param {{relation: any, onStep: (step: number) => void}} props */
+function RelationLine({relation, onStep}) {
+  const base = relation.base === null ? null : html`<button class="inline" onClick=${() => onStep(relation.base)}>step ${relation.base}</button>`;
+  if (relation.kind === "break") {
+    return html`<p class="relation break"><b>Break</b> from ${base} at token ${figure(relation.shared)}: ${relation.cause}. <b>${counted(relation.extra_tokens, "token")} computed again.</b> <span class="swap"><del>${relation.was}</del> → <ins>${relation.now}</ins></span></p>`;
+  }
+  if (relation.kind === "fork") return html`<p class="relation">Fork of ${base}: shares ${counted(relation.shared, "token")}, and leaves its replies alone.</p>`;
+  if (relation.kind === "opens") return html`<p class="relation">Opens a conversation: shares nothing with the steps before it.</p>`;
+  return null;
+}
+
+/** @param {{run: string, view: any, number: number, column: any, range: any, pin: any, onToken: any, onStep: any, selected: boolean}} props */
+function Step({run, view, number, column, range, pin, onToken, onStep, selected}) {
+  const step = view.steps[number];
+  const [whole, setWhole] = useState(false);
+  const path = useMemo(() => pathOf(view, number), [view, number]);
+  const pinned = pin && pin.step === number ? pin.token : -1;
+  const shown = {view, step: number, path, column, range, start: step.prompt_tokens, pinned, onToken};
+  const from = whole || pinned >= 0 && pinned < step.relation.shared ? 0 : step.relation.shared;
+  const components = Object.entries(step.components).filter(([name]) => name !== "reward");
+  return html`<section class="step ${selected ? "selected" : ""}" id=${`step-${number}`} data-step=${number}>
+    <header><h2>Step ${number}</h2>
+      <span>${figure(step.prompt_tokens)} read<span class="faint">${step.relation.shared ? ` (${figure(step.prompt_tokens - step.relation.shared)} new)` : ""}</span>, ${figure(step.completion_tokens)} sampled</span>
+      <span>${step.stop_reason}</span><span>T ${figure(step.temperature)}</span>
+      <span>reward ${figure(step.reward)}${step.shaping ? ` ${signed(step.shaping)} shaping` : ""}${components.length
+        ? html` <span class="faint">(${components.map(([name, value]) => `${name} ${figure(/** @type {any} */ (value))}`).join(", ")})</span>` : ""}</span>
+      <span>${duration(step.seconds)}</span>${step.versions.length > 0 && html`<span>version ${step.versions.length > 1 ? `${step.versions[0]}–${step.versions.at(-1)}` : step.versions[0]}</span>`}
+    </header>
+    ${number > 0 || step.relation.kind !== "opens" ? html`<${RelationLine} relation=${step.relation} onStep=${onStep} />` : ""}
+    <${Fate} run=${run} fate=${step.fate} />
+    ${step.relation.shared > 0 && html`<button class="quiet shared" aria-expanded=${whole} onClick=${() => setWhole(!whole)}>${whole
+      ? "hide what it shares" : `${counted(step.relation.shared, "token")} as in step ${step.relation.base}`}</button>`}
+    <${Conversation} from=${from} shown=${shown} />
+  </section>`;
+}
+
+/** @param {{run: string, view: any, pin: any, onClose: () => void}} props */
+function Pinned({run, view, pin, onClose}) {
+  const step = view.steps[pin.step];
+  const [experts, setExperts] = useState(/** @type {any} */ (null));
+  const offset = pin.token - step.prompt_tokens;
+  useEffect(() => setExperts(null), [pin.step, pin.token]);
+  const ask = () => get(`runs/${encodeURIComponent(run)}/trajectories/${encodeURIComponent(view.attempt.trajectory_id)}/experts?step=${pin.step}&token=${offset}`)
+    .then((found) => setExperts(found.layers), (error) => setExperts(error.message));
+  return html`<div class="pin card"><button class="quiet close" aria-label="close" onClick=${onClose}>×</button>
+    <h3>Token ${pin.token} of step ${pin.step}</h3><${TokenFacts} view=${view} step=${pin.step} at=${pin.token} />
+    ${step.has_experts && offset >= 0 && (experts ? html`<p class="experts">${typeof experts === "string" ? experts
+      : experts.map((/** @type {number[]} */ layer, /** @type {number} */ n) => html`<span>layer ${n}: ${layer.join(" ")}</span>`)}</p>`
+      : html`<button onClick=${ask}>experts</button>`)}</div>`;
+}
+
+/** @param {{run: string, id: string, query: URLSearchParams}} props */
+export function TrajectoryPage({run, id, query}) {
+  const {data: view, error} = useAnswer(`runs/${encodeURIComponent(run)}/trajectories/${encodeURIComponent(id)}`, useVersion(run));
+  const [colour, setColour] = useState(query.get("colour") || "");
+  const pin = query.has("token") ? {step: Number(query.get("step")), token: Number(query.get("token"))} : null;
+  const go = (/** @type {any} */ to) => history.replaceState(null, "", link(["run", run, "trajectory", id], {colour: colour || null, ...to}));
+  const reread = () => dispatchEvent(new HashChangeEvent("hashchange"));
+  const show = (/** @type {number} */ step) => document.getElementById(`step-${step}`)?.scrollIntoView({behavior: "smooth", block: "start"});
+  const [selected, select] = useSelection(view?.steps.length || 0, () => {});
+  const arrived = useRef(false);
+  const column = view?.columns.find((/** @type {any} */ c) => c.name === colour) || null;
+  const range = useMemo(() => rangeOf(view && column ? view.steps.flatMap((/** @type {any} */ s) => s.columns[column.name] || []) : []), [view, column]);
+  useEffect(() => { if (selected >= 0) show(selected); }, [selected]);
+  useEffect(() => {
+    if (!view || arrived.current) return;
+    arrived.current = true;
+    if (query.has("step")) {
+      document.getElementById(`step-${query.get("step")}`)?.scrollIntoView({block: "start"});
+      setTimeout(() => document.querySelector(".t.pinned")?.scrollIntoView({block: "center"}), 50);
+    }
+  }, [view]);
+  if (!view) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
+  const attempt = view.attempt;
+  const valid = pin && view.steps[pin.step] ? pin : null;
+  const onToken = (/** @type {number} */ step, /** @type {number} */ token) => { go({step, token}); reread(); };
+  const onStep = (/** @type {number} */ step) => { go({step}); select(step); show(step); };
+  const breaks = view.steps.flatMap((/** @type {any} */ s) => s.relation.kind !== "break" ? []
+    : [{segment: startOf(view, s), cause: s.relation.cause, extra: s.relation.extra_tokens, step: `step ${s.step}`}]);
+  return html`
+    <div class="head"><h1>${attempt.trajectory_id}</h1>
+      <span class=${`verdict ${attempt.reward === null ? "bad" : ""}`}>${attempt.reward === null ? "no reward" : `reward ${figure(attempt.reward)}`}, ${attempt.status}</span>
+      <span class="grow"></span>
+      ${!embedded && html`<a rel="prev" class=${`button ${view.previous ? "" : "off"}`} href=${view.previous && link(["run", run, "trajectory", view.previous])} title="previous (p)">←</a>
+      <a rel="next" class=${`button ${view.next ? "" : "off"}`} href=${view.next && link(["run", run, "trajectory", view.next])} title="next (n)">→</a>
+      <a class="button" href=${`export/${encodeURIComponent(run)}/trajectory/${encodeURIComponent(id)}`} title="one HTML file that opens without a server">export</a>`}
+    </div>
+    <p class="lead">${view.group.question}</p>
+    <${Problems} problems=${[view.problem, attempt.failure_cause && `${attempt.failure_cause}: ${attempt.failure_message}`, attempt.warning]} />
+    ${view.traceback && html`<details class="card traceback"><summary>traceback</summary><pre>${view.traceback}</pre></details>`}
+    <div class="columns">
+      <aside>
+        <${AttemptCells} run=${run} attempts=${view.group.attempts} here=${id} />
+        <${Facts} items=${[
+          ["task", embedded ? view.group.task_id : html`<a href=${link(["run", run, "task", view.group.task_id], {split: view.split})}>${view.group.task_id}</a>`],
+          ["split", view.split === "train" ? "training" : "held-out"],
+          ["played by", view.group.played_by || "the recipe's"],
+          ["update", view.group.update ?? "in no checkpoint yet"],
+          ["advantage", signed(attempt.advantage), "what its trained tokens are weighed with"],
+          ...(attempt.trained_reward !== null && attempt.trained_reward !== attempt.reward ? [["in training", figure(attempt.trained_reward)]] : []),
+          ...Object.entries(attempt.components).filter(([name]) => name !== "reward").map(([name, value]) => [name, figure(/** @type {any} */ (value))]),
+          ...Object.entries(view.metrics).map(([name, value]) => [name, figure(/** @type {any} */ (value))]),
+          ["sampled", counted(attempt.completion_tokens, "token")], ["time", duration(attempt.seconds)],
+          ...(view.ground_truth === null ? [] : [["ground truth", html`<code>${typeof view.ground_truth === "string" ? view.ground_truth : JSON.stringify(view.ground_truth)}</code>`]]),
+        ]} />
+        ${view.segments.length > 0 && html`<h3>Prefix tree</h3><${Tree} segments=${view.segments} names=${view.steps.map((/** @type {any} */ s) => `step ${s.step}`)}
+          breaks=${breaks} onPick=${onStep} here=${selected} /><${Cost} cost=${view.cost} of="trajectory" />`}
+        ${view.steps.length > 1 && html`<h3>Steps</h3><ol class="steps" start="0">${view.steps.map((/** @type {any} */ s) => html`<li>
+          <button class=${`inline ${s.step === selected ? "on" : ""}`} onClick=${() => onStep(s.step)}><span class=${`dot ${s.fate.state}`} title=${s.fate.text}></span>step ${s.step} <span class="faint">${s.relation.kind === "extends" || s.step === 0 && s.relation.kind === "opens" ? "" : s.relation.kind} ${s.fate.reason || s.fate.state}</span></button></li>`)}</ol>`}
+        ${valid && html`<${Pinned} run=${run} view=${view} pin=${valid} onClose=${() => { go({}); reread(); }} />`}
+      </aside>
+      <div class="tokens">
+        ${view.columns.length > 0 && html`<div class="bar-row colours"><span class="faint">colour by</span>
+          ${[{name: "", label: "nothing", help: ""}, ...view.columns].map((/** @type {any} */ c) => html`<button class="chip ${c.name === colour ? "on" : ""}" title=${c.help}
+            aria-pressed=${c.name === colour} onClick=${() => { setColour(c.name); go({...(valid || {}), colour: c.name || null}); }}>${c.label}</button>`)}</div>`}
+        ${view.steps.map((/** @type {any} */ s) => html`<${Step} key=${s.step} run=${run} view=${view} number=${s.step} column=${column} range=${range}
+          pin=${valid} onToken=${onToken} onStep=${onStep} selected=${s.step === selected} />`)}
+      </div>
+    </div><${Tip} view=${view} />`;
+}
+
+/** @param {any} view @param {any} step @returns {number} the segment in which a step departs from its base */
+function startOf(view, step) {
+  return pathOf(view, step.step).find((index) => view.segments[index].depth >= step.relation.shared) ?? step.segment;
+}

@@ -1,0 +1,181 @@
+"""Texts of tokens, and the messages that they make up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from treadle.core.text import escape_text
+from treadle.core.types import Ids
+from treadle.view.models import Span
+
+_PIECE = "\ufffd"  # what an unfinished character decodes to
+_MOST_OF_MESSAGE = 2000  # characters
+_LONGEST = 4  # bytes of a character
+
+
+class TokenTexts:
+    """Returns the text of each token as a page shows it: control characters and marks of direction as escapes."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._cache: dict[int, str] = {}
+        self._anchor = list(tokenizer.encode("a", add_special_tokens=False).ids) if tokenizer else []
+        self._before = len(self._decode(self._anchor)) if tokenizer else 0
+        added = tokenizer.get_added_tokens_decoder() if tokenizer else {}
+        self.special = {int(ident) for ident, token in added.items() if token.special}
+
+    def of(self, ident: int) -> str:
+        """Return the text of one token; of a piece of a character, what the vocabulary writes; without any, its id."""
+        if ident not in self._cache:
+            text = self.raw(ident)
+            if not text or _PIECE in text:
+                text = (self._tokenizer and self._tokenizer.id_to_token(ident)) or f"[{ident}]"
+            self._cache[ident] = escape_text(_writable(text))
+        return self._cache[ident]
+
+    def raw(self, ident: int) -> str:
+        """Return what the token decodes to behind other text, where a tokenizer writes its blank."""
+        if self._tokenizer is None:
+            return ""
+        if ident in self.special:
+            return self._decode([ident])
+        return self._decode([*self._anchor, ident])[self._before :]
+
+    def all(self, ids: Iterable[int]) -> dict[int, str]:
+        """Return id -> text of each distinct id."""
+        return {ident: self.of(ident) for ident in dict.fromkeys(ids)}
+
+    def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
+        """Return (start, count, text) of runs of tokens that only together are text."""
+        found = []
+        at = 0
+        while at < len(ids):
+            count = 1
+            if self._is_piece(ids[at]):
+                limit = min(_LONGEST, len(ids) - at)
+                text = ""
+                for count in range(2, limit + 1):
+                    text = self._decode(ids[at : at + count])
+                    if _PIECE not in text:
+                        found.append((at, count, escape_text(_writable(text))))
+                        break
+                else:
+                    count = 1
+            at += count
+        return found
+
+    def decode(self, ids: Ids) -> str:
+        """Return the text of tokens in a row; without a tokenizer, their ids."""
+        numbers = ids.tolist()
+        return self._decode(numbers) if self._tokenizer else "".join(f"[{n}]" for n in numbers)
+
+    def _is_piece(self, ident: int) -> bool:
+        return self._tokenizer is not None and _PIECE in self.raw(ident)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def clipped(text: str) -> str:
+    """Return a message for a table, with escapes, and without its end if a tool has made it very long."""
+    if len(text) <= _MOST_OF_MESSAGE:
+        return escape_text(text)
+    return f"{escape_text(text[:_MOST_OF_MESSAGE])} … ({len(text):,} characters)"
+
+
+def _writable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+# Messages. Runs do not record yet where messages begin: they are recognised by the special tokens around them.
+
+_HEADERS = re.compile(
+    r"<\|im_start\|>(?P<a>\w*)\n?|<\|start_header_id\|>(?P<b>\w*)<\|end_header_id\|>\n*|<start_of_turn>(?P<c>\w*)\n?"
+    r"|<\|(?P<d>system|user|assistant|tool|observation|developer)\|>\n?"
+)
+_ENDS = re.compile(r"(?:<\|im_end\|>|<\|eot_id\|>|<\|eom_id\|>|<end_of_turn>|<\|end\|>|<\|endoftext\|>|</s>)\n?")
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
+_KINDS = (("call", _CALL), ("thought", _THOUGHT))
+
+
+def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list[Span]:
+    """Return the spans of some tokens, in order and without gaps. role: of the message that they go on with.
+
+    A marker counts only as a special token: one that a model or a tool wrote as text does not begin a message. A blank
+    before a message belongs to it.
+    """
+    pieces = [texts.raw(ident) for ident in ids]
+    starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces], dtype=np.int64)])
+    text = "".join(pieces)
+    special = [at for at, ident in enumerate(ids) if ident in texts.special]
+    is_mark = {int(starts[at]) for at in special}
+    parts: list[tuple[int, str, str]] = []  # where each begins, its kind and role
+    at = 0
+    for mark in sorted((*_HEADERS.finditer(text), *_ENDS.finditer(text)), key=lambda found: found.start()):
+        if mark.start() not in is_mark:
+            continue
+        opened = next((name for name in mark.groups() if name), "") if mark.re is _HEADERS else role
+        if text[at : mark.start()].strip():
+            parts += [(begin, kind, role) for begin, kind in _folded(text, at, mark.start())]
+            at = mark.start()
+        parts.append((at, "template", opened))
+        role, at = opened, mark.end()
+    parts += [(begin, kind, role) for begin, kind in _folded(text, at, len(text))]
+    parts = parts or [(0, "text", role)]  # ids without a text
+    firsts = np.searchsorted(starts[:-1], [begin for begin, _, _ in parts])
+    spans: list[Span] = []
+    for (_, kind, own), start, end in zip(parts, firsts.tolist(), [*firsts[1:].tolist(), len(ids)], strict=True):
+        _add_span(spans, start, end, own, kind)
+    return _with_special(spans, special)
+
+
+def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
+    """Yield where each part of a message's text begins, and its kind: text, thought or call."""
+    while start < end:
+        found = [(m, kind) for kind, pattern in _KINDS for m in [pattern.search(text, start, end)] if m]
+        if not found:
+            yield start, "text"
+            return
+        mark, kind = min(found, key=lambda pair: pair[0].start())
+        if mark.start() > start:
+            yield start, "text"
+        yield mark.start(), kind
+        start = mark.end()
+
+
+def _with_special(spans: Sequence[Span], special: Iterable[int]) -> list[Span]:
+    """Return the spans with every special token as part of the template."""
+    found: list[Span] = []
+    left = list(special)[::-1]
+    for span in spans:
+        at = span.start
+        while left and left[-1] < span.end:
+            token = left.pop()
+            _add_span(found, at, token, span.role, span.kind)
+            _add_span(found, token, token + 1, span.role, "template")
+            at = token + 1
+        _add_span(found, at, span.end, span.role, span.kind)
+    return found
+
+
+def _add_span(spans: list[Span], start: int, end: int, role: str, kind: str) -> None:
+    if start >= end:
+        return
+    if spans and (spans[-1].kind, spans[-1].role) == (kind, role):
+        spans[-1].end = end
+    else:
+        spans.append(Span(start=start, end=end, role=role, kind=kind))
+
+
+def extended_spans(base: Sequence[Span], shared: int, ids: Sequence[int], texts: TokenTexts) -> list[Span]:
+    """Return the spans of a sequence whose first `shared` tokens are those of one with the spans `base`."""
+    kept = [s.model_copy(update={"end": min(s.end, shared)}) for s in base if s.start < shared]
+    role = kept[-1].role if kept else ""
+    new = message_spans(ids[shared:], texts, role)
+    return kept + [s.model_copy(update={"start": s.start + shared, "end": s.end + shared}) for s in new]

@@ -1,0 +1,331 @@
+"""One trajectory and one group: their tokens, how steps relate, the prefix tree, and what became of each step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from treadle.core.errors import DamageError, RunError, TreadleError
+from treadle.core.prefix import common_prefix
+from treadle.core.text import escape_text
+from treadle.core.types import Ids, Step
+from treadle.orchestration.reporting.report import PackingCount
+from treadle.orchestration.store.recorded import step_relations
+from treadle.orchestration.store.rollout_store import read_shard, read_steps
+from treadle.packing.breaks import Relation
+from treadle.packing.flat import PackedCall
+from treadle.view import models
+from treadle.view.fates import fate
+from treadle.view.groups import group_rows
+from treadle.view.recorded_run import RecordedRun
+from treadle.view.segments import prefix_runs
+from treadle.view.texts import TokenTexts, extended_spans, message_spans
+
+COLUMNS = (
+    models.Column(
+        name="logprob",
+        label="log-prob, engine",
+        help="log-probability under the distribution that the token was sampled from",
+        scale="low",
+    ),
+    models.Column(
+        name="advantage",
+        label="advantage",
+        help="what the loss weighs the token with; none if masked",
+        scale="diverging",
+    ),
+    models.Column(name="mask", label="mask", help="whether the token may be trained", scale="flag"),
+    models.Column(name="version", label="version", help="of the policy that sampled the token", scale="steps"),
+    models.Column(name="reward", label="token reward", help="given for this very token", scale="diverging"),
+)
+"""What runs record of each sampled token today. A column that a run does not have is left out."""
+
+_SNIPPET = 60  # characters on either side of what was found
+_MOST_FOUND = 200
+
+
+def view_trajectory(run: RecordedRun, trajectory_id: str) -> models.TrajectoryView:
+    """Return a trajectory; where its tokens cannot be read, the rest of it and why. Raises RunError."""
+    row, group_row = _rows_of(run, trajectory_id)
+    [group] = group_rows(run, [group_row])
+    names = [a.trajectory_id for a in group.attempts]
+    at = names.index(trajectory_id)
+    around = run.ledger.query(
+        "SELECT trajectory_id, rowid < ?1 AS is_before FROM trajectories WHERE rowid = (SELECT max(rowid) FROM "
+        "trajectories WHERE rowid < ?1) OR rowid = (SELECT min(rowid) FROM trajectories WHERE rowid > ?1)",
+        run.ledger.query("SELECT rowid FROM trajectories WHERE trajectory_id = ?", trajectory_id)[0]["rowid"],
+    )
+    found = models.TrajectoryView(
+        run=run.key,
+        attempt=group.attempts[at],
+        group=group,
+        split=group.split,
+        ground_truth=json.loads(group_row["task"]).get("ground_truth"),
+        traceback=escape_text(row["failure_traceback"]) if row["failure_traceback"] else None,
+        metrics=_measured(row["metrics"]),
+        siblings=names,
+        previous=next((r["trajectory_id"] for r in around if r["is_before"]), None),
+        next=next((r["trajectory_id"] for r in around if not r["is_before"]), None),
+    )
+    try:
+        rows = run.ledger.proven("steps", "trajectory_id = ? ORDER BY step", trajectory_id)
+        steps = read_steps(run.directory.rollouts, run.shard(row["shard"]), trajectory_id)
+        if len(steps) != len(rows):
+            raise DamageError(
+                f"the ledger has {len(rows)} steps of {trajectory_id}, its shard {row['shard']} {len(steps)}"
+            )
+    except TreadleError as error:
+        found.problem = str(error)
+        return found
+    _add_tokens(found, run, steps, rows, row)
+    return found
+
+
+def _rows_of(run: RecordedRun, trajectory_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    rows = run.ledger.proven("trajectories", "trajectory_id = ?", trajectory_id)
+    if not rows:
+        raise RunError(f"no trajectory {trajectory_id!r} in {run.path}")
+    groups = run.ledger.proven("groups", "group_id = ?", rows[0]["group_id"])
+    if not groups:
+        raise DamageError(f"the ledger of {run.path} has trajectory {trajectory_id!r}, but not its group")
+    return rows[0], groups[0]
+
+
+def _measured(text: str) -> dict[str, Any]:
+    """Return the metrics of the environment by name: `{"tool_calls": 2.0}`."""
+    return {name: entry.get("value") for name, entry in json.loads(text).items() if isinstance(entry, dict)}
+
+
+def _add_tokens(
+    found: models.TrajectoryView,
+    run: RecordedRun,
+    steps: Sequence[Step],
+    rows: Sequence[Mapping[str, Any]],
+    row: Mapping[str, Any],
+) -> None:
+    """Add what is token by token. rows: the steps' rows of the ledger; row: the trajectory's."""
+    texts, found.problem = run.texts()
+    calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
+    found.segments, ends = _segments(calls, texts)
+    found.texts, found.special = _vocabulary(found.segments, texts)
+    related = step_relations(steps, texts.decode)
+    spans: list[list[models.Span]] = []
+    for number, (step, call, relation) in enumerate(zip(steps, calls, related, strict=True)):
+        ids = call.token_ids.tolist()
+        base = spans[relation.base] if relation.base is not None else []
+        spans.append(extended_spans(base, relation.shared, ids, texts) if base else message_spans(ids, texts))
+        found.steps.append(
+            models.StepView(
+                step=number,
+                segment=ends[number],
+                prompt_tokens=len(step.prompt_ids),
+                completion_tokens=len(step.completion_ids),
+                relation=_relation(relation),
+                fate=fate(rows[number], row, found.group.update, int(step.mask.sum())),
+                spans=spans[-1],
+                columns=_columns(step, row["advantage"]),
+                stop_reason=str(step.stop_reason),
+                temperature=step.sampling.temperature,
+                reward=step.reward,
+                shaping=step.shaping,
+                components=dict(step.given.by_name),
+                seconds=step.seconds,
+                state_key=step.state_key,
+                versions=sorted({int(version) for version in step.policy_versions}),
+                has_experts=step.routing is not None,
+            )
+        )
+    there = {name for step in found.steps for name in step.columns}
+    found.columns = [column for column in COLUMNS if column.name in there]
+    trained = [call for call, step in zip(calls, rows, strict=True) if step["state"] in ("trained", "recorded")]
+    if found.split == "train" and trained:
+        found.cost = _cost(run, [trained])
+
+
+def _segments(calls: Sequence[PackedCall], texts: TokenTexts) -> tuple[list[models.Segment], list[int]]:
+    runs, ends = prefix_runs(calls)
+    segments = []
+    for own in runs:
+        ids = own.ids.tolist()
+        segments.append(
+            models.Segment(
+                parent=own.parent,
+                depth=own.depth,
+                ids=ids,
+                steps=sorted(own.calls),
+                sampled=sorted(own.sampled),
+                joined=texts.joined(ids),
+            )
+        )
+    return segments, ends
+
+
+def _vocabulary(segments: Sequence[models.Segment], texts: TokenTexts) -> tuple[dict[int, str], list[int]]:
+    used = texts.all(ident for segment in segments for ident in segment.ids)
+    return used, sorted(used.keys() & texts.special)
+
+
+def _relation(relation: Relation) -> models.Relation:
+    was, now = (escape_text(side.text) if side else None for side in (relation.was, relation.now))
+    return models.Relation(
+        kind=str(relation.kind),
+        base=relation.base,
+        shared=relation.shared,
+        cause=str(relation.cause) if relation.cause else None,
+        was=was,
+        now=now,
+        extra_tokens=relation.extra_tokens,
+    )
+
+
+def _columns(step: Step, advantage: float | None) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = {
+        "logprob": [round(value, 6) for value in step.logprobs.tolist()],
+        "mask": step.mask.tolist(),
+        "version": step.policy_versions.tolist(),
+    }
+    if advantage is not None:
+        columns["advantage"] = [advantage if mask else None for mask in columns["mask"]]
+    if step.given.tokens is not None:
+        columns["reward"] = step.given.tokens.tolist()
+    return columns
+
+
+def _cost(run: RecordedRun, attempts: Sequence[Sequence[PackedCall]]) -> models.Cost:
+    """Count what training computes of some attempts' steps, by what it shares; `tree` within a group."""
+    count = PackingCount()
+    count.add_group([call for calls in attempts for call in count.add_trajectory(calls)])
+    try:
+        config = run.config()
+        used = str(config.training.packing)
+    except TreadleError:
+        used = ""
+    return models.Cost(step=count.step, chain=count.chain, tree=count.group_tree, used=used)
+
+
+def view_group(run: RecordedRun, group_id: str) -> models.GroupView:
+    """Return a group, with the tree of all steps whose tokens can be read. Raises RunError."""
+    rows = run.ledger.proven("groups", "group_id = ?", group_id)
+    if not rows:
+        raise RunError(f"no group {group_id!r} in {run.path}")
+    [group] = group_rows(run, rows)
+    around = run.ledger.query(
+        "SELECT group_id, rowid < (SELECT rowid FROM groups WHERE group_id = ?1) AS is_before FROM groups WHERE rowid "
+        "IN ((SELECT max(rowid) FROM groups WHERE rowid < (SELECT rowid FROM groups WHERE group_id = ?1)), (SELECT "
+        "min(rowid) FROM groups WHERE rowid > (SELECT rowid FROM groups WHERE group_id = ?1)))",
+        group_id,
+    )
+    found = models.GroupView(
+        run=run.key,
+        group=group,
+        ground_truth=json.loads(rows[0]["task"]).get("ground_truth"),
+        previous=next((r["group_id"] for r in around if r["is_before"]), None),
+        next=next((r["group_id"] for r in around if not r["is_before"]), None),
+    )
+    texts, no_texts = run.texts()
+    found.problems += [no_texts] if no_texts else []
+    calls: list[PackedCall] = []
+    trained: list[list[PackedCall]] = []
+    whole: dict[str, Ids] = {}
+    for number, (attempt, steps) in enumerate(_read_attempts(run, group, found.problems)):
+        states = {row["step"]: row for row in run.ledger.query(
+            "SELECT step, state, reason FROM steps WHERE trajectory_id = ?", attempt.trajectory_id)}  # fmt: skip
+        trained.append([])
+        for at, step in enumerate(steps):
+            call = PackedCall(step.full_ids, len(step.prompt_ids), first=0, trajectory=number)
+            state = states.get(at, {"state": "recorded", "reason": None})
+            calls.append(call)
+            trained[-1] += [call] if state["state"] in ("trained", "recorded") else []
+            found.steps.append(
+                models.GroupStep(
+                    trajectory_id=attempt.trajectory_id,
+                    step=at,
+                    segment=-1,
+                    prompt_tokens=len(step.prompt_ids),
+                    state=state["state"],
+                    reason=state["reason"],
+                )
+            )
+        if steps:
+            whole[attempt.trajectory_id] = steps[-1].full_ids
+    found.segments, ends = _segments(calls, texts)
+    found.texts, found.special = _vocabulary(found.segments, texts)
+    for named, end in zip(found.steps, ends, strict=True):
+        named.segment = end
+    first = next(iter(whole.values()), None)
+    if first is not None:
+        found.apart = {name: common_prefix(first, ids) for name, ids in whole.items()}
+    if group.split == "train" and any(trained):
+        found.cost = _cost(run, [own for own in trained if own])
+    return found
+
+
+def _read_attempts(
+    run: RecordedRun, group: models.GroupRow, problems: list[str]
+) -> Iterator[tuple[models.Attempt, list[Step]]]:
+    """Yield the attempts with their steps; what cannot be read is said in `problems`, once."""
+    rows = run.ledger.query("SELECT trajectory_id, shard FROM trajectories WHERE group_id = ?", group.group_id)
+    shards = {row["trajectory_id"]: row["shard"] for row in rows}
+    for attempt in group.attempts:
+        try:
+            shard = run.shard(shards[attempt.trajectory_id])
+            yield attempt, read_steps(run.directory.rollouts, shard, attempt.trajectory_id)
+        except TreadleError as error:
+            if str(error) not in problems:
+                problems.append(str(error))
+            yield attempt, []
+
+
+def search_update(run: RecordedRun, update: int, text: str) -> models.SearchResult:
+    """Return where the trajectories of an update hold a text, sampled or read anew by a step. Raises RunError."""
+    versions = [row.get("version") for row in run.rows("update") if row["update"] == update]
+    rows = run.ledger.query(
+        "SELECT trajectory_id, shard FROM trajectories JOIN groups USING (group_id) WHERE trained_version IN (SELECT "
+        "value FROM json_each(?)) OR group_id GLOB ? ORDER BY shard, trajectories.rowid",
+        json.dumps(versions),
+        f"e{update:06d}*",
+    )
+    texts, problem = run.texts()
+    found = models.SearchResult(found=[], searched=0, is_complete=True, problems=[problem] if problem else [])
+    shards: dict[str, dict[str, list[Step]]] = {}
+    for row in rows:
+        if row["shard"] not in shards:
+            try:
+                shards = {row["shard"]: read_shard(run.directory.rollouts, run.shard(row["shard"]))}
+            except TreadleError as error:
+                found.problems.append(str(error))
+                shards = {row["shard"]: {}}
+        steps = shards[row["shard"]].get(row["trajectory_id"], [])
+        found.searched += 1
+        for place in _places(row["trajectory_id"], steps, text, texts):
+            if len(found.found) == _MOST_FOUND:
+                found.is_complete = False
+                return found
+            found.found.append(place)
+    return found
+
+
+def _places(trajectory: str, steps: Sequence[Step], text: str, texts: TokenTexts) -> Iterator[models.Found]:
+    before = None
+    for number, step in enumerate(steps):
+        ids = step.full_ids
+        shared = common_prefix(before, ids) if before is not None else 0
+        before = ids
+        decoded = texts.decode(ids[shared:])
+        at = decoded.lower().find(text.lower())
+        if at >= 0:
+            end = at + len(text)
+            parts = (decoded[max(at - _SNIPPET, 0) : at], decoded[at:end], decoded[end : end + _SNIPPET])
+            sides = [escape_text(part) for part in parts]
+            yield models.Found(trajectory_id=trajectory, step=number, before=sides[0], match=sides[1], after=sides[2])
+
+
+def experts_of(run: RecordedRun, trajectory_id: str, step: int, token: int) -> models.Experts:
+    """Return the experts of one sampled token. Raises RunError where none are on record."""
+    row, _ = _rows_of(run, trajectory_id)
+    steps = read_steps(run.directory.rollouts, run.shard(row["shard"]), trajectory_id)
+    routing = steps[step].routing if step < len(steps) else None
+    if routing is None or token >= len(routing):
+        raise RunError(f"no experts are on record for token {token} of step {step} of {trajectory_id!r}")
+    return models.Experts(layers=routing[token].tolist())

@@ -1,0 +1,35 @@
+// What the pages' pure functions return for a few values; tests/view/test_browser.py says what it must be.
+async () => {
+  const {figure, smoothed, band, aligned, tokenColour, rangeOf, duration} = await import("/static/format.js");
+  const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo} = await import("/static/sequence.js");
+  const segments = [
+    {parent: -1, depth: 0, ids: [1, 2], steps: [0, 1], sampled: [], joined: [[0, 2, "é"]]},
+    {parent: 0, depth: 2, ids: [3], steps: [0], sampled: [0], joined: []},
+    {parent: 0, depth: 2, ids: [4, 5], steps: [1], sampled: [1], joined: []},
+  ];
+  const texts = {1: "a", 2: "b", 3: "c", 4: "d\n", 5: "e"};
+  const spans = [
+    {start: 0, end: 3, role: "user", kind: "text"},
+    {start: 3, end: 5, role: "user", kind: "call"},
+    {start: 5, end: 9, role: "tool", kind: "text"},
+  ];
+  return {
+    figures: [0.41234, 12345.6, 3.14e-6, null, NaN, 7].map((value) => figure(value)),
+    duration: duration(4000),
+    smoothed: smoothed([1, null, 3, 5], 3),
+    band: band([[[1, 2], [2, 4]], [[2, 6], [3, 1]]]),
+    aligned: aligned([{points: [[2, 5]]}, {points: [[1, 3]]}]),
+    units: unitsOf(segments, pathTo(segments, 2), texts, 0, 4).map((u) => [u.at, u.count, u.text]),
+    cut: unitsOf(segments, pathTo(segments, 2), texts, 1, 3).map((u) => u.text),
+    chunks: chunked(unitsOf(segments, [2], texts, 0, 9), 1).length,
+    messages: messagesOf(spans, 2, 6).map((m) => [m.role, m.start, m.end, m.parts.length]),
+    lanes: lanesOf(segments),
+    routes: ["#/run/a%20b/groups?x=1", "#/run/%E0%A4%A"].map((hash) => routeOf(hash).parts),
+    link: link(["run", "a/b"], {update: 3, search: "", step: null}),
+    colours: [
+      tokenColour("low", 0, rangeOf([])),
+      tokenColour("diverging", -1, rangeOf([2, -1])),
+      tokenColour("flag", null, rangeOf([])),
+    ],
+  };
+}

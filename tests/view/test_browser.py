@@ -1,0 +1,255 @@
+"""Every page in a real browser: what it shows is what the ledger and the shards hold; hostile text stays text."""
+
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.view.browser import PHONE, WIDE, Viewer, chromium, require_chromium, serving
+from tests.view.worlds import EMOJI, SCRIPT, UPDATES, log_update, record_run
+from tests.worlds import make_group
+from treadle.core.types import Status, Trajectory
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.rollout_store import write_shard
+from treadle.orchestration.store.run_directory import RunDirectory
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    require_chromium()
+    with chromium() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def base(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Two runs: the recorded one, and its twin with another seed."""
+    twin = record_run(tmp_path_factory.mktemp("twin") / "twin", "seed=9")
+    with serving([recorded, twin]) as url:
+        yield url
+
+
+@pytest.fixture
+def viewer(browser: Any, base: str) -> Iterator[Viewer]:
+    made = Viewer(browser, base, WIDE)
+    yield made
+    assert made.complaints == []
+    made.close()
+
+
+PAGES = {
+    "runs": ("#/", ".run"),
+    "overlay": ("#/compare?run=recorded&run=twin", ".chart"),
+    "curves": ("#/run/recorded", ".chart .u-over"),
+    "groups": ("#/run/recorded/groups", ".lines .line .id"),
+    "group": ("#/run/recorded/group/g000000", ".sibling"),
+    "trajectory": ("#/run/recorded/trajectory/g000000.0", ".step .message"),
+    "failed": ("#/run/recorded/trajectory/g000000.2", ".problems"),
+    "stale": ("#/run/recorded/trajectory/g000001.0", ".fate.dropped"),
+    "foreign": ("#/run/recorded/trajectory/g000003.0", ".relation"),
+    "held-out": ("#/run/recorded/trajectory/e000001-0002.0", ".message"),
+    "settings": ("#/run/recorded/config?key=orchestration.max_staleness", "tr.selected"),
+    "tokens": ("#/run/recorded/tokens", ".packing"),
+    "search": ("#/run/recorded/search?update=1&text=Rome", ".found li"),
+    "task": ("#/run/recorded/task/h1?split=held_out", ".followed article"),
+    "nowhere": ("#/run/nobody", ".problems"),
+}
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
+def test_every_page_fits_and_complains_of_nothing(
+    browser: Any, base: str, viewport: dict[str, int], theme: str
+) -> None:
+    viewer = Viewer(browser, base, viewport, theme)
+    for name, (route, wait) in PAGES.items():
+        page = viewer.open(route, wait)
+        wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wide <= 0, f"{name} is {wide} pixels too wide"
+    background = viewer.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, background[4:-1].split(","))) < 300) == (theme == "dark")
+    assert all("404" in complaint for complaint in viewer.complaints)  # of the run that does not exist
+    viewer.close()
+
+
+def test_a_trajectory_shows_the_shards_tokens(viewer: Viewer, recorded: Path) -> None:
+    page = viewer.open("#/run/recorded/trajectory/g000000.0", ".t.s")
+    rows = [r for r in pq.read_table(recorded / "rollouts").to_pylist() if r["trajectory_id"] == "g000000.0"]
+    shown = page.evaluate(
+        "[...document.querySelectorAll('.step')].map((s) => [...s.querySelectorAll('.t.s')].map((t) => +t.dataset.at))"
+    )
+    for row, places in zip(sorted(rows, key=lambda r: int(r["step"])), shown, strict=True):
+        first = len(row["prompt_ids"])
+        assert places == list(range(first, first + len(row["completion_ids"])))
+    page.hover("#step-0 .t.s >> nth=1")
+    tip = viewer.text(".tip")
+    assert str(rows[0]["completion_ids"][1]) in tip and f"{rows[0]['logprobs'][1]:.2f}"[:5] in tip
+    assert "tokenization" in viewer.text("#step-2 .relation") and "computed again" in viewer.text("#step-2 .relation")
+    assert "Fork of step 2" in viewer.text("#step-3 .relation")
+    assert page.locator(".tree rect.break").count() > 0
+
+
+def test_a_step_says_its_fate_and_leads_to_the_setting(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/trajectory/g000001.0", ".fate.dropped")
+    assert "too old" in viewer.text("#step-0 .fate") and "Trained in update 1" in viewer.text("#step-1 .fate")
+    page.click("#step-0 .fate a >> nth=0")
+    page.wait_for_selector("tr.selected")
+    assert "orchestration.max_staleness" in viewer.text("tr.selected")
+
+
+def test_a_token_has_an_address(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/trajectory/g000000.0", ".t.s")
+    page.click("#step-1 .t.s >> nth=0")
+    page.wait_for_selector(".pin")
+    address, said = page.url, viewer.text(".pin")
+    viewer.open("#/", ".run")
+    page.goto(address)
+    page.wait_for_selector(".t.pinned")
+    assert viewer.text(".pin") == said
+    page.click(".chip:has-text('advantage')")
+    colour = page.evaluate("getComputedStyle(document.querySelector('#step-0 .t.s')).backgroundColor")
+    assert colour != "rgba(0, 0, 0, 0)"
+
+
+def test_the_table_is_the_ledgers(viewer: Viewer, recorded: Path) -> None:
+    page = viewer.open("#/run/recorded/groups", ".lines .line .id")
+    with closing(sqlite3.connect(f"{(recorded / 'ledger.sqlite').as_uri()}?immutable=1", uri=True)) as connection:
+        names = [name for (name,) in connection.execute("SELECT group_id FROM groups ORDER BY rowid DESC")]
+    assert page.locator(".lines .line .id").all_inner_texts() == names
+    page.click(".chip:has-text('failed')")
+    page.wait_for_function("document.querySelectorAll('.lines .line .id').length === 1")
+    assert viewer.text(".lines .line .id") == "g000000" and "step raised <script>" in viewer.text(".lines .line .ended")
+    page.keyboard.press("j")
+    page.wait_for_selector(".line.selected")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".siblings")
+    assert page.locator(".sibling").count() == 3
+    page.keyboard.press("n")
+    page.wait_for_function("document.querySelector('h1').innerText === 'g000001'")
+    page.keyboard.press("u")
+    page.wait_for_selector(".lines .line .id")
+    page.keyboard.press("?")
+    assert "next and previous" in viewer.text(".help")
+
+
+def test_a_point_leads_to_the_groups_of_its_update(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded", ".chart .u-over")
+    box = page.locator(".chart:has-text('Reward') .u-over >> nth=0").bounding_box()
+    page.mouse.click(box["x"] + 1, box["y"] + box["height"] / 2)
+    page.wait_for_selector(".lines .line .id")
+    assert "update=1&" in f"{page.url}&"
+    assert set(page.locator(".lines .line .id").all_inner_texts()) == {"g000000", "g000001"}
+
+
+def test_a_run_that_grows_is_followed(browser: Any, tmp_path: Path) -> None:
+    run = record_run(tmp_path / "growing", updates=2)
+    with serving([run]) as url:
+        viewer = Viewer(browser, url, WIDE)
+        page = viewer.open("#/run/growing", ".chart .u-over")
+        assert viewer.text(".facts").split()[1] == "2"
+        log_update(RunDirectory(run), 3)
+        page.wait_for_function("document.querySelector('.facts dd').innerText.startsWith('3')")
+        viewer.open("#/run/growing/groups", ".lines .line .id")
+        group = make_group(7, Trajectory("g000007.0", "t7", 0, (), 0.0, Status.DONE))
+        with closing(Ledger(run / "ledger.sqlite")) as ledger:
+            ledger.record([group], "train", 2, write_shard(run / "rollouts", "train-g000007", [group]))
+            page.wait_for_selector(".line .id:has-text('g000007')")
+        assert viewer.complaints == []
+        viewer.close()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_hostile_text_stays_text(browser: Any, hostile: Path) -> None:
+    with serving([hostile]) as url:
+        viewer = Viewer(browser, url, WIDE)
+        viewer.open("#/", ".run .name")
+        key = quote(viewer.text(".run .name"), safe="")
+        for route in ("", "/groups", "/group/g000000", "/trajectory/g000000.1"):
+            viewer.open(f"#/run/{key}{route}")
+            viewer.page.wait_for_timeout(300)
+            assert viewer.page.title() != "taken"
+            assert viewer.page.locator("main script, main img").count() == 0
+        viewer.page.wait_for_selector(".message")
+        assert EMOJI in viewer.page.evaluate("document.querySelector('.thought').textContent")
+        body = viewer.page.evaluate("document.querySelector('main').textContent")
+        assert (
+            SCRIPT in body and "\\x1b[31m" in body and "\\u202e" in body and "\u202e" not in body and "\x1b" not in body
+        )
+        assert viewer.page.locator(".message.role-assistant").count() >= 1
+        assert viewer.complaints == []
+        viewer.close()
+
+
+def test_an_exported_file_opens_without_a_server(browser: Any, base: str, tmp_path: Path) -> None:
+    viewer = Viewer(browser, base, WIDE)
+    page = viewer.open("#/run/recorded/trajectory/g000000.2", ".step")
+    with page.expect_download() as download:
+        page.click("text=export")
+    file = tmp_path / "one.html"
+    download.value.save_as(file)
+    shown = viewer.text(".tokens")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(file.as_uri())
+    page.wait_for_selector(".step .t.s")
+    assert viewer.text(".tokens") == shown
+    assert asked == [file.as_uri()] and viewer.complaints == []
+    with page.expect_download() as download:
+        viewer.open("#/run/recorded/group/g000000", ".sibling")
+        page.click("text=export")
+    group = tmp_path / "group.html"
+    download.value.save_as(group)
+    page.goto(group.as_uri())
+    page.wait_for_selector(".sibling")
+    page.click(".sibling a >> nth=0")
+    page.wait_for_selector(".step .t.s")
+    assert viewer.complaints == []
+    viewer.close()
+
+
+def test_what_is_damaged_is_said_on_its_page(browser: Any, recorded: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(recorded, tmp_path / "damaged"))
+    shard = run / "rollouts" / "train-g000000.parquet"
+    shard.write_bytes(shard.read_bytes()[:-7])
+    with serving([run]) as url:
+        viewer = Viewer(browser, url, WIDE)
+        viewer.open("#/run/damaged/trajectory/g000000.0", ".problems")
+        assert "is damaged" in viewer.text(".problems") and "reward 1" in viewer.text(".verdict")
+        viewer.open("#/run/damaged/trajectory/g000003.0", ".step .t.s")
+        (run / "ledger.sqlite").write_bytes(b"rubbish" * 1000)
+        viewer.open("#/", ".run")
+        viewer.open("#/run/damaged", ".chart .u-over")
+        assert "ledger" in viewer.text(".problems")
+        viewer.close()
+
+
+def test_pure_functions(viewer: Viewer) -> None:
+    """The pages' own functions, in the browser that runs them."""
+    found = viewer.page.evaluate((Path(__file__).parent / "pure_functions.js").read_text())
+    assert found["figures"] == ["0.412", "12,346", "3.1e-6", "–", "–", "7"]
+    assert found["duration"] == "67 min"
+    assert found["smoothed"] == [1, None, 4, 4]
+    assert found["band"] == {"mean": [[2, 5]], "low": [[2, 4]], "high": [[2, 6]]}
+    assert found["aligned"] == [[1, 2], [None, 5], [3, None]]
+    assert found["units"] == [[0, 2, "é"], [2, 1, "d\n"], [3, 1, "e"]] and found["cut"] == ["b", "d\n"]
+    assert found["chunks"] == 2
+    assert found["messages"] == [["user", 2, 5, 2], ["tool", 5, 6, 1]]
+    assert found["lanes"] == {"lanes": [0, 0, 1], "count": 2, "width": 4}
+    assert found["routes"] == [["run", "a b", "groups"], ["run", "%E0%A4%A"]]
+    assert found["link"] == "#/run/a%2Fb?update=3"
+    assert (
+        found["colours"][0] == "transparent" and "--bad" in found["colours"][1] and found["colours"][2] == "transparent"
+    )
+
+
+def test_updates_are_those_logged(viewer: Viewer) -> None:
+    viewer.open("#/", ".run")
+    assert f"{UPDATES} / {UPDATES + 3}" in viewer.text(".run >> nth=0").replace("\n", " ")

@@ -1,0 +1,293 @@
+"""What the pages are given is what the ledger, the shards and metrics.jsonl hold, each read here by itself."""
+
+import json
+import shutil
+import sqlite3
+import stat
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from starlette.testclient import TestClient
+
+from tests.cli.worlds import files
+from tests.orchestration.runs import change_ledger
+from tests.view.conftest import Get, asking
+from tests.view.worlds import ESCAPES, UPDATES, log_update, record_run
+from treadle.core.types import DropReason
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.ledger_reader import LedgerReader
+from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.view.app import make_app
+from treadle.view.fates import RULES
+
+RUN = "runs/recorded"
+
+
+def ledger(run: Path, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+    with closing(sqlite3.connect(f"{(run / 'ledger.sqlite').as_uri()}?immutable=1", uri=True)) as connection:
+        return connection.execute(sql, values).fetchall()
+
+
+def shard_rows(run: Path, trajectory: str) -> list[dict[str, Any]]:
+    rows = pq.read_table(run / "rollouts").to_pylist()
+    return sorted((row for row in rows if row["trajectory_id"] == trajectory), key=lambda row: int(row["step"]))
+
+
+def sequence(view: dict[str, Any], step: dict[str, Any]) -> list[int]:
+    """The tokens of a step, put together from the tree."""
+    found: list[int] = []
+    at = step["segment"]
+    while at >= 0:
+        segment = view["segments"][at]
+        found = [*segment["ids"], *found]
+        at = segment["parent"]
+    return found
+
+
+def test_the_list_says_how_far_runs_are(get: Get) -> None:
+    [run] = get("runs")["runs"]
+    assert (run["name"], run["state"], run["update"], run["updates"]) == ("recorded", "stopped", UPDATES, UPDATES + 3)
+    assert run["best"] == run["last"] == {"update": 12, "success": 12 / 15, "reward": 12 / 15}
+    assert run["seconds_per_update"] == 6.0 and run["problems"] == []
+
+
+def test_counts_are_the_ledgers(get: Get, recorded: Path) -> None:
+    detail = get(RUN)
+    own = {(s["split"], s["state"], s["reason"]): s["count"] for s in detail["states"]}
+    sql = "SELECT split, state, reason, count(*) FROM steps JOIN trajectories USING (trajectory_id) JOIN groups USING "
+    assert own == {row[:3]: row[3] for row in ledger(recorded, f"{sql} (group_id) GROUP BY 1, 2, 3")}
+    assert {reason for _, _, reason in own if reason} == {"stale", "filtered", "failed"}
+    assert [f["cause"] for f in detail["failures"]] == ["environment"]
+
+
+def test_tokens_are_the_shards(get: Get, recorded: Path) -> None:
+    for trajectory in ("g000000.0", "g000000.1", "g000000.2", "g000001.0", "g000003.0", "e000001-0002.0"):
+        view = get(f"{RUN}/trajectories/{trajectory}")
+        rows = shard_rows(recorded, trajectory)
+        assert len(rows) == len(view["steps"]) > 0
+        for row, step in zip(rows, view["steps"], strict=True):
+            assert sequence(view, step) == row["prompt_ids"] + row["completion_ids"]
+            assert step["prompt_tokens"] == len(row["prompt_ids"])
+            assert step["columns"]["logprob"] == pytest.approx(row["logprobs"], abs=1e-6)
+            assert step["columns"]["mask"] == row["mask"] and step["columns"]["version"] == row["policy_versions"]
+            spans = step["spans"]
+            assert [s["end"] for s in spans[:-1]] == [s["start"] for s in spans[1:]] and spans[0]["start"] == 0
+            assert spans[-1]["end"] == len(row["prompt_ids"]) + len(row["completion_ids"])
+
+
+def test_each_step_says_what_became_of_it(get: Get, recorded: Path) -> None:
+    view = get(f"{RUN}/trajectories/g000001.0")
+    states = ledger(recorded, "SELECT state, reason FROM steps WHERE trajectory_id = 'g000001.0' ORDER BY step")
+    assert (
+        [(s["fate"]["state"], s["fate"]["reason"]) for s in view["steps"]]
+        == states
+        == [("dropped", "stale"), ("trained", None)]
+    )
+    assert "orchestration.max_staleness" in view["steps"][0]["fate"]["settings"]
+    assert view["steps"][1]["fate"]["text"].startswith("Trained in update 1: 2 of its 2 sampled tokens")
+    failed = get(f"{RUN}/trajectories/g000000.2")
+    assert "step raised" in failed["steps"][0]["fate"]["text"] and "\x1b" not in failed["traceback"]
+    assert get(f"{RUN}/trajectories/g000003.0")["steps"][0]["fate"]["state"] == "recorded"
+
+
+def test_every_reason_has_words_and_settings_that_exist(get: Get) -> None:
+    known = {setting["path"] for setting in get(RUN)["settings"]}
+    assert RULES.keys() == set(DropReason)
+    assert {setting for rule in RULES.values() for setting in rule.settings} <= known
+
+
+def test_breaks_are_those_of_show(get: Get) -> None:
+    relations = [step["relation"] for step in get(f"{RUN}/trajectories/g000000.0")["steps"]]
+    assert [r["kind"] for r in relations] == ["opens", "extends", "break", "fork", "extends", "break", "opens"]
+    assert relations[2]["cause"] == "tokenization" and relations[2]["extra_tokens"] > 0
+    counted = get(f"{RUN}/breaks")["relations"]
+    assert {row["cause"] for row in counted["breaks"]} == {"tokenization", "truncated", "changed"}
+
+
+def test_siblings_part_where_their_tokens_do(get: Get, recorded: Path) -> None:
+    group = get(f"{RUN}/groups/g000001")
+    first, second = (shard_rows(recorded, name)[-1] for name in ("g000001.0", "g000001.1"))
+    assert group["apart"]["g000001.1"] == len(first["prompt_ids"] + first["completion_ids"])
+    assert second["prompt_ids"] == first["prompt_ids"]
+    assert {s["trajectory_id"] for s in group["steps"]} == {"g000001.0", "g000001.1"}
+    assert group["cost"]["tree"] < group["cost"]["step"]
+
+
+@pytest.mark.parametrize(
+    ("query", "groups"),
+    [
+        ({"preset": "failed"}, {"g000000"}),
+        ({"preset": "dropped"}, {"g000000", "g000001", "g000002"}),
+        ({"preset": "stale"}, {"g000001"}),
+        ({"preset": "zero_advantage"}, {"g000002"}),
+        ({"preset": "mixed"}, {"g000000", "g000001", "g000003"}),
+        ({"search": "raised"}, {"g000000"}),
+        ({"search": "g000003"}, {"g000003"}),
+        ({"split": "held_out", "update": 1}, {"e000001-0000", "e000001-0001", "e000001-0002"}),
+        ({"split": "train", "update": 1}, {"g000000", "g000001"}),
+        ({"split": "train", "search": "nowhere"}, set()),
+    ],
+)
+def test_the_table_is_filtered(get: Get, query: dict[str, Any], groups: set[str]) -> None:
+    found = get(f"{RUN}/groups", **query)
+    assert {row["group_id"] for row in found["rows"]} == groups and found["total"] == len(groups)
+
+
+@pytest.mark.parametrize(
+    "sort", ["group", "update", "task", "reward", "spread", "steps", "tokens", "failed", "seconds"]
+)
+def test_the_table_is_sorted_and_cut_into_pages(get: Get, sort: str) -> None:
+    whole = get(f"{RUN}/groups", sort=sort, limit=200)
+    pages = [get(f"{RUN}/groups", sort=sort, limit=3, offset=offset) for offset in range(0, whole["total"], 3)]
+    assert [row["group_id"] for page in pages for row in page["rows"]] == [row["group_id"] for row in whole["rows"]]
+    figures = {"steps": lambda row: sum(a["steps"] for a in row["attempts"]) / len(row["attempts"]),
+               "tokens": lambda row: sum(a["completion_tokens"] for a in row["attempts"])}  # fmt: skip
+    if sort in figures:
+        values = [figures[sort](row) for row in whole["rows"]]
+        assert values == sorted(values, reverse=True)
+
+
+def test_text_is_found_and_a_task_followed(get: Get) -> None:
+    found = get(f"{RUN}/search", update=1, text="rome")
+    assert {place["trajectory_id"] for place in found["found"]} >= {"g000000.0", "e000001-0000.0"}
+    assert all(place["match"].lower() == "rome" for place in found["found"])
+    followed = get(f"{RUN}/task", task_id="h1")
+    assert [(g["update"], g["attempts"][0]["reward"]) for g in followed["groups"]] == [(0, 0.0), (1, 0.0)]
+
+
+def test_runs_are_compared(recorded: Path, tmp_path: Path) -> None:
+    other = record_run(tmp_path / "other", "training.optimizer.learning_rate=0.5", updates=3)
+    twin = record_run(tmp_path / "twin", "seed=9")
+    found = asking(recorded, other, twin)("compare", run=["recorded", "other", "twin"])
+    assert sorted(map(len, (group["runs"] for group in found["groups"]))) == [1, 2]
+    rows = {row["path"]: row["values"] for row in found["differences"]}
+    assert rows["training.optimizer.learning_rate"][1] == "0.5" and rows["seed"][2] == "9"
+
+
+# Files: what is damaged, missing, growing or read only
+
+
+@pytest.fixture
+def copy(recorded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recorded, tmp_path / "copy"))
+
+
+def test_nothing_is_written_and_a_read_only_run_is_shown(copy: Path) -> None:
+    before = {path: (s.st_size, s.st_mtime_ns) for path in sorted(copy.rglob("*")) for s in (path.stat(),)}
+    for path in (*copy.rglob("*"), copy):
+        path.chmod(stat.S_IRUSR | (stat.S_IXUSR if path.is_dir() else 0))
+    get = asking(copy)
+    for what in ("", "/groups", "/groups/g000000", "/trajectories/g000000.0", "/breaks", "/metrics"):
+        get(f"runs/copy{what}")
+    for path in (copy, *copy.rglob("*")):
+        path.chmod(stat.S_IRWXU)
+    assert {path: (s.st_size, s.st_mtime_ns) for path in sorted(copy.rglob("*")) for s in (path.stat(),)} == before
+
+
+def test_a_run_that_writes_is_followed_and_never_waits(copy: Path) -> None:
+    get = asking(copy)
+    with closing(Ledger(copy / "ledger.sqlite")) as writer:
+        writer.note_advantages({"g000003.0": 0.25})
+        before = get("changes")
+        assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == 0.25
+        names = files(copy)
+        writer.note_advantages({"g000003.0": -0.25})
+        assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == -0.25
+        assert get("changes") != before
+        with writer._db.transaction() as db:  # in the middle of a transaction the last commit is seen, at once
+            db.execute("UPDATE trajectories SET advantage = 9 WHERE trajectory_id = 'g000003.0'")
+            assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == -0.25
+    assert files(copy).keys() == names.keys()
+    assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == 9
+
+
+def test_metrics_are_read_as_they_come(copy: Path) -> None:
+    get, run = asking(copy), RunDirectory(copy)
+    first = get("runs/copy/metrics")
+    log_update(run, UPDATES + 1)
+    with run.metrics_file.open("ab") as file:
+        file.write(b'{"kind": "update", "upd')  # the run is writing, or was killed
+    more = get("runs/copy/metrics", generation=first["generation"], after=len(first["rows"]))
+    assert [row["update"] for row in more["rows"]] == [UPDATES + 1] and more["unreadable"] == []
+    run.roll_back_metrics(2, [])
+    back = get("runs/copy/metrics", generation=first["generation"], after=len(first["rows"]))
+    assert (back["start"], [row["update"] for row in back["rows"]]) == (0, [1, 2])
+
+
+def test_what_is_damaged_is_said_and_the_rest_is_shown(copy: Path) -> None:
+    shard = copy / "rollouts" / "train-g000000.parquet"
+    shard.write_bytes(shard.read_bytes()[:-7])
+    (copy / "rollouts" / "train-g000001.parquet").unlink()
+    lines = (copy / "metrics.jsonl").read_bytes().split(b"\n")
+    (copy / "metrics.jsonl").write_bytes(b"\n".join([lines[0], b"\xff{rubbish", *lines[1:]]))
+    get = asking(copy)
+    view = get("runs/copy/trajectories/g000000.0")
+    assert "is damaged" in view["problem"] and view["attempt"]["reward"] == 1.0 and view["steps"] == []
+    assert "is gone" in get("runs/copy/groups/g000001")["problems"][0]
+    assert get("runs/copy/metrics")["unreadable"] == [2]
+    assert "line 2" in get("runs/copy")["problems"][0]
+    assert get("runs/copy/trajectories/g000003.0")["problem"] is None
+    breaks = get("runs/copy/breaks")
+    assert (breaks["damaged_shards"], breaks["missing_shards"]) == (
+        ["train-g000000.parquet"],
+        ["train-g000001.parquet"],
+    )
+
+
+def test_a_changed_row_is_refused_by_name(copy: Path) -> None:
+    with closing(sqlite3.connect(copy / "ledger.sqlite")) as connection, connection:
+        connection.create_function("row_checksum", -1, lambda *_: 0)
+        for trigger in ("trajectories_updated", "trajectories_proven"):
+            connection.execute(f"DROP TRIGGER {trigger}")
+        connection.execute("UPDATE trajectories SET reward = 5 WHERE trajectory_id = 'g000000.0'")
+    detail = asking(copy)("runs/copy/trajectories/g000000.0", 409)["detail"]
+    assert "a row is not as it was written: g000000.0" in detail
+
+
+@pytest.mark.parametrize("damage", ["rubbish", "gone", "older", "config"])
+def test_a_run_that_cannot_be_read_is_still_listed(copy: Path, damage: str) -> None:
+    path = copy / "ledger.sqlite"
+    if damage == "rubbish":
+        path.write_bytes(b"no database" * 500)
+    elif damage == "gone":
+        path.unlink()
+    elif damage == "older":
+        change_ledger(copy, "ALTER TABLE trajectories RENAME COLUMN blocked_seconds TO blocked")
+    else:
+        (copy / "config.yaml").write_text("schema_version: 99\n")
+    get = asking(copy.parent)
+    [run] = get("runs")["runs"]
+    assert run["update"] == UPDATES
+    detail = get("runs/copy")
+    assert damage == "older" or detail["problems"]
+    assert get("runs/copy/metrics")["rows"]
+    if damage in ("rubbish", "gone"):
+        assert "ledger" in get("runs/copy/groups", 404)["detail"]
+
+
+def test_a_ledger_is_read_without_locks_or_traces(copy: Path) -> None:
+    for beside in copy.glob("ledger.sqlite-*"):
+        beside.unlink()
+    reader = LedgerReader(copy / "ledger.sqlite")
+    assert reader.query("SELECT count(*) AS n FROM groups") == [{"n": 10}]
+    assert not list(copy.glob("ledger.sqlite-*"))
+
+
+def embedded(page: str) -> dict[str, Any]:
+    """What an exported file carries, by the path that a page asks for."""
+    held: dict[str, Any] = json.loads(page.split('id="embedded">')[1].split("</script>")[0])["answers"]
+    return held
+
+
+def test_one_file_holds_a_trajectory(recorded: Path) -> None:
+    client = TestClient(make_app([recorded]))
+    answer = client.get("/export/recorded/trajectory/g000000.2")
+    assert answer.headers["content-disposition"] == 'attachment; filename="recorded-g000000.2.html"'
+    text = answer.text
+    held = embedded(text)["runs/recorded/trajectories/g000000.2"]
+    assert held["attempt"]["failure_message"].startswith("step raised <script>")
+    assert text.count("<script") == 2 and "src=" not in text.split("<body>")[0] and ESCAPES not in text
+    assert len(embedded(client.get("/export/recorded/group/g000000").text)) == 4

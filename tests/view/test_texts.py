@@ -1,0 +1,75 @@
+"""Tokens as texts, and texts as messages."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.worlds import PLAIN, chatml, plain_ids, tool, user
+from treadle.core.types import Message
+from treadle.view.texts import TokenTexts, extended_spans, message_spans
+
+TEXTS = TokenTexts(PLAIN.backend_tokenizer)
+
+
+def parts(text: str) -> list[tuple[str, str, str]]:
+    """(role, kind, text) of each span."""
+    ids = plain_ids(text)
+    return [(s.role, s.kind, str(PLAIN.decode(ids[s.start : s.end]))) for s in message_spans(ids, TEXTS)]
+
+
+def test_messages_are_told_apart() -> None:
+    said = Message(role="assistant", content="<think>Who?</think>I look.<tool_call>{}</tool_call>")
+    assert parts(chatml([user("ab?"), said, tool("no <|im_start|")])) == [
+        ("user", "template", "<|im_start|>user\n"),
+        ("user", "text", "ab?"),
+        ("user", "template", "<|im_end|>\n"),
+        ("assistant", "template", "<|im_start|>assistant\n"),
+        ("assistant", "thought", "<think>Who?</think>"),
+        ("assistant", "text", "I look."),
+        ("assistant", "call", "<tool_call>{}</tool_call>"),
+        ("assistant", "template", "<|im_end|>\n"),
+        ("tool", "template", "<|im_start|>tool\n"),
+        ("tool", "text", "no <|im_start|"),
+        ("tool", "template", "<|im_end|>\n"),
+        ("assistant", "template", "<|im_start|>assistant\n"),
+    ]
+
+
+def test_an_unfinished_thought_is_one() -> None:
+    assert parts("<|im_start|>assistant\n<think>abc")[1] == ("assistant", "thought", "<think>abc")
+
+
+def test_a_sequence_goes_on_with_the_role_of_its_base() -> None:
+    whole = plain_ids(chatml([user("ab"), Message(role="assistant", content="abc")], generation_prompt=False))
+    shared = len(whole) - 4
+    base = message_spans(whole[:shared], TEXTS)
+    assert extended_spans(base, shared, whole, TEXTS)[-1].role == "assistant"
+
+
+def test_a_character_in_pieces_is_joined() -> None:
+    ids = plain_ids("a🧵bé")
+    assert [(start, count, text) for start, count, text in TEXTS.joined(ids)] == [(1, 4, "🧵"), (6, 2, "é")]
+    assert TEXTS.joined(ids[:4]) == []  # three of its four bytes
+
+
+def test_what_steers_is_shown_as_an_escape() -> None:
+    assert "".join(TEXTS.of(ident) for ident in plain_ids("\x1b[1m")) == "\\x1b[1m"
+    assert TEXTS.joined(plain_ids("\u202e"))[0][2] == "\\u202e"
+
+
+def test_without_a_tokenizer_ids_are_shown() -> None:
+    nothing = TokenTexts(None)
+    assert nothing.of(7) == "[7]" and nothing.joined([7, 8]) == []
+    assert [s.kind for s in message_spans([7, 8], nothing)] == ["text"]
+
+
+_PIECES = ("<|im_start|>", "<|im_end|>", "user\n", "\n", "<think>", "</think>", "<tool_call>", "ab", "é")
+_MARKED = st.sampled_from(_PIECES)
+
+
+@given(st.lists(_MARKED, max_size=12).map("".join))
+def test_spans_leave_no_token_out(text: str) -> None:
+    ids = plain_ids(text)
+    spans = message_spans(ids, TEXTS)
+    assert [at for s in spans for at in range(s.start, s.end)] == list(range(len(ids)))
+    template = {at for s in spans if s.kind == "template" for at in range(s.start, s.end)}
+    assert {at for at, ident in enumerate(ids) if ident in TEXTS.special} <= template
