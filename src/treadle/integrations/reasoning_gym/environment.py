@@ -22,7 +22,7 @@ from typing import Any
 
 from reasoning_gym.utils import extract_answer
 
-from treadle.core.errors import ConfigError, DataError
+from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
@@ -33,7 +33,7 @@ from treadle.envs.tasks import check_positive
 ADDRESS_SPACE = 2**32
 """Bytes of address space that a scoring process may have."""
 
-_START = 120.0  # seconds to import the library
+_START = 120.0  # seconds to import the library, and to make a data set
 _FORMAT = re.compile(
     r"\s*<think>(?:(?!<think>|<answer>).)*?</think>\s*<answer>(?:(?!<think>|<answer>).)*?</answer>", re.DOTALL
 )
@@ -99,19 +99,20 @@ class ReasoningGym(Environment):
             "answer": self.task.ground_truth,
             "metadata": extras["metadata"],
         }
-        message = {
-            "dataset": extras["scored_by"],
-            "config": extras["config"],
+        scorer = {"dataset": extras["scored_by"], "config": extras["config"]}
+        request = {
             "answer": answer,
             "entry": base64.b64encode(pickle.dumps(entry)).decode(),  # some metadata are tuples, and scored as such
             "seconds": self._seconds,
         }
         with SCORERS.lease() as child:
+            if error := child.ask(scorer, _START).get("error"):
+                raise TrajectoryFailure(Cause.ENVIRONMENT, f"the scorer of {extras['scored_by']!r}: {error}")
             try:
-                found = child.ask(message, self._seconds).get("score")
+                score = child.ask(scorer | request, self._seconds).get("score")
             except NoAnswer:
                 return None
-        return None if found is None else float(found)
+        return None if score is None else float(score)
 
 
 def is_well_formed(text: str) -> bool:

@@ -3,9 +3,11 @@
 PATH: what this process imports from, a JSON array. Standard input: requests, a line of JSON each. Standard output: `{}`
 once it is ready, then an answer to each.
 
+    {"dataset": "chain_sum", "config": {}}
+        -> {}                        once it is made, which takes a second for some, and is no part of a score's time
     {"dataset": "chain_sum", "config": {}, "answer": "7", "entry": BASE64, "seconds": 10}
         -> {"score": 1.0}
-    {"error": "ValueError: ..."}     what the scorer raised
+    {"error": "ValueError: ..."}     instead of either: what the library raised
 
 It is no boundary against code that means harm: an expression that a scorer evaluates could read files and use the
 network. It ends what takes too long or too much memory, makes no file grow and starts no process.
@@ -23,6 +25,8 @@ if __name__ == "__main__":
     sys.path[:] = json.loads(sys.argv[2])
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each of its threads takes address space
 
+from reasoning_gym.dataset import ProceduralDataset
+
 from treadle.envs.sql.child import confine, limit_cpu
 from treadle.integrations.reasoning_gym.datasets import make_dataset
 
@@ -34,21 +38,21 @@ def main(address_space: int) -> None:
     _send(answers, {})
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        limit_cpu(request["seconds"])
         try:
-            answer: dict[str, Any] = {"score": _score(request)}
+            scorer = _scorer(request["dataset"], json.dumps(request["config"]))
+            answer: dict[str, Any] = {"score": _score(scorer, request)} if "entry" in request else {}
         except BaseException as error:  # noqa: BLE001  # whatever an answer leads to
             answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
         _send(answers, answer)
 
 
-def _score(request: dict[str, Any]) -> float:
-    entry = pickle.loads(base64.b64decode(request["entry"]))
-    return float(_scorer(request["dataset"], json.dumps(request["config"])).score_answer(request["answer"], entry))
+def _score(scorer: ProceduralDataset, request: dict[str, Any]) -> float:
+    limit_cpu(request["seconds"])
+    return float(scorer.score_answer(request["answer"], pickle.loads(base64.b64decode(request["entry"]))))
 
 
 @cache
-def _scorer(name: str, config: str) -> Any:
+def _scorer(name: str, config: str) -> ProceduralDataset:
     return make_dataset(name, json.loads(config), count=1, seed=0)
 
 
