@@ -156,7 +156,8 @@ OF_RUNS: dict[str, tuple[str, ...]] = {
 OFFLINE: dict[str, tuple[str, ...]] = {
     "train tiny.yaml model.build=null model.path=Qwen/Qwen3-0.6B": (
         "model.path: 'Qwen/Qwen3-0.6B' is not in the cache",
-        "HF_HUB_OFFLINE is set; run `treadle models get Qwen/Qwen3-0.6B` where it can be reached",
+        "HF_HUB_OFFLINE is set",
+        "run `treadle models get Qwen/Qwen3-0.6B` where it can be reached",
     ),
     "serve Qwen/Qwen3-0.6B": ("MODEL_DIR: 'Qwen/Qwen3-0.6B' is not in the cache",),
     "eval tiny.yaml --model Qwen/Qwen3-0.6B": ("--model: 'Qwen/Qwen3-0.6B' is not in the cache",),

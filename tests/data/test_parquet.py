@@ -334,6 +334,7 @@ def test_a_name_that_cannot_be_loaded_is_told_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("variable", ["HF_ENDPOINT", "HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"])
 def test_without_a_network_a_name_is_given_up_at_once(tmp_path: Path, variable: str) -> None:
     """The library itself would try for half a minute, though its cache has nothing."""

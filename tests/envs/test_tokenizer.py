@@ -43,6 +43,7 @@ def chatml(messages: tuple[Message, ...]) -> str:
     return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("words", [[], ["demo"], ["sql-small"], ["search-small"]])
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_building_anew_gives_the_shipped_files_byte_for_byte(tmp_path: Path, seed: str, words: list[str]) -> None:

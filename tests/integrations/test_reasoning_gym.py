@@ -183,6 +183,7 @@ def test_the_last_answer_counts_and_none_is_as_in_the_library() -> None:
     assert total(score(countdown, "hm")) == make_dataset("countdown", {}, 1, 0).score_answer(None, {}) == 0.01
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "answer"),
     [

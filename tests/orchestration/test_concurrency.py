@@ -34,6 +34,7 @@ def test_attempts_that_are_partly_elsewhere_leave_room_for_others(share: float, 
     assert limit.limit == pytest.approx(64 / share, rel=1e-6, abs=1.001)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("engine", "environment"), [(1.0, 0.0), (1.0, 3.0), (2.0, 1.0), (0.5, 20.0)])
 def test_the_engine_is_kept_full_and_its_queue_short(engine: float, environment: float) -> None:
     """Attempts of four calls each, started as the limit allows, after a change from another world."""

@@ -76,6 +76,7 @@ def of_no_cause() -> Any:
     raise failure
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("act", "cause", "message"),
     [

@@ -315,7 +315,7 @@ class Interrupting(Quiet):
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("per_batch", "batch"), [(1, 1), (1, 3), (2, 1)])
 def test_an_interrupted_run_resumes_to_the_same_weights(
@@ -343,7 +343,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
         assert resumed["weights_sha256"] == start(tmp_path / "straight", option)["weights_sha256"]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("which", "done", "made"), [(1, 0, 0), (2, 0, 1), (3, 2, 0), (4, 4, 0), (5, 4, 1)])
 def test_an_evaluation_that_is_interrupted_is_made_when_the_run_is_resumed(
     which: int, done: int, made: int, tmp_path: Path, reference: tuple[Path, Summary]
@@ -374,6 +374,7 @@ class Dying(Quiet):
             raise SystemExit("killed")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("which", [2, 3])
 def test_an_evaluation_that_no_checkpoint_knows_is_logged_once(which: int, tmp_path: Path) -> None:
     """The last two are made after the checkpoint of their update."""

@@ -14,6 +14,7 @@ from tests.worlds import Quiet
 from treadle.orchestration.store.run_directory import RunDirectory
 
 
+@pytest.mark.slow
 def test_the_engine_in_a_process_of_its_own_trains_the_same_weights(tmp_path: Path) -> None:
     here = start(tmp_path / "here")
     there = start(tmp_path / "there", "engine.own_process=true")

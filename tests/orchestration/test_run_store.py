@@ -59,6 +59,7 @@ class Refusing(Quiet):
             self.rollouts.rename(self.rollouts.with_name("away"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_disk_that_refuses_ends_the_run_which_can_be_gone_on_with(staleness: int, tmp_path: Path) -> None:
     path = tmp_path / "run"

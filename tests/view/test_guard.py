@@ -147,7 +147,7 @@ def test_nothing_answers_with_a_fault(recorded: Path) -> None:
         assert answer.status_code < 500, answer.text
 
     check()
-    assert seen[200] > 10 and seen[404] > 10 and seen[422] > 10, seen
+    assert seen[200] and seen[404] and seen[422], seen
 
 
 def test_hostile_text_is_given_as_text(hostile: Path) -> None:

@@ -14,7 +14,8 @@ _BRINGS = {  # imported package -> the package of an extra that it comes with, o
     "omegaconf": "skyrl-gym",
     "reasoning_gym": "reasoning-gym",
 }
-_PREFERRED = {"httpx": "vllm"}  # package -> the extra to name, though a smaller one (`search`) brings it, too
+# package -> the extra to name, though a smaller one (`search`, `view`) brings it, too
+_PREFERRED = {"httpx": "vllm", "tokenizers": "train", "pyarrow": "train"}
 _REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")
 
 

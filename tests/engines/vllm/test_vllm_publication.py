@@ -105,11 +105,11 @@ async def test_each_token_is_of_the_version_that_is_reported_for_it(
             1.0,
         ):  # until most are interrupted, which a busy machine may need some attempts for
             await publish(engine, unique_weights(old), 3)
-            early = start(engine, 32, LONG)
+            early = start(engine, 16, LONG)
             await asyncio.sleep(delay)
             await publish(engine, unique_weights(new), 4)
             early_answers = await asyncio.gather(*early)
-            if sum(len(answer.policy_versions) > 1 for answer in early_answers) >= 20:
+            if sum(len(answer.policy_versions) > 1 for answer in early_answers) >= 10:
                 break
         late_answers = await asyncio.gather(*start(engine, 8, 20))
         turn = np.concatenate([prompt(0), early_answers[0].token_ids])
@@ -128,7 +128,7 @@ async def test_each_token_is_of_the_version_that_is_reported_for_it(
         np.testing.assert_allclose(answer.logprobs[at:], after[at:], atol=1e-4)
         # a label one token late would go unseen if old and new weights agreed
         switched += 0 < at < LONG and abs(answer.logprobs[at] - before[at]) > 1e-3
-    assert switched >= 20
+    assert switched >= 10
     for number, answer in enumerate(late_answers):
         reference = score(new, np.concatenate([prompt(number), answer.token_ids]))[4:]
         np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
