@@ -33,7 +33,7 @@ demo-seeds: train-env ## the demo over several seeds, with a table of the result
 vllm-env: $(VLLM_VENV)/.installed ## vLLM's CPU build in an environment of its own (2 GB); its tests run where it is
 
 # With `loadgroup` a worker that crashes and is started again can leave the run waiting for ever: it ends instead.
-WORKERS := -n 4 --dist loadgroup --max-worker-restart 0
+WORKERS := -n 6 --dist loadgroup --max-worker-restart 0
 
 test: lint ## lint, types and the quick tests
 	@$(BIN)/python -m pytest $(WORKERS) -m "not slow" --hypothesis-profile quick $(ARGS)
