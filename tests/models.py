@@ -27,6 +27,7 @@ from treadle.core.types import (
     group_id,
     trajectory_id,
 )
+from treadle.models.weights import whole
 
 VOCABULARY = 32
 
@@ -406,9 +407,10 @@ def drawn_token(logits: NDArray[np.float64], temperature: float, draw: float) ->
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter's gradient; zeros where there is none."""
+    """A copy of every parameter's gradient, whole; zeros where there is none."""
     return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()
+        name: whole(torch.zeros_like(p) if p.grad is None else p.grad).detach().clone()
+        for name, p in model.named_parameters()
     }
 
 

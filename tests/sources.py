@@ -40,7 +40,8 @@ class FixedWeights:
         return ModelInfo(1024, 1024, 0, own if self.shapes is None else self.shapes)
 
     async def stage(self, destination: WeightsDestination[R]) -> R:
-        return await asyncio.to_thread(destination.write, iter(sorted(self.weights.items())))
+        weights = dict(sorted(self.weights.items()))
+        return await asyncio.to_thread(destination.write, weights, iter(weights.items()))
 
     async def score(self, ids: Ids) -> Floats:
         return self.scores(ids)

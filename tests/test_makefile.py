@@ -24,12 +24,16 @@ def slowly(what):
 if words[:2] == ["-m", "venv"]:
     slowly("venv")
     os.makedirs(words[2] + "/bin")
+    open(words[2] + "/pyvenv.cfg", "w").close()
     shutil.copy(sys.argv[0], words[2] + "/bin/python")
+elif words == ["-m", "pip", "--version"] or "(3, 12) <= sys.version_info" in words[-1]:
+    pass
 elif words[:2] == ["-m", "pip"]:
     slowly("install " + words[-1])
-    with open(".venv/bin/treadle", "w") as file:
-        file.write("#!/bin/sh\\necho train >> log\\n")
-    os.chmod(".venv/bin/treadle", 0o755)
+    if os.path.exists(".venv"):
+        with open(".venv/bin/treadle", "w") as file:
+            file.write("#!/bin/sh\\necho train >> log\\n")
+        os.chmod(".venv/bin/treadle", 0o755)
 else:
     os.execv("{python}", ["{python}", *words])
 """
@@ -70,3 +74,39 @@ def test_an_old_python_is_told_before_anything_is_made(clone: Path) -> None:
     process = start_make(clone, "demo", "PYTHON=false")
     assert "treadle needs Python 3.11 or newer, 'false' is" in process.communicate(timeout=60)[0]
     assert process.returncode == 2 and not (clone / ".venv").exists()
+
+
+def test_libraries_get_pythons_of_their_own_which_keep_what_else_is_in_them(clone: Path) -> None:
+    """They are made once; where the script is newer, its requirements are installed into what is there."""
+
+    def made() -> list[str]:
+        process = start_make(clone, "verifiers-env", "LIBRARY_PYTHON=./python", "VERIFIERS_VENV=own", *other)
+        output = process.communicate(timeout=60)[0]
+        assert process.returncode == 0, output
+        log = (clone / "log").read_text().splitlines()
+        (clone / "log").write_text("")
+        return [line for line in log if line.startswith("begin")]
+
+    other = ("VERIFIERS_CLASSIC_VENV=other",)
+    assert made() == ["begin venv", "begin install uv", "begin venv", "begin install verifiers==0.1.14"]
+    assert made() == []
+    (clone / "own" / "an_environment").touch()
+    os.utime(clone / "scripts" / "library_env.sh", (2**32, 2**32))
+    assert made() == ["begin install uv", "begin install verifiers==0.1.14"]
+    assert (clone / "own" / "an_environment").exists()
+
+
+def test_what_is_no_environment_is_left_as_it_is(clone: Path) -> None:
+    (clone / "own").mkdir()
+    (clone / "own" / "notes").touch()
+    process = start_make(clone, "openenv-env", "LIBRARY_PYTHON=./python", "OPENENV_VENV=own")
+    assert "'own' is there and is no virtual environment" in process.communicate(timeout=60)[0]
+    assert process.returncode == 2 and (clone / "own" / "notes").exists()
+
+
+def test_a_machine_without_a_python_for_libraries(clone: Path) -> None:
+    script = str(clone / "scripts" / "library_env.sh")
+    nowhere = {"PATH": str(clone / "nowhere"), "HOME": str(clone)}
+    done = subprocess.run(["/bin/bash", script, "--find"], env=nowhere, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("no Python 3.12 or 3.13 was found; install one, or name it: make ")

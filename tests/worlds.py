@@ -307,7 +307,7 @@ _TINY: dict[str, Any] = {
     },
     "algorithm": {"entropy_coef": 0.01},
     "evaluation": {"every": 0, "greedy_too": False},
-    "orchestration": {"updates": 4, "checkpoint_every": 2},
+    "orchestration": {"updates": 4, "checkpoint_every": 2, "traced_groups": 0.5},
 }
 
 

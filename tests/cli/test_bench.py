@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import Trained
-from treadle.benchmarks import gateway, kernels, merge, packing, render, rollout, update
+from treadle.benchmarks import gateway, kernels, merge, packing, render, rollout, scaling, update
 from treadle.benchmarks.meter import peak_bytes
 from treadle.benchmarks.report import Report, Reports
 from treadle.benchmarks.workloads import WORKLOADS, Size
@@ -72,6 +72,18 @@ def test_rendering_is_measured_for_conversations_of_several_lengths() -> None:
     rows = render.measure(1, 1, messages=(4, 8)).rows
     assert [row["messages"] for row in rows] == [4, 8]
     assert all(float(row["ms a call"]) > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_updates_of_several_ranks_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "_RANKS", (1, 2))
+    monkeypatch.setattr(scaling, "_SIZE", SMALL)
+    rows = scaling.measure(1, 1).rows
+    assert [row["ranks"] for row in rows] == [1, 2] * 3
+    for one, two in zip(rows[::2], rows[1::2], strict=True):
+        assert one["slot balance"] == one["times one"] == 1 and one["padded passes"] == 0
+        assert two["slot balance"] == 0.5 and two["padded passes"] == 1  # one tree, two ranks
+        assert all(float(row["MiB a rank"]) > 50 and float(row["CPU s"]) > 0 for row in (one, two))
 
 
 def test_an_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ from treadle.cli.main import main
 try:
     main(sys.argv[1:])
 finally:
-    heavy = ("torch", "transformers", "pyarrow", "matplotlib", "tokenizers")
+    heavy = ("torch", "transformers", "pyarrow", "matplotlib", "tokenizers", "fastapi", "uvicorn", "httpx", "aiohttp")
     print("loaded:", *(name for name in heavy if name in sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
@@ -52,7 +52,7 @@ def test_help_is_quick() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert finish(start_treadle("--help")).status == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0  # CPU seconds; 0.35 measured
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3.0  # CPU seconds; 0.35 measured
 
 
 def test_an_unknown_command() -> None:

@@ -13,12 +13,12 @@ import pytest
 from tests.cli.broken import SPELLED, SYSTEM, TRAJECTORIES, ids, text_of, whole
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import treadle
-from tests.orchestration.runs import shard_of
+from tests.orchestration.runs import shard_of, start
 from tests.worlds import END, chatml
 from treadle.cli.show import as_json, newest
 from treadle.core.errors import DamageError
 from treadle.core.types import SamplingParams, Step, StopReason
-from treadle.orchestration.store.recorded import load_run_tokenizer, load_trajectory
+from treadle.orchestration.store.recorded import load_run_tokenizer, load_traces, load_trajectory
 from treadle.orchestration.store.run_directory import RunDirectory
 
 
@@ -73,6 +73,27 @@ def test_greedy_tokens_are_masked_and_have_no_advantage(finished: Trained) -> No
     found = json.loads(treadle("show", finished.path, "e000004g-0003.0", "--json").out)
     assert found["split"] == "held_out" and found["advantage"] is None
     assert {(t["mask"], t["advantage"]) for s in found["steps"] for t in s["tokens"]} == {(False, None)}
+
+
+def test_traced_tokens_show_what_the_learner_computed(tmp_path: Path) -> None:
+    start(tmp_path / "run", "orchestration.traced_groups=1", "orchestration.updates=2")
+    found = json.loads(treadle("show", tmp_path / "run", "g000000.0", "--json").out)
+    printed = treadle("show", tmp_path / "run", "g000000.0").out
+    traces = load_traces(tmp_path / "run", "g000000.0")
+    assert [step["update"] for step in found["steps"]] == [1, 1] == [trace.update for trace in traces]
+    for step, trace in zip(found["steps"], traces, strict=True):
+        tokens = step["tokens"]
+        assert [t["learner_logprob"] for t in tokens] == pytest.approx(trace.logprobs.tolist(), abs=1e-6)
+        assert [t["entropy"] for t in tokens] == pytest.approx(trace.entropy.tolist(), abs=1e-6)
+        assert [t["advantage"] for t in tokens] == pytest.approx(trace.advantage.tolist(), rel=1e-6)
+        assert [(t["ratio"], t["clipped"]) for t in tokens] == [(1.0, False)] * len(tokens)
+        assert 0 <= step["waited"] <= step["seconds"] and step["started"] > 1.7e9
+    assert printed.count(", traced in update 1\n") == 2 and re.search(
+        r"#.*logprob.*learner +ratio +clipped +entropy", printed
+    )
+    evaluated = json.loads(treadle("show", tmp_path / "run", "e000002-0000.0", "--json").out)["steps"][0]
+    assert evaluated["update"] is None and evaluated["tokens"][0]["learner_logprob"] is None
+    assert "entropy" not in treadle("show", tmp_path / "run", "e000002-0000.0").out
 
 
 def test_a_failed_trajectory_says_why(troubled: Trained) -> None:

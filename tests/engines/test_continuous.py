@@ -433,3 +433,12 @@ async def test_a_refused_publication_changes_nothing_in_flight() -> None:
         answer = await call
         assert set(answer.versions_per_token()) == {0} and answer.stop_reason is StopReason.LENGTH
     assert_same(answer, await alone(tiny(), PROMPT, params, stop_token_ids=[]))
+
+
+async def test_a_call_says_how_long_it_waited_for_its_place() -> None:
+    async with serving(stop_token_ids=[], max_batch=1) as engine:
+        engine.open_session("a")
+        calls = [engine.generate(PROMPT, SamplingParams(max_tokens=20), session="a") for _ in range(3)]
+        first, second, third = [(await call).waited for call in [asyncio.ensure_future(call) for call in calls]]
+    assert first is not None and second is not None and third is not None
+    assert 0 <= first < second < third  # one after the other

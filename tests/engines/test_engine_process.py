@@ -106,7 +106,7 @@ def test_a_completion_survives_bit_for_bit(
 ) -> None:
     token_ids = np.array([token for token, _ in tokens], np.int32)
     logprobs = np.array([logprob for _, logprob in tokens], np.float32)
-    sent = Completion(token_ids, logprobs, reason, tuple(VersionSpan(*span) for span in spans))
+    sent = Completion(token_ids, logprobs, reason, tuple(VersionSpan(*span) for span in spans), waited=0.1 * len(spans))
     [message] = decode(encode([completion_message(sent)]))
     came = completion_of(message)
     assert came.token_ids.dtype == np.int32 and came.logprobs.dtype == np.float32
@@ -114,6 +114,7 @@ def test_a_completion_survives_bit_for_bit(
     same = came.logprobs.view(np.int32) == logprobs.view(np.int32)
     assert (same | (np.isnan(came.logprobs) & np.isnan(logprobs))).all()  # what is no number has many forms
     assert (came.stop_reason, came.policy_versions) == (sent.stop_reason, sent.policy_versions)
+    assert came.waited == sent.waited
 
 
 @given(

@@ -24,7 +24,8 @@ LEFT_BEHIND = """
 import os, signal, torch
 from treadle.engines.staging import WeightsFile, new_name
 
-print(WeightsFile(new_name()).write([("w", torch.ones(2))]).path, flush=True)
+weights = {"w": torch.ones(2)}
+print(WeightsFile(new_name()).write(weights, weights.items()).path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

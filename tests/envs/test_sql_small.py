@@ -13,7 +13,7 @@ from treadle.core.types import Message, Task
 from treadle.envs.lookup import PERSONS
 from treadle.envs.sql import small
 from treadle.envs.sql.environment import TextToSql
-from treadle.envs.sql.small import GROUPS, PAIRS, PLACES, TABLES, VALUES, demonstration, draw_question, tasks
+from treadle.envs.sql.small import ALL_PAIRS, GROUPS, PAIRS, PLACES, TABLES, VALUES, demonstration, draw_question, tasks
 
 INDICES = st.integers(0, 10**6)
 
@@ -48,9 +48,9 @@ def test_tasks_are_of_their_splits_pairs(split: str) -> None:
     assert pairs == set(map(frozenset, PAIRS[split]))
 
 
-def test_demonstrations_show_no_held_out_pair() -> None:
+def test_demonstrations_show_all_pairs() -> None:
     pairs = {tables_of(demonstration(index, seed)) for index in range(600) for seed in range(2)}
-    assert pairs == set(map(frozenset, PAIRS["train"]))
+    assert pairs == set(map(frozenset, product(PLACES, GROUPS)))
 
 
 def test_one_and_two_hops_take_turns() -> None:
@@ -78,7 +78,7 @@ def test_wrong_options() -> None:
 @settings(deadline=None, max_examples=40)
 def test_the_expert_reads_what_the_demonstration_shows_and_is_right(index: int, hops: int, split: str) -> None:
     """Also: the answer is one row, and another column of the same row is wrong."""
-    question = draw_question(f"{split}/{index}", split, hops)
+    question = draw_question(f"{split}/{index}", PAIRS[split], hops)
     task = Task("t", question.prompt(), "text_to_sql", question.gold(), {"script": question.world.script()})
     shown = small._attempt(question, question.column, through_link=hops == 2)
     observed, reward = play(task, said(shown, "assistant"))
@@ -109,9 +109,9 @@ def test_a_demonstration_is_mostly_blind_and_well_formed() -> None:
     rewards: Counter[float] = Counter()
     for index in range(400):
         messages = demonstration(index, seed=5, drill=0.0)
-        question = draw_question(f"demonstration/5/{index}", "train", 1 + ("<sql>" in messages[2]["content"]))
+        question = draw_question(f"demonstration/5/{index}", ALL_PAIRS, 1 + ("<sql>" in messages[2]["content"]))
         if messages[:2] != question.prompt():  # it took the way of the other number of hops
-            question = draw_question(f"demonstration/5/{index}", "train", 3 - question.hops)
+            question = draw_question(f"demonstration/5/{index}", ALL_PAIRS, 3 - question.hops)
         assert messages[:2] == question.prompt()
         task = Task("t", messages[:2], "", question.gold(), {"script": question.world.script()})
         observed, reward = play(task, said(messages, "assistant"))

@@ -26,6 +26,11 @@ async def start(options: Json) -> Json:
     return {"given": options}
 
 
+async def close() -> None:
+    if "closed" in OPTIONS:
+        Path(OPTIONS["closed"]).write_text("")
+
+
 async def run(payload: Json, stop: asyncio.Event) -> Json:
     result: Json = await globals()["do_" + payload["do"]](payload, stop)
     return result

@@ -102,7 +102,7 @@ def test_items_are_the_same_in_every_process_but_those_that_are_listed() -> None
         subprocess.run(
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     ]
     found = [json.loads(output[output.index(b"{") :]) for output in outputs]  # behind what the library prints
     assert {name for name in found[0] if len({each[name] for each in found}) > 1} == {*VARIABLE}

@@ -187,6 +187,14 @@ def test_an_attempt_that_a_limit_ends_reports_its_metrics() -> None:
     assert dict(trajectory.metrics) == {"skyrl_steps": 2}
 
 
+def test_an_environment_that_counts_no_turns_is_ended_by_the_limit_and_reports() -> None:
+    outputs = [{"reward": 0.5}, {"reward": 0.25}, {"done": True}]
+    each = script(f"{HERE}:Endless", ["a", "b"], None, 3, outputs=outputs)
+    trajectory = here(each, max_steps=2)
+    assert trajectory.status is Status.MAX_STEPS and trajectory.reward == 0.75
+    assert dict(trajectory.metrics) == {"skyrl_left": 1, "skyrl_won": 1, "skyrl_of_kind_a": 2}
+
+
 OPTIONS = (
     "environment=skyrl_gym",
     "environment_options={env: gsm8k_multi_turn, max_turns: 3}",
@@ -238,6 +246,14 @@ class Custom(BaseTextEnv):  # type: ignore[misc]  # no types shipped
 
     def get_metrics(self) -> dict[str, Any]:
         return {"left": len(self.outputs), "won": True, "of kind/a": 2, "name": "x"}
+
+
+class Endless(Custom):
+    """Has no number of turns."""
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
+        super().__init__(env_config, extras)
+        self.max_turns = 0
 
 
 def custom(*outputs: dict[str, Any], replies: Sequence[str] = ("a", "b"), **settings: Any) -> Trajectory:

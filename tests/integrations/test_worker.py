@@ -51,12 +51,15 @@ async def until(condition: Callable[[], object], seconds: float = 30) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_many_attempts_share_processes_that_import_once() -> None:
-    async with opened(processes=2, options={"a": [1]}) as pool:
-        assert pool.ready.versions == {"handler": "1.0"} and pool.ready.info == {"given": {"a": [1]}}
+async def test_many_attempts_share_processes_that_import_once(tmp_path: Path) -> None:
+    options = {"closed": str(tmp_path / "closed")}
+    async with opened(processes=2, options=options) as pool:
+        assert pool.ready.versions == {"handler": "1.0"} and pool.ready.info == {"given": options}
         assert pool.ready.seconds > 0.05
         results = await asyncio.gather(*(pool.call({"do": "echo", "value": n, "seconds": 0.2}) for n in range(60)))
         again = await pool.call({"do": "echo", "value": "ünï\ud800"})
+        assert not (tmp_path / "closed").exists()
+    assert (tmp_path / "closed").exists()
     assert [result["value"] for result in results] == list(range(60))
     assert len({result["pid"] for result in results}) == 2
     assert again["value"] == "ünï\ud800"

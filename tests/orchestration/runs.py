@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.worlds import Quiet, tiny
+from treadle.core.draws import Stream, task_uniforms
 from treadle.core.files import WrittenFile, write_atomically
 from treadle.core.types import Step
 from treadle.orchestration.config import RunConfig
@@ -14,6 +15,7 @@ from treadle.orchestration.setup.inputs import Inputs, load_inputs
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.rollout_store import read_shard
 from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.store.trace_store import read_traces
 from treadle.orchestration.train import resume_run, start_run
 
 Summary = dict[str, Any]
@@ -133,6 +135,7 @@ def check_finished(path: Path) -> None:
         assert set(trained.values()) == {config.training.group_size}  # each index once, however often it was sampled
     _check_trained(path, config)
     _check_counted(path, rows, config.training.epochs_per_batch)
+    _check_traces(path, config)
     names = sorted(p.name for p in (path / "checkpoints").iterdir())
     section = config.orchestration
     for_ever = section.updates // section.keep_every if section.keep_every else 0
@@ -157,6 +160,28 @@ def _check_counted(path: Path, rows: list[dict[str, Any]], epochs: int) -> None:
             {(row["version"], name): row[name] for name in row if name == "sequences" or name.startswith("dropped_")}
         )
     assert metrics == ledger
+
+
+def _check_traces(path: Path, config: RunConfig) -> None:
+    """Each trained step of a group that is drawn has a trace of each update that trained it, and nothing else has."""
+    with closing(RunDirectory.open(path).ledger()) as ledger:
+        files = ledger.traces()
+        rows = ledger.query(
+            "SELECT trained_version AS version, epoch, position, trajectory_id, step, s.completion_tokens AS tokens "
+            "FROM steps s JOIN trajectories USING (trajectory_id) JOIN groups USING (group_id) WHERE state = 'trained'"
+        )
+    assert files.keys() == {file.name for file in (path / "traces").iterdir()}
+    drawn = task_uniforms(config.seed, Stream.TRACE, [r["epoch"] for r in rows], [r["position"] for r in rows])
+    kept = [row for row, draw in zip(rows, drawn, strict=True) if draw < config.orchestration.traced_groups]
+    expected = Counter(
+        {(r["version"], r["trajectory_id"], r["step"], r["tokens"]): config.training.epochs_per_batch for r in kept}
+    )
+    traces = [trace for file in files.values() for trace in read_traces(path / "traces", file)]
+    per_batch = config.training.updates_between_publications
+    assert expected == Counter(
+        ((trace.update - 1) // per_batch, trace.trajectory_id, trace.step, len(trace.logprobs)) for trace in traces
+    )
+    assert len({(trace.update, trace.trajectory_id, trace.step) for trace in traces}) == len(traces)
 
 
 def _check_trained(path: Path, config: RunConfig) -> None:

@@ -139,3 +139,54 @@ def test_what_cannot_work_is_refused_when_inputs_are_loaded(overrides: tuple[str
 
 def test_this_file_can_be_imported_by_its_name() -> None:
     assert (ROOT / (HERE.replace(".", "/") + ".py")).samefile(__file__)
+
+
+class Paying(TwoTurns):
+    """Pays what it was made with; its attempts may wait for one another."""
+
+    may_wait = True
+
+    def __init__(self, setup: DriverSetup, worth: float, *, bonus: float = 0.0) -> None:
+        super().__init__(setup)
+        self.pay = worth + bonus
+
+    async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
+        await session.chat(task.prompt)
+        session.reward_last(Reward.of(self.pay))
+        return outcome_of(session.steps, None, user.cause)
+
+
+PAYING = (f"driver={HERE}:Paying", "driver_options={worth: 0.5, bonus: 0.25}")
+
+
+def test_a_driver_is_made_with_the_recipes_options(tmp_path: Path) -> None:
+    made = config(*PAYING, "orchestration.updates=1", "orchestration.checkpoint_every=1")
+    start_run(made, load_inputs(made), tmp_path / "run", Quiet())
+    assert query(tmp_path / "run", "SELECT DISTINCT reward FROM trajectories") == [{"reward": 0.75}]
+
+
+@pytest.mark.parametrize("options", ["{worth: 1, extra: 2}", "{bonus: 1}"])
+def test_options_that_a_driver_does_not_take_are_refused_at_the_start(options: str) -> None:
+    with pytest.raises(ConfigError, match=r"driver_options of .*Paying'.*its options are worth, bonus, given: "):
+        load_inputs(config(PAYING[0], f"driver_options={options}"))
+
+
+def test_options_for_no_driver_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"driver_options \(worth\) are for the recipe's driver, and none is set"):
+        config("driver_options={worth: 1}")
+
+
+def test_the_engine_does_not_wait_for_attempts_that_wait_for_each_other() -> None:
+    """Neither in training nor in an evaluation, unless it is told to."""
+    waiting = load_inputs(config(*PAYING)).players
+    assert waiting.may_wait and not load_inputs(config(f"driver={HERE}:TwoTurns")).players.may_wait
+    for overrides, may_wait, lock_step in (
+        ((), False, True),
+        ((), True, False),
+        (("engine.lock_step=true",), True, True),
+        (("engine.lock_step=false",), False, False),
+    ):
+        made = config(*PAYING, *overrides)
+        assert made.engine_in_training(may_wait).lock_step is lock_step
+        assert made.engine_in_evaluation(may_wait).lock_step is lock_step
+    assert config(*PAYING, "orchestration.max_staleness=1").engine_in_training(False).lock_step is False

@@ -1,9 +1,11 @@
 """Who owns a run directory, and what is kept of its metrics."""
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -91,6 +93,24 @@ def evaluation(update: int, temperature: float = 1.0) -> dict[str, Any]:
     return {"update": update, "temperature": temperature, "x": "naïve"}
 
 
+def test_who_looks_at_the_lock_keeps_no_run_from_starting(tmp_path: Path) -> None:
+    """A reader holds it for a moment, to see whether a run has it."""
+    RunDirectory.create(tmp_path / "run", tiny()).close()
+    with (tmp_path / "run" / "lock").open() as looking, ThreadPoolExecutor(1) as beside:
+
+        def let_go() -> None:
+            time.sleep(0.03)
+            fcntl.flock(looking, fcntl.LOCK_UN)
+
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        beside.submit(let_go)
+        run = RunDirectory(tmp_path / "run")
+        run.lock()
+        assert run.state() == "in progress"
+    run.close()
+    assert run.state() == "stopped"
+
+
 def test_metrics_after_the_checkpoint_are_forgotten_and_so_is_an_unfinished_line(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert run.metrics() == []
@@ -116,6 +136,23 @@ def test_evaluations_are_rolled_back_to_those_of_the_state(tmp_path: Path) -> No
     assert run.roll_back_metrics(1, [evaluation(0), evaluation(0, 0.0)]) is None
     expected = [{"kind": "evaluation", **evaluation(0)}, {"kind": "evaluation", **evaluation(0, 0.0)}, update_row(1)]
     assert run.metrics() == expected
+
+
+def test_intervals_are_rolled_back_with_the_updates(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+
+    def interval(phase: str, update: int) -> dict[str, Any]:
+        return {"phase": phase, "update": update, "started": 1e9, "seconds": 0.5}
+
+    assert run.intervals() == []
+    rows = [interval("rollout", 1), interval("update", 1), interval("checkpoint", 1), interval("rollout", 2)]
+    for row in rows:
+        run.log_interval(row)
+    with run.intervals_file.open("a") as file:
+        file.write('{"phase": "rollout", "upd')
+    assert run.intervals() == rows
+    run.roll_back_metrics(1, [])
+    assert run.intervals() == rows[:3]
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"null", b"[1]", b"\xff\xfe", b'{"kind": "update"}', b'{"update": 2}'])

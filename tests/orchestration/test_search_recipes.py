@@ -106,7 +106,13 @@ def test_the_settings_are_skyrls() -> None:
 def test_search_small_trains_with_one_and_two_hops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("bm25s")
     monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
-    small = ["warm_start.steps=2", "warm_start.batch_size=4", "training.tasks_per_update=2", "training.group_size=2"]
+    small = [
+        "warm_start.steps=2",
+        "warm_start.max_loss=99",
+        "warm_start.batch_size=4",
+        "training.tasks_per_update=2",
+        "training.group_size=2",
+    ]
     small += ["orchestration.updates=1", "data.held_out.options.count=4", "evaluation.greedy_too=false"]
     config = load_recipe("search-small", [*small, "training.threads=1"])
     start_run(config, load_inputs(config), tmp_path / "run", Quiet())

@@ -27,7 +27,7 @@ from treadle.packing.breaks import Kind, relations
 from treadle.packing.flat import PackedCall
 from treadle.rendering.conversation import Conversation
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("orchestration_smollm2")]  # what its tests share is made once
 pytest.importorskip("gguf", reason="needs treadle[gguf]")
 SMOLLM2 = ModelConfig(path="smollm2")
 

@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,15 @@ _SMOLLM2 = """
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
 
+_KEEP_THOUGHTS = (files("treadle.recipes") / "templates" / "qwen3_keep_thoughts.jinja").read_text()
+
 FAMILIES = {
     "qwen2_5": Family("qwen2_5", calls="hermes"),
     "qwen3": Family("qwen3", calls="hermes", thoughts="opt", keeps="thoughts"),
     "qwen3_nothink": Family(
         "qwen3", calls="hermes", thoughts="off", options={"enable_thinking": False}, keeps="thoughts"
     ),
+    "qwen3_keep_thoughts": Family(_KEEP_THOUGHTS, calls="hermes", thoughts="opt"),
     "qwen3_instruct_2507": Family("qwen3_instruct_2507", calls="hermes"),
     "qwen3_5_think": Family("qwen3_5_think", calls="xml", thoughts="prompt", keeps="thoughts"),
     "qwen3_6": Family("qwen3_6", calls="xml", thoughts="prompt", keeps="thoughts"),

@@ -90,7 +90,7 @@ DONE = "print(json.dumps({'reward': 1}))"
 @pytest.mark.parametrize("kind", list(ESCAPES))
 @pytest.mark.parametrize(("then", "cause"), [(DONE, None), ("time.sleep(60)", Cause.TIMEOUT)], ids=["ends", "hangs"])
 def test_nothing_outlives_the_attempt(kind: str, then: str, cause: Cause | None, tmp_path: Path) -> None:
-    trajectory = play(escaping(kind, tmp_path / "pids", then), agent_timeout=20.0 if cause is None else 3.0)
+    trajectory = play(escaping(kind, tmp_path / "pids", then), agent_timeout=20.0 if cause is None else 8.0)
     assert (trajectory.failure and trajectory.failure.cause) == cause, trajectory.failure
     assert started(tmp_path / "pids")
     assert still_alive(tmp_path / "pids") == []

@@ -190,7 +190,7 @@ def test_a_conversation_that_goes_on_with_bare_text_is_rendered_once_a_call() ->
     talk = conversation("{{ tick() }}" + CHATML, chat_template_kwargs={"tick": tick})
     known = answer(talk, [user("q")], said("ab"))
     rendered.clear()
-    assert begins(talk.render([user("q"), said(" ab\n"), tool("o")]), known)
+    assert begins(talk.render([user("q"), said(" ab\n"), tool("a page")]), known)
     assert len(rendered) == 1
 
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,6 +36,7 @@ from treadle.rollout.gateway.address import GatewayConfig
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import Address, Session, SessionSpec
+from treadle.testing import VirtualLoop
 
 TASK = Task("t", HELLO, driver="mine")
 
@@ -130,6 +132,27 @@ def test_a_driver_that_takes_too_long_is_cancelled() -> None:
     assert trajectory.failure is not None and trajectory.failure.cause is Cause.TIMEOUT
 
 
+def test_limits_on_time_count_from_when_an_attempt_has_its_place() -> None:
+    """Of ten that play one after another, 6 s each, the last one begins long after a limit of 10 s."""
+    places = asyncio.Semaphore(1)
+
+    class OneAtATime(Asking):
+        may_wait = True
+
+        @asynccontextmanager
+        async def place(self) -> AsyncIterator[None]:
+            async with places:
+                yield
+
+        async def end(self, session: Session, user: UserCode) -> None:
+            await asyncio.sleep(6.0)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        trajectories = runner.run(played(OneAtATime, attempts=10, trajectory_timeout=10.0))
+        assert runner.get_loop().time() == pytest.approx(60.0, abs=0.1)
+    assert [t.status for t in trajectories] == [Status.DONE] * 10
+
+
 def test_what_all_attempts_share_is_opened_before_them_and_closed_after_them() -> None:
     happened: list[str] = []
 
@@ -152,29 +175,6 @@ def test_what_all_attempts_share_is_opened_before_them_and_closed_after_them() -
     assert happened == ["made for 16 tokens", "opened", "session g.0", "session g.1", "closed"]
 
 
-class Bare:
-    """Has what is called, and inherits nothing."""
-
-    def __init__(self, setup: DriverSetup) -> None: ...
-
-    async def __aenter__(self) -> "Bare":
-        return self
-
-    async def __aexit__(self, *error: object) -> None: ...
-
-    def open_session(self, spec: SessionSpec) -> Session:
-        return Session(spec)
-
-    async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
-        await session.chat(task.prompt)
-        return outcome_of(session.steps, None, user.cause)
-
-
-def test_a_protocol_needs_no_inheritance() -> None:
-    [trajectory] = asyncio.run(played(check_driver(Bare, "Bare")))
-    assert (trajectory.status, trajectory.reward) == (Status.DONE, 0.0)
-
-
 class Silent(AttemptDriver[Session]):
     pass
 
@@ -188,8 +188,8 @@ class TwoArguments(Asking):
     [
         (3, "'it' is of type int, it must be a subclass of AttemptDriver"),
         (user, "'it' is of type function, it must be"),
-        (Silent, "'it': play is missing; subclass AttemptDriver and write 'async def play"),
-        (Session, "'it': play is missing"),
+        (Silent, "'it': play is missing; write 'async def play"),
+        (Session, "'it' is no subclass of AttemptDriver"),
         (TwoArguments, "'it' is made with one argument, a DriverSetup, but: missing a required argument: 'more'"),
     ],
 )

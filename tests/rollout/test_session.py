@@ -1,6 +1,8 @@
 """One exact step per call: what was sent, what came back, how it was sampled."""
 
 import asyncio
+import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,25 @@ def test_a_step_is_what_the_engine_was_sent_and_answered() -> None:
     assert (first.sampling.temperature, first.sampling.max_tokens, first.sampling.stop) == (0.7, 9, ("x",))
     assert first.seconds >= 0
     assert [m["content"] for m in conversation] == ["q", "ok", "o1", "ok"]
+
+
+def test_a_call_has_a_start_and_says_how_long_it_waited_if_the_engine_does() -> None:
+    class Waiting(FakeEngine):
+        async def generate(
+            self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+        ) -> Completion:
+            done = await super().generate(prompt_ids, sampling, session=session)
+            return replace(done, waited=0.25)
+
+    before = time.time()
+    for engine, waited in ((saying("a"), None), (Waiting(lambda prompt, sampling: [7, END]), 0.25)):
+        session = open_session(engine)
+        talk(session, 2)
+        first, second = session.steps
+        assert first.started is not None and second.started is not None
+        assert before <= first.started <= second.started <= time.time()
+        assert second.started >= first.started + first.seconds - 1e-3  # of two clocks
+        assert (first.waited, second.waited) == (waited, waited)
 
 
 def test_every_call_has_its_own_seed_from_its_address() -> None:

@@ -24,7 +24,7 @@ from treadle.rendering.replies import ReplyParser, hermes, plain, qwen_xml, repl
 from treadle.rollout.session import Address, CallOptions, Session, SessionSpec
 
 EVERY = {**FAMILIES, **WRITING_TOOLS}
-READ = {"hermes": "qwen2_5 qwen3 qwen3_nothink qwen3_instruct_2507"}
+READ = {"hermes": "qwen2_5 qwen3 qwen3_nothink qwen3_keep_thoughts qwen3_instruct_2507"}
 READ["qwen_xml"] = "qwen3_5_think qwen3_6 qwen3_6_preserve qwen3_8 nemotron_3_nano nemotron_3_super"
 WRITTEN = {
     "llama3_1": r'writes it as \'{"name": "find_zqz", "parameters"',

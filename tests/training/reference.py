@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from tests.models import (
@@ -31,10 +32,12 @@ from treadle.core.metrics import Measures
 from treadle.core.registry import names
 from treadle.core.types import Group, Ids, Step
 from treadle.packing.flat import Doubles, FlatBatch, flatten
-from treadle.packing.layout import Packing, Sharing, distribute
+from treadle.packing.layout import Packing, Sharing
+from treadle.packing.slots import slots
 from treadle.training.config import TrainingConfig
 from treadle.training.learner import Learner
 from treadle.training.objective import Gradient, TokenScores, concat, lookup
+from treadle.training.ranks import Ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "step": {"packing": Packing.STEP},
@@ -55,13 +58,24 @@ def algorithm_with(**fields: Any) -> AlgorithmConfig:
     return AlgorithmConfig(**{name: value for name, value in fields.items() if name != "scope"})
 
 
-def make_learner(model: PreTrainedModel, algorithm: AlgorithmConfig | None = None, **training: Any) -> Learner:
+def make_learner(
+    model: PreTrainedModel, algorithm: AlgorithmConfig | None = None, ranks: Ranks | None = None, **training: Any
+) -> Learner:
     """Of a copy of the model, with a value head that has learned something if there is one."""
     config = TrainingConfig(**training)
-    learner = Learner(copy.deepcopy(model), config, algorithm or AlgorithmConfig(), 10)
+    learner = Learner(copy.deepcopy(model), config, algorithm or AlgorithmConfig(), 10, ranks=ranks)
     if learner.value_head is not None:
-        learner.value_head.load_state_dict(drawn_head(model).state_dict())
+        with torch.no_grad():
+            for own, drawn in zip(learner.value_head.parameters(), drawn_head(model).parameters(), strict=True):
+                own.copy_(like(drawn, own))
     return learner
+
+
+def like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The tensor, sharded as the other one is."""
+    if isinstance(other, DTensor):
+        return distribute_tensor(tensor.detach(), other.device_mesh, other.placements)
+    return tensor
 
 
 def drawn_head(model: PreTrainedModel) -> nn.Linear:
@@ -116,23 +130,25 @@ def over_ranks(
     ranks: int,
     reference: NDArray[np.floating] | None = None,
 ) -> tuple[dict[str, Tensor], Measures]:
-    """As `accumulated`, with trees dealt to so many replicas, whose gradients add up."""
+    """As `accumulated`, with slots of trees dealt to so many replicas, whose gradients add up."""
     batch = flatten(groups)
     temperature = torch.from_numpy(np.where(batch.temperature > 0, batch.temperature, 1)).to(learner.model.dtype)
     objective = learner.objective(
         batch, advantage_of(batch, learner.algorithm), old, reference, earlier_values(batch, learner.algorithm)
     )
-    dealt = distribute(learner.trees(batch), ranks)
-    assert len({len(own) for own in dealt}) == 1  # or collective operations would wait for each other for ever
+    laid_out = slots(learner.trees(batch), ranks, learner.forward.passes)
     gradient: Gradient = objective.gradient
     if objective.couples:
-        parts = [learner.forward.scores(tree, temperature) for own in dealt for tree in own]
+        parts = [learner.forward.scores(tree, temperature, slot.passes) for slot in laid_out for tree in slot.trees]
         gradient = lookup(objective.gradient(concat(parts, temperature)))
     total: dict[str, Tensor] = {}
     scores: list[TokenScores] = []
-    for own in dealt:
+    for rank in range(ranks):
         learner.trained.zero_grad()
-        scores += [learner.forward.backward(t, temperature, gradient, objective.entropy_coef > 0) for t in own]
+        scores += [
+            learner.forward.backward(slot.trees[rank], temperature, gradient, objective.entropy_coef > 0, slot.passes)
+            for slot in laid_out
+        ]
         for name, value in learner_gradients(learner).items():
             total[name] = total[name] + value if name in total else value
     return total, objective.metrics(concat(scores, temperature))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models import FAMILIES, VOCABULARY, random_groups, same_bits, tiny, weights_of
@@ -20,7 +21,8 @@ from treadle.core.errors import CheckpointError, DamageError, RemovedError
 from treadle.core.manifest import MANIFEST, Manifest
 from treadle.models.config import ModelConfig
 from treadle.models.loading import make_model
-from treadle.models.weights import unique_weights, weights_sha256
+from treadle.models.tensor_file import write_tensors
+from treadle.models.weights import published, unique_weights, weights_sha256
 from treadle.training.checkpoint import (
     checkpoint_bytes,
     copy_weights,
@@ -29,6 +31,7 @@ from treadle.training.checkpoint import (
     remove_others,
     save_checkpoint,
 )
+from treadle.training.checkpoint_shards import InMemory
 from treadle.training.config import OptimizerConfig, TrainingConfig
 from treadle.training.learner import Learner
 
@@ -183,11 +186,11 @@ def test_no_checkpoint_at_all_is_an_error(tmp_path: Path) -> None:
 def test_copying_weights_copies_and_names_their_source() -> None:
     model, other = tiny(), tiny(seed=1)
     weights = {name: tensor.clone() for name, tensor in unique_weights(other).items()}
-    copy_weights(model, weights, "cache")
+    copy_weights(model, InMemory(weights), "cache")
     assert same_bits(weights_of(model), weights_of(other))
     del weights["model.norm.weight"]
     with pytest.raises(CheckpointError, match=r"cache holds another model: model.norm.weight is absent there"):
-        copy_weights(model, weights, "cache")
+        copy_weights(model, InMemory(weights), "cache")
 
 
 # Disks that refuse
@@ -299,3 +302,14 @@ def test_an_export_never_overwrites(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists already; choose another directory"):
         export_model(tmp_path / "model", tiny(), TOKENIZER)
     assert list((tmp_path / "model").iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_file_of_tensors_that_come_one_at_a_time_is_the_one_that_safetensors_writes(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    tensors = {"ä step": torch.zeros(()), "none": torch.zeros(0, 3), **dict(published(tiny()))}
+    weights = {name: tensors[name].to(dtype) for name in sorted(tensors)}
+    save_file(weights, tmp_path / "wanted", {"format": "pt"})
+    write_tensors(tmp_path / "found", weights, iter(weights.items()), {"format": "pt"})
+    assert (tmp_path / "found").read_bytes() == (tmp_path / "wanted").read_bytes()

@@ -210,7 +210,7 @@ def test_so_does_every_advantage_reduction_correction_and_option(
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("loss", LOSSES)
-@settings(max_examples=3, phases=GENERATE)  # of which the first is small; another run draws others
+@settings(max_examples=2, phases=GENERATE)  # of which the first is small; another run draws others
 @given(data=st.data())
 def test_any_layout_of_longer_trajectories_gives_the_gradient_and_metrics_of_each_step_alone(
     loss: str, reduction: str, layout: dict[str, Any], data: st.DataObject

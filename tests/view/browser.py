@@ -76,5 +76,12 @@ class Viewer:
     def text(self, selector: str) -> str:
         return str(self.page.inner_text(selector))
 
+    def until(self, expression: str) -> None:
+        """Wait until an expression holds. (Playwright's own wait evaluates text, which the pages' policy forbids.)"""
+        deadline = time.monotonic() + 30
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < deadline, expression
+            self.page.wait_for_timeout(50)
+
     def close(self) -> None:
         self.context.close()

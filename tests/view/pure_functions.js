@@ -1,7 +1,8 @@
 // What the pages' pure functions return for a few values; tests/view/test_browser.py says what it must be.
 async () => {
-  const {figure, smoothed, band, aligned, tokenColour, rangeOf, duration} = await import("/static/format.js");
-  const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo} = await import("/static/sequence.js");
+  const {figure, smoothed, band, aligned, tokenColour, rangeOf, duration, tally} = await import("/static/format.js");
+  const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, breaksOf, phasesOf, barsOf} =
+    await import("/static/sequence.js");
   const segments = [
     {parent: -1, depth: 0, ids: [1, 2], steps: [0, 1], sampled: [], joined: [[0, 2, "é"]]},
     {parent: 0, depth: 2, ids: [3], steps: [0], sampled: [0], joined: []},
@@ -24,6 +25,23 @@ async () => {
     chunks: chunked(unitsOf(segments, [2], texts, 0, 9), 1).length,
     messages: messagesOf(spans, 2, 6).map((m) => [m.role, m.start, m.end, m.parts.length]),
     lanes: lanesOf(segments),
+    at_once: lanesInTime([[0, 2], [1, 3], [2, 4], [2.5, 2.6]]),
+    breaks: breaksOf({segments, steps: [
+      {segment: 1, relation: {kind: "opens"}},
+      {segment: 2, relation: {kind: "break", shared: 2, cause: "changed", extra_tokens: 1}},
+    ]}),
+    phases: phasesOf([
+      {kind: "evaluation", update: 0},
+      {kind: "update", update: 1, wall_seconds: 10, seconds_publish: 1, seconds_update: 2, seconds_rollout: 4},
+      {kind: "update", update: 2},
+    ], []),
+    intervals: phasesOf([{kind: "update", update: 1, wall_seconds: 10, seconds_update: 2}], [
+      {update: 1, phase: "update", started: 1004, seconds: 2},
+      {update: 1, phase: "rollout", started: 1000, seconds: 4},
+      {update: 2, phase: "rollout", started: 9000, seconds: 3},
+    ]),
+    bars: [barsOf("rollout", 0.75), barsOf("rollout", null), barsOf("publish", 0.5)],
+    tally: tally([{done: 1}, {done: 1, failed: 1}]),
     routes: ["#/run/a%20b/groups?x=1", "#/run/%E0%A4%A"].map((hash) => routeOf(hash).parts),
     link: link(["run", "a/b"], {update: 3, search: "", step: null}),
     colours: [

@@ -19,7 +19,7 @@ from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.rollout_store import write_shard
 from treadle.orchestration.store.run_directory import RunDirectory
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow  # the others are enough to see that the pages work
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,24 @@ PAGES = {
     "held-out": ("#/run/recorded/trajectory/e000001-0002.0", ".message"),
     "settings": ("#/run/recorded/config?key=orchestration.max_staleness", "tr.selected"),
     "tokens": ("#/run/recorded/tokens", ".packing"),
+    "timeline": ("#/run/recorded/timeline", ".run-time rect"),
     "search": ("#/run/recorded/search?update=1&text=Rome", ".found li"),
-    "task": ("#/run/recorded/task/h1?split=held_out", ".followed article"),
+    "task": ("#/run/recorded/task/h1?split=held_out", ".sibling"),
+    "rules": ("#/run/recorded/rules?rule=stale", ".rule-card.selected pre"),
     "nowhere": ("#/run/nobody", ".problems"),
 }
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
+@pytest.mark.parametrize(
+    ("viewport", "theme"),
+    [
+        (WIDE, "light"),
+        pytest.param(WIDE, "dark", marks=slow),
+        pytest.param(PHONE, "light", marks=slow),
+        (PHONE, "dark"),
+    ],
+    ids=["wide-light", "wide-dark", "phone-light", "phone-dark"],
+)
 def test_every_page_fits_and_complains_of_nothing(
     browser: Any, base: str, viewport: dict[str, int], theme: str
 ) -> None:
@@ -83,12 +93,13 @@ def test_every_page_fits_and_complains_of_nothing(
 def test_a_trajectory_shows_the_shards_tokens(viewer: Viewer, recorded: Path) -> None:
     page = viewer.open("#/run/recorded/trajectory/g000000.0", ".t.s")
     rows = [r for r in pq.read_table(recorded / "rollouts").to_pylist() if r["trajectory_id"] == "g000000.0"]
-    shown = page.evaluate(
-        "[...document.querySelectorAll('.step')].map((s) => [...s.querySelectorAll('.t.s')].map((t) => +t.dataset.at))"
-    )
-    for row, places in zip(sorted(rows, key=lambda r: int(r["step"])), shown, strict=True):
+    for number, row in enumerate(sorted(rows, key=lambda r: int(r["step"]))):
+        page.locator(f"#step-{number}").scroll_into_view_if_needed()
+        page.wait_for_selector(f"#step-{number} .t.s")
+        places = page.evaluate(f"[...document.querySelectorAll('#step-{number} .t.s')].map((t) => +t.dataset.at)")
         first = len(row["prompt_ids"])
         assert places == list(range(first, first + len(row["completion_ids"])))
+    page.locator("#step-0").scroll_into_view_if_needed()
     page.hover("#step-0 .t.s >> nth=1")
     tip = viewer.text(".tip")
     assert str(rows[0]["completion_ids"][1]) in tip and f"{rows[0]['logprobs'][1]:.2f}"[:5] in tip
@@ -103,8 +114,89 @@ def test_a_step_says_its_fate_and_leads_to_the_setting(viewer: Viewer) -> None:
     page.click("#step-0 .fate a >> nth=0")
     page.wait_for_selector("tr.selected")
     assert "orchestration.max_staleness" in viewer.text("tr.selected")
+    page.go_back()
+    page.click("#step-0 .fate .rule")
+    page.wait_for_selector(".rule-card.selected pre")
+    assert "def without_stale(" in viewer.text(".rule-card.selected pre")
 
 
+def test_what_a_run_does_not_record_is_said(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/trajectory/g000000.0", ".t.s")
+    assert viewer.text(".missing") == "not recorded here: log-prob, learner, ratio, clipped, entropy"
+    assert "When each began is not recorded" in viewer.text("aside")
+    page.hover("#step-0 .t.s >> nth=0")
+    assert viewer.text(".tip").count("not recorded") == 4
+
+
+def test_the_learners_side_is_shown_where_it_is_recorded(viewer: Viewer, recorded: Path) -> None:
+    page = viewer.open("#/run/recorded/trajectory/g000001.0", ".t.s")
+    assert page.locator(".missing").all_inner_texts() == ["by the learner in update 2"]
+    page.locator("#step-1").scroll_into_view_if_needed()
+    page.hover("#step-1 .t.s >> nth=1")
+    shown = dict(zip(*(page.locator(f".tip dl {part}").all_inner_texts() for part in ("dt", "dd")), strict=True))
+    [row] = [
+        r
+        for r in pq.read_table(recorded / "traces").to_pylist()
+        if (r["trajectory_id"], r["update"]) == ("g000001.0", 2)
+    ]
+    assert shown["log-prob, learner"].startswith(f"{row['logprobs'][1]:.1f}")
+    assert [shown[name] for name in ("ratio", "clipped", "advantage", "entropy")] == ["1.1", "yes", "0.5", "1.5"]
+    page.click(".chip:has-text('ratio')")
+    colour = page.evaluate("getComputedStyle(document.querySelectorAll('#step-1 .t.s')[1]).backgroundColor")
+    assert colour != "rgba(0, 0, 0, 0)"
+
+
+def test_calls_at_once_are_drawn_below_one_another(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/trajectory/g000003.0", ".calls")
+    tops = [box["y"] for box in (page.locator(f".calls .samples >> nth={n}").bounding_box() for n in range(4))]
+    assert tops[0] == tops[1] == tops[3] and tops[2] > tops[0]
+    assert "waited 0.2 s" in viewer.text(".calls .tree-note")
+    page.click(".calls .samples >> nth=2")
+    page.wait_for_selector("#step-2.selected")
+
+
+@slow
+def test_a_task_is_followed_side_by_side(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/trajectory/e000001-0001.0", ".step")
+    page.click("aside .facts a")
+    page.wait_for_selector(".sibling .s")
+    assert page.locator(".sibling .when").all_inner_texts() == ["update 0", "update 1"]
+    assert page.locator(".tree rect.sampled").count() >= 1
+
+
+@slow
+def test_a_phase_of_the_timeline_leads_to_its_groups(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/timeline", ".run-time rect")
+    viewer.until(f"document.querySelectorAll('.run-time rect').length === {4 * UPDATES + 2}")
+    box = page.locator(".run-time svg").bounding_box()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 20)
+    page.mouse.up()
+    page.wait_for_selector("button:has-text('all of it')")
+    page.dblclick(".run-time svg", position={"x": 3, "y": 3})
+    page.wait_for_selector("button:has-text('all of it')", state="detached")
+    page.hover(".phase-update >> nth=0")
+    assert "update" in viewer.text(".tree-note") and "2 s" in viewer.text(".tree-note")
+    page.click(".phase-update >> nth=0")
+    page.wait_for_selector(".attempts-time canvas")
+    assert "update=1&" in f"{page.url}&"
+    assert "2 attempts, 3 calls over 1.2 s" in viewer.text(".tree-note >> nth=1")
+    page.click(".attempts-time canvas", position={"x": 2, "y": 3})
+    page.wait_for_selector(".step")
+    assert page.url.endswith("/trajectory/g000001.0?step=0")
+
+
+@slow
+def test_runs_are_filtered_by_state(viewer: Viewer) -> None:
+    page = viewer.open("#/", ".run")
+    page.click(".chip:has-text('finished')")
+    page.wait_for_selector(".empty")
+    page.click(".chip:has-text('stopped')")
+    viewer.until("document.querySelectorAll('.run').length === 2")
+
+
+@slow
 def test_a_token_has_an_address(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded/trajectory/g000000.0", ".t.s")
     page.click("#step-1 .t.s >> nth=0")
@@ -124,8 +216,11 @@ def test_the_table_is_the_ledgers(viewer: Viewer, recorded: Path) -> None:
     with closing(sqlite3.connect(f"{(recorded / 'ledger.sqlite').as_uri()}?immutable=1", uri=True)) as connection:
         names = [name for (name,) in connection.execute("SELECT group_id FROM groups ORDER BY rowid DESC")]
     assert page.locator(".lines .line .id").all_inner_texts() == names
+    page.click(".column.reward .by:has-text('format')")
+    viewer.until("document.querySelector('.lines .line .id')?.innerText === 'g000003'")
+    assert "format 0.13" in viewer.text(".lines .line .mean >> nth=0").replace("\n", " ")
     page.click(".chip:has-text('failed')")
-    page.wait_for_function("document.querySelectorAll('.lines .line .id').length === 1")
+    viewer.until("document.querySelectorAll('.lines .line .id').length === 1")
     assert viewer.text(".lines .line .id") == "g000000" and "step raised <script>" in viewer.text(".lines .line .ended")
     page.keyboard.press("j")
     page.wait_for_selector(".line.selected")
@@ -133,18 +228,20 @@ def test_the_table_is_the_ledgers(viewer: Viewer, recorded: Path) -> None:
     page.wait_for_selector(".siblings")
     assert page.locator(".sibling").count() == 3
     page.keyboard.press("n")
-    page.wait_for_function("document.querySelector('h1').innerText === 'g000001'")
+    viewer.until("document.querySelector('h1')?.innerText === 'g000001'")
     page.keyboard.press("u")
     page.wait_for_selector(".lines .line .id")
     page.keyboard.press("?")
     assert "next and previous" in viewer.text(".help")
 
 
+@slow
 def test_a_point_leads_to_the_groups_of_its_update(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded", ".chart .u-over")
     box = page.locator(".chart:has-text('Reward') .u-over >> nth=0").bounding_box()
-    page.mouse.click(box["x"] + 1, box["y"] + box["height"] / 2)
-    page.wait_for_selector(".lines .line .id")
+    page.mouse.click(box["x"] + 2, box["y"] + box["height"] / 2)
+    viewer.until("location.hash.includes('/groups')")
+    viewer.until("document.querySelectorAll('.lines .line .id').length === 2")
     assert "update=1&" in f"{page.url}&"
     assert set(page.locator(".lines .line .id").all_inner_texts()) == {"g000000", "g000001"}
 
@@ -156,7 +253,7 @@ def test_a_run_that_grows_is_followed(browser: Any, tmp_path: Path) -> None:
         page = viewer.open("#/run/growing", ".chart .u-over")
         assert viewer.text(".facts").split()[1] == "2"
         log_update(RunDirectory(run), 3)
-        page.wait_for_function("document.querySelector('.facts dd').innerText.startsWith('3')")
+        viewer.until("document.querySelector('.facts dd').innerText.startsWith('3')")
         viewer.open("#/run/growing/groups", ".lines .line .id")
         group = make_group(7, Trajectory("g000007.0", "t7", 0, (), 0.0, Status.DONE))
         with closing(Ledger(run / "ledger.sqlite")) as ledger:
@@ -215,6 +312,7 @@ def test_an_exported_file_opens_without_a_server(browser: Any, base: str, tmp_pa
     viewer.close()
 
 
+@slow
 def test_what_is_damaged_is_said_on_its_page(browser: Any, recorded: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(recorded, tmp_path / "damaged"))
     shard = run / "rollouts" / "train-g000000.parquet"
@@ -243,6 +341,14 @@ def test_pure_functions(viewer: Viewer) -> None:
     assert found["chunks"] == 2
     assert found["messages"] == [["user", 2, 5, 2], ["tool", 5, 6, 1]]
     assert found["lanes"] == {"lanes": [0, 0, 1], "count": 2, "width": 4}
+    assert found["at_once"] == [0, 1, 0, 2]
+    assert found["breaks"] == [{"segment": 2, "cause": "changed", "extra": 1}]
+    phases = [(p["phase"], p["start"], p["end"]) for p in found["phases"]]
+    assert phases == [("publish", 9, 10), ("update", 7, 9), ("rollout", 3, 7)]
+    assert [(p["start"], p["end"], p["update"]) for p in found["intervals"]] == [(0, 4, 1), (4, 6, 1), (6, 9, 2)]
+    shares = [[(bar["kind"], bar["share"]) for bar in bars] for bars in found["bars"]]
+    assert shares == [[("sampling", 0.75), ("playing", 0.25)], [("sampling", 1)], [("publish", 1)]]
+    assert found["tally"] == [["done", 2], ["failed", 1]]
     assert found["routes"] == [["run", "a b", "groups"], ["run", "%E0%A4%A"]]
     assert found["link"] == "#/run/a%2Fb?update=3"
     assert (

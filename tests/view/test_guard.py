@@ -103,7 +103,8 @@ _WEIRD = st.one_of(
 _ROUTES = (
     "/api/runs/{}", "/api/runs/{}/metrics", "/api/runs/{}/breaks", "/api/runs/{}/groups", "/api/runs/{}/groups/{}",
     "/api/runs/{}/trajectories/{}", "/api/runs/{}/trajectories/{}/experts", "/api/runs/{}/search", "/api/runs/{}/task",
-    "/api/compare", "/export/{}/trajectory/{}", "/export/{}/group/{}", "/static/{}", "/{}/{}",
+    "/api/compare", "/api/runs/{}/counts", "/api/runs/{}/intervals", "/api/runs/{}/calls", "/api/rules",
+    "/export/{}/trajectory/{}", "/export/{}/group/{}", "/static/{}", "/{}/{}",
 )  # fmt: skip
 _NAMES = (
     "split",

@@ -6,6 +6,7 @@ import sqlite3
 import stat
 from contextlib import closing
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -16,12 +17,14 @@ from tests.cli.worlds import files
 from tests.orchestration.runs import change_ledger
 from tests.view.conftest import Get, asking
 from tests.view.worlds import ESCAPES, UPDATES, log_update, record_run
-from treadle.core.types import DropReason
+from treadle.core.types import DropReason, StepState
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.view import trajectories
 from treadle.view.app import make_app
 from treadle.view.fates import RULES
+from treadle.view.recorded_run import Runs
 
 RUN = "runs/recorded"
 
@@ -55,12 +58,12 @@ def test_the_list_says_how_far_runs_are(get: Get) -> None:
 
 
 def test_counts_are_the_ledgers(get: Get, recorded: Path) -> None:
-    detail = get(RUN)
-    own = {(s["split"], s["state"], s["reason"]): s["count"] for s in detail["states"]}
+    counts = get(f"{RUN}/counts")
+    own = {(s["split"], s["state"], s["reason"]): s["count"] for s in counts["states"]}
     sql = "SELECT split, state, reason, count(*) FROM steps JOIN trajectories USING (trajectory_id) JOIN groups USING "
     assert own == {row[:3]: row[3] for row in ledger(recorded, f"{sql} (group_id) GROUP BY 1, 2, 3")}
     assert {reason for _, _, reason in own if reason} == {"stale", "filtered", "failed"}
-    assert [f["cause"] for f in detail["failures"]] == ["environment"]
+    assert [f["cause"] for f in counts["failures"]] == ["environment"]
 
 
 def test_tokens_are_the_shards(get: Get, recorded: Path) -> None:
@@ -90,7 +93,70 @@ def test_each_step_says_what_became_of_it(get: Get, recorded: Path) -> None:
     assert view["steps"][1]["fate"]["text"].startswith("Trained in update 1: 2 of its 2 sampled tokens")
     failed = get(f"{RUN}/trajectories/g000000.2")
     assert "step raised" in failed["steps"][0]["fate"]["text"] and "\x1b" not in failed["traceback"]
+    assert len(failed["steps"][0]["fate"]["text"]) < 3000  # of a message of a megabyte
     assert get(f"{RUN}/trajectories/g000003.0")["steps"][0]["fate"]["state"] == "recorded"
+
+
+def test_what_is_not_recorded_is_named(get: Get) -> None:
+    shown = {c["name"]: c["is_recorded"] for c in get(f"{RUN}/trajectories/g000000.0")["columns"]}
+    missing = {"learner_logprob", "ratio", "clipped", "entropy"}
+    assert shown == dict.fromkeys(("logprob", "advantage", "mask", "version"), True) | dict.fromkeys(missing, False)
+    held_out = get(f"{RUN}/trajectories/e000001-0002.0")["columns"]
+    assert {c["name"] for c in held_out} == {"logprob", "mask", "version"}
+
+
+def test_values_of_the_learner_are_the_traces(get: Get, recorded: Path) -> None:
+    view = get(f"{RUN}/trajectories/g000001.0")
+    rows = pq.read_table(recorded / "traces").to_pylist()
+    last = next(row for row in rows if row["update"] == 2)
+    assert [step["traced_in"] for step in view["steps"]] == [None, 2]
+    names = {"learner_logprob": "logprobs", "entropy": "entropy", "advantage": "advantage", "ratio": "ratio"}
+    for column, name in names.items():
+        assert view["steps"][1]["columns"][column] == pytest.approx(last[name], abs=1e-6)
+    assert view["steps"][1]["columns"]["clipped"] == last["clipped"]
+    assert view["steps"][0]["columns"].keys() == {"logprob", "mask", "version", "advantage"}
+
+
+def test_a_damaged_trace_hides_nothing_else(copy: Path) -> None:
+    [file] = (copy / "traces").iterdir()
+    file.write_bytes(file.read_bytes()[:-5])
+    view = asking(copy)("runs/copy/trajectories/g000001.0")
+    assert "is damaged" in view["problem"] and len(view["steps"]) == 2
+    assert [c["name"] for c in view["columns"] if not c["is_recorded"]] == [
+        "learner_logprob",
+        "ratio",
+        "clipped",
+        "entropy",
+    ]
+
+
+def test_calls_have_the_times_of_the_shards(get: Get, recorded: Path) -> None:
+    steps = get(f"{RUN}/trajectories/g000003.0")["steps"]
+    assert [step["began"] for step in steps] == pytest.approx([0, 0.3, 0.4, 1.0])
+    assert {step["waited"] for step in steps} == {0.05}
+    assert {step["began"] for step in get(f"{RUN}/trajectories/g000000.0")["steps"]} == {None}
+    calls = get(f"{RUN}/calls", update=1)
+    timed = [r for r in pq.read_table(recorded / "rollouts").to_pylist() if r["group_id"] == "g000001"]
+    found = {(calls["attempts"][a], step, 800 + began, waited, seconds)
+             for a, step, began, waited, seconds in calls["calls"]}  # fmt: skip
+    assert found == {(r["trajectory_id"], r["step"], r["started"], r["waited"], r["seconds"]) for r in timed}
+    assert calls["unknown"] == len(shard_rows(recorded, "g000000.0")) + 4 and calls["problems"] == []
+
+
+def test_recorded_messages_are_shown_as_recorded(get: Get) -> None:
+    [step] = get(f"{RUN}/trajectories/g000002.0")["steps"]
+    first, second, *reply = step["spans"]
+    assert (first["start"], first["end"], first["role"], first["kind"]) == (0, 4, "system", "text")
+    assert (second["end"], second["role"], second["kind"]) == (step["prompt_tokens"], "user", "thought")
+    assert reply[-1]["end"] == step["prompt_tokens"] + step["completion_tokens"]
+
+
+def test_intervals_are_those_logged(get: Get, recorded: Path) -> None:
+    rows = get(f"{RUN}/intervals")["rows"]
+    assert [{k: v for k, v in row.items() if k != "checksum"} for row in rows] == [
+        {k: v for k, v in row.items() if k != "checksum"} for row in RunDirectory(recorded).intervals()
+    ]
+    assert {row["phase"] for row in rows} == {"rollout", "update", "publish", "evaluation"}
 
 
 def test_every_reason_has_words_and_settings_that_exist(get: Get) -> None:
@@ -99,12 +165,25 @@ def test_every_reason_has_words_and_settings_that_exist(get: Get) -> None:
     assert {setting for rule in RULES.values() for setting in rule.settings} <= known
 
 
+def test_every_way_to_end_shows_the_source_that_decides_it(get: Get) -> None:
+    rules = get("rules")["rules"]
+    assert {rule["reason"] for rule in rules if rule["reason"]} == set(DropReason)
+    assert {rule["state"] for rule in rules} == set(StepState)
+    for rule in rules:
+        assert rule["source"].startswith(f"def {rule['rule'].rpartition('.')[2]}("), rule["rule"]
+
+
 def test_breaks_are_those_of_show(get: Get) -> None:
     relations = [step["relation"] for step in get(f"{RUN}/trajectories/g000000.0")["steps"]]
     assert [r["kind"] for r in relations] == ["opens", "extends", "break", "fork", "extends", "break", "opens"]
     assert relations[2]["cause"] == "tokenization" and relations[2]["extra_tokens"] > 0
-    counted = get(f"{RUN}/breaks")["relations"]
-    assert {row["cause"] for row in counted["breaks"]} == {"tokenization", "truncated", "changed"}
+    counted = get(f"{RUN}/breaks")
+    assert {row["cause"] for row in counted["relations"]["breaks"]} == {"tokenization", "truncated", "changed"}
+    [update] = counted["updates"]  # the one whose groups were trained
+    shown = [step for name in ("g000000", "g000001") for step in get(f"{RUN}/groups/{name}")["steps"]]
+    prices = [step["relation"]["extra_tokens"] for step in shown]
+    assert (update["update"], update["extra_tokens"]) == (1, sum(prices)) and sum(prices) > 0
+    assert update["group_tree"] <= update["tree"] <= update["chain"] <= update["step"] <= counted["packing"]["step"]
 
 
 def test_siblings_part_where_their_tokens_do(get: Get, recorded: Path) -> None:
@@ -137,25 +216,41 @@ def test_the_table_is_filtered(get: Get, query: dict[str, Any], groups: set[str]
 
 
 @pytest.mark.parametrize(
-    "sort", ["group", "update", "task", "reward", "spread", "steps", "tokens", "failed", "seconds"]
+    "sort", ["group", "update", "task", "reward", "spread", "steps", "tokens", "failed", "seconds", "component"]
 )
 def test_the_table_is_sorted_and_cut_into_pages(get: Get, sort: str) -> None:
-    whole = get(f"{RUN}/groups", sort=sort, limit=200)
-    pages = [get(f"{RUN}/groups", sort=sort, limit=3, offset=offset) for offset in range(0, whole["total"], 3)]
+    how = {"sort": sort, "component": "format" if sort == "component" else ""}
+    whole = get(f"{RUN}/groups", **how, limit=200)
+    pages = [get(f"{RUN}/groups", **how, limit=3, offset=offset) for offset in range(0, whole["total"], 3)]
     assert [row["group_id"] for page in pages for row in page["rows"]] == [row["group_id"] for row in whole["rows"]]
     figures = {"steps": lambda row: sum(a["steps"] for a in row["attempts"]) / len(row["attempts"]),
-               "tokens": lambda row: sum(a["completion_tokens"] for a in row["attempts"])}  # fmt: skip
+               "tokens": lambda row: sum(a["completion_tokens"] for a in row["attempts"]),
+               "component": lambda row: mean(a["components"].get("format", 0.0) for a in row["attempts"]
+                                             if a["reward"] is not None)}  # fmt: skip
     if sort in figures:
         values = [figures[sort](row) for row in whole["rows"]]
         assert values == sorted(values, reverse=True)
 
 
-def test_text_is_found_and_a_task_followed(get: Get) -> None:
+def test_text_is_found_and_a_task_followed(get: Get, recorded: Path) -> None:
     found = get(f"{RUN}/search", update=1, text="rome")
     assert {place["trajectory_id"] for place in found["found"]} >= {"g000000.0", "e000001-0000.0"}
     assert all(place["match"].lower() == "rome" for place in found["found"])
     followed = get(f"{RUN}/task", task_id="h1")
     assert [(g["update"], g["attempts"][0]["reward"]) for g in followed["groups"]] == [(0, 0.0), (1, 0.0)]
+    assert list(followed["apart"]) == ["e000000-0001.0", "e000001-0001.0"] and followed["problems"] == []
+    for step in followed["steps"]:
+        row = shard_rows(recorded, step["trajectory_id"])[step["step"]]
+        assert sequence(followed, step) == row["prompt_ids"] + row["completion_ids"]
+
+
+def test_of_many_attempts_the_first_and_newest_are_drawn(
+    get: Get, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trajectories, "_MOST_DRAWN", 1)
+    followed = get(f"{RUN}/task", task_id="h1")
+    assert {step["trajectory_id"] for step in followed["steps"]} == {"e000001-0001.0"}
+    assert followed["problems"] == ["1 of 2 attempts are side by side: first ones, newest first"]
 
 
 def test_runs_are_compared(recorded: Path, tmp_path: Path) -> None:
@@ -180,7 +275,17 @@ def test_nothing_is_written_and_a_read_only_run_is_shown(copy: Path) -> None:
     for path in (*copy.rglob("*"), copy):
         path.chmod(stat.S_IRUSR | (stat.S_IXUSR if path.is_dir() else 0))
     get = asking(copy)
-    for what in ("", "/groups", "/groups/g000000", "/trajectories/g000000.0", "/breaks", "/metrics"):
+    for what in (
+        "",
+        "/counts",
+        "/groups",
+        "/groups/g000000",
+        "/trajectories/g000000.0",
+        "/breaks",
+        "/metrics",
+        "/intervals",
+        "/trajectories/g000001.0",
+    ):
         get(f"runs/copy{what}")
     for path in (copy, *copy.rglob("*")):
         path.chmod(stat.S_IRWXU)
@@ -202,6 +307,20 @@ def test_a_run_that_writes_is_followed_and_never_waits(copy: Path) -> None:
             assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == -0.25
     assert files(copy).keys() == names.keys()
     assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == 9
+
+
+def test_a_list_of_many_runs_keeps_their_lines_alone(copy: Path, tmp_path: Path) -> None:
+    names = [f"run{n}" for n in range(12)]
+    for name in names:
+        shutil.copytree(copy, tmp_path / "many" / name)
+    runs = Runs([tmp_path / "many"])
+    for name in names:
+        assert runs.get(name).rows("update") and runs.get(name).texts()[1] is None
+    assert [line.update for line in runs.summaries()] == [UPDATES] * 12
+    held = [run.key for run in runs.all() if run._kept.keys() - {"summary"}]
+    assert sorted(held) == sorted(names[4:])
+    assert len({id(runs.get(name).texts()[0]) for name in names}) == 1  # of one tokenizer
+    assert runs.get("run0").rows("update")
 
 
 def test_metrics_are_read_as_they_come(copy: Path) -> None:
@@ -247,6 +366,26 @@ def test_a_changed_row_is_refused_by_name(copy: Path) -> None:
     assert "a row is not as it was written: g000000.0" in detail
 
 
+@pytest.mark.parametrize("column", ["trained_reward", "components", "metrics", "failure_traceback", "shard"])
+def test_a_column_that_another_version_does_not_have_is_named(copy: Path, column: str) -> None:
+    change_ledger(copy, f"ALTER TABLE trajectories RENAME COLUMN {column} TO of_another_version")
+    get = asking(copy)
+    answers = TestClient(make_app([copy]))
+    paths = (
+        "groups",
+        "groups/g000000",
+        "trajectories/g000000.0",
+        "breaks",
+        "search?update=1&text=a",
+        "task?task_id=h1",
+    )
+    said = [answers.get(f"/api/runs/copy/{path}") for path in paths]
+    assert {answer.status_code for answer in said} <= {200, 404}
+    told = [answer.json()["detail"] for answer in said if answer.status_code == 404]
+    assert told and all(column in text and "another version" in text for text in told)
+    assert get("runs/copy/metrics")["rows"] and get("runs/copy/counts")["states"]
+
+
 @pytest.mark.parametrize("damage", ["rubbish", "gone", "older", "config"])
 def test_a_run_that_cannot_be_read_is_still_listed(copy: Path, damage: str) -> None:
     path = copy / "ledger.sqlite"
@@ -261,8 +400,10 @@ def test_a_run_that_cannot_be_read_is_still_listed(copy: Path, damage: str) -> N
     get = asking(copy.parent)
     [run] = get("runs")["runs"]
     assert run["update"] == UPDATES
-    detail = get("runs/copy")
-    assert damage == "older" or detail["problems"]
+    problems = get("runs/copy")["problems"]
+    if damage == "rubbish":
+        assert "ledger" in get("runs/copy/counts", 404)["detail"]
+    assert damage == "older" or problems
     assert get("runs/copy/metrics")["rows"]
     if damage in ("rubbish", "gone"):
         assert "ledger" in get("runs/copy/groups", 404)["detail"]

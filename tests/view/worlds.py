@@ -11,10 +11,13 @@ from tests.cli.broken import TRAJECTORIES, ids
 from tests.worlds import END, PLAIN, chatml, make_group, make_step, plain_ids, tiny, tool, user
 from treadle.core.errors import Cause
 from treadle.core.outcomes import dropped_steps, leave_out, without_stale
-from treadle.core.types import DropReason, Failure, Group, Message, Status, Step, Task, Trajectory
+from treadle.core.rewards import Reward
+from treadle.core.trainer import StepTrace
+from treadle.core.types import DropReason, Failure, Group, Message, MessageSpan, Status, Step, Task, Trajectory
 from treadle.orchestration.store.ledger import Ledger, LoopState, TrainedBatch
 from treadle.orchestration.store.rollout_store import write_shard
 from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.store.trace_store import write_traces
 
 UPDATES = 12
 ESCAPES = "\x1b[31mred\x1b[0m"
@@ -25,9 +28,7 @@ EMOJI = "🧵 naïve — 織機"
 
 
 def attempt(group: int, number: int, steps: Sequence[Step], reward: float | None = 1.0) -> Trajectory:
-    failure = (
-        None if reward is not None else Failure(Cause.ENVIRONMENT, f"step raised {SCRIPT}", "Traceback: " + ESCAPES)
-    )
+    failure = None if reward is not None else Failure(Cause.ENVIRONMENT, f"step raised {SCRIPT}{LONG_LINE}", ESCAPES)
     status = Status.DONE if reward is not None else Status.FAILED
     return Trajectory(f"g{group:06d}.{number}", f"t{group}", number, tuple(steps), reward, status, failure, seconds=2.5)
 
@@ -52,7 +53,14 @@ def turns(system: str, question: str, *replies: str) -> list[Step]:
 def parallel() -> list[Step]:
     """Calls of an agent that asks two helpers at once, each in a conversation of its own."""
     main = turns("Search, then answer.", "What city?", " page", " Rome")
-    return [main[0], *turns("Is it a city?", "Rome", " Rome"), *turns("Is it a city?", "Oslo", " Oslo"), main[1]]
+    calls = [main[0], *turns("Is it a city?", "Rome", " Rome"), *turns("Is it a city?", "Oslo", " Oslo"), main[1]]
+    return [replace(c, started=at, waited=0.05) for c, at in zip(calls, (900.0, 900.3, 900.4, 901.0), strict=True)]
+
+
+def in_spans(step: Step) -> Step:
+    """With two recorded messages that no special token would tell."""
+    end = len(step.prompt_ids)
+    return replace(step, prompt_spans=(MessageSpan(4, "system", "text"), MessageSpan(end, "user", "thought")))
 
 
 def groups() -> list[Group]:
@@ -62,11 +70,15 @@ def groups() -> list[Group]:
     old = turns("Search, then answer.", "What boss?", " page", " Zoe")
     mixed = [replace(old[0], policy_versions=np.full(len(old[0].completion_ids), -0, np.int32)), old[1]]
     late = [
-        replace(step, policy_versions=np.full(len(step.completion_ids), n, np.int32)) for n, step in enumerate(mixed)
+        replace(step, policy_versions=np.full(len(step.completion_ids), n, np.int32), started=800.0 + n)
+        for n, step in enumerate(mixed)
     ]
     stale = make_group(1, attempt(1, 0, late, 1.0), attempt(1, 1, [late[1]], 0.0))
-    same = make_group(2, *(attempt(2, n, turns("Search, then answer.", "What lamp?", " page"), 0.0) for n in range(3)))
-    waiting = make_group(3, attempt(3, 0, parallel(), 0.5), attempt(3, 1, parallel()[:1], 0.0))
+    asked = [in_spans(step) for step in turns("Search, then answer.", "What lamp?", " page")]
+    same = make_group(2, *(attempt(2, n, asked, 0.0) for n in range(3)))
+    *called, answered = parallel()
+    graded = replace(answered, given=Reward({"answer": 0.5, "format": 0.25}))
+    waiting = make_group(3, attempt(3, 0, [*called, graded], 0.75), attempt(3, 1, called[:1], 0.0))
     return [make_group(0, *broken, failed), stale, same, waiting]
 
 
@@ -81,6 +93,23 @@ def evaluated(update: int) -> list[Group]:
             replace(make_group(position, own, name=name), task=Task(f"h{position}", (user(f"What is {position}?"),)))
         )
     return made
+
+
+def trace(group: Group, attempt: int, step: int, update: int) -> StepTrace:
+    """What an update computed of a step."""
+    trajectory = group.trajectories[attempt]
+    tokens = np.arange(len(trajectory.steps[step].completion_ids), dtype=np.float32)
+    return StepTrace(
+        update=update,
+        group_id=group.group_id,
+        trajectory_id=trajectory.trajectory_id,
+        step=step,
+        logprobs=-0.1 * (tokens + update),
+        entropy=0.5 + tokens,
+        advantage=0.25 * (tokens + 1),
+        ratio=1 + 0.1 * tokens,
+        clipped=tokens > 0,
+    )
 
 
 def record_run(path: Path, *overrides: str, updates: int = UPDATES) -> Path:
@@ -98,7 +127,8 @@ def record_run(path: Path, *overrides: str, updates: int = UPDATES) -> Path:
         ledger.note_advantages({"g000000.0": 0.7, "g000000.1": -0.7, "g000001.0": 0.5, "g000001.1": -0.5})
         ledger.note_dropped(leave_out(same, DropReason.FILTERED))
         taken = [first, without_stale(stale, 1)]
-        batch = TrainedBatch(0, (first.group_id, stale.group_id), tuple(dropped_steps(taken)))
+        traces = write_traces(run.traces, 0, [trace(stale, 0, 1, update) for update in (1, 2)])
+        batch = TrainedBatch(0, (first.group_id, stale.group_id), tuple(dropped_steps(taken)), traces)
         ledger.commit_checkpoint("step-000001", LoopState(update=1, version=1, cursor=3), [batch])
     for update in range(updates + 1):
         log_update(run, update)
@@ -107,6 +137,12 @@ def record_run(path: Path, *overrides: str, updates: int = UPDATES) -> Path:
 
 def log_update(run: RunDirectory, update: int) -> None:
     """Log one more update, and an evaluation at every sixth."""
+    began = 6.0 * (update - 1)
+    evaluated = [("evaluation", 5.2, 0.5)] if update % 6 == 0 else []
+    for phase, after, seconds in (("rollout", 0.0, 3.0), ("update", 3.0, 2.0), ("publish", 5.0, 0.1), *evaluated):
+        if update:
+            started = 5000 + began + after
+            run.log_interval({"update": update, "phase": phase, "started": started, "seconds": seconds})
     if update:
         share = 1 - np.exp(-update / 5)
         run.log({
@@ -115,7 +151,7 @@ def log_update(run: RunDirectory, update: int) -> None:
             "logprob_gap_mean": 1e-6, "logprob_gap_lag_1": 2e-6, "staleness_mean": 0.5, "dropped_stale": 1.0,
             "packed_tokens": 900, "trainable_tokens": 300, "gradient_norm": 1.0, "learning_rate": 1e-3, "failed": 1,
             "seconds_rollout": 3.0, "seconds_update": 2.0, "seconds_publish": 0.1, "wall_seconds": 6.0 * update,
-            "zero_advantage_groups": 0.25, "env/pages": 1.5, "odd": 0.1 * update,
+            "zero_advantage_groups": 0.25, "engine_share": 0.75, "env/pages": 1.5, "odd": 0.1 * update,
         })  # fmt: skip
     if update % 6 == 0:
         run.log({

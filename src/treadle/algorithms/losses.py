@@ -66,7 +66,7 @@ class PolicyLoss:
     anchor: the log-probabilities that it compares with; only `old` needs a pass before the first of several updates.
     options: the sections of the configuration that it reads. options_type: the type that `policy_loss_options` is built
     into (`core.config.build`), for a loss with options of its own. clipped: (logp, tokens, config) -> bool[N], tokens
-    whose ratio was bounded.
+    whose ratio was bounded. ratio: (logp, tokens, config) -> that ratio [N], to the policy that the loss compares with.
     """
 
     per_token: TokenFunction
@@ -75,6 +75,7 @@ class PolicyLoss:
     options: tuple[str, ...] = ()
     clipped: TokenFunction | None = None
     options_type: type[Config] | None = None
+    ratio: TokenFunction | None = None
 
 
 @cache
@@ -87,6 +88,11 @@ def by_name(name: str) -> PolicyLoss:
 
 
 # The functions
+
+
+def importance_ratio(logp_new: Tensor, logp_other: Tensor) -> Tensor:
+    """Return r = exp(logp_new - logp_other) [N]."""
+    return (logp_new - logp_other).exp()
 
 
 def ppo_clip(
@@ -102,7 +108,7 @@ def ppo_clip(
     Source: Schulman et al. 2017, "PPO", eq. 7; asymmetric bounds: Yu et al. 2025, "DAPO"; dual clip: Ye et al. 2020,
     "Mastering complex control in MOBA games", eq. 5.
     """
-    ratio = (logp_new - logp_old).exp()
+    ratio = importance_ratio(logp_new, logp_old)
     loss = -(ratio * advantage).minimum(ratio.clamp(1 - eps_low, 1 + eps_high) * advantage)
     if dual_clip is None:
         return loss
@@ -118,7 +124,7 @@ def clipped(
     dual_clip: float | None = None,
 ) -> Tensor:
     """Return bool[N], the tokens whose gradient `ppo_clip` cuts off."""
-    ratio = (logp_new - logp_old).exp()
+    ratio = importance_ratio(logp_new, logp_old)
     cut = (ratio > 1 + eps_high).where(advantage >= 0, ratio < 1 - eps_low)
     if dual_clip is not None:
         cut = cut | (advantage < 0) & (ratio > dual_clip)
@@ -153,7 +159,7 @@ def cispo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, eps_low: float,
 
     Source: MiniMax 2025, "MiniMax-M1", eq. 4-5.
     """
-    ratio = (logp_new.detach() - logp_old).exp()
+    ratio = importance_ratio(logp_new.detach(), logp_old)
     return -ratio.clamp(1 - eps_low, 1 + eps_high) * advantage * logp_new
 
 
@@ -162,7 +168,7 @@ def sapo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, tau_positive: fl
 
     Source: Gao et al. 2025, "Soft adaptive policy optimization", eq. 5-6.
     """
-    ratio = (logp_new - logp_old).exp()
+    ratio = importance_ratio(logp_new, logp_old)
     tau = ratio.new_tensor(tau_positive).where(advantage > 0, ratio.new_tensor(tau_negative))
     return -(4 / tau) * (tau * (ratio - 1)).sigmoid() * advantage
 
@@ -195,7 +201,7 @@ def dppo(
     Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (binary TV and KL).
     """
     outside = outside_trust_region(logp_new, logp_rollout, advantage, divergence, delta)
-    return (-(logp_new - logp_rollout).exp() * advantage).where(~outside, 0.0)
+    return (-importance_ratio(logp_new, logp_rollout) * advantage).where(~outside, 0.0)
 
 
 def reinforce(logp_new: Tensor, advantage: Tensor) -> Tensor:
@@ -208,15 +214,25 @@ def importance_sampling(logp_new: Tensor, logp_rollout: Tensor, advantage: Tenso
 
     Source: importance sampling of the policy gradient, as `importance_sampling` of Thinking Machines' Tinker.
     """
-    return -(logp_new - logp_rollout).exp() * advantage
+    return -importance_ratio(logp_new, logp_rollout) * advantage
 
 
 # What is registered
+
+
+def _to_old(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
+    return importance_ratio(logp, tokens.logp_old)
+
+
+def _to_rollout(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
+    return importance_ratio(logp, tokens.logp_rollout)
+
 
 PPO_CLIP = PolicyLoss(
     lambda logp, t, config: ppo_clip(logp, t.logp_old, t.advantage, *config.ppo_clip.bounds),
     options=("ppo_clip",),
     clipped=lambda logp, t, config: clipped(logp, t.logp_old, t.advantage, *config.ppo_clip.bounds),
+    ratio=_to_old,
 )
 
 
@@ -226,17 +242,26 @@ def _gspo(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
     return gspo(logp, tokens.logp_old, tokens.advantage, tokens.mask, unit, section.eps_low, section.eps_high)
 
 
+def _gspo_log_ratio(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
+    return sequence_log_ratio(logp, tokens.logp_old, tokens.mask, tokens.unit(config.gspo.scope))
+
+
 def _gspo_clipped(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
-    section = config.gspo
-    ratio = sequence_log_ratio(logp, tokens.logp_old, tokens.mask, tokens.unit(section.scope))
+    ratio, section = _gspo_log_ratio(logp, tokens, config), config.gspo
     return clipped(ratio, ratio.new_zeros(len(ratio)), tokens.advantage, section.eps_low, section.eps_high)
 
 
-GSPO = PolicyLoss(_gspo, couples=True, options=("gspo",), clipped=_gspo_clipped)
+GSPO = PolicyLoss(
+    _gspo,
+    couples=True,
+    options=("gspo",),
+    clipped=_gspo_clipped,
+    ratio=lambda logp, t, config: _gspo_log_ratio(logp, t, config).exp(),
+)
 
 
 def _cispo_clipped(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
-    ratio = (logp - tokens.logp_old).exp()
+    ratio = _to_old(logp, tokens, config)
     return (ratio < 1 - config.cispo.eps_low) | (ratio > 1 + config.cispo.eps_high)
 
 
@@ -244,11 +269,13 @@ CISPO = PolicyLoss(
     lambda logp, t, config: cispo(logp, t.logp_old, t.advantage, config.cispo.eps_low, config.cispo.eps_high),
     options=("cispo",),
     clipped=_cispo_clipped,
+    ratio=_to_old,
 )
 
 SAPO = PolicyLoss(
     lambda logp, t, config: sapo(logp, t.logp_old, t.advantage, config.sapo.tau_positive, config.sapo.tau_negative),
     options=("sapo",),
+    ratio=_to_old,
 )
 
 
@@ -262,8 +289,9 @@ DPPO = PolicyLoss(
     anchor="rollout",
     options=("dppo",),
     clipped=_dppo_clipped,
+    ratio=_to_rollout,
 )
 REINFORCE = PolicyLoss(lambda logp, t, config: reinforce(logp, t.advantage), anchor="none")
 IMPORTANCE_SAMPLING = PolicyLoss(
-    lambda logp, t, config: importance_sampling(logp, t.logp_rollout, t.advantage), anchor="rollout"
+    lambda logp, t, config: importance_sampling(logp, t.logp_rollout, t.advantage), anchor="rollout", ratio=_to_rollout
 )

@@ -1,15 +1,19 @@
-"""Seconds and memory of a piece of work, by device."""
+"""Seconds and memory of a piece of work, by device or of several processes."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch.autograd.profiler import profile
 
 MIB = 2**20
+_PAUSE = 0.05  # seconds between two looks at memory
 
 
 def clock(device: torch.device) -> Callable[[], float]:
@@ -48,3 +52,33 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 def _cuda_clock() -> float:
     torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def child_cpu_seconds(pids: Sequence[int]) -> float:
+    """Return the CPU seconds that these processes have taken so far, all together. Linux only."""
+    ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids]
+    return sum(int(number) for own in ticks for number in own) / os.sysconf("SC_CLK_TCK")
+
+
+def pss_bytes(pids: Sequence[int]) -> list[int]:
+    """Return the resident bytes of each process; what n of them share counts as an nth of each. Linux only."""
+    rollups = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
+    return [1024 * int(text.partition("\nPss:")[2].split()[0]) for text in rollups]
+
+
+@contextmanager
+def largest(look: Callable[[], Sequence[int]]) -> Iterator[list[int]]:
+    """Look at several numbers again and again; the list that is yielded holds the largest of each, in the end."""
+    found, done = list(look()), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_PAUSE):
+            found[:] = map(max, found, look())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        watching.join()

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,6 +22,7 @@ from treadle.data.config import DataConfig, TaskSetConfig
 from treadle.data.load import LoadContext, find_problems, load_tasks, named_sources, open_rows
 from treadle.data.rows import Row, parse_json
 from treadle.data.tasks import check_disjoint
+from treadle.integrations.harbor.packed import unpack
 from treadle.orchestration.config import load_recipe, recipe_names
 from treadle.orchestration.setup.inputs import IN_MEMORY, load_context
 
@@ -30,6 +32,7 @@ _EXAMPLES = """examples:
   treadle data check train.parquet data.columns.ground_truth=reward_model.ground_truth
   treadle data check openai/gsm8k data.train.options.name=main data.train.split=test data.columns.prompt=question
   treadle data check my_recipe.yaml                                all that a recipe trains on and evaluates with
+  treadle data prepare harbor-tasks code_contests.parquet tasks    packed tasks of Harbor's, a directory each
 """
 _MOST = 10  # problems that are listed
 _TEXT = 300  # characters of a value that are shown
@@ -44,12 +47,16 @@ class _Source(Config):
 def add_parser(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "data", run_check, "look at data sets, and check them", _EXAMPLES)
-    below = parser.add_subparsers(metavar="{head,check}", required=True)
+    below = parser.add_subparsers(metavar="{head,check,prepare}", required=True)
     head = add_command(below, "head", run_head, "show the first rows, and the tasks that they are", _EXAMPLES)
     _add_source(head)
     head.add_argument("-n", type=positive, default=1, metavar="ROWS", help="how many (default: 1)")
     check = add_command(below, "check", run_check, "read every row, and list those that are no tasks", _EXAMPLES)
     _add_source(check)
+    prepare = add_command(below, "prepare", run_prepare, "turn published data into what a recipe takes", _EXAMPLES)
+    prepare.add_argument("kind", choices=["harbor-tasks"], help="packed tasks of Harbor's -> a directory of tasks")
+    prepare.add_argument("source", metavar="PARQUET", type=Path, help="a file with columns path and task_binary")
+    prepare.add_argument("directory", metavar="DIR", type=Path, help="a new directory")
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +96,13 @@ def run_check(options: argparse.Namespace) -> int:
     if len(found) == 2:
         check_disjoint(*found)
     return status
+
+
+def run_prepare(options: argparse.Namespace) -> int:
+    """Unpack tasks; return 0."""
+    number = unpack(options.source, options.directory)
+    Console().line((f"{number} tasks", "bold"), f" in {options.directory}; train with harbor.tasks={options.directory}")
+    return 0
 
 
 def _sections(options: argparse.Namespace) -> tuple[dict[str, TaskSetConfig], LoadContext]:

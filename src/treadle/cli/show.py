@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from treadle.core.types import PLAYERS
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from treadle.core.trainer import StepTrace
     from treadle.core.types import Step
     from treadle.packing.breaks import Relation
 
@@ -43,10 +45,11 @@ def run(options: argparse.Namespace) -> int:
         rows = newest(options.run_directory)
         console.json(rows) if options.json else _print_list(console, rows)
         return 0
-    from treadle.orchestration.store.recorded import load_run_tokenizer, load_trajectory
+    from treadle.orchestration.store.recorded import load_run_tokenizer, load_traces, load_trajectory
 
     row, steps = load_trajectory(options.run_directory, options.trajectory)
-    found = as_json(row, steps, load_run_tokenizer(options.run_directory))
+    traces = load_traces(options.run_directory, options.trajectory)
+    found = as_json(row, steps, load_run_tokenizer(options.run_directory), traces)
     if options.json:
         console.json(found)
     else:
@@ -88,18 +91,34 @@ def _figure(value: float | None, form: str) -> str:
 # --- one trajectory ---------------------------------------------------------------------------------------------------
 
 
-def as_json(row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return everything on record about a trajectory as plain data; the printed form shows the same."""
+def as_json(
+    row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer, traces: Sequence[StepTrace] = ()
+) -> dict[str, Any]:
+    """Return everything on record about a trajectory as plain data; the printed form shows the same.
+
+    traces: of its steps; of several updates that trained a step the last is shown.
+    """
     from treadle.orchestration.store.recorded import decoder, step_relations
 
     head = {key: value for key, value in row.items() if key not in ("task", "shard", "oldest_version", "steps")}
     head["task"], head["components"] = json.loads(row["task"]), json.loads(row["components"])
     related = step_relations(steps, decoder(tokenizer))
+    traced = {trace.step: trace for trace in traces}
     numbered = enumerate(zip(steps, related, strict=True))
-    return {**head, "steps": [_step(n, step, r, row["advantage"], tokenizer) for n, (step, r) in numbered]}
+    return {
+        **head,
+        "steps": [_step(n, step, r, row["advantage"], tokenizer, traced.get(n)) for n, (step, r) in numbered],
+    }
 
 
-def _step(number: int, step: Step, relation: Relation, advantage: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
+def _step(
+    number: int,
+    step: Step,
+    relation: Relation,
+    advantage: float | None,
+    tokenizer: Tokenizer,
+    trace: StepTrace | None,
+) -> dict[str, Any]:
     columns = (step.completion_ids, step.mask, step.logprobs, step.policy_versions)
     return {
         "step": number,
@@ -113,7 +132,10 @@ def _step(number: int, step: Step, relation: Relation, advantage: float | None, 
         "shaping": step.shaping,
         "components": step.given.by_name,
         "state_key": step.state_key,
+        "started": step.started,
         "seconds": step.seconds,
+        "waited": step.waited,
+        "update": None if trace is None else trace.update,
         "tokens": [
             {
                 "id": int(ident),
@@ -122,9 +144,24 @@ def _step(number: int, step: Step, relation: Relation, advantage: float | None, 
                 "logprob": round(float(logprob), 6),
                 "advantage": advantage if mask else None,
                 "policy_version": int(version),
+                **(_NOT_TRACED if trace is None else _traced(trace, at, bool(mask))),
             }
-            for ident, mask, logprob, version in zip(*columns, strict=True)
+            for at, (ident, mask, logprob, version) in enumerate(zip(*columns, strict=True))
         ],
+    }
+
+
+_NOT_TRACED = dict.fromkeys(("learner_logprob", "entropy", "ratio", "clipped"))
+
+
+def _traced(trace: StepTrace, at: int, mask: bool) -> dict[str, Any]:
+    """Return what is known of a token of a traced step, its own advantage too."""
+    return {
+        "advantage": float(trace.advantage[at]) if mask else None,
+        "learner_logprob": round(float(trace.logprobs[at]), 6),
+        "entropy": round(float(trace.entropy[at]), 6),
+        "ratio": None if trace.ratio is None else float(trace.ratio[at]),
+        "clipped": None if trace.clipped is None else bool(trace.clipped[at]),
     }
 
 
@@ -161,14 +198,22 @@ def _print_step(console: Console, step: dict[str, Any]) -> None:
     line = (
         f"prompt {step['prompt_tokens']} tokens ({step['new_prompt_tokens']} new), "
         f"stop {step['stop_reason']}, temperature {step['temperature']:g}, "
-        f"reward {step['reward']:g}{_made_of(step)}, version {version}"
+        f"reward {step['reward']:g}{_made_of(step)}, version {version}, {_duration(step)}"
     )
+    if step["update"] is not None:
+        line += f", traced in update {step['update']}"
     console.line()
-    console.line((f"step {step['step']}", "bold"), f"  {line}")
+    console.line((f"step {step['step']}", "bold"), f"  {line}", wrap=True)
     if said := relation_line(step["relation"], step["step"]):
         console.line(said, style="yellow")
     console.text(indented(step["new_prompt_text"]), style="dim")
     console.table(_token_table(step["tokens"]))
+
+
+def _duration(step: dict[str, Any]) -> str:
+    """Return `1.32 s`, or `1.32 s (waited 0.41)` where the engine reports that."""
+    waited = "" if step["waited"] is None else f" (waited {step['waited']:.2f})"
+    return f"{step['seconds']:.2f} s{waited}"
 
 
 def _made_of(step: dict[str, Any]) -> str:
@@ -203,13 +248,18 @@ def shown_tokens(tokens: dict[str, Any]) -> str:
 
 
 def _token_table(tokens: list[dict[str, Any]]) -> Table:
-    table = make_table("#", "id", "token", "mask", "logprob", "advantage", "version", text=("token",))
+    traced = any(token["learner_logprob"] is not None for token in tokens)
+    more = ("learner", "ratio", "clipped", "entropy") if traced else ()
+    table = make_table("#", "id", "token", "mask", "logprob", "advantage", "version", *more, text=("token",))
     for number, token in enumerate(tokens):
         row = (str(number), str(token["id"]), (repr(token["text"]), "bold cyan" if token["mask"] else ""))
-        figures = (
+        figures = [
             f"{round(token['logprob'], 4) + 0.0:.4f}",
             _figure(token["advantage"], ".4f"),
             str(token["policy_version"]),
-        )
+        ]
+        if traced:
+            logprob, ratio, entropy = (_figure(token[name], ".4f") for name in ("learner_logprob", "ratio", "entropy"))
+            figures += [logprob, ratio, "-" if token["clipped"] is None else str(int(token["clipped"])), entropy]
         table.add_row(*row, "1" if token["mask"] else "0", *figures)
     return table

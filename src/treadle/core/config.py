@@ -44,6 +44,11 @@ class Config(pydantic.BaseModel):
         frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True
     )
 
+    @classmethod
+    def complete(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the data with what one key says about others; `build` checks the result, not yet checked here."""
+        return data
+
 
 REQUIRED: Any = pydantic_core.PydanticUndefined
 """Stands for the default of a field that has none."""
@@ -214,7 +219,7 @@ def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Se
     Raises ConfigError with one line per problem: its origin, the key's full path, its value, what was expected.
     The origin is the overrides that touch the key, or `source` (a file name, say) if it has the problem without them.
     """
-    changed = apply_overrides(data, overrides) if overrides else data
+    changed = cls.complete(apply_overrides(data, overrides) if overrides else data)
     try:
         plain = _plain_json(changed)
     except ValueError as error:
@@ -223,7 +228,7 @@ def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Se
         return cls.model_validate_json(plain)
     except pydantic.ValidationError as error:
         found = dict.fromkeys(_problems(cls, plain, error))
-        own = _own_problems(cls, data) if overrides else found
+        own = _own_problems(cls, cls.complete(data)) if overrides else found
         lines = [p.line(source if p in own else _blamed(p.path, overrides) or source) for p in found]
         raise ConfigError("\n".join(lines)) from error
 

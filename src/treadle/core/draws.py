@@ -28,6 +28,7 @@ class Stream(IntEnum):
     BENCH = 4
     DEMONSTRATE = 5
     SERVE = 6
+    TRACE = 7
 
 
 def philox4x32(
@@ -54,10 +55,16 @@ def call_seed(seed: int, stream: Stream, epoch: int, task: int, attempt: int, st
     return (int(high) << 31 | int(low) >> 1) & 0x7FFFFFFFFFFFFFFF
 
 
+def task_uniforms(seed: int, stream: Stream, epochs: ArrayLike, tasks: ArrayLike) -> NDArray[np.float64]:
+    """Return a draw in [0, 1) for each task of an epoch, by its place in the data: float64, broadcast, 53 bits."""
+    a, b, _, _ = philox4x32((epochs, tasks, 0, 0), (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24)))
+    return _unit(a, b)
+
+
 def token_uniforms(seeds: Words, token: ArrayLike) -> NDArray[np.float64]:
     """Return a draw in [0, 1) for token number `token` of each call: uint64[B] -> float64[B], broadcast, 53 bits."""
     a, b, _, _ = philox4x32((token, 0, 0, 0), (seeds & _LOW, seeds >> _32))
-    return ((a >> np.uint64(5)) * np.uint64(1 << 26) + (b >> np.uint64(6))).astype(np.float64) * _TO_UNIT
+    return _unit(a, b)
 
 
 def permutation(
@@ -72,3 +79,7 @@ def permutation(
         (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24)),
     )
     return np.argsort((high << _32) | low, kind="stable").astype(np.int64)
+
+
+def _unit(a: Words, b: Words) -> NDArray[np.float64]:
+    return ((a >> np.uint64(5)) * np.uint64(1 << 26) + (b >> np.uint64(6))).astype(np.float64) * _TO_UNIT

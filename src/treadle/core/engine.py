@@ -26,7 +26,8 @@ class Completion:
 
     token_ids int32[C]; logprobs float32[C], of each token under the sampling distribution (after
     temperature); policy_versions: spans that cover [0, C) without gap or overlap. routing int16[<= C, M, k]: the
-    experts chosen where each token was predicted (see `Step`), from an engine that reports them.
+    experts chosen where each token was predicted (see `Step`), from an engine that reports them. waited: seconds until
+    the engine began to compute it, from one that reports them.
     """
 
     token_ids: Ids
@@ -34,6 +35,7 @@ class Completion:
     stop_reason: StopReason
     policy_versions: tuple[VersionSpan, ...]
     routing: Routing | None = None
+    waited: float | None = None
 
     def versions_per_token(self) -> Ids:
         """Return int32[C]; raises EngineError where the spans do not cover the completion exactly once."""

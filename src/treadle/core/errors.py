@@ -45,6 +45,10 @@ class CheckpointError(RunError):
     """Says that a checkpoint could not be written or does not fit what it is loaded into."""
 
 
+class RankError(TreadleError, RuntimeError):
+    """Says that a process of the learner failed, ended or did not answer; the message has its own error."""
+
+
 class TrainingStopped(TreadleError, RuntimeError):
     """Is raised when a run ends itself because continuing would be pointless; the message names the cause."""
 

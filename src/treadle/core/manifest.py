@@ -63,6 +63,10 @@ class NewDirectory:
             content(path)
             self._sha256[name] = sync_file(path)
 
+    def note(self, name: str, sha256: str) -> None:
+        """List a file of the directory that something else has written durably."""
+        self._sha256[name] = sha256
+
     @property
     def manifest(self) -> bytes:
         """Return the manifest of what has been written so far."""

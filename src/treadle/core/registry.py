@@ -18,7 +18,7 @@ from typing import Any
 from treadle.core.errors import ConfigError
 from treadle.core.extras import how_to_install
 
-_OF_OTHERS = ("agents", "drivers", "shaping")  # groups in which Treadle registers nothing itself
+_OF_OTHERS = ("agents", "shaping")  # groups in which Treadle registers nothing itself
 
 
 def resolve(group: str, name: str, setting: str = "") -> Any:

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from treadle.core.manifest import Manifest
 from treadle.core.metrics import Measures
-from treadle.core.types import Floats, Group, Ids
+from treadle.core.types import Floats, Group, Ids, Mask
 
 R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
@@ -31,17 +31,43 @@ Conversation = Sequence[tuple[Ids, Ids]]
 """(prompt ids, completion ids) of each assistant turn of a demonstration."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTrace:
+    """Holds what one update computed of the C sampled tokens of a step that it trained.
+
+    update: its number in the run, from 1. step: its number in the trajectory.
+    logprobs   float32[C]  of the learner, before the update
+    entropy    float32[C]  of the distribution that each token is drawn from, in nats
+    advantage  float32[C]  that the loss weighs each token with
+    ratio      float32[C]  to the policy that the loss compares with, as the loss has it; None if it compares with none
+    clipped    bool[C]     whether the loss bounded that ratio; None if it never does
+
+    Tokens that are not trained (`Step.mask`) have values too, of which nothing depends.
+    """
+
+    update: int
+    group_id: str
+    trajectory_id: str
+    step: int
+    logprobs: Floats
+    entropy: Floats
+    advantage: Floats
+    ratio: Floats | None
+    clipped: Mask | None
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
     """Reports what one optimizer update did.
 
     metrics: of what it trained (`training.metrics`). advantage: trajectory_id -> mean over its trainable tokens, if it
-    has any. refused: trajectory_id -> why it could not be trained.
+    has any. refused: trajectory_id -> why it could not be trained. traces: of the steps of traced groups, in order.
     """
 
     metrics: Measures
     advantage: dict[str, float]
     refused: dict[str, str] = field(default_factory=dict)
+    traces: tuple[StepTrace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +87,11 @@ class ModelInfo:
 class WeightsDestination(Protocol[R_co]):
     """Writes published weights to where engines get them: a small picklable object, used where the weights are."""
 
-    def write(self, weights: Iterable[tuple[str, Any]]) -> R_co:
+    def write(self, described: Mapping[str, Any], weights: Iterable[tuple[str, Any]]) -> R_co:
         """Take (name, tensor) pairs, in the order of names, and return what the caller of `stage` is to have.
 
-        The pairs come one at a time: a sharded tensor is gathered when it is its turn, and all must be consumed.
+        described: by the same names, what has each tensor's type and shape, before any comes. The pairs come one at a
+        time: a sharded tensor is gathered when it is its turn, and all must be consumed.
         Tensors are the trainer's own: what keeps them must copy them. The result must be picklable.
         Raises EngineError.
         """
@@ -86,7 +113,8 @@ class WeightSource(Protocol):
     async def score(self, ids: Ids) -> Floats:
         """Return the log-probability of ids[1:] under the published weights: int32[T] -> float32[T - 1].
 
-        It is computed in float32 whatever the precision of training, whose rounding may hide that weights are others.
+        It is computed in float32 whatever the precision of training, whose rounding may hide that weights are others;
+        but for `training.precision` bfloat16_pure, which leaves no other way.
         """
         ...
 

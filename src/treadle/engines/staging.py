@@ -12,12 +12,11 @@ from pathlib import Path
 from uuid import uuid4
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
+from treadle.models.tensor_file import write_tensors
 
 _PREFIX = f"treadle_weights-{socket.gethostname()}-"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -26,7 +25,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 class InProcess:
     """Hands an engine in this process the tensors by name, without copying them (a `WeightsDestination`)."""
 
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def write(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return all tensors by name."""
         return dict(weights)
 
@@ -58,18 +57,20 @@ class WeightsFile:
     private: bool = True
     remedy: str = "make room there, or set TMPDIR"
 
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> StagedFile:
-        """Write the file, in the process that has the weights. Raises EngineError."""
-        tensors = {name: to_host(tensor, self.dtype) for name, tensor in weights}
-        folder = self._folder(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+    def write(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> StagedFile:
+        """Write the file, in the process that has the weights, one after the other. Raises EngineError."""
+        written = {name: _as_written(tensor, self.dtype) for name, tensor in described.items()}
+        folder = self._folder(sum(tensor.numel() * tensor.element_size() for tensor in written.values()))
         _remove_orphans(folder)
         path = folder / self.name / "weights.safetensors"
         try:
             path.parent.mkdir(mode=0o700 if self.private else 0o777)
-            save_file(tensors, path, {"format": "pt"})  # writes another file first, beside, and renames that
-        except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
+            write_tensors(
+                path, written, ((name, to_host(tensor, self.dtype)) for name, tensor in weights), {"format": "pt"}
+            )
+        except OSError as error:
             raise EngineError(f"could not write weights to {path}: {error}; {self.remedy}") from error
-        return StagedFile(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        return StagedFile(path, {name: tuple(tensor.shape) for name, tensor in written.items()})
 
     def discard(self) -> None:
         """Remove what was written of the file."""
@@ -109,6 +110,12 @@ def new_directory(folder: Path) -> Path:
     directory = folder / new_name()
     directory.mkdir(mode=0o700)
     return directory
+
+
+def _as_written(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return type and shape of what `to_host` makes of a tensor, in no memory."""
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=kind, device="meta")
 
 
 def to_host(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from safetensors.torch import load_file
+
 from treadle.core.trainer import WeightSource
 from treadle.engines.process.engine import ProcessEngine
 from treadle.engines.staging import InProcess, WeightsFile, new_name, stage_file
@@ -20,6 +22,25 @@ class EmbeddedSync:
     async def publish(self, version: int) -> None:
         """Make the engine serve the trainer's weights as this version. Weights that do not fit change nothing."""
         await self.engine.update_weights(await self.source.stage(InProcess()), version)
+
+
+@dataclass(frozen=True, slots=True)
+class FileSync:
+    """Publishes to an engine in this process what a trainer in others has, by a file in shared memory."""
+
+    source: WeightSource
+    engine: TorchEngine
+
+    async def publish(self, version: int) -> None:
+        """Make the engine serve the trainer's weights as this version.
+
+        Weights that do not fit, or cannot be written, change nothing.
+        """
+        file = await stage_file(self.source, WeightsFile(new_name()))
+        try:
+            await self.engine.update_weights(load_file(file.path), version)
+        finally:
+            file.discard()
 
 
 @dataclass(frozen=True, slots=True)

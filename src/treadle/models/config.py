@@ -27,7 +27,8 @@ class ModelConfig(Config):
         "of model.path; default: model.path",
     )
     chat_template: str | None = Field(
-        None, description="file of a chat template, or the name of one of the tokenizer's; default: the tokenizer's own"
+        None,
+        description="file of a chat template, or the name of one of the tokenizer's or ours; default: its own",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="options that the chat template reads (enable_thinking, ...)"

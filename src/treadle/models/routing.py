@@ -8,6 +8,7 @@ That call is all that is watched or replaced: weights of given experts are compu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -133,6 +134,10 @@ def _routers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
 def _kind(router: nn.Module, model: PreTrainedModel) -> tuple[int, int, int] | None:
     """Return (k, experts, calls of top-k) of a router that uses the experts it is given, else None."""
     hidden = model.config.get_text_config().hidden_size
+    if model.device.type == "meta":  # any weights show how it works
+        router = copy.deepcopy(router).to_empty(device="cpu")
+        for tensor in (*router.parameters(), *router.buffers()):
+            tensor.data.copy_(torch.linspace(-1, 1, tensor.numel()).view_as(tensor))
     tokens = torch.linspace(-1, 1, 3 * hidden, dtype=model.dtype, device=next(router.parameters()).device)
     with torch.no_grad():
         own = _ask(router, tokens.view(3, hidden), _Choice())

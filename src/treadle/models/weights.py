@@ -1,8 +1,8 @@
 """The weights of a Hugging Face model by name, tied ones once: three named sets, and their digest.
 
-`trained`, `published` and `saved` (`treadle.core.trainer`) coincide here, where one process trains a whole model. An
-adapter's trained weights are a part of those that are published, and of those that are saved; a shard's are gathered,
-one tensor after the other, by `published` and `saved`.
+`trained`, `published` and `saved` (`treadle.core.trainer`) coincide here, where all weights are trained. An adapter's
+trained weights are a part of those that are published, and of those that are saved. Where ranks share a model, those
+that are trained and saved are each rank's shards; published ones are whole, and gathered one after the other.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def unique_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -31,14 +32,31 @@ def trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor, not copied, of what engines serve, in the order of names; a tied one under its first."""
-    weights = unique_weights(module)
-    return ((name, weights[name]) for name in sorted(weights))
+    """Yield name and tensor of what engines serve, in the order of names; a tied one under its first.
+
+    Tensors are not copied; one that is sharded is gathered when it is its turn, which all ranks must let come.
+    """
+    return gathered(unique_weights(module))
+
+
+def described(module: nn.Module) -> dict[str, Tensor]:
+    """Return what has type and shape of each of `published`, by the same names in the same order."""
+    return dict(sorted(unique_weights(module).items()))
 
 
 def saved(module: nn.Module) -> dict[str, Tensor]:
     """Return name -> tensor, not copied, of what a checkpoint or an export holds; a tied one under its first name."""
     return unique_weights(module)
+
+
+def gathered(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor in the order of names, not copied but for one that is sharded, which is gathered."""
+    return ((name, whole(weights[name])) for name in sorted(weights))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the tensor; one that is sharded is gathered, which all ranks must do together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -18,13 +18,15 @@ from treadle.core.errors import ConfigError
 from treadle.core.types import SamplingParams, named_players
 from treadle.data.config import DataConfig
 from treadle.engines.config import EngineConfig
+from treadle.integrations.harbor.config import HarborConfig
+from treadle.integrations.harbor.tasks import SOURCE as HARBOR_TASKS
 from treadle.models.config import ModelConfig
 from treadle.orchestration.sampling.failures import FailuresConfig
 from treadle.orchestration.sampling.replay_buffer import StalePolicy
 from treadle.orchestration.schema import RENAMED_KEYS, migrated
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
-from treadle.training.config import TrainerSpec, TrainingConfig, WarmStartConfig
+from treadle.training.config import LearnerPlacement, TrainerSpec, TrainingConfig, WarmStartConfig
 
 KeepBest = Literal["held_out_success", "held_out_reward"]
 
@@ -76,6 +78,13 @@ class OrchestrationConfig(Config):
     log_every: int = Field(
         1, ge=1, description="updates between lines of output where there is no terminal; failures always have one"
     )
+    traced_groups: float = Field(
+        0.03,
+        ge=0,
+        le=1,
+        description="share of the trained groups of which traces/ keeps what the learner computed of every sampled "
+        "token: log-probability, entropy, advantage, ratio and whether that was clipped",
+    )
     checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
     keep_last: int = Field(2, ge=1, description="newest checkpoints kept on disk")
     keep_every: int | None = Field(
@@ -85,6 +94,12 @@ class OrchestrationConfig(Config):
         None,
         description="a checkpoint is also made after each evaluation that is better than all before; the best is kept",
     )
+
+
+class PlacementConfig(Config):
+    """Configures which processes do what."""
+
+    learner: LearnerPlacement = Field(LearnerPlacement(), description="what trains")
 
 
 class CallbackConfig(Config):
@@ -116,6 +131,8 @@ class RunConfig(Config):
     )
     agent: str = Field("", description="agent program of such tasks, instead of an environment")
     driver: str = Field("", description="attempt driver of such tasks, instead of either")
+    driver_options: dict[str, Any] = Field(default_factory=dict, description="what it is made with")
+    harbor: HarborConfig | None = Field(None, description="Harbor's trials, of tasks that the driver 'harbor' plays")
     data: DataConfig = Field(description="tasks")
     model: ModelConfig = Field(description="the trained model")
     warm_start: WarmStartConfig | None = Field(None, description="supervised learning before RL")
@@ -127,7 +144,43 @@ class RunConfig(Config):
     failures: FailuresConfig = Field(FailuresConfig(), description="what becomes of failed attempts")
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="held-out evaluation")
     orchestration: OrchestrationConfig = Field(OrchestrationConfig(), description="the loop")
+    placement: PlacementConfig = Field(PlacementConfig(), description="processes")
     callbacks: tuple[CallbackConfig, ...] = Field((), description="trackers and callbacks that follow the run")
+
+    @classmethod
+    def complete(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take `harbor.tasks` and `harbor.held_out` as sources of data, where the recipe names none of another kind."""
+        harbor, sources = data.get("harbor"), data.get("data") or {}
+        if not isinstance(harbor, Mapping) or not isinstance(sources, Mapping):
+            return data
+        changed = dict(sources)
+        for key, split in (("tasks", "train"), ("held_out", "held_out")):
+            section = sources.get(split) or {}
+            if not isinstance(harbor.get(key), str) or not harbor[key] or not isinstance(section, Mapping):
+                continue
+            if section.get("source", HARBOR_TASKS) == HARBOR_TASKS:
+                needed = ("registry", "python", "worker") if "@" in harbor[key] else ()  # to download a data set
+                options = {name: harbor[name] for name in needed if harbor.get(name)}
+                changed[split] = {**section, "source": HARBOR_TASKS, "options": {"path": harbor[key], **options}}
+        return {**data, "data": changed} if changed else data
+
+    @model_validator(mode="after")
+    def _suits_harbor(self) -> RunConfig:
+        if self.harbor is None:
+            return self
+        for key, split in (("tasks", "train"), ("held_out", "held_out")):
+            source = getattr(self.data, split)
+            if getattr(self.harbor, key) and source.source != HARBOR_TASKS:
+                raise ValueError(
+                    f"harbor.{key} and data.{split}.source ({source.source!r}) both say what tasks there are; "
+                    f"leave one out, or set data.{split}.source={HARBOR_TASKS}"
+                )
+        if self.engine.lock_step:
+            raise ValueError(
+                "engine.lock_step is true with harbor: waves would wait for every sandbox, and for trials that have "
+                "not begun; leave engine.lock_step out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_player(self) -> RunConfig:
@@ -139,6 +192,11 @@ class RunConfig(Config):
             raise ValueError(
                 f"environment_options ({', '.join(self.environment_options)}) are for the recipe's environment, and "
                 "none is set; remove them, or set environment"
+            )
+        if self.driver_options and not self.driver:
+            raise ValueError(
+                f"driver_options ({', '.join(self.driver_options)}) are for the recipe's driver, and none is set; "
+                "remove them, or set driver"
             )
         return self
 
@@ -187,6 +245,15 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _ranks_gather_in_bfloat16(self) -> RunConfig:
+        if self.training.precision == "bfloat16_pure" and self.placement.learner.ranks == 1:
+            raise ValueError(
+                "training.precision 'bfloat16_pure' is of weights that several ranks gather, and "
+                "placement.learner.ranks is 1; set that to 2 or more, or training.precision to bfloat16"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _groups_can_be_large_enough(self) -> RunConfig:
         least, size = self.training.min_group_size, self.training.group_size
         if least is not None and least > size:
@@ -210,14 +277,24 @@ class RunConfig(Config):
             section.updates,
             section.max_staleness,
             self.seed,
+            self.placement.learner,
+            section.traced_groups,
         )
 
-    @property
-    def engine_in_training(self) -> EngineConfig:
-        """Return the `engine` section with lock_step resolved: by default it is on in a synchronous run."""
-        synchronous = self.orchestration.max_staleness == 0
+    def engine_in_training(self, may_wait: bool) -> EngineConfig:
+        """Return the `engine` section with lock_step resolved: by default it is on in a synchronous run.
+
+        may_wait: whether attempts may wait for others to end (`Players.may_wait`): then it is off.
+        """
+        return self._engine(self.orchestration.max_staleness == 0 and not may_wait)
+
+    def engine_in_evaluation(self, may_wait: bool) -> EngineConfig:
+        """Return the `engine` section with lock_step resolved: by default it is on, unless attempts may wait."""
+        return self._engine(not may_wait)
+
+    def _engine(self, lock_step: bool) -> EngineConfig:
         given = self.engine.lock_step
-        return self.engine.model_copy(update={"lock_step": synchronous if given is None else given})
+        return self.engine.model_copy(update={"lock_step": lock_step if given is None else given})
 
     @property
     def groups_per_batch(self) -> int:

@@ -144,12 +144,13 @@ async def _play(
 
     section = config.evaluation
     progress.phase("evaluation", len(inputs.held_out) * section.attempts_at(section.temperature))
-    engine = await open_serving(config.engine, chat, source)
+    engine = await open_serving(config.engine_in_evaluation(inputs.players.may_wait), chat, source)
     try:
         rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
         async with open_rollouts(
             engine, chat.renderer, inputs.players, config.rollout, rewards, progress.log
         ) as rollouts:
+            await rollouts.check(inputs.held_out)
             return await play_held_out(
                 rollouts,
                 inputs.held_out,

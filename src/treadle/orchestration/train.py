@@ -57,7 +57,9 @@ def start_run(
     check_config(config)
     chat = load_chat_interface(config.model)
     with closing(runtime.make_trainer(config.trainer)) as trainer:
-        config = _with_threads(config, use_threads(config.training.threads, trainer.model.parameters))
+        config = _with_threads(
+            config, use_threads(config.training.threads, trainer.model.parameters, config.placement.learner.ranks)
+        )
         check_first_prompts(inputs, chat.renderer, config, trainer.model.context, progress.log)
         check_demonstrations(config, chat.renderer)
         run = RunDirectory.create(path, config)
@@ -112,7 +114,9 @@ def resume_run(
         check_same_data(run, inputs)
         chat = load_chat_interface(config.model)
         with closing(runtime.make_trainer(config.trainer)) as trainer:
-            config = _with_threads(config, use_threads(config.training.threads, trainer.model.parameters))
+            config = _with_threads(
+                config, use_threads(config.training.threads, trainer.model.parameters, config.placement.learner.ranks)
+            )
             progress.log(f"resuming {path} after {state.update} of {updates} updates ({_threads_line(config)})")
             _report_changes(changed, config, state.update, progress)
             clock.wall_before, clock.cpu_before = state.wall_seconds, state.cpu_seconds
@@ -125,6 +129,8 @@ def resume_run(
                     run.change_config(config, ledger)
                 remove_other_shards(run.rollouts, ledger.shards())
                 restored = roll_back(config, run, ledger, found.directory.name, state, progress.log)
+                run.traces.mkdir(exist_ok=True)  # runs from before have none
+                remove_other_shards(run.traces, ledger.traces())
                 return _Beginning(ledger, StartingPoint(state, restored, clock), warm_start)
 
             return _Session(config, inputs, run, chat, trainer, progress, runtime).train(state.update, begin)
@@ -185,7 +191,7 @@ class _Session:
     async def _run_loop(self, beginning: _Beginning, callbacks: Callbacks) -> Loop:
         """Run the loop; returns it as it ended. Raises what stopped it, if something went wrong."""
         config, chat, log = self.config, self.chat, self.progress.log
-        spec = training_engine(config, chat, self.trainer, self.run.path, log)
+        spec = training_engine(config, chat, self.trainer, self.run.path, log, self.inputs.players.may_wait)
         engine, weight_sync = await self.runtime.open_engine(spec)
         try:
             async with open_rollouts(
@@ -195,12 +201,14 @@ class _Session:
                 config.rollout,
                 config.rewards,
                 log,
+                self.run.path,
             ) as runner:
                 store = RunStore(self.run, beginning.ledger, callbacks.rollout)
                 loop = make_loop(
                     config, self.inputs, self.trainer, weight_sync, runner, store, callbacks, beginning.start
                 )
                 await self.runtime.check_engine(engine, weight_sync, self.trainer, chat, 10 * config.engine.tolerance)
+                await runner.check(self.inputs.train)
                 with stop_on_signals(callbacks.stop):
                     await loop.run(beginning.start.state)
         finally:

@@ -84,6 +84,11 @@ class FlatBatch:
         return self.group_of_trajectory[self.trajectory_id]
 
     @property
+    def step_number(self) -> list[int]:
+        """Return the number of each of the S steps among all that its trajectory recorded."""
+        return [n for t in self.trajectories for n, step in enumerate(t.steps) if step_drop_reason(t, step) is None]
+
+    @property
     def truncated(self) -> NDArray[np.bool_]:
         """Return bool[N], where `logp_rollout` is of a truncated distribution: no other log-probability compares."""
         return np.repeat(np.array([step.sampling.truncates for step in self.steps], np.bool_), np.diff(self.step_start))

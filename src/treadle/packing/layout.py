@@ -173,11 +173,12 @@ class MicroBatch:
     routing: Routing | None = None
 
 
-def chunks(tree: PrefixTree, budget: int) -> list[MicroBatch]:
+def chunks(tree: PrefixTree, budget: int, count: int = 0) -> list[MicroBatch]:
     """Return the tree in depth-first pieces of at most `budget` nodes; one piece, without context, if it fits.
 
     All that later nodes need of earlier ones are the keys and values of their ancestors, and all ancestors of a piece
     outside it are ancestors of its first node.
+    count: of pieces at least; those that the tree does not need have one node each, behind its own, and no pairs.
     """
     pairs = np.argsort(tree.source, kind="stable")
     sources = tree.source[pairs]
@@ -189,7 +190,7 @@ def chunks(tree: PrefixTree, budget: int) -> list[MicroBatch]:
         found.append(_chunk(tree, start, end, context, np.sort(pairs[first:last])))
         keys = np.concatenate([context, np.arange(start, end)])
         context = keys[tree.subtree_end[keys] > end]
-    return found
+    return found + [_padding(len(tree) + i) for i in range(count - len(found))]
 
 
 def _chunk(tree: PrefixTree, start: int, end: int, context: Indices, pairs: Indices) -> MicroBatch:
@@ -204,6 +205,21 @@ def _chunk(tree: PrefixTree, start: int, end: int, context: Indices, pairs: Indi
         target_ids=tree.target_ids[pairs],
         flat=tree.flat[pairs],
         routing=_routing(tree, start, end),
+    )
+
+
+def _padding(start: int) -> MicroBatch:
+    """Return a piece that costs next to nothing and trains nothing."""
+    none = np.empty(0, np.int64)
+    return MicroBatch(
+        start,
+        np.zeros(1, np.int32),
+        np.zeros(1, np.int64),
+        none,
+        np.ones(1, np.int64),
+        none,
+        np.empty(0, np.int32),
+        none,
     )
 
 
@@ -231,20 +247,3 @@ def row_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:
             parts.append([])
         parts[-1].append(call)
     return [PrefixTree.of(part, np.zeros(len(part), np.int64)) for part in parts]
-
-
-def distribute(trees: Sequence[PrefixTree], ranks: int) -> list[list[PrefixTree]]:
-    """Deal trees to data-parallel ranks: equally many each, filled up with trees that train nothing, costs balanced.
-
-    A node costs its share of the linear layers and, in attention, one score for each of its ancestors and itself; the
-    largest trees are dealt first, each to the rank with the least so far.
-    """
-    padding = PrefixTree.of([PackedCall(np.zeros(1, np.int32), 1, 0)], np.zeros(1, np.int64))
-    dealt: list[list[PrefixTree]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    for tree in sorted(trees, key=lambda t: -int((t.depth + 1).sum())):
-        rank = load.index(min(load))
-        dealt[rank].append(tree)
-        load[rank] += int((tree.depth + 1).sum())
-    most = max(map(len, dealt))
-    return [own + [padding] * (most - len(own)) for own in dealt]

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,7 +42,8 @@ class ChatRenderer:
     """Holds one tokenizer with its chat template, shared by all conversations.
 
     stop_token_ids: the ids that end a completion; a sampled one stands for the template's own end of turn.
-    chat_template: the file of another template, or the name of one of the tokenizer's; default: the tokenizer's own.
+    chat_template: the file of another template, or the name of one of the tokenizer's or of Treadle's
+    (`qwen3_keep_thoughts`); default: the tokenizer's own.
     chat_template_kwargs: options that the template reads (`enable_thinking`, say).
 
     Raises ConfigError if there is no such template.
@@ -178,9 +180,14 @@ def _sources(own: str | Mapping[str, str] | None, chosen: str | None) -> dict[st
     """Templates by name, "default" among them. Raises ConfigError."""
     named = {"default": own} if isinstance(own, str) else dict(own or {})
     if chosen is not None:
-        if chosen not in named and not Path(chosen).is_file():
-            raise ConfigError(f"chat_template {chosen!r} is neither a file nor one of the tokenizer's: {sorted(named)}")
-        return {"default": named[chosen] if chosen in named else Path(chosen).read_text(encoding="utf-8")}
+        shipped = files("treadle.recipes") / "templates" / f"{chosen}.jinja"
+        if chosen in named:
+            return {"default": named[chosen]}
+        if Path(chosen).is_file():
+            return {"default": Path(chosen).read_text(encoding="utf-8")}
+        if "/" not in chosen and shipped.is_file():
+            return {"default": shipped.read_text(encoding="utf-8")}
+        raise ConfigError(f"chat_template {chosen!r} is neither a file nor one of the tokenizer's: {sorted(named)}")
     if "default" not in named:
         raise ConfigError(f"the tokenizer has no default chat template, only {sorted(named)}; set chat_template to one")
     return named

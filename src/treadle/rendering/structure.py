@@ -119,6 +119,10 @@ class Structure:
 
     def encode(self, text: str, after: int | None = None) -> list[Ids]:
         """Return the ids of rendered text, in pieces. after: the id before it, where that is a structural token."""
+        return [ids for _, ids in self.pieces(text, after)]
+
+    def pieces(self, text: str, after: int | None = None) -> list[tuple[str, Ids]]:
+        """Return the pieces of rendered text, each up to the next structural token, with the ids of `encode`."""
         if not text:
             return []
         cuts = [0, *(m.start() for m in self.pattern.finditer(text) if m.start()), len(text)]
@@ -126,7 +130,8 @@ class Structure:
         for start, end in pairwise(cuts):
             piece, behind = text[start:end], self._leading(text, end) if self._strips else None
             encode = next((memo for longest, memo in self._memos if len(piece) <= longest), self._piece)
-            found.append(encode(piece, after if start == 0 else None, behind if behind in self._strips else None))
+            ids = encode(piece, after if start == 0 else None, behind if behind in self._strips else None)
+            found.append((piece, ids))
         return found
 
     def decode(self, ids: Iterable[int]) -> str:

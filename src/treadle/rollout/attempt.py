@@ -9,14 +9,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from treadle.core.draws import Stream
 from treadle.core.engine import Engine
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import Group, SamplingParams, Task, Trajectory, trajectory_id
+from treadle.envs.tasks import made_class
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import reply_parser
 from treadle.rollout.agents.agent import Agent
@@ -33,6 +35,7 @@ from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address, Session, SessionSpec
 
 _AS_GIVEN = RewardsConfig()
+_CHECK, _BRIEF = Address(0, Stream.EVALUATE, 0, 0, 0), 16  # of a driver's check, and the tokens of its calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,11 @@ class Players:
     environments: Mapping[str, EnvironmentFactory] = field(default_factory=dict)
     agents: Mapping[str, Agent] = field(default_factory=dict)
     drivers: Mapping[str, DriverFactory] = field(default_factory=dict)
+
+    @property
+    def may_wait(self) -> bool:
+        """Return whether attempts of some driver may wait for others to end (`AttemptDriver.may_wait`)."""
+        return any(getattr(made_class(driver), "may_wait", False) for driver in self.drivers.values())
 
 
 class RolloutRunner(Protocol):
@@ -103,15 +111,38 @@ class Rollouts:
             attempts.append(attempt)
         return attempts
 
+    async def check(self, tasks: Sequence[Task]) -> None:
+        """Have each driver check that it can play, with the first task that it plays, and a session of its own.
+
+        Raises ConfigError or EngineError.
+        """
+        own = {player: type(driver).check for player, driver in self._drivers.items()}
+        waiting = {player for player, check in own.items() if check is not AttemptDriver.check}
+        for task in tasks if waiting else ():
+            if task.player not in waiting:
+                continue
+            waiting.discard(task.player)
+            driver = self._drivers[task.player]
+            brief = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, _BRIEF))
+            session = driver.open_session(self._spec("check", _CHECK, brief))
+            try:
+                await driver.check(session, task.copy())
+            finally:
+                session.close()
+            if not waiting:
+                return
+
     def _spec(self, group_id: str, address: Address, sampling: SamplingParams) -> SessionSpec:
         name = trajectory_id(group_id, address.attempt)
         return SessionSpec(name, self.engine, self.renderer, sampling, self.config.max_input_tokens, address)
 
     async def _attempt(self, driver: AttemptDriver[Any], session: Session, task: Task, address: Address) -> Trajectory:
-        started = time.perf_counter()
         user = user_code(task, session.name, self._monitor)
         try:
-            outcome = await self._outcome(driver, session, task.copy(), user)
+            async with driver.place():
+                started = time.perf_counter()
+                outcome = await self._outcome(driver, session, task.copy(), user)
+                seconds = time.perf_counter() - started
             played = Trajectory(
                 trajectory_id=session.name,
                 task_id=task.task_id,
@@ -121,7 +152,7 @@ class Rollouts:
                 status=outcome.status,
                 failure=outcome.failure,
                 warning=outcome.warning,
-                seconds=time.perf_counter() - started,
+                seconds=seconds,
                 metrics=outcome.metrics,
                 blocked_seconds=user.blocked_seconds,
             )
@@ -156,16 +187,28 @@ async def open_rollouts(
     config: RolloutConfig,
     rewards: RewardsConfig = _AS_GIVEN,
     log: Callable[[str], None] = lambda line: None,
+    directory: Path | None = None,
 ) -> AsyncIterator[Rollouts]:
     """Open `Rollouts` with a driver for each player; those that call over HTTP share one gateway.
 
-    log: called from another thread with a line about user code that blocks the event loop. Raises ConfigError for a
-    shaping hook or a reply parser that does not exist, and what drivers raise on being opened.
+    log: called from another thread with a line about user code that blocks the event loop. directory: the run's, for
+    what drivers write. Raises ConfigError for a shaping hook or a reply parser that does not exist, and what drivers
+    raise on being opened.
     """
     monitor = LoopMonitor(log)
+    async with open_drivers(renderer, players, config, directory) as drivers:
+        with monitor.watching():
+            yield Rollouts(engine, renderer, drivers, config, rewards, monitor)
+
+
+@asynccontextmanager
+async def open_drivers(
+    renderer: ChatRenderer, players: Players, config: RolloutConfig, directory: Path | None = None
+) -> AsyncIterator[Mapping[tuple[str, str], AttemptDriver[Any]]]:
+    """Open a driver for each player, by kind and name. Raises ConfigError as `open_rollouts` does."""
     async with AsyncExitStack() as opened:
         gateway = await opened.enter_async_context(SharedGateway(config.gateway))
-        setup = DriverSetup(config, renderer, reply_parser(config.reply_parser, renderer.source), gateway)
+        setup = DriverSetup(config, renderer, reply_parser(config.reply_parser, renderer.source), gateway, directory)
         drivers: dict[tuple[str, str], AttemptDriver[Any]] = {}
         if players.environments:
             environments = await opened.enter_async_context(EnvironmentDriver(players.environments, config))
@@ -175,8 +218,7 @@ async def open_rollouts(
             drivers |= {("agent", name): agents for name in players.agents}
         for name, make in players.drivers.items():
             drivers["driver", name] = await opened.enter_async_context(make(setup))
-        with monitor.watching():
-            yield Rollouts(engine, renderer, drivers, config, rewards, monitor)
+        yield drivers
 
 
 def user_code(task: Task, attempt: str, monitor: LoopMonitor | None = None) -> UserCode:

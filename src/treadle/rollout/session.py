@@ -236,13 +236,13 @@ class Session:
         if options.on_rendered:
             options.on_rendered()
         sampling = self._sampling_of(number, options.sampling_overrides, len(prompt.ids))
-        started = time.perf_counter()
+        call = _EngineCall(prompt, sampling)
         try:
             completion = await self._engine.generate(prompt.ids, sampling, session=self.name)
         except asyncio.CancelledError:
-            self._steps[number] = _aborted(prompt, sampling, time.perf_counter() - started)
+            self._steps[number] = call.aborted()
             raise
-        step = _recorded(prompt, completion, sampling, time.perf_counter() - started, number)
+        step = call.recorded(completion, number)
         self._steps[number] = step
         text = self.renderer.text(step.completion_ids)
         end, stop = min(((text.index(s), s) for s in sampling.stop if s in text), default=(len(text), None))
@@ -279,35 +279,41 @@ class Session:
         return message
 
 
-def _aborted(prompt: Prompt, sampling: SamplingParams, seconds: float) -> Step:
-    nothing = np.empty(0, np.int32)
-    return Step(
-        prompt_ids=prompt.ids,
-        completion_ids=nothing,
-        logprobs=np.empty(0, np.float32),
-        policy_versions=nothing,
-        sampling=sampling,
-        stop_reason=StopReason.ABORT,
-        seconds=seconds,
-        break_cause=prompt.break_cause,
-        dropped=DropReason.CANCELLED,
-    )
+class _EngineCall:
+    """A call of the engine that begins now, and the step that is recorded when it has ended."""
 
+    def __init__(self, prompt: Prompt, sampling: SamplingParams) -> None:
+        self._prompt, self._sampling = prompt, sampling
+        self._started, self._clock = time.time(), time.perf_counter()
 
-def _recorded(prompt: Prompt, completion: Completion, sampling: SamplingParams, seconds: float, number: int) -> Step:
-    try:
-        if not 0 < len(completion.token_ids) <= sampling.max_tokens:
-            raise DataError(f"it has {len(completion.token_ids)} tokens, 1 to {sampling.max_tokens} were asked for")
+    def recorded(self, completion: Completion, number: int) -> Step:
+        """Return step `number`, which the engine has answered. Raises EngineError for an answer that is no step."""
+        most = self._sampling.max_tokens
+        try:
+            if not 0 < len(completion.token_ids) <= most:
+                raise DataError(f"it has {len(completion.token_ids)} tokens, 1 to {most} were asked for")
+            return self._step(completion)
+        except DataError as error:
+            raise EngineError(f"step {number}: the engine's answer cannot be recorded: {error}") from error
+
+    def aborted(self) -> Step:
+        """Return the step of a call that was cancelled."""
+        nothing = np.empty(0, np.int32)
+        return self._step(Completion(nothing, np.empty(0, np.float32), StopReason.ABORT, ()), DropReason.CANCELLED)
+
+    def _step(self, completion: Completion, dropped: DropReason | None = None) -> Step:
         return Step(
-            prompt_ids=prompt.ids,
+            prompt_ids=self._prompt.ids,
             completion_ids=completion.token_ids,
             logprobs=completion.logprobs,
             policy_versions=completion.versions_per_token(),
-            sampling=sampling,
+            sampling=self._sampling,
             stop_reason=completion.stop_reason,
-            seconds=seconds,
-            break_cause=prompt.break_cause,
+            started=self._started,
+            seconds=time.perf_counter() - self._clock,
+            waited=completion.waited,
+            prompt_spans=self._prompt.message_spans,
+            break_cause=self._prompt.break_cause,
+            dropped=dropped,
             routing=completion.routing,
         )
-    except DataError as error:
-        raise EngineError(f"step {number}: the engine's answer cannot be recorded: {error}") from error

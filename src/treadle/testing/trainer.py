@@ -48,7 +48,7 @@ class FakeTrainer:
 
     async def stage(self, destination: WeightsDestination[R]) -> R:
         """Have no weights written."""
-        return destination.write(())
+        return destination.write({}, ())
 
     async def score(self, ids: Ids) -> Floats:
         """Return `logprob` for every token but the first."""

@@ -4,6 +4,9 @@ step-000040/  model.safetensors config.json tokenizer.json ...   loadable by tra
               optimizer.safetensors  checkpoint.json             what resuming needs besides
               value_head.safetensors  reference.safetensors      if there are any
               SHA256SUMS                                         the manifest (core.manifest)
+
+Several ranks write optimizer, value head and reference as directories of shards (`checkpoint_shards`), each rank its
+own; any number of ranks reads either. The model is one file in any case.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,17 +32,24 @@ from treadle.core.errors import CheckpointError
 from treadle.core.files import sha256_of
 from treadle.core.manifest import Content, Manifest, NewDirectory, new_directory, remove_at_once
 from treadle.models.loading import TOKENIZER_FILES
-from treadle.models.weights import saved, trained
+from treadle.models.tensor_file import write_tensors
+from treadle.models.weights import gathered, saved, trained
+from treadle.training.checkpoint_shards import InMemory, TensorFiles, TensorSource, write_shards
 from treadle.training.learner import Learner
+from treadle.training.ranks import Ranks
 
 _FACTS = "checkpoint.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def model_files(model: PreTrainedModel, tokenizer: Path) -> Iterator[tuple[str, Content]]:
-    """Yield name and content of what makes a model directory: weights, config, tokenizer. Raises OSError."""
-    weights = {name: tensor.contiguous() for name, tensor in saved(model).items()}
-    yield "model.safetensors", _tensors(weights, {"format": "pt"})
+def model_files(
+    model: PreTrainedModel, tokenizer: Path, weights: Iterable[tuple[str, Tensor]] | None = None
+) -> Iterator[tuple[str, Content]]:
+    """Yield name and content of what makes a model directory: weights, config, tokenizer. Raises OSError.
+
+    weights: the saved ones, whole and in the order of names, where the model's own are shards.
+    """
+    yield "model.safetensors", _weights(model, weights)
     config = json.loads(model.config.to_json_string())
     # inference engines choose the class by `architectures`, which only models that were loaded have
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
@@ -46,6 +57,13 @@ def model_files(model: PreTrainedModel, tokenizer: Path) -> Iterator[tuple[str, 
     for name in TOKENIZER_FILES:
         if name == "tokenizer.json" or (tokenizer / name).is_file():
             yield name, (tokenizer / name).read_bytes()
+
+
+def _weights(model: PreTrainedModel, whole: Iterable[tuple[str, Tensor]] | None) -> Content:
+    if whole is None:
+        return _tensors({name: tensor.contiguous() for name, tensor in saved(model).items()}, {"format": "pt"})
+    shapes = saved(model)
+    return lambda path: write_tensors(path, shapes, whole, {"format": "pt"})
 
 
 def _tensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Content:
@@ -61,13 +79,17 @@ def _tensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None)
 
 
 def export_model(
-    directory: Path, model: PreTrainedModel, tokenizer: Path, beside: Mapping[str, Content] | None = None
+    directory: Path,
+    model: PreTrainedModel,
+    tokenizer: Path,
+    beside: Mapping[str, Content] | None = None,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
     """Write a model directory that transformers and `model.path` load, and further files by name. Complete or absent.
 
-    Raises CheckpointError if the directory exists or the disk refuses.
+    weights: see `model_files`. Raises CheckpointError if the directory exists or the disk refuses.
     """
-    export_files(directory, chain(model_files(model, tokenizer), (beside or {}).items()))
+    export_files(directory, chain(model_files(model, tokenizer, weights), (beside or {}).items()))
 
 
 def export_files(directory: Path, files: Iterable[tuple[str, Content]]) -> None:
@@ -99,35 +121,76 @@ class _Facts:
 def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> str:
     """Write the learner's state durably, replacing a checkpoint of that name that the ledger no longer points to.
 
+    All ranks do this together: the first one writes the directory, each one its shards of what is beside the weights.
     Returns the digest of its manifest. Raises CheckpointError; then nothing of it is left.
     """
+    if learner.ranks.size > 1:
+        return _save_shards(directory, learner, tokenizer)
     with _writing(directory) as new:
         for name, content in model_files(learner.model, tokenizer):
             new.write(name, content)
-        new.write("optimizer.safetensors", _tensors(_optimizer_tensors(learner)))
-        for name, module in _beside(learner).items():
-            new.write(f"{name}.safetensors", _tensors(saved(module)))
-        facts = _Facts(learner.updates_done, None if learner.kl is None else learner.kl.coef)
-        new.write(_FACTS, json.dumps(asdict(facts), indent=2).encode())
+        for part, tensors in _parts(learner).items():
+            new.write(f"{part}.safetensors", _tensors(tensors))
+        new.write(_FACTS, _facts(learner))
     return new.manifest_sha256
+
+
+def _save_shards(directory: Path, learner: Learner, tokenizer: Path) -> str:
+    ranks = learner.ranks
+    with ExitStack() as writing:
+
+        def begin(weights: Iterator[tuple[str, Tensor]]) -> NewDirectory:
+            new = writing.enter_context(_writing(directory))
+            with _as_checkpoint_error(directory):
+                for name, content in model_files(learner.model, tokenizer, weights):
+                    new.write(name, content)
+            return new
+
+        def write(part: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+            with _as_checkpoint_error(directory):
+                return write_shards(folder, part, tensors, ranks)
+
+        def end(_: Iterator[None]) -> str:
+            with _as_checkpoint_error(directory):
+                for name, sha256 in chain.from_iterable(own.items() for own in written):
+                    new.note(name, sha256)
+                new.write(_FACTS, _facts(learner))
+            writing.close()
+            return new.manifest_sha256
+
+        new = ranks.first(begin, gathered(saved(learner.model)))
+        folder = ranks.every(lambda: new.path if ranks.rank == 0 else Path())[0]
+        written = [own for part in _parts(learner).items() for own in ranks.every(partial(write, *part))]
+        return ranks.first(end, iter(()))
+
+
+def _parts(learner: Learner) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of a checkpoint beside the model's, by the names of its parts."""
+    return {"optimizer": _optimizer_tensors(learner)} | {name: saved(m) for name, m in _beside(learner).items()}
+
+
+def _facts(learner: Learner) -> bytes:
+    facts = _Facts(learner.updates_done, None if learner.kl is None else learner.kl.coef)
+    return json.dumps(asdict(facts), indent=2).encode()
 
 
 def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> None:
     """Restore a learner; an export, which is only a model, gives it the weights to start from and nothing else.
 
+    Any number of ranks reads what any other number of them wrote.
     Raises DamageError for a checkpoint that is damaged, CheckpointError for one of another model or tokenizer.
     """
     where = checkpoint.directory
     _check_tokenizer(checkpoint, tokenizer)
     _check_config(learner.model, json.loads(checkpoint.read("config.json")), where)
-    weights = load_safetensors(checkpoint.read("model.safetensors"))
+    weights = read_part(checkpoint, "model", learner.ranks)
     if _FACTS not in checkpoint.sha256:
         copy_weights(learner.model, weights, str(where))
         learner.begin_here()
         return
     facts = _Facts(**json.loads(checkpoint.read(_FACTS)))
-    moments = load_safetensors(checkpoint.read("optimizer.safetensors"))
-    beside = {name: load_safetensors(checkpoint.read(f"{name}.safetensors")) for name in _beside(learner)}
+    moments = read_part(checkpoint, "optimizer", learner.ranks)
+    beside = {name: read_part(checkpoint, name, learner.ranks) for name in _beside(learner)}
     copy_weights(learner.model, weights, str(where))
     for name, module in _beside(learner).items():
         copy_weights(module, beside[name], str(where))
@@ -135,6 +198,13 @@ def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> 
     learner.updates_done = facts.updates_done
     if learner.kl is not None and facts.kl_coef is not None:
         learner.kl = replace(learner.kl, coef=facts.kl_coef)
+
+
+def read_part(checkpoint: Manifest, part: str, ranks: Ranks) -> TensorSource:
+    """Return the checked tensors of a part, to be read by all ranks. Raises DamageError."""
+    if ranks.size == 1 and f"{part}.safetensors" in checkpoint.sha256:
+        return InMemory(load_safetensors(checkpoint.read(f"{part}.safetensors")))
+    return TensorFiles(checkpoint, part, ranks)
 
 
 def _check_tokenizer(checkpoint: Manifest, tokenizer: Path) -> None:
@@ -159,18 +229,17 @@ def _check_config(model: PreTrainedModel, recorded: dict[str, Any], where: Path)
             )
 
 
-def copy_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:
+def copy_weights(model: nn.Module, weights: TensorSource, source: str) -> None:
     """Copy `weights` into the model. Raises CheckpointError, naming the first difference, if they do not fit it."""
     mine = saved(model)
-    for name in sorted(mine.keys() | weights.keys()):
-        have, given = mine.get(name), weights.get(name)
-        if have is None or given is None or have.shape != given.shape:
+    for name in sorted(mine.keys() | weights.shapes.keys()):
+        have, given = mine.get(name), weights.shapes.get(name)
+        if have is None or given is None or have.shape != given:
             raise CheckpointError(
-                f"{source} holds another model: {name} is {_shape(given)} there, {_shape(have)} in the configured model"
+                f"{source} holds another model: {name} is {_shape(given)} there, "
+                f"{_shape(None if have is None else have.shape)} in the configured model"
             )
-    with torch.no_grad():
-        for name, tensor in mine.items():
-            tensor.copy_(weights[name])
+    weights.read_into(mine)
 
 
 def checkpoint_bytes(learner: Learner) -> int:
@@ -186,8 +255,8 @@ def _beside(learner: Learner) -> dict[str, nn.Module]:
     return {name: module for name, module in modules.items() if module is not None}
 
 
-def _shape(tensor: Tensor | None) -> str:
-    return "absent" if tensor is None else str(tuple(tensor.shape))
+def _shape(shape: torch.Size | None) -> str:
+    return "absent" if shape is None else str(tuple(shape))
 
 
 def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
@@ -199,26 +268,34 @@ def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
     }
 
 
-def _restore_moments(learner: Learner, moments: dict[str, Tensor]) -> None:
+def _restore_moments(learner: Learner, moments: TensorSource) -> None:
     """Restore AdamW's moments. Parameters that never had a gradient have none; the SHA-256 shows that none is lost."""
-    learner.optimizer.state.clear()
+    state, found = learner.optimizer.state, dict[str, Tensor]()
+    state.clear()
     for name, parameter in trained(learner.trained):
-        if f"{_MOMENTS[0]}.{name}" in moments:
-            learner.optimizer.state[parameter] = {
-                moment: moments[f"{moment}.{name}"].to(parameter.device) for moment in _MOMENTS
-            }
+        if f"{_MOMENTS[0]}.{name}" in moments.shapes:
+            step = torch.zeros((), device=parameter.device)
+            own = (torch.zeros_like(parameter), torch.zeros_like(parameter), step)
+            state[parameter] = dict(zip(_MOMENTS, own, strict=True))
+            found |= {f"{moment}.{name}": tensor for moment, tensor in state[parameter].items()}
+    moments.read_into(found)
+
+
+@contextmanager
+def _as_checkpoint_error(final: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"could not write {final}: {error}; if the disk is full, free some space (a run then goes on with --resume)"
+        ) from error
 
 
 @contextmanager
 def _writing(final: Path) -> Iterator[NewDirectory]:
     """Open a `new_directory`; an OSError becomes a CheckpointError."""
-    try:
-        with new_directory(final) as new:
-            yield new
-    except OSError as error:
-        raise CheckpointError(
-            f"could not write {final}: {error}; if the disk is full, free some space (a run then goes on with --resume)"
-        ) from error
+    with _as_checkpoint_error(final), new_directory(final) as new:
+        yield new
 
 
 def remove_others(checkpoints: Path, keep: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config
@@ -67,8 +67,10 @@ class TrainingConfig(Config):
     max_tokens_per_microbatch: int = Field(
         8192, ge=1, description="most tokens of one forward pass; a matter of cost only"
     )
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of forward passes; weights and optimizer stay float32"
+    precision: Literal["float32", "bfloat16", "bfloat16_pure"] = Field(
+        "float32",
+        description="of forward passes; weights and optimizer stay float32. bfloat16: where autocast finds it safe; "
+        "bfloat16_pure: of norms and residuals, too, which halves what several ranks gather",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     routing_replay: bool = Field(
@@ -85,12 +87,30 @@ class TrainingConfig(Config):
         return self.updates_per_batch * self.epochs_per_batch
 
 
+class LearnerPlacement(Config):
+    """Configures the processes of this machine that train one model together."""
+
+    ranks: int = Field(1, ge=1, description="processes, each of which holds a part of the weights")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="what they compute on: 'cuda' is a GPU for each")
+    replicas: int = Field(1, ge=1, description="copies of the model, each spread over ranks / replicas processes")
+    collective_timeout: float = Field(600.0, gt=0, description="seconds that the ranks wait for one another at most")
+
+    @model_validator(mode="after")
+    def _replicas_divide_ranks(self) -> LearnerPlacement:
+        if self.ranks % self.replicas or (self.replicas > 1 and self.ranks == self.replicas):
+            raise ValueError(
+                f"{self.ranks} ranks cannot hold {self.replicas} copies of the model over several ranks each; "
+                "make ranks a multiple of replicas, at least twice as many"
+            )
+        return self
+
+
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
     """Holds what a trainer is made from: picklable, so that each of several processes can make its own.
 
     updates: optimizer updates of the whole run, over which schedules stretch. max_staleness: 0 if nothing is sampled
-    while it trains.
+    while it trains. placement: of the learner. traced_groups: share of the groups of which results have traces.
     """
 
     model: ModelConfig
@@ -100,3 +120,5 @@ class TrainerSpec:
     updates: int
     max_staleness: int
     seed: int
+    placement: LearnerPlacement
+    traced_groups: float

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
+from treadle.core.types import Floats, Ids
 from treadle.models.routing import Routers
 from treadle.models.support import refuse_randomness
 from treadle.packing.flat import PackedCall
@@ -45,6 +46,8 @@ class Forward:
     default: the device's. routing: replay the experts that trees name; otherwise, and where they name none, the model
     chooses. value_head: see `Scorer`.
 
+    A model on the meta device, of a rank that gets its weights later, is not compared with itself when this is made.
+
     Invariant: between calls the model is as it was before there was a Forward, its weights' gradients aside.
     Raises ConfigError for a model with dropout, or one that does not compute with tree attention what it computes
     with its own.
@@ -61,7 +64,7 @@ class Forward:
         value_head: nn.Linear | None = None,
     ) -> None:
         self.budget, self.half, self.gradient_checkpointing = budget, half, gradient_checkpointing
-        self._make_kernel = make_kernel or kernel_for(model.device)
+        self._make_kernel = make_kernel
         self._routers = Routers.of(model) if routing else None
         self.scorer = Scorer(model, value_head)
         refuse_randomness(model)
@@ -72,7 +75,8 @@ class Forward:
                 "packing 'step'",
                 stacklevel=1,  # one place for warm start and learner: it is shown once
             )
-        self._probe()
+        if model.device.type != "meta":  # of several ranks, the first one has the weights
+            self._probe()
 
     def configured(self, budget: int) -> Forward:
         """Return another `Forward` on the same module, in the model's precision, without gradient checkpointing."""
@@ -96,33 +100,54 @@ class Forward:
             return micro_batches(arrange(calls, packing, sharing), self.budget)
         return row_batches(arrange(calls, Packing.STEP), self.budget)
 
-    def scores(self, tree: PrefixTree, temperature: Tensor) -> TokenScores:
-        """Compute one pass without gradient. temperature [N]: of all pairs; its dtype is the result's."""
-        parts = self._chunks(tree)
-        store = KeyValueStore(len(tree))
+    def passes(self, tree: PrefixTree) -> int:
+        """Return in how many forward passes a tree is computed: one, if it fits the budget."""
+        return max(1, math.ceil(len(tree) / self._chunk_size(tree)))
+
+    def exact_logprobs(self, ids: Ids) -> Floats:
+        """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1], without autocast."""
+        exact = self.configured(len(ids))
+        [tree] = exact.trees([PackedCall(ids, 1, 0)], Packing.STEP, Sharing.TRAJECTORY)
+        return np.asarray(exact.scores(tree, torch.ones(len(ids) - 1)).logp.cpu().numpy(), np.float32)
+
+    def scores(self, tree: PrefixTree, temperature: Tensor, passes: int = 1) -> TokenScores:
+        """Compute a tree without gradient. temperature [N]: of all pairs; its dtype is the result's.
+
+        passes: to make at least, where several ranks must make equally many; a tree may then be empty.
+        """
+        parts = self._chunks(tree, passes)
         with self.scorer.ready(), torch.no_grad():
-            return self._first_pass(parts, temperature, store)
+            return self._first_pass(parts, temperature, _store(parts))
 
     def backward(
-        self, tree: PrefixTree, temperature: Tensor, gradient: Gradient, entropy_grad: bool = False
+        self,
+        tree: PrefixTree,
+        temperature: Tensor,
+        gradient: Gradient,
+        entropy_grad: bool = False,
+        passes: int = 1,
     ) -> TokenScores:
         """Add a loss's gradient to the parameters' `.grad`; returns the scores that it was taken at.
 
-        temperature [N]: as for `scores`. gradient: scores of some tokens -> the loss's gradient by them, which is all
-        that is needed of the loss. entropy_grad: `gradient` gives one by entropies, too.
+        temperature [N], passes: as for `scores`; several passes are made twice. gradient: scores of some tokens, or of
+        none -> the loss's gradient by them, which is all that is needed of the loss. entropy_grad: `gradient` gives one
+        by entropies, too.
         """
-        parts = self._chunks(tree)
+        parts = self._chunks(tree, passes)
         with self.scorer.ready(self.gradient_checkpointing):
             if len(parts) > 1:
-                return self._stream(parts, len(tree), temperature, gradient, entropy_grad)
+                return self._stream(parts, temperature, gradient, entropy_grad)
             with self._replayed(parts[0]):
                 attached = self._pairs(parts[0], temperature, entropy_grad)
                 scores = attached.detached()
                 _propagate(attached, gradient(scores))
         return scores
 
-    def _chunks(self, tree: PrefixTree) -> list[MicroBatch]:
-        return chunks(tree, self.budget if self.shares else max(len(tree), 1))
+    def _chunks(self, tree: PrefixTree, passes: int) -> list[MicroBatch]:
+        return chunks(tree, self._chunk_size(tree), passes)
+
+    def _chunk_size(self, tree: PrefixTree) -> int:
+        return self.budget if self.shares else max(len(tree), 1)
 
     # --- streaming ---
 
@@ -144,9 +169,9 @@ class Forward:
         )
 
     def _stream(
-        self, parts: Sequence[MicroBatch], nodes: int, temperature: Tensor, gradient: Gradient, entropy_grad: bool
+        self, parts: Sequence[MicroBatch], temperature: Tensor, gradient: Gradient, entropy_grad: bool
     ) -> TokenScores:
-        store = KeyValueStore(nodes)
+        store = _store(parts)
         with torch.no_grad():
             scores = self._first_pass(parts, temperature, store)
         slopes = gradient(scores)
@@ -191,13 +216,17 @@ class Forward:
         call = Pass(
             part,
             temperature,
-            self._make_kernel(Shape.of(part)) if self.shares else None,
+            self._kernel(part),
             half=self.half,
             entropy_grad=entropy_grad,
             context=context,
             fresh=fresh,
         )
         return TokenScores(part.flat, *self.scorer(call))
+
+    def _kernel(self, part: MicroBatch) -> Kernel | None:
+        """Return tree attention for the part, on the device where the model is now."""
+        return (self._make_kernel or kernel_for(self.model.device))(Shape.of(part)) if self.shares else None
 
     # --- what could be silently wrong ---
 
@@ -212,7 +241,7 @@ class Forward:
         with torch.no_grad():
             own = self.scorer.own_logits([torch.from_numpy(ids).long()[None].to(model.device) for ids in sequences])
             with self.scorer.ready():
-                packed = self.scorer.logits(part, self._make_kernel(Shape.of(part)) if self.shares else None)
+                packed = self.scorer.logits(part, self._kernel(part))
         expected = torch.cat([own[i][:-1] for i in order]).float()
         gap = float((packed.float() - expected).norm() / expected.norm())
         if not gap < (1e-3 if model.dtype.itemsize >= 4 else 0.1):
@@ -220,6 +249,10 @@ class Forward:
                 f"{type(model).__name__} computes other logits packed than alone (they differ by {gap:.1%}): its "
                 "attention, positions or head work in a way that Treadle does not know"
             )
+
+
+def _store(parts: Sequence[MicroBatch]) -> KeyValueStore:
+    return KeyValueStore(sum(len(part.token_ids) for part in parts))
 
 
 def _propagate(

@@ -1,7 +1,10 @@
 """`Learner`: groups in, one or more optimizer updates out.
 
     groups -flatten-> FlatBatch -advantage, token_weights-> arrays [N]
-                          |-calls-> PrefixTree* -Forward-> logp, entropy [N] -Objective-> gradient -> AdamW
+                          |-calls-> PrefixTree* -slots-> this rank's -Forward-> logp, entropy
+                                                                                     | Ranks.gather
+                                                                                     v
+                                                                                    [N] -Objective-> gradient -> AdamW
 
 Shapes: N completion tokens of an update, J graded trajectories, P pairs of a tree.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,12 +32,13 @@ from treadle.algorithms.reductions import token_weights
 from treadle.algorithms.values import ValueTargets
 from treadle.core.errors import ConfigError
 from treadle.core.memory import release_freed_memory
-from treadle.core.metrics import Measures, measured
+from treadle.core.metrics import Measures, Metric, measured
 from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group
 from treadle.models.weights import saved
 from treadle.packing.checks import split_untrainable
 from treadle.packing.flat import FlatBatch, calls, flatten
+from treadle.packing.slots import Slot, balance, slots
 from treadle.packing.tree import PrefixTree
 from treadle.training.config import TrainingConfig
 from treadle.training.forward import Forward
@@ -45,11 +50,15 @@ from treadle.training.metrics import (
     LONGEST_ROW,
     PACKED_SEQUENCES,
     PACKED_TOKENS,
+    PADDED_PASSES,
     SEQUENCES,
+    SLOT_BALANCE,
     ZERO_ADVANTAGE,
 )
-from treadle.training.objective import Gradient, Objective, TokenScores, concat, lookup
+from treadle.training.objective import Gradient, Objective, TokenScores, lookup
 from treadle.training.optimizer import learning_rate, make_optimizer, step
+from treadle.training.ranks import OneRank, Ranks
+from treadle.training.traces import TracedGroups
 from treadle.training.validation import check_algorithm
 
 
@@ -64,13 +73,14 @@ def check_reference(algorithm: AlgorithmConfig, reference: PreTrainedModel, poli
 
 
 class Learner:
-    """Owns the trained model and its optimizer.
+    """Owns the trained model, or this rank's shard of it, and its optimizer.
 
     Invariant: loss and gradient are sums over (trajectory, step, token) with weights that no layout can change, so
     packing and micro-batch budget change cost and rounding only.
     value_head: of an advantage that needs values, else None. trained: the module that the optimizer moves, the model
     with its value head. reference: what `algorithm.kl` compares with, frozen; by default a copy of the model as it is
-    now. None without `algorithm.kl`.
+    now. None without `algorithm.kl`. ranks: what trains the model, by default this process alone. traced: the groups of
+    which results have traces, by default none.
     Raises ConfigError: see `check_algorithm` and `check_reference`.
     """
 
@@ -81,8 +91,11 @@ class Learner:
         algorithm: AlgorithmConfig,
         updates: int,
         reference: PreTrainedModel | None = None,
+        ranks: Ranks | None = None,
+        traced: TracedGroups | None = None,
     ) -> None:
         check_algorithm(algorithm, training)
+        self.ranks, self.traced = ranks or OneRank(), traced or TracedGroups()
         self.model, self.training, self.algorithm, self.updates = model, training, algorithm, updates
         self.updates_done = 0
         self.advantage: Advantage = estimators.by_name(algorithm.advantage)
@@ -100,6 +113,9 @@ class Learner:
             routing=training.routing_replay,
             value_head=self.value_head,
         )
+        for forward in (self.forward, self.reference):
+            if forward is not None:
+                self.ranks.shard(forward, half=training.precision == "bfloat16_pure")
         self.trained: nn.Module = model if self.value_head is None else self.forward.scorer
         self.optimizer = make_optimizer(self.trained, training.optimizer)
 
@@ -148,8 +164,11 @@ class Learner:
         return self._scores(self.forward, batch)
 
     def _scores(self, forward: Forward, batch: FlatBatch) -> TokenScores:
-        temperature = self._temperature(batch)
-        return concat([forward.scores(tree, temperature) for tree in self._trees(forward, batch)], temperature)
+        return self._scores_of(forward, self._slots(forward, batch), self._temperature(batch))
+
+    def _scores_of(self, forward: Forward, laid_out: Sequence[Slot], temperature: Tensor) -> TokenScores:
+        own = [forward.scores(slot.trees[self.ranks.rank], temperature, slot.passes) for slot in laid_out]
+        return self.ranks.gather(own, temperature)
 
     def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
         """Return the current log-probability of every completion token [N], as `scores` has it."""
@@ -168,7 +187,9 @@ class Learner:
         signals = Signals(self._penalty(logp_old, logp_ref), None if values is None else values.astype(np.float64))
         advantage = self.advantage.per_token(batch, signals, self.algorithm)
         rate = learning_rate(self.training.optimizer, self.updates_done, self.updates)
-        totals = self.accumulate(batch, advantage, logp_old, logp_ref, values)
+        objective = self.objective(batch, advantage, logp_old, logp_ref, values)
+        scores, layout = self._backward(batch, objective)
+        totals = objective.metrics(scores) + layout
         norm = step(self.optimizer, self.trained, self.training.optimizer, rate) if batch.mask.any() else 0.0
         self.updates_done += 1
         of_update = {LEARNING_RATE: [rate], GRADIENT_NORM: [norm]}
@@ -180,6 +201,7 @@ class Learner:
         return UpdateResult(
             metrics=measured("run", of_update) + totals + _batch_metrics(batch, advantage),
             advantage=_by_trajectory(batch, advantage),
+            traces=self.traced.traces(batch, partial(objective.trace, scores), self.updates_done),
         )
 
     def _penalty(
@@ -206,18 +228,23 @@ class Learner:
         advantage float64[N]. logp_old [N], or None to compare with the policy as it is now. logp_ref [N], for KL.
         values [N], at the batch's start: a value head learns values + advantage.
         """
-        trees, temperature = self.trees(batch), self._temperature(batch)
         objective = self.objective(batch, advantage, logp_old, logp_ref, values)
+        scores, layout = self._backward(batch, objective)
+        return objective.metrics(scores) + layout
+
+    def _backward(self, batch: FlatBatch, objective: Objective) -> tuple[TokenScores, Measures]:
+        """Add the objective's gradient; return the scores of all N that it was taken at, and metrics of the layout."""
+        laid_out, temperature = self._slots(self.forward, batch), self._temperature(batch)
         gradient: Gradient = objective.gradient
         if objective.couples:
-            whole = concat([self.forward.scores(tree, temperature) for tree in trees], temperature)
-            gradient = lookup(objective.gradient(whole))
-        scores = [self.forward.backward(tree, temperature, gradient, objective.entropy_coef > 0) for tree in trees]
-        packed = {
-            PACKED_TOKENS: [len(tree) for tree in trees],
-            PACKED_SEQUENCES: [int((tree.depth == 0).sum()) for tree in trees],
-        }
-        return objective.metrics(concat(scores, temperature)) + measured("run", packed)
+            gradient = lookup(objective.gradient(self._scores_of(self.forward, laid_out, temperature)))
+        own = [
+            self.forward.backward(
+                slot.trees[self.ranks.rank], temperature, gradient, objective.entropy_coef > 0, slot.passes
+            )
+            for slot in laid_out
+        ]
+        return self.ranks.gather(own, temperature), _layout_metrics(laid_out)
 
     def trees(self, batch: FlatBatch) -> list[PrefixTree]:
         """Return the batch as it is laid out for the forward pass."""
@@ -225,6 +252,9 @@ class Learner:
 
     def _trees(self, forward: Forward, batch: FlatBatch) -> list[PrefixTree]:
         return forward.trees(calls(batch, forward.routing is not None), self.training.packing, self.training.sharing)
+
+    def _slots(self, forward: Forward, batch: FlatBatch) -> list[Slot]:
+        return slots(self._trees(forward, batch), self.ranks.size, forward.passes)
 
     def objective(
         self,
@@ -300,6 +330,18 @@ class Learner:
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         dtype = torch.float64 if self.model.dtype is torch.float64 else torch.float32
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.device, dtype)
+
+
+def _layout_metrics(laid_out: Sequence[Slot]) -> Measures:
+    """Return metrics of the trees of all ranks, and for several ranks of how well they keep each other busy."""
+    trees = [tree for slot in laid_out for tree in slot.trees if len(tree)]
+    found: dict[Metric, list[float]] = {
+        PACKED_TOKENS: [len(tree) for tree in trees],
+        PACKED_SEQUENCES: [int((tree.depth == 0).sum()) for tree in trees],
+    }
+    if any(len(slot.trees) > 1 for slot in laid_out):
+        found |= {SLOT_BALANCE: [balance(laid_out)], PADDED_PASSES: [slot.padded for slot in laid_out]}
+    return measured("run", found)
 
 
 def _batch_metrics(batch: FlatBatch, advantage: NDArray[np.float64]) -> Measures:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from transformers import PreTrainedModel
 
+from treadle.core.errors import ConfigError
 from treadle.core.trainer import Trainer
 from treadle.engines.compute import Compute
 from treadle.models.config import ModelConfig
 from treadle.models.loading import load_reference, load_tokenizer, make_model
 from treadle.models.model_files import tokenizer_directory
-from treadle.training.config import TrainerSpec
+from treadle.training.config import LearnerPlacement, TrainerSpec
 from treadle.training.learner import Learner
+from treadle.training.ranks import Ranks
+from treadle.training.traces import TracedGroups
 from treadle.training.trainer import EmbeddedSource, EmbeddedTrainer
 
 MakeTrainer = Callable[[TrainerSpec], Trainer]
@@ -20,15 +24,44 @@ MakeTrainer = Callable[[TrainerSpec], Trainer]
 
 
 def make_trainer(spec: TrainerSpec) -> Trainer:
-    """Return a trainer in this process. It computes inline if nothing is sampled meanwhile, else on its own thread.
+    """Return a trainer in this process, or in as many as `placement.learner.ranks`, if those are several.
 
+    In this process it computes inline if nothing is sampled meanwhile, else on its own thread.
     Raises ConfigError for a model or a reference model that cannot be loaded or trained; DamageError for a damaged one.
     """
-    model, kl = load_model(spec.model, spec.seed), spec.algorithm.kl
-    reference = None if kl is None or kl.model is None else load_reference(kl.model, model)
-    learner = Learner(model, spec.training, spec.algorithm, spec.updates, reference)
+    _check_device(spec.placement)
+    if spec.placement.ranks > 1:
+        from treadle.training.rank_group import start_ranks  # whose ranks make their own parts with this module
+
+        return start_ranks(spec)
     compute = Compute("treadle-learner" if spec.max_staleness else None)
-    return EmbeddedTrainer(learner, tokenizer_directory(spec.model), compute, spec.warm_start)
+    return EmbeddedTrainer(load_learner(spec), tokenizer_directory(spec.model), compute, spec.warm_start)
+
+
+def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
+    """Return a learner of the configured model, or this rank's part of it. Raises as `make_trainer`.
+
+    Of several ranks the first one reads the weights; the others know shapes alone until the model is sharded.
+    """
+    first, kl = ranks is None or ranks.rank == 0, spec.algorithm.kl
+    model = load_model(spec.model, spec.seed, weights=first)
+    reference = None if kl is None or kl.model is None else load_reference(kl.model, model, weights=first)
+    if spec.placement.ranks == 1:
+        for own in (model, reference):
+            if own is not None:
+                own.to(spec.placement.device)  # type: ignore[arg-type]  # a wrapper hides the signature
+    share = spec.traced_groups if first else 0.0  # all ranks would trace the same
+    traced = TracedGroups(spec.seed, share)
+    return Learner(model, spec.training, spec.algorithm, spec.updates, reference, ranks, traced)
+
+
+def _check_device(placement: LearnerPlacement) -> None:
+    """Raise ConfigError if there are fewer GPUs than ranks that want one."""
+    if placement.device == "cuda" and placement.ranks > (found := torch.cuda.device_count()):
+        raise ConfigError(
+            f"placement.learner.device is 'cuda' for {placement.ranks} rank(s), and this torch ({torch.__version__}) "
+            f"sees {found} GPUs; set placement.learner.device to cpu, or ranks to the number of GPUs"
+        )
 
 
 def load_source(config: ModelConfig, seed: int) -> EmbeddedSource:
@@ -36,6 +69,9 @@ def load_source(config: ModelConfig, seed: int) -> EmbeddedSource:
     return EmbeddedSource(load_model(config, seed), tokenizer_directory(config), Compute(None))
 
 
-def load_model(config: ModelConfig, seed: int) -> PreTrainedModel:
-    """Return the configured model, large enough for its tokenizer. Raises ConfigError or DamageError."""
-    return make_model(config, len(load_tokenizer(tokenizer_directory(config))), seed)
+def load_model(config: ModelConfig, seed: int, weights: bool = True) -> PreTrainedModel:
+    """Return the configured model, large enough for its tokenizer. weights: see `make_model`.
+
+    Raises ConfigError or DamageError.
+    """
+    return make_model(config, len(load_tokenizer(tokenizer_directory(config))), seed, weights)

@@ -56,6 +56,10 @@ LONGEST_ROW = _trained("longest_row", "step", "max", "tokens", "longest sequence
 ZERO_ADVANTAGE = _trained("zero_advantage_groups", "task", "mean", "share", "no token with an advantage other than 0")
 PACKED_SEQUENCES = _trained("packed_sequences", "run", "sum", "sequences", "sequences after packing")
 PACKED_TOKENS = _trained("packed_tokens", "run", "sum", "tokens", "tokens computed after packing")
+SLOT_BALANCE = _trained(
+    "slot_balance", "run", "mean", "share", "computing rather than waiting for the slowest, if there are several ranks"
+)
+PADDED_PASSES = _trained("padded_passes", "run", "sum", "passes", "that train nothing, if there are several ranks")
 LEARNING_RATE = _trained("learning_rate", "run", "mean", "", "of the update")
 GRADIENT_NORM = _trained("gradient_norm", "run", "mean", "", "before clipping")
 VALUE_EXPLAINED = _trained(

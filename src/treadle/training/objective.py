@@ -75,6 +75,16 @@ class LossGradients(NamedTuple):
         return LossGradients(self.logp[index], entropy, None if self.value is None else self.value[index])
 
 
+class TokenTrace(NamedTuple):
+    """Holds what a loss was made of, token by token, all [N]; see `core.trainer.StepTrace`."""
+
+    logp: Tensor
+    entropy: Tensor
+    advantage: Tensor
+    ratio: Tensor | None
+    clipped: Tensor | None
+
+
 Gradient = Callable[[TokenScores], LossGradients]
 """A loss's gradient as a function of the scores, detached, of some tokens."""
 
@@ -133,6 +143,15 @@ class Objective:
         leaves = (logp, entropy) if value is None else (logp, entropy, value)
         slopes = LossGradients(*torch.autograd.grad(self.loss(TokenScores(scores.flat, logp, entropy, value)), leaves))
         return slopes if self.entropy_coef else slopes._replace(entropy=None)
+
+    def trace(self, scores: TokenScores) -> TokenTrace:
+        """Return what the loss of each token was made of. scores: of all N, in order."""
+        _, tokens = self._tokens(scores)
+        made = [
+            None if function is None else function(scores.logp, tokens, self.config)
+            for function in (self.policy_loss.ratio, self.policy_loss.clipped)
+        ]
+        return TokenTrace(scores.logp, scores.entropy, tokens.advantage, *made)
 
     def metrics(self, scores: TokenScores) -> Measures:
         """Return metrics over the trainable tokens, as far as they can be computed. scores: of all N, in order."""

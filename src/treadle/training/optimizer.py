@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from treadle.core.errors import TrainingStopped
-from treadle.models.weights import trained
+from treadle.models.weights import trained, whole
 from treadle.training.config import OptimizerConfig
 
 
@@ -42,7 +42,7 @@ def step(optimizer: torch.optim.AdamW, model: nn.Module, config: OptimizerConfig
 
     Raises TrainingStopped, leaving the weights as they are, where the norm is not finite.
     """
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm))
+    norm = float(whole(nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)))
     if not math.isfinite(norm):
         raise TrainingStopped(
             f"the gradient's norm is {norm} at learning rate {rate:g}; the weights were left as they are. "

@@ -121,7 +121,8 @@ class Scorer(nn.Module):
                 call.entropy_grad,
             )
         head = self.value_head
-        return scores if head is None else (*scores, head(sources.to(head.weight.dtype))[:, 0])
+        found = scores if head is None else (*scores, head(sources.to(head.weight.dtype))[:, 0])
+        return tuple(score.clone() for score in found)  # not views, on which hooks of a wrapper could be lost
 
     def logits(self, part: MicroBatch, kernel: Kernel | None) -> Tensor:
         """Return logits [P, V], for comparison with the model's own while nothing wraps this module."""

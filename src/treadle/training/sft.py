@@ -13,12 +13,14 @@ from treadle.core.errors import TrainingStopped
 from treadle.core.trainer import Conversation, Trainer
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing
+from treadle.packing.slots import slots
 from treadle.rendering.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import Demonstrations, demonstrated_calls
 from treadle.training.forward import Forward
 from treadle.training.objective import LossGradients, TokenScores
 from treadle.training.optimizer import learning_rate, make_optimizer, step
+from treadle.training.ranks import OneRank, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,8 @@ async def warm_start(
 class Supervised:
     """Makes the steps of a warm start, with its optimizer: loss on assistant tokens only, `token_mean` in each step."""
 
-    def __init__(self, forward: Forward, config: WarmStartConfig) -> None:
-        self.config = config
+    def __init__(self, forward: Forward, config: WarmStartConfig, ranks: Ranks | None = None) -> None:
+        self.config, self._ranks = config, ranks or OneRank()
         self._forward = forward.configured(config.max_tokens_per_microbatch)
         self._optimizer = make_optimizer(forward.model, config.optimizer)
 
@@ -76,7 +78,11 @@ class Supervised:
             return LossGradients(torch.full_like(scores.logp, -1 / tokens))
 
         trees = self._forward.trees(calls, Packing.TREE, Sharing.TRAJECTORY)
-        loss = -sum(float(self._forward.backward(tree, temperature, mean).logp.sum()) for tree in trees) / tokens
+        own = [
+            self._forward.backward(slot.trees[self._ranks.rank], temperature, mean, passes=slot.passes)
+            for slot in slots(trees, self._ranks.size, self._forward.passes)
+        ]
+        loss = -self._ranks.add(sum(float(scores.logp.sum()) for scores in own)) / tokens
         step(self._optimizer, model, config.optimizer, learning_rate(config.optimizer, number, config.steps))
         return loss
 

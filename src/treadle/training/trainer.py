@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from treadle.core.manifest import Manifest
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids
 from treadle.engines.compute import Compute
-from treadle.models.weights import published, weights_digest
-from treadle.packing.flat import PackedCall
-from treadle.packing.layout import Packing, Sharing
+from treadle.models.weights import described, gathered, published, saved, weights_digest
 from treadle.training.checkpoint import checkpoint_bytes, export_model, load_checkpoint, save_checkpoint
 from treadle.training.config import WarmStartConfig
 from treadle.training.forward import Forward
 from treadle.training.learner import Learner
+from treadle.training.ranks import OneRank, Ranks
 from treadle.training.sft import Supervised
 
 R = TypeVar("R")
@@ -32,33 +31,47 @@ class EmbeddedSource:
 
     tokenizer: directory of the files that go into an export. compute: where it computes, inline or on a thread.
     forward: the model's own; default: made when it is needed, so that a model need not be fit for training.
+    ranks: that share the model; each has a source, and all are called together.
     """
 
     def __init__(
-        self, module: PreTrainedModel, tokenizer: Path, compute: Compute, forward: Forward | None = None
+        self,
+        module: PreTrainedModel,
+        tokenizer: Path,
+        compute: Compute,
+        forward: Forward | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.module, self._tokenizer, self._compute, self._forward = module, tokenizer, compute, forward
+        self._ranks = ranks or OneRank()
         text = module.config.get_text_config()
         self.model = ModelInfo(
             vocabulary=int(text.vocab_size),
             context=int(text.max_position_embeddings),
             parameters=sum(parameter.numel() for parameter in module.parameters()),
-            shapes={name: tuple(tensor.shape) for name, tensor in published(module)},
+            shapes={name: tuple(tensor.shape) for name, tensor in described(module).items()},
         )
 
     async def stage(self, destination: WeightsDestination[R]) -> R:
         """Have the destination write the published weights, on a thread beside the event loop; see `WeightSource`."""
-        return await asyncio.to_thread(destination.write, published(self.module))
+        write = partial(destination.write, described(self.module))
+        return await asyncio.to_thread(self._ranks.first, write, published(self.module))
 
     async def score(self, ids: Ids) -> Floats:
         return await self._compute.run(self._score, ids)
 
     async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
-        await self._compute.run(export_model, directory, self.module, self._tokenizer, more)
+        await self._compute.run(self._export, directory, more)
+
+    def _export(self, directory: Path, more: Mapping[str, bytes] | None) -> None:
+        def write(weights: Iterable[tuple[str, Tensor]]) -> None:
+            export_model(directory, self.module, self._tokenizer, more, weights)
+
+        self._ranks.first(write, gathered(saved(self.module)))
 
     def _score(self, ids: Ids) -> Floats:
         self._forward = self._forward or Forward(self.module, len(ids))
-        return exact_logprobs(self._forward, ids)
+        return self._forward.exact_logprobs(ids)
 
 
 class EmbeddedTrainer(EmbeddedSource):
@@ -67,7 +80,7 @@ class EmbeddedTrainer(EmbeddedSource):
     def __init__(
         self, learner: Learner, tokenizer: Path, compute: Compute, warm_start: WarmStartConfig | None = None
     ) -> None:
-        super().__init__(learner.model, tokenizer, compute, learner.forward)
+        super().__init__(learner.model, tokenizer, compute, learner.forward, learner.ranks)
         self._learner, self._warm_start = learner, warm_start
         self._supervised: Supervised | None = None
 
@@ -96,16 +109,9 @@ class EmbeddedTrainer(EmbeddedSource):
     def _supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:
         assert self._warm_start is not None, "supervised steps belong to a warm start"
         if self._supervised is None or step == 0:
-            self._supervised = Supervised(self._learner.forward, self._warm_start)
+            self._supervised = Supervised(self._learner.forward, self._warm_start, self._learner.ranks)
         loss = self._supervised.step(conversations, step)
         self._learner.begin_here()
         if step + 1 == self._warm_start.steps:
             self._supervised = None  # its moments are as large as two models
         return loss
-
-
-def exact_logprobs(forward: Forward, ids: Ids) -> Floats:
-    """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1], in float32 whatever `forward` computes in."""
-    exact = forward.configured(len(ids))
-    [tree] = exact.trees([PackedCall(ids, 1, 0)], Packing.STEP, Sharing.TRAJECTORY)
-    return np.asarray(exact.scores(tree, torch.ones(len(ids) - 1)).logp.cpu().numpy(), np.float32)

@@ -19,19 +19,22 @@ from pydantic_core import PydanticSerializationError
 import treadle
 from treadle.core.errors import RunError, TreadleError
 from treadle.orchestration.reporting.report import count_tokens
+from treadle.orchestration.store.run_directory import MetricsLog
 from treadle.view import models
 from treadle.view.compare import compare
 from treadle.view.export import export_page, static_files
-from treadle.view.groups import PRESETS, SORTS, follow_task, list_groups
+from treadle.view.fates import all_rules
+from treadle.view.groups import PRESETS, SORTS, list_groups
 from treadle.view.guard import Guard
 from treadle.view.recorded_run import RecordedRun, Runs
-from treadle.view.trajectories import experts_of, search_update, view_group, view_trajectory
+from treadle.view.timeline import calls_of_update
+from treadle.view.trajectories import experts_of, follow_task, search_update, view_group, view_trajectory
 
 _LARGEST = 2**31 - 1
 Number = Annotated[int, Query(ge=0, le=_LARGEST)]
 Key = Annotated[str, InPath(max_length=1000)]
 Preset = Literal["failed", "dropped", "stale", "zero_advantage", "mixed", "unsolved", "warning", "blocked"]
-Sort = Literal["group", "update", "task", "reward", "spread", "steps", "tokens", "failed", "seconds"]
+Sort = Literal["group", "update", "task", "reward", "spread", "steps", "tokens", "failed", "seconds", "component"]
 Split = Literal["train", "held_out"]
 assert set(Preset.__args__) == PRESETS.keys() and set(Sort.__args__) == set(SORTS)  # type: ignore[attr-defined]
 
@@ -126,8 +129,11 @@ def _add_runs(app: FastAPI, runs: Runs) -> None:
     @app.get("/api/runs")
     def list_runs() -> Response:
         roots = [_text(str(root)) for root in runs.roots]
-        summaries = [run.summary() for run in runs.all()]
-        return _answer(models.Runs(runs=summaries, roots=roots, version=treadle.__version__))
+        return _answer(models.Runs(runs=runs.summaries(), roots=roots, version=treadle.__version__))
+
+    @app.get("/api/rules")
+    def rules() -> Response:
+        return _answer(all_rules())
 
     @app.get("/api/changes")
     def changes() -> dict[str, str]:
@@ -141,12 +147,21 @@ def _add_runs(app: FastAPI, runs: Runs) -> None:
     def run_detail(key: Key) -> Response:
         return _answer(_find(runs, key).detail())
 
+    @app.get("/api/runs/{key}/counts")
+    def counts(key: Key) -> Response:
+        return _answer(_find(runs, key).counts())
+
     @app.get("/api/runs/{key}/metrics")
     def metrics(key: Key, generation: str = "", after: Number = 0) -> Response:
-        now, log = _find(runs, key).metrics()
-        start = min(after, len(log.rows)) if generation == now else 0
-        found = models.Metrics(generation=now, start=start, rows=log.rows[start:], unreadable=log.unreadable)
-        return _answer(found)
+        return _answer(_rows_after(_find(runs, key).metrics(), generation, after))
+
+    @app.get("/api/runs/{key}/intervals")
+    def intervals(key: Key, generation: str = "", after: Number = 0) -> Response:
+        return _answer(_rows_after(_find(runs, key).intervals(), generation, after))
+
+    @app.get("/api/runs/{key}/calls")
+    def calls(key: Key, update: Number) -> Response:
+        return _answer(calls_of_update(_find(runs, key), update))
 
     @app.get("/api/runs/{key}/breaks")
     def breaks(key: Key) -> Response:
@@ -154,10 +169,19 @@ def _add_runs(app: FastAPI, runs: Runs) -> None:
         return _answer(run.kept("breaks", run.signature(), lambda: _breaks(run)))
 
 
+def _rows_after(found: tuple[str, MetricsLog], generation: str, after: int) -> models.Metrics:
+    """Return the rows that a page does not have yet. generation, after: of those that it has."""
+    now, log = found
+    start = min(after, len(log.rows)) if generation == now else 0
+    return models.Metrics(generation=now, start=start, rows=log.rows[start:], unreadable=log.unreadable)
+
+
 def _breaks(run: RecordedRun) -> models.Breaks:
     texts, problem = run.texts()
     decode = None if problem else texts.decode
-    return models.Breaks(**count_tokens(run.directory.rollouts, run.ledger.query, run.shards(), decode, problem))
+    found = count_tokens(run.directory.rollouts, run.ledger.query, run.shards(), decode, problem)
+    updates = [{"update": run.update_of(row["version"]), **row} for row in found.pop("by_version")]
+    return models.Breaks(**found, updates=[row for row in updates if row["update"] is not None])
 
 
 def _add_records(app: FastAPI, runs: Runs) -> None:
@@ -169,6 +193,7 @@ def _add_records(app: FastAPI, runs: Runs) -> None:
         search: Annotated[str, Query(max_length=200)] = "",
         update: Annotated[int | None, Query(ge=0, le=_LARGEST)] = None,
         sort: Sort = "group",
+        component: Annotated[str, Query(max_length=200)] = "",
         descending: bool = True,
         offset: Number = 0,
         limit: Annotated[int, Query(ge=1, le=200)] = 100,
@@ -180,6 +205,7 @@ def _add_records(app: FastAPI, runs: Runs) -> None:
             search=search,
             update=update,
             sort=sort,
+            component=component,
             descending=descending,
             offset=offset,
             limit=limit,

@@ -56,7 +56,8 @@ def export_page(title: str, route: str, answers: Mapping[str, str]) -> str:
 def bundle(static: Mapping[str, str], entry: str) -> str:
     """Return a module and those that it imports as one script, each in a function of its own.
 
-    The modules keep to the forms that this reads: `import {a} from "./b.js";` and `export function`, each on a line.
+    The modules keep to the forms that this reads: `import {a} from "./b.js";` and `export function`, each on a line;
+    vendored ones to one `export {...}` at their end.
     """
     done: dict[str, str] = {}
 
@@ -72,12 +73,12 @@ def bundle(static: Mapping[str, str], entry: str) -> str:
             add(place)
         text = _IMPORT.sub(lambda m: f"const {{{_renamed(m[1])}}} = modules[{places[m[2]]!r}];\n", text)
         text = _DEFAULT_IMPORT.sub(lambda m: f"const {m[1]} = modules[{places[m[2]]!r}].default;\n", text)
-        names = _EXPORT.findall(text)
-        text = _EXPORT.sub("", text)
-        given = [f"{n}: {n}" for n in names]
         if found := _EXPORTS.search(text):
-            given += [_reversed(part) for part in found[1].split(",") if part.strip()]
+            given = [_reversed(part) for part in found[1].split(",") if part.strip()]
             text = text[: found.start()]
+        else:
+            given = [f"{own}: {own}" for own in _EXPORT.findall(text)]
+            text = _EXPORT.sub("", text)
         del done[name]  # behind what it imports
         done[name] = f"modules[{name!r}] = (() => {{\n{text}\nreturn {{{', '.join(given)}}};\n}})();\n"
 

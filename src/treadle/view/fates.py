@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 from treadle.core.types import DropReason, StepState
-from treadle.view.models import Fate
+from treadle.view import models
+from treadle.view.texts import clipped
 
 
 class _Rule(NamedTuple):
@@ -31,7 +35,7 @@ RULES: Mapping[DropReason, _Rule] = {
     DropReason.REFUSED: _Rule(
         "Not trained: the learner's model cannot take its trajectory; the warning says why.",
         ("rollout.max_input_tokens", "rollout.max_completion_tokens"),
-        "packing.checks",
+        "packing.checks.split_untrainable",
     ),
     DropReason.CANCELLED: _Rule(
         "Not trained: its caller did not wait for the answer, so that it never reached the agent.",
@@ -46,7 +50,7 @@ RULES: Mapping[DropReason, _Rule] = {
     DropReason.FILTERED: _Rule(
         "Not trained: all advantages of its group are 0, and dynamic sampling leaves such groups out.",
         ("algorithm.dynamic_sampling",),
-        "algorithms.dynamic_sampling",
+        "algorithms.dynamic_sampling.has_zero_advantage",
     ),
     DropReason.ROLLED_BACK: _Rule(
         "Not trained: the weights that sampled it were lost when the run went back to a checkpoint.",
@@ -62,7 +66,7 @@ RULES: Mapping[DropReason, _Rule] = {
     DropReason.DAMAGED: _Rule(
         "Not trained: its tokens were found damaged on disk when the run was resumed.",
         (),
-        "orchestration.store.resume",
+        "orchestration.store.resume.roll_back",
     ),
     DropReason.UNUSED: _Rule(
         "Not trained: it still waited for an update when the run was finished.",
@@ -83,6 +87,39 @@ _STATES: Mapping[StepState, _Rule] = {
 }
 
 
+@cache
+def all_rules() -> models.Rules:
+    """Return every way in which a step can end, each with the function that decides it."""
+    named: list[tuple[StepState, DropReason | None, _Rule]] = [(s, None, rule) for s, rule in _STATES.items()]
+    named += [(StepState.DROPPED, reason, rule) for reason, rule in RULES.items()]
+    found = []
+    for state, reason, rule in named:
+        name = f"treadle.{rule.rule}"
+        found.append(
+            models.Rule(
+                state=state,
+                reason=reason,
+                text=rule.text,
+                settings=list(rule.settings),
+                rule=name,
+                source=_source(name),
+            )
+        )
+    return models.Rules(rules=found)
+
+
+def _source(name: str) -> str:
+    """Return the source of a function or method, without importing its module, which may need what is not installed."""
+    place, (_, *parts) = files("treadle"), name.split(".")
+    while (place / parts[0]).is_dir():
+        place /= parts.pop(0)
+    text = (place / f"{parts.pop(0)}.py").read_text()
+    found: ast.AST = ast.parse(text)
+    for part in parts:
+        found = next(node for node in ast.iter_child_nodes(found) if getattr(node, "name", None) == part)
+    return ast.get_source_segment(text, found) or ""
+
+
 def rule_of(state: str, reason: str | None) -> _Rule:
     """Return the rule of a state in the ledger; of one that this version does not know, its name alone."""
     try:
@@ -93,7 +130,7 @@ def rule_of(state: str, reason: str | None) -> _Rule:
 
 def fate(
     step: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | None, trainable: int | None = None
-) -> Fate:
+) -> models.Fate:
     """Return what became of a step. step, trajectory: rows of the ledger. update: that trained its group, if known.
 
     trainable: how many of its sampled tokens may be trained; None where its tokens cannot be read.
@@ -103,10 +140,11 @@ def fate(
     if step["state"] == StepState.TRAINED:
         text = _trained(step, trajectory, update, trainable)
     elif step["reason"] == DropReason.FAILED and trajectory["failure_cause"]:
-        text = f"Not trained: its attempt has no reward: {trajectory['failure_cause']}: {trajectory['failure_message']}"
+        why = clipped(trajectory["failure_message"] or "")
+        text = f"Not trained: its attempt has no reward: {trajectory['failure_cause']}: {why}"
     elif step["reason"] == DropReason.REFUSED and trajectory["warning"]:
-        text = f"Not trained: the learner's model cannot take its trajectory: {trajectory['warning']}"
-    return Fate(
+        text = f"Not trained: the learner's model cannot take its trajectory: {clipped(trajectory['warning'])}"
+    return models.Fate(
         state=step["state"], reason=step["reason"], text=text, settings=list(rule.settings), rule=f"treadle.{rule.rule}"
     )
 

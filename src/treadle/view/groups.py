@@ -11,7 +11,7 @@ from typing import Any
 from treadle.core.errors import RunError
 from treadle.core.text import escape_line
 from treadle.core.types import PLAYERS
-from treadle.view.models import Attempt, Followed, GroupRow, Groups
+from treadle.view.models import Attempt, GroupRow, Groups
 from treadle.view.recorded_run import RecordedRun
 from treadle.view.texts import clipped
 
@@ -37,6 +37,7 @@ _SUMS = {
     "tokens": "sum(completion_tokens)",
     "failed": "count(failure_cause)",
     "seconds": "max(seconds)",
+    "component": "avg(iif(reward IS NULL, NULL, coalesce((SELECT value FROM json_each(components) WHERE key = ?), 0)))",
 }
 _COLUMNS = {"group": "g.rowid", "update": "coalesce(g.trained_version, g.batch)", "task": "g.position"}
 SORTS = (*_COLUMNS, *_SUMS)
@@ -54,11 +55,15 @@ def list_groups(
     search: str,
     update: int | None,
     sort: str,
+    component: str,
     descending: bool,
     offset: int,
     limit: int,
 ) -> Groups:
-    """Return a page of the table. search: words that the task, an id or a failure must all contain. Raises RunError."""
+    """Return a page of the table. Raises RunError.
+
+    search: words that the task, an id or a failure must all contain. component: of the reward, where `sort` says so.
+    """
     where, values = ["1"], list[Any]()
     if split is not None:
         where.append("g.split = ?")
@@ -67,8 +72,7 @@ def list_groups(
         where.append(f"({PRESETS[preset]})")
     if update is not None:
         where.append("(g.trained_version IN (SELECT value FROM json_each(?)) OR g.group_id GLOB ?)")
-        versions = [row.get("version") for row in run.rows("update") if row["update"] == update]
-        values += [json.dumps(versions), f"e{update:06d}*"]
+        values += [json.dumps(run.versions_of(update)), f"e{update:06d}*"]
     for word in search.split():
         where.append(
             "(instr(lower(g.task), lower(?)) OR instr(g.group_id, ?) OR g.group_id IN (SELECT group_id FROM "
@@ -76,16 +80,16 @@ def list_groups(
         )
         values += [word] * 4
     condition = " AND ".join(where)
-    by, joined = _COLUMNS.get(sort, "a.figure"), ""
+    by, joined, of_join = _COLUMNS.get(sort, "a.figure"), "", list[str]()
     if sort in _SUMS:
-        joined = (
-            f"JOIN (SELECT group_id, {_SUMS[sort]} AS figure FROM trajectories GROUP BY group_id) a USING (group_id)"
-        )
+        figures = f"SELECT group_id, {_SUMS[sort]} AS figure FROM trajectories GROUP BY group_id"
+        joined, of_join = f"JOIN ({figures}) a USING (group_id)", [component] * figures.count("?")
     way = "DESC" if descending else "ASC"
     total = run.ledger.query(f"SELECT count(*) AS total FROM groups g WHERE {condition}", *values)[0]["total"]
     rows = run.ledger.query(
         f"SELECT g.* FROM groups g {joined} WHERE {condition} ORDER BY {by} {way} NULLS LAST, g.rowid {way} "
         "LIMIT ? OFFSET ?",
+        *of_join,
         *values,
         limit,
         offset,
@@ -115,8 +119,9 @@ def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[Grou
 
 def attempt_of(row: Mapping[str, Any], states: dict[str, int]) -> Attempt:
     """Return an attempt, given its row of the ledger and how many of its steps ended how."""
+    own = {name: row[name] for name in Attempt.model_fields if name != "states"}
     said = {name: row[name] and clipped(row[name]) for name in ("failure_message", "warning")}
-    return Attempt(**{**row, **said, "components": _json(row["components"]), "states": states})
+    return Attempt(**{**own, **said, "components": _json(row["components"]), "states": states})
 
 
 def _group_row(run: RecordedRun, row: Mapping[str, Any], attempts: list[Attempt]) -> GroupRow:
@@ -151,7 +156,7 @@ def _json(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def follow_task(run: RecordedRun, task_id: str, split: str) -> Followed:
+def groups_of_task(run: RecordedRun, task_id: str, split: str) -> list[GroupRow]:
     """Return all groups of a task, oldest first. Raises RunError if none is on record."""
     rows = run.ledger.query(
         "SELECT * FROM groups WHERE split = ? AND instr(task, ?) AND json_extract(task, '$.task_id') = ? "
@@ -162,5 +167,4 @@ def follow_task(run: RecordedRun, task_id: str, split: str) -> Followed:
     )
     if not rows:
         raise RunError(f"no {split} task {task_id!r} in {run.path}")
-    groups = group_rows(run, rows)
-    return Followed(task_id=task_id, question=groups[0].question, groups=groups)
+    return group_rows(run, rows)

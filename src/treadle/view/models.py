@@ -90,16 +90,21 @@ class RunDetail(RunSummary):
     """Is what one run's page begins with. metrics: name -> unit, help and view, of each declared metric."""
 
     settings: list[Setting] = []
-    splits: list[Split] = []
-    states: list[StateCount] = []
-    failures: list[FailureCount] = []
     checkpoints: list[str] = []
     metrics: dict[str, Json] = {}
     summary: Json | None = None
 
 
+class Counts(BaseModel):
+    """Counts all that the ledger holds, which takes a second in a large run."""
+
+    splits: list[Split] = []
+    states: list[StateCount] = []
+    failures: list[FailureCount] = []
+
+
 class Metrics(BaseModel):
-    """Is what metrics.jsonl holds from row `start` on. generation: changes where the file is written anew."""
+    """Is what metrics.jsonl or intervals.jsonl holds from row `start` on. generation: changes where it is rewritten."""
 
     generation: str
     start: int
@@ -194,6 +199,23 @@ class Fate(BaseModel):
     rule: str
 
 
+class Rule(BaseModel):
+    """Is one way in which a step can end, with the function that decides it: its name and its source."""
+
+    state: str
+    reason: str | None
+    text: str
+    settings: list[str]
+    rule: str
+    source: str
+
+
+class Rules(BaseModel):
+    """Is all of them."""
+
+    rules: list[Rule]
+
+
 class Span(BaseModel):
     """Is a part of a step's tokens [start, end) with one role and kind: template, text, thought or call."""
 
@@ -209,14 +231,19 @@ class Column(BaseModel):
     name: str
     label: str
     help: str
-    scale: str = Field(description="low: small values stand out; diverging: sign; steps: whole numbers; flag: yes, no")
+    scale: str = Field(
+        description="what stands out: low: small log-probabilities; high: large values; around_one: ratios far from 1; "
+        "diverging: both signs; steps: whole numbers apart; flag: yes"
+    )
+    is_recorded: bool = True
 
 
 class StepView(BaseModel):
     """Is one model call. columns: name -> a value for each of its sampled tokens, by the trajectory's `columns`.
 
-    segment: of the tree, the one that its tokens end in; its ancestors hold the tokens before. waits: None until runs
-    record when a call was made.
+    segment: of the tree, the one that its tokens end in; its ancestors hold the tokens before. began, waited: seconds
+    from the attempt's first call to this one, and from there to its sampling; None where the run does not record them.
+    traced_in: the update whose learner the columns are of, if it is traced.
     """
 
     step: int
@@ -233,6 +260,9 @@ class StepView(BaseModel):
     shaping: float
     components: dict[str, float]
     seconds: float
+    began: float | None = None
+    waited: float | None = None
+    traced_in: int | None = None
     state_key: str
     versions: list[int]
     has_experts: bool
@@ -285,31 +315,37 @@ class TrajectoryView(BaseModel):
     next: str | None = None
 
 
-class GroupStep(BaseModel):
-    """Names a step in a group's tree."""
+class TreeStep(BaseModel):
+    """Names a step in a tree of several attempts."""
 
     trajectory_id: str
     step: int
     segment: int
     prompt_tokens: int
+    relation: Relation
     state: str
     reason: str | None
 
 
-class GroupView(BaseModel):
-    """Is one group: its attempts, and the tree of all their steps. apart: trajectory -> the token, counted in the
-    sequence of its last step, at which it first differs from the group's first attempt."""
+class AttemptsTree(BaseModel):
+    """Is some attempts at one task, and the tree of all their steps. apart: trajectory -> the token, counted in the
+    sequence of its last step, at which it first differs from the first attempt."""
+
+    texts: dict[int, str] = {}
+    special: list[int] = []
+    segments: list[Segment] = []
+    steps: list[TreeStep] = []
+    apart: dict[str, int] = {}
+    problems: list[str] = []
+
+
+class GroupView(AttemptsTree):
+    """Is one group."""
 
     run: str
     group: GroupRow
     ground_truth: Any = None
-    texts: dict[int, str] = {}
-    special: list[int] = []
-    segments: list[Segment] = []
-    steps: list[GroupStep] = []
-    apart: dict[str, int] = {}
     cost: Cost | None = None
-    problems: list[str] = []
     previous: str | None = None
     next: str | None = None
 
@@ -333,19 +369,35 @@ class SearchResult(BaseModel):
     problems: list[str]
 
 
-class Followed(BaseModel):
-    """Is one task in all evaluations, or in all epochs of training."""
+class Followed(AttemptsTree):
+    """Is one task in all evaluations, or in all epochs of training. The tree holds the attempts that are drawn."""
 
     task_id: str
     question: str
     groups: list[GroupRow]
 
 
+class Calls(BaseModel):
+    """Is when the calls of an update's attempts were made. attempts: in the order of their first calls.
+
+    calls: (index of the attempt, step, seconds since the first of all, seconds of those waited or None, seconds).
+    unknown: calls of which no time is recorded.
+    """
+
+    attempts: list[str] = []
+    rewards: list[float | None] = []
+    calls: list[tuple[int, int, float, float | None, float]] = []
+    unknown: int = 0
+    problems: list[str] = []
+
+
 class Breaks(BaseModel):
-    """Is what `treadle report` says of a run's tokens: packing, relations, and shards that cannot be read."""
+    """Is what `treadle report` says of a run's tokens: packing, relations, and shards that cannot be read. updates: of
+    each update, the tokens that training computes by packing, and those it computes again for breaks."""
 
     packing: Json
     relations: Json
+    updates: list[Json]
     missing_shards: list[str]
     damaged_shards: list[str]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -19,6 +21,7 @@ from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.metrics import DECLARED
 from treadle.orchestration.schema import migrated
+from treadle.orchestration.store.ledger import trace_file
 from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.recorded import parse_tokenizer
 from treadle.orchestration.store.run_directory import MetricsLog, RunDirectory
@@ -29,13 +32,17 @@ from treadle.view.texts import TokenTexts, clipped
 T = TypeVar("T")
 _SPARKLINE = 60  # points of a run's reward in the list of runs
 _SPEED_OVER = 10  # updates
+_MOST_OPEN = 8  # runs of which is kept what was read
 
 
-class MetricsFollower:
-    """Reads metrics.jsonl as it grows: each line once. Where it was written anew, from its beginning."""
+class LinesFollower:
+    """Reads metrics.jsonl, or intervals.jsonl, as it grows: each line once. Where it was written anew, all of it.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    names: what each row must have.
+    """
+
+    def __init__(self, path: Path, names: Iterable[str] = ("kind", "update")) -> None:
+        self._path, self._names = path, frozenset(names)
         self._lock = Lock()
         self._file: tuple[int, int] | None = None  # device and inode
         self._offset = self._lines = self._times = 0
@@ -68,7 +75,7 @@ class MetricsFollower:
                 continue
             self._lines += 1
             row = parse_checked_json(line)
-            if row is None or "kind" not in row or "update" not in row:
+            if row is None or not self._names <= row.keys():
                 self._log.unreadable.append(self._lines)
             else:
                 self._log.rows.append(row)
@@ -81,12 +88,22 @@ class RecordedRun:
         self.path, self.key = path, key
         self.directory = RunDirectory(path)
         self.ledger = LedgerReader(self.directory.ledger_file)
-        self._metrics = MetricsFollower(self.directory.metrics_file)
+        self._follow_lines()
         self._kept: dict[str, tuple[object, Any]] = {}
+
+    def _follow_lines(self) -> None:
+        self._metrics = LinesFollower(self.directory.metrics_file)
+        self._intervals = LinesFollower(self.directory.intervals_file, ("update", "phase", "started", "seconds"))
+
+    def release(self) -> None:
+        """Forget what was read, save the line in the list of runs: a server may look at hundreds."""
+        self._follow_lines()
+        self._kept = {name: value for name, value in self._kept.items() if name == "summary"}
 
     def signature(self) -> str:
         """Return a text that changes whenever anything that is shown may have changed."""
-        files = (self.directory.metrics_file, self.directory.summary_file, self.directory.config_file)
+        own = self.directory
+        files = (own.metrics_file, own.intervals_file, own.summary_file, own.config_file)
         parts = [(s.st_mtime_ns, s.st_size) for f in files if f.is_file() for s in (f.stat(),)]
         return f"{sha256_of(repr((parts, self.ledger.signature(), self.state())).encode())[:16]}"
 
@@ -124,6 +141,9 @@ class RecordedRun:
     def metrics(self) -> tuple[str, MetricsLog]:
         return self._metrics.read()
 
+    def intervals(self) -> tuple[str, MetricsLog]:
+        return self._intervals.read()
+
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl of one kind, `update` or `evaluation`."""
         return [row for row in self.metrics()[1].rows if row["kind"] == kind]
@@ -140,26 +160,34 @@ class RecordedRun:
             raise DamageError(f"the ledger {self.ledger.path} does not know the shard {name}; restore it from a copy")
         return WrittenFile(name, rows[0]["sha256"])
 
+    def traces(self, version: int | None) -> WrittenFile | None:
+        """Return the file with the traces of groups that were trained with this version; None without any."""
+        if version is None:
+            return None
+        name = trace_file(version)
+        rows = self.ledger.query("SELECT sha256 FROM files WHERE name = ?", f"traces/{name}")
+        return WrittenFile(name, rows[0]["sha256"]) if rows else None
+
     def texts(self) -> tuple[TokenTexts, str | None]:
         """Return the texts of tokens, and why there is no tokenizer: then they are shown by their ids."""
         latest = self._latest_checkpoint()
 
         def read() -> tuple[TokenTexts, str | None]:
             try:
-                return TokenTexts(parse_tokenizer(*self._tokenizer_file(latest))), None
+                return _texts_of(self._tokenizer_file(latest)), None
             except (TreadleError, OSError) as error:
                 return TokenTexts(None), f"tokens are shown by their ids, there is no tokenizer: {error}"
 
         return self.kept("texts", latest, read)
 
-    def _tokenizer_file(self, latest: str | None) -> tuple[bytes, Path]:
+    def _tokenizer_file(self, latest: str | None) -> _TokenizerFile:
         if latest is not None and (self.directory.checkpoints / latest).is_dir():
             folder = self.directory.checkpoints / latest
             recorded = self._files(f"checkpoints/{latest}/{MANIFEST}")
             manifest = Manifest.load(folder, recorded[0]["sha256"] if recorded else None, "restore it from a copy")
-            return manifest.read("tokenizer.json"), folder
+            return _TokenizerFile(manifest.read("tokenizer.json"), folder)
         folder = tokenizer_directory(self.config().model)
-        return (folder / "tokenizer.json").read_bytes(), folder
+        return _TokenizerFile((folder / "tokenizer.json").read_bytes(), folder)
 
     def _latest_checkpoint(self) -> str | None:
         try:
@@ -174,6 +202,10 @@ class RecordedRun:
     def update_of(self, version: int | None) -> int | None:
         """Return the update whose batch this version of the policy was trained with; None if it is not logged."""
         return next((row["update"] for row in self.rows("update") if row.get("version") == version), None)
+
+    def versions_of(self, update: int) -> list[int]:
+        """Return the versions of the policy that an update was made with: one, or none if it is not logged."""
+        return [row["version"] for row in self.rows("update") if row["update"] == update and "version" in row]
 
     # --- pages -------------------------------------------------------------------------------------------------------
 
@@ -229,14 +261,18 @@ class RecordedRun:
             pass
         except (OSError, ValueError) as error:
             found.problems.append(f"summary.json cannot be read: {error}")
-        if self.ledger.path.is_file():
-            try:
-                self._count(found)
-            except RunError as error:
-                found.problems.append(str(error))
+        with suppress(RunError):  # as above
+            rows = self.ledger.query("SELECT DISTINCT directory FROM checkpoints ORDER BY number")
+            found.checkpoints = [r["directory"] for r in rows if (self.directory.checkpoints / r["directory"]).is_dir()]
         return found
 
-    def _count(self, found: models.RunDetail) -> None:
+    def counts(self) -> models.Counts:
+        """Return what the ledger holds; nothing where there is none yet. Raises RunError."""
+        if not self.ledger.path.is_file():
+            return models.Counts()
+        return self.kept("counts", self.ledger.signature(), self._count)
+
+    def _count(self) -> models.Counts:
         split = "JOIN groups g USING (group_id)"
         attempts = self.ledger.query(
             "SELECT split, count(*) AS trajectories, count(failure_cause) AS failed, count(DISTINCT group_id) AS "
@@ -252,22 +288,38 @@ class RecordedRun:
             f"sum(s.completion_tokens) AS completion_tokens FROM ({of_trajectory}) s "
             f"JOIN trajectories t USING (trajectory_id) {split} GROUP BY 1, 2, 3 ORDER BY 1 DESC, 4 DESC"
         )
+        splits = []
         for name, row in sorted(failed.items(), reverse=True):
             own = [s for s in states if s["split"] == name]
             tokens = {k: sum(s[k] for s in own) for k in ("prompt_tokens", "completion_tokens")}
-            found.splits.append(models.Split(**row, steps=sum(s["count"] for s in own), **tokens))
-        names = ("split", "state", "reason", "count")
-        found.states = [
-            models.StateCount(**{n: row[n] for n in names}, text=rule_of(row["state"], row["reason"]).text)
-            for row in states
-        ]
+            splits.append(models.Split(**row, steps=sum(s["count"] for s in own), **tokens))
         failures = self.ledger.query(
             "SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
             "trajectory_id FROM trajectories WHERE failure_cause IS NOT NULL GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 20"
         )
-        found.failures = [models.FailureCount(**{**row, "message": clipped(row["message"])}) for row in failures]
-        rows = self.ledger.query("SELECT DISTINCT directory FROM checkpoints ORDER BY number")
-        found.checkpoints = [r["directory"] for r in rows if (self.directory.checkpoints / r["directory"]).is_dir()]
+        names = ("split", "state", "reason", "count")
+        return models.Counts(
+            splits=splits,
+            states=[
+                models.StateCount(**{n: row[n] for n in names}, text=rule_of(row["state"], row["reason"]).text)
+                for row in states
+            ],
+            failures=[models.FailureCount(**{**row, "message": clipped(row["message"])}) for row in failures],
+        )
+
+
+@dataclass(frozen=True)
+class _TokenizerFile:
+    """Holds a tokenizer.json. folder: where it lay, for errors."""
+
+    content: bytes
+    folder: Path = field(compare=False)
+
+
+@lru_cache(maxsize=2)
+def _texts_of(tokenizer: _TokenizerFile) -> TokenTexts:
+    """Return the texts of a tokenizer. It takes much memory, so that runs of the same model share it."""
+    return TokenTexts(parse_tokenizer(tokenizer.content, tokenizer.folder))
 
 
 def _pace(rows: Sequence[dict[str, Any]]) -> float | None:
@@ -291,6 +343,7 @@ class Runs:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.roots = list(paths)
         self._runs: dict[Path, RecordedRun] = {}
+        self._open: list[RecordedRun] = []  # the latest that were asked for, the newest last
         self._lock = Lock()
 
     def all(self) -> list[RecordedRun]:
@@ -302,11 +355,21 @@ class Runs:
                     self._runs[path] = RecordedRun(path, self._key(path))
             return [self._runs[path] for path in sorted(dict.fromkeys(there), key=_changed, reverse=True)]
 
+    def summaries(self) -> list[models.RunSummary]:
+        """Return the lines of all runs."""
+        found = []
+        for run in self.all():
+            found.append(run.summary())
+            if run not in self._open:
+                run.release()
+        return found
+
     def get(self, key: str) -> RecordedRun:
         """Return a run by its key. Raises KeyError."""
         for _ in range(2):
             with self._lock:
                 if (found := next((r for r in self._runs.values() if r.key == key), None)) is not None:
+                    self._open = [*(run for run in self._open if run is not found), found][-_MOST_OPEN:]
                     return found
             self.all()
         raise KeyError(key)

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from treadle.core.text import escape_text
-from treadle.core.types import Ids
+from treadle.core.types import Ids, MessageSpan
 from treadle.view.models import Span
 
 _PIECE = "\ufffd"  # what an unfinished character decodes to
@@ -92,7 +92,7 @@ def _writable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-# Messages. Runs do not record yet where messages begin: they are recognised by the special tokens around them.
+# Messages. Where a run does not record where they begin, they are recognised by the special tokens around them.
 
 _HEADERS = re.compile(
     r"<\|im_start\|>(?P<a>\w*)\n?|<\|start_header_id\|>(?P<b>\w*)<\|end_header_id\|>\n*|<start_of_turn>(?P<c>\w*)\n?"
@@ -179,3 +179,15 @@ def extended_spans(base: Sequence[Span], shared: int, ids: Sequence[int], texts:
     role = kept[-1].role if kept else ""
     new = message_spans(ids[shared:], texts, role)
     return kept + [s.model_copy(update={"start": s.start + shared, "end": s.end + shared}) for s in new]
+
+
+def recorded_spans(prompt: Sequence[MessageSpan], ids: Sequence[int], texts: TokenTexts) -> list[Span]:
+    """Return the spans of a sequence of whose prompt they are recorded; those of its reply are recognised."""
+    found: list[Span] = []
+    start = 0
+    for span in prompt:
+        _add_span(found, start, span.end, span.role, span.kind)
+        start = span.end
+    role = found[-1].role if found else ""
+    reply = message_spans(ids[start:], texts, role)
+    return found + [s.model_copy(update={"start": s.start + start, "end": s.end + start}) for s in reply]

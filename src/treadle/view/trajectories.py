@@ -9,40 +9,26 @@ from typing import Any
 from treadle.core.errors import DamageError, RunError, TreadleError
 from treadle.core.prefix import common_prefix
 from treadle.core.text import escape_text
-from treadle.core.types import Ids, Step
+from treadle.core.trainer import StepTrace
+from treadle.core.types import Ids, Step, StepState
 from treadle.orchestration.reporting.report import PackingCount
 from treadle.orchestration.store.recorded import step_relations
 from treadle.orchestration.store.rollout_store import read_shard, read_steps
+from treadle.orchestration.store.trace_store import read_traces
 from treadle.packing.breaks import Relation
 from treadle.packing.flat import PackedCall
 from treadle.view import models
+from treadle.view.columns import columns_of, step_columns
 from treadle.view.fates import fate
-from treadle.view.groups import group_rows
+from treadle.view.groups import group_rows, groups_of_task
 from treadle.view.recorded_run import RecordedRun
 from treadle.view.segments import prefix_runs
-from treadle.view.texts import TokenTexts, extended_spans, message_spans
-
-COLUMNS = (
-    models.Column(
-        name="logprob",
-        label="log-prob, engine",
-        help="log-probability under the distribution that the token was sampled from",
-        scale="low",
-    ),
-    models.Column(
-        name="advantage",
-        label="advantage",
-        help="what the loss weighs the token with; none if masked",
-        scale="diverging",
-    ),
-    models.Column(name="mask", label="mask", help="whether the token may be trained", scale="flag"),
-    models.Column(name="version", label="version", help="of the policy that sampled the token", scale="steps"),
-    models.Column(name="reward", label="token reward", help="given for this very token", scale="diverging"),
-)
-"""What runs record of each sampled token today. A column that a run does not have is left out."""
+from treadle.view.texts import TokenTexts, extended_spans, message_spans, recorded_spans
 
 _SNIPPET = 60  # characters on either side of what was found
 _MOST_FOUND = 200
+_MOST_DRAWN = 24  # attempts side by side
+_COMPUTED = (StepState.TRAINED, StepState.RECORDED)  # steps that are in an update, or still will be
 
 
 def view_trajectory(run: RecordedRun, trajectory_id: str) -> models.TrajectoryView:
@@ -105,7 +91,12 @@ def _add_tokens(
     row: Mapping[str, Any],
 ) -> None:
     """Add what is token by token. rows: the steps' rows of the ledger; row: the trajectory's."""
-    texts, found.problem = run.texts()
+    texts, no_texts = run.texts()
+    traces, no_traces = _traces(
+        run, found.attempt.trajectory_id, found.group.version if found.split == "train" else None
+    )
+    found.problem = "; ".join(filter(None, (no_texts, no_traces))) or None
+    first_call = min((step.started for step in steps if step.started is not None), default=0.0)
     calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
     found.segments, ends = _segments(calls, texts)
     found.texts, found.special = _vocabulary(found.segments, texts)
@@ -114,7 +105,11 @@ def _add_tokens(
     for number, (step, call, relation) in enumerate(zip(steps, calls, related, strict=True)):
         ids = call.token_ids.tolist()
         base = spans[relation.base] if relation.base is not None else []
-        spans.append(extended_spans(base, relation.shared, ids, texts) if base else message_spans(ids, texts))
+        if step.prompt_spans is not None:
+            spans.append(recorded_spans(step.prompt_spans, ids, texts))
+        else:
+            spans.append(extended_spans(base, relation.shared, ids, texts) if base else message_spans(ids, texts))
+        trace = traces.get(number)
         found.steps.append(
             models.StepView(
                 step=number,
@@ -124,7 +119,10 @@ def _add_tokens(
                 relation=_relation(relation),
                 fate=fate(rows[number], row, found.group.update, int(step.mask.sum())),
                 spans=spans[-1],
-                columns=_columns(step, row["advantage"]),
+                columns=step_columns(step, row["advantage"], trace),
+                traced_in=trace.update if trace else None,
+                began=None if step.started is None else step.started - first_call,
+                waited=step.waited,
                 stop_reason=str(step.stop_reason),
                 temperature=step.sampling.temperature,
                 reward=step.reward,
@@ -136,11 +134,20 @@ def _add_tokens(
                 has_experts=step.routing is not None,
             )
         )
-    there = {name for step in found.steps for name in step.columns}
-    found.columns = [column for column in COLUMNS if column.name in there]
-    trained = [call for call, step in zip(calls, rows, strict=True) if step["state"] in ("trained", "recorded")]
+    found.columns = columns_of((name for step in found.steps for name in step.columns), found.split)
+    trained = [call for call, step in zip(calls, rows, strict=True) if step["state"] in _COMPUTED]
     if found.split == "train" and trained:
         found.cost = _cost(run, [trained])
+
+
+def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[dict[int, StepTrace], str | None]:
+    """Return what the last update that trained a trajectory computed of each step, and why that cannot be read."""
+    try:
+        file = run.traces(version)
+        traces = [] if file is None else read_traces(run.directory.traces, file, trajectory_id)
+    except TreadleError as error:
+        return {}, str(error)
+    return {trace.step: trace for trace in sorted(traces, key=lambda trace: trace.update)}, None
 
 
 def _segments(calls: Sequence[PackedCall], texts: TokenTexts) -> tuple[list[models.Segment], list[int]]:
@@ -179,19 +186,6 @@ def _relation(relation: Relation) -> models.Relation:
     )
 
 
-def _columns(step: Step, advantage: float | None) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {
-        "logprob": [round(value, 6) for value in step.logprobs.tolist()],
-        "mask": step.mask.tolist(),
-        "version": step.policy_versions.tolist(),
-    }
-    if advantage is not None:
-        columns["advantage"] = [advantage if mask else None for mask in columns["mask"]]
-    if step.given.tokens is not None:
-        columns["reward"] = step.given.tokens.tolist()
-    return columns
-
-
 def _cost(run: RecordedRun, attempts: Sequence[Sequence[PackedCall]]) -> models.Cost:
     """Count what training computes of some attempts' steps, by what it shares; `tree` within a group."""
     count = PackingCount()
@@ -223,26 +217,49 @@ def view_group(run: RecordedRun, group_id: str) -> models.GroupView:
         previous=next((r["group_id"] for r in around if r["is_before"]), None),
         next=next((r["group_id"] for r in around if not r["is_before"]), None),
     )
+    trained = _add_attempts(found, run, group.attempts)
+    if group.split == "train" and any(trained):
+        found.cost = _cost(run, [own for own in trained if own])
+    return found
+
+
+def follow_task(run: RecordedRun, task_id: str, split: str) -> models.Followed:
+    """Return all groups of a task, oldest first, and the tree of attempts of each. Raises RunError if there is none."""
+    groups = groups_of_task(run, task_id, split)
+    found = models.Followed(task_id=task_id, question=groups[0].question, groups=groups)
+    attempts = [(attempt.attempt, -n, attempt) for n, group in enumerate(groups) for attempt in group.attempts]
+    drawn = sorted(attempts, key=lambda one: one[:2])[:_MOST_DRAWN]
+    if len(drawn) < len(attempts):
+        found.problems.append(f"{len(drawn)} of {len(attempts)} attempts are side by side: first ones, newest first")
+    _add_attempts(found, run, [attempt for *_, attempt in sorted(drawn, key=lambda one: (-one[1], one[0]))])
+    return found
+
+
+def _add_attempts(
+    found: models.AttemptsTree, run: RecordedRun, attempts: Sequence[models.Attempt]
+) -> list[list[PackedCall]]:
+    """Add the tree of all steps whose tokens can be read; returns the calls that training computes of each attempt."""
     texts, no_texts = run.texts()
     found.problems += [no_texts] if no_texts else []
     calls: list[PackedCall] = []
     trained: list[list[PackedCall]] = []
     whole: dict[str, Ids] = {}
-    for number, (attempt, steps) in enumerate(_read_attempts(run, group, found.problems)):
-        states = {row["step"]: row for row in run.ledger.query(
-            "SELECT step, state, reason FROM steps WHERE trajectory_id = ?", attempt.trajectory_id)}  # fmt: skip
+    for number, (attempt, steps) in enumerate(_read_attempts(run, attempts, found.problems)):
+        rows = run.ledger.query("SELECT step, state, reason FROM steps WHERE trajectory_id = ?", attempt.trajectory_id)
+        states = {row["step"]: row for row in rows}
         trained.append([])
-        for at, step in enumerate(steps):
+        for at, (step, relation) in enumerate(zip(steps, step_relations(steps, texts.decode), strict=True)):
             call = PackedCall(step.full_ids, len(step.prompt_ids), first=0, trajectory=number)
             state = states.get(at, {"state": "recorded", "reason": None})
             calls.append(call)
-            trained[-1] += [call] if state["state"] in ("trained", "recorded") else []
+            trained[-1] += [call] if state["state"] in _COMPUTED else []
             found.steps.append(
-                models.GroupStep(
+                models.TreeStep(
                     trajectory_id=attempt.trajectory_id,
                     step=at,
                     segment=-1,
                     prompt_tokens=len(step.prompt_ids),
+                    relation=_relation(relation),
                     state=state["state"],
                     reason=state["reason"],
                 )
@@ -256,18 +273,17 @@ def view_group(run: RecordedRun, group_id: str) -> models.GroupView:
     first = next(iter(whole.values()), None)
     if first is not None:
         found.apart = {name: common_prefix(first, ids) for name, ids in whole.items()}
-    if group.split == "train" and any(trained):
-        found.cost = _cost(run, [own for own in trained if own])
-    return found
+    return trained
 
 
 def _read_attempts(
-    run: RecordedRun, group: models.GroupRow, problems: list[str]
+    run: RecordedRun, attempts: Sequence[models.Attempt], problems: list[str]
 ) -> Iterator[tuple[models.Attempt, list[Step]]]:
     """Yield the attempts with their steps; what cannot be read is said in `problems`, once."""
-    rows = run.ledger.query("SELECT trajectory_id, shard FROM trajectories WHERE group_id = ?", group.group_id)
-    shards = {row["trajectory_id"]: row["shard"] for row in rows}
-    for attempt in group.attempts:
+    names = json.dumps([attempt.trajectory_id for attempt in attempts])
+    sql = "SELECT trajectory_id, shard FROM trajectories WHERE trajectory_id IN (SELECT value FROM json_each(?))"
+    shards = {row["trajectory_id"]: row["shard"] for row in run.ledger.query(sql, names)}
+    for attempt in attempts:
         try:
             shard = run.shard(shards[attempt.trajectory_id])
             yield attempt, read_steps(run.directory.rollouts, shard, attempt.trajectory_id)
@@ -279,11 +295,10 @@ def _read_attempts(
 
 def search_update(run: RecordedRun, update: int, text: str) -> models.SearchResult:
     """Return where the trajectories of an update hold a text, sampled or read anew by a step. Raises RunError."""
-    versions = [row.get("version") for row in run.rows("update") if row["update"] == update]
     rows = run.ledger.query(
         "SELECT trajectory_id, shard FROM trajectories JOIN groups USING (group_id) WHERE trained_version IN (SELECT "
         "value FROM json_each(?)) OR group_id GLOB ? ORDER BY shard, trajectories.rowid",
-        json.dumps(versions),
+        json.dumps(run.versions_of(update)),
         f"e{update:06d}*",
     )
     texts, problem = run.texts()

@@ -16,6 +16,7 @@ from tests.models import tiny
 from tests.sources import FixedWeights
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
+from treadle.core.trainer import WeightSource
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.vllm.launch import ServerProcess, find_python
@@ -102,7 +103,7 @@ def connect(servers: dict[str, Served], tmp_path: Path) -> Connect:
         in_flight: str = "keep",
         transfer: str = "shared_memory",
         urls: Sequence[str] = (),
-        source: FixedWeights | None = None,
+        source: WeightSource | None = None,
         **options: Any,
     ) -> AsyncIterator[VLLMEngine]:
         for name in names:

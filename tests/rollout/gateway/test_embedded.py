@@ -76,5 +76,5 @@ async def test_eight_identical_requests_are_eight_samples(together: bool) -> Non
 async def test_no_step_is_lost_doubled_or_misplaced_in_a_storm_of_disconnects() -> None:
     async with embedded(grace=0.1) as server:
         found = await storm(server, sessions=64, seconds=20.0, seed=2)
-    assert found["live"] == found["answers"] > 500
+    assert found["live"] == found["answers"] > 100
     assert found["dropped"] > 20

@@ -138,7 +138,7 @@ def test_gradients_are_the_references(window: int | None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Distutils was imported")  # within the compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Distutils", "ignore:Setuptools")  # the compiler's
 def test_compiled_it_uses_the_blocks_for_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, in float32, as a GPU would: compiled for any lengths, a handful of times for dozens of trees."""
     compiled: Callable[..., Tensor] = flex._attend("cuda")

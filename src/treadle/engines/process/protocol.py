@@ -70,6 +70,7 @@ def completion_message(completion: Completion) -> Message:
         "routing": None
         if completion.routing is None
         else [completion.routing.shape, completion.routing.ravel().tolist()],
+        "waited": completion.waited,
     }
 
 
@@ -82,6 +83,7 @@ def completion_of(message: Message) -> Completion:
         stop_reason=StopReason(message["stop_reason"]),
         policy_versions=tuple(VersionSpan(*span) for span in message["policy_versions"]),
         routing=None if routing is None else np.array(routing[1], np.int16).reshape(routing[0]),
+        waited=message["waited"],
     )
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
 
+from treadle.core.child_process import exit_in_words, start_child
 from treadle.core.errors import EngineError
 from treadle.engines.process.protocol import LONGEST_LINE, Message, Outbox, decode
 
@@ -47,25 +45,12 @@ class Link:
 
     @classmethod
     async def start(cls, module: str, log: Path) -> Link:
-        """Run `python -m module FD`, FD being the other end of the channel. log: where its output is appended.
-
-        It runs in a session of its own, so that Ctrl-C reaches only this process, which may need the other to finish.
-        Its standard input is a pipe without input that closes when this process ends, however that happens; it must end
-        then.
-        """
+        """Run a module as `start_child` does, with a channel to it. log: where its output is appended."""
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") as output:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LONGEST_LINE)
             try:  # nothing is awaited from here on: a cancelled caller leaves no process
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
+                process = start_child(module, theirs, output)
             except OSError:
                 writer.transport.abort()
                 raise
@@ -123,9 +108,7 @@ class Link:
             async for line in self._reader:
                 for message in decode(line):
                     self._take(message)
-        code = await self._reap()
-        name = f" ({signal.strsignal(-code)})" if code < 0 else ""
-        self.exit_code = f"code {code}{name}{self._killed}"
+        self.exit_code = exit_in_words(await self._reap()) + self._killed
         self._end(f"the engine's process ended with {self.exit_code}; {self.tail()}")
 
     def _take(self, message: Message) -> None:

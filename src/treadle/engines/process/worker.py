@@ -7,12 +7,8 @@ cancelled meanwhile. The process ends when the channel closes.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 import sys
-import threading
-import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict
@@ -24,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from treadle.core.child_process import end_with_parent
 from treadle.core.errors import TreadleError
 from treadle.engines.process.protocol import (
     LONGEST_LINE,
@@ -36,8 +33,6 @@ from treadle.engines.process.protocol import (
 from treadle.engines.stop_strings import Decode
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
-
-_GRACE = 10.0  # seconds to end by itself once the other process has ended
 
 
 class _Server:
@@ -142,21 +137,6 @@ async def _serve(first: Message, reader: asyncio.StreamReader, outbox: Outbox) -
                 server.take(message)
     finally:
         await server.close()
-
-
-def end_with_parent() -> None:
-    """Kill this process if it outlives the one that started it, however that one dies, by more than `_GRACE` seconds.
-
-    That process holds the other end of standard input, which then closes.
-    """
-
-    def watch() -> None:
-        while os.read(0, 1024):
-            pass
-        time.sleep(_GRACE)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -37,13 +38,14 @@ class EngineCounters:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Requests one completion. cancelled: it is no longer wanted; set from any thread."""
+    """Requests one completion. cancelled: it is no longer wanted; set from any thread. made: when, in seconds."""
 
     session: int
     prompt: Ids
     sampling: SamplingParams
     salt: str | None = None
     cancelled: bool = False
+    made: float = field(default_factory=time.perf_counter)
 
     @property
     def positions(self) -> int:
@@ -53,12 +55,16 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A call in the batch. starts: (version, first token sampled by it). ended: why it samples no more."""
+    """A call in the batch. starts: (version, first token sampled by it). ended: why it samples no more.
+
+    waited: seconds before it joined.
+    """
 
     call: Call
     cached: Cached
     stops: StopStrings | None
     starts: list[tuple[int, int]]
+    waited: float
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routing: list[Routing] = field(default_factory=list)
@@ -80,6 +86,7 @@ class _Row:
             stop_reason=reason,
             policy_versions=tuple(VersionSpan(v, a, b) for (v, a), b in zip(self.starts, ends, strict=True) if a < b),
             routing=np.stack(self.routing) if self.routing else None,
+            waited=self.waited,
         )
 
 
@@ -195,7 +202,8 @@ class Batch:
     def _row(self, call: Call) -> _Row:
         stop = call.sampling.stop
         stops = StopStrings(stop, self._decode) if stop and self._decode is not None else None
-        return _Row(call, Cached(call.session, call.salt, call.prompt), stops, [(self.version, 0)])
+        waited = time.perf_counter() - call.made
+        return _Row(call, Cached(call.session, call.salt, call.prompt), stops, [(self.version, 0)], waited)
 
     # --- prompts -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, TypeVar
 
 import torch
@@ -102,11 +102,12 @@ class Packed:
 
     dtype: torch.dtype
 
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[torch.device, list[Bucket]]:
+    def write(
+        self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]
+    ) -> tuple[torch.device, list[Bucket]]:
         """Return the device on which the weights are, and the buckets."""
-        here = dict(weights)
-        device = next((tensor.device for tensor in here.values()), torch.device("cpu"))
-        return device, list(_packed(here, self.dtype))
+        device = next((tensor.device for tensor in described.values()), torch.device("cpu"))
+        return device, list(_packed(described, iter(weights), self.dtype))
 
 
 class Buckets:
@@ -128,11 +129,14 @@ class Buckets:
         self._buckets = []
 
 
-def _packed(weights: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Bucket]:
-    """Yield buckets in the order of names."""
-    for names in cut({name: _bytes(weights[name], dtype) for name in sorted(weights)}, _BUCKET):
-        tensors = [to_host(weights[name], dtype) for name in names]
-        yield Bucket(tensors[0].dtype, {name: tuple(weights[name].shape) for name in names}, pack(tensors))
+def _packed(
+    described: Mapping[str, Tensor], weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[Bucket]:
+    """Yield buckets in the order of names, each as soon as its weights have come."""
+    for names in cut({name: _bytes(tensor, dtype) for name, tensor in described.items()}, _BUCKET):
+        tensors = {name: to_host(tensor, dtype) for name, tensor in islice(weights, len(names))}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        yield Bucket(tensors[names[0]].dtype, shapes, pack(list(tensors.values())))
 
 
 def cut(sizes: Mapping[str, tuple[torch.dtype, int]], limit: int) -> list[list[str]]:

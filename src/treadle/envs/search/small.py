@@ -75,7 +75,11 @@ class Question(NamedTuple):
 def world(split: str) -> World:
     """Return the half of the corpus's world that a split asks about."""
     draws, half = random.Random(f"search_small/{split}"), SPLITS.index(split)
-    people, companies = _pairs(FIRST_NAMES, LAST_NAMES, half), _pairs(BRANDS, TRADES, half)
+    return _world(_pairs(FIRST_NAMES, LAST_NAMES, half), _pairs(BRANDS, TRADES, half), draws)
+
+
+def _world(people: Sequence[str], companies: Sequence[str], draws: random.Random) -> World:
+    """Draw what is true of these people and companies."""
     values = {"is in": CITIES, "makes": PRODUCTS, "works at": companies, "likes": HOBBIES}
 
     def facts(*kinds: str) -> dict[str, str]:
@@ -90,6 +94,10 @@ def _pairs(first: Sequence[str], second: Sequence[str], half: int) -> list[str]:
     return [f"{a} {b}" for (i, a), (j, b) in product(enumerate(first), enumerate(second)) if (i + j) % 2 == half]
 
 
+def _drawn(first: Sequence[str], second: Sequence[str], count: int, draws: random.Random) -> list[str]:
+    return [f"{a} {b}" for a, b in zip(draws.sample(first, count), draws.sample(second, count), strict=True)]
+
+
 @cache
 def passages() -> tuple[str, ...]:
     """Return what is searched: a passage about everybody and every company of both splits."""
@@ -101,21 +109,24 @@ def passages() -> tuple[str, ...]:
 @cache
 def questions(split: str, hops: int) -> tuple[Question, ...]:
     """Return all questions of a split that take one search, or two, in a drawn order."""
-    own = world(split)
-    found = [
+    found = _questions(world(split), hops)
+    random.Random(f"search_small/questions/{split}/{hops}").shuffle(found)
+    return tuple(found)
+
+
+def _questions(own: World, hops: int) -> list[Question]:
+    if hops == 2:
+        return [
+            Question(text.format(name), (name, facts["works at"]), own.companies[facts["works at"]][fact])
+            for name, facts in own.people.items()
+            for fact, text in _OF_COMPANIES.items()
+        ]
+    return [
         Question(text.format(name), (name,), facts[fact])
         for entities, texts in ((own.people, _PEOPLE), (own.companies, _COMPANIES))
         for name, facts in entities.items()
         for fact, text in texts.items()
     ]
-    if hops == 2:
-        found = [
-            Question(text.format(name), (name, facts["works at"]), own.companies[facts["works at"]][fact])
-            for name, facts in own.people.items()
-            for fact, text in _OF_COMPANIES.items()
-        ]
-    random.Random(f"search_small/questions/{split}/{hops}").shuffle(found)
-    return tuple(found)
 
 
 class SearchSmall(Search):
@@ -193,7 +204,8 @@ def demonstration(
 
     A share `drill` are reading drills (a question of one search with its passage, and the answer), a stand-in for
     pretraining. The others are episodes: a share `expert` of them correct, the rest blind to the question: they search
-    whom it names, or also the company that they read of, and answer anything of the last passage.
+    whom it names, or also the company that they read of, and answer anything of the last passage. Each conversation has
+    a world of its own, drawn with its names, which tells nothing of the corpus: only reading can be learned.
 
     Drills are placed by index, so that any n conversations in a row hold n * drill of them, give or take one;
     everything else is drawn from (seed, index). topk: passages that are shown. Raises ConfigError for a share outside
@@ -203,17 +215,18 @@ def demonstration(
     check_share("drill", drill)
     hops = _check_hops(hops)
     draws = random.Random(f"search_small/demonstration/{seed}/{index}")
+    own = _world(_drawn(FIRST_NAMES, LAST_NAMES, 4, draws), _drawn(BRANDS, TRADES, 3, draws), draws)
     if floor((index + 1) * drill) > floor(index * drill):
-        return _drill(draws, topk)
-    question = draws.choice(questions("train", draws.choice(hops)))
+        return _drill(own, draws, topk)
+    question = draws.choice(_questions(own, draws.choice(hops)))
     if draws.random() >= expert:
-        question = _blind(question, draws)
-    return _episode(question, topk)
+        question = _blind(question, own, draws)
+    return _episode(question, own, topk)
 
 
-def _blind(question: Question, draws: random.Random) -> Question:
+def _blind(question: Question, own: World, draws: random.Random) -> Question:
     """Return the question with searches, and an answer, that do not depend on what is asked of whom it names."""
-    own, name = world("train"), question.names[0]
+    name = question.names[0]
     names: tuple[str, ...] = (name,)
     if name in own.people and draws.random() < 0.5:
         names = (name, own.people[name]["works at"])
@@ -221,25 +234,26 @@ def _blind(question: Question, draws: random.Random) -> Question:
     return Question(question.text, names, draws.choice(list(facts.values())))
 
 
-def _episode(question: Question, topk: int) -> tuple[Message, ...]:
+def _episode(question: Question, own: World, topk: int) -> tuple[Message, ...]:
     messages = [*_prompt(question)]
     for name in question.names:
         messages.append(Message(role="assistant", content=f"<search> {name}</search>"))
-        messages.append(Message(role="user", content=_observation(name, topk)))
+        messages.append(Message(role="user", content=_observation(name, own, topk)))
     return (*messages, Message(role="assistant", content=f"<answer> {question.answer}</answer>"))
 
 
-def _drill(draws: random.Random, topk: int) -> tuple[Message, ...]:
+def _drill(own: World, draws: random.Random, topk: int) -> tuple[Message, ...]:
     """Return three questions, each with the passages that a search for whom it names gives."""
     messages: list[Message] = []
-    for question in draws.sample(questions("train", 1), 3):
-        shown = f"{question.text}{_observation(question.names[0], topk)}"
+    for question in draws.sample(_questions(own, 1), 3):
+        shown = f"{question.text}{_observation(question.names[0], own, topk)}"
         messages += (Message(role="user", content=shown), Message(role="assistant", content=f" {question.answer}"))
     return tuple(messages)
 
 
-def _observation(name: str, topk: int) -> str:
-    return PROTOCOLS["skyrl"].observation(find(name, topk))
+def _observation(name: str, own: World, topk: int) -> str:
+    others = [other for other in (*own.people, *own.companies) if other != name]
+    return PROTOCOLS["skyrl"].observation([own.passage(known) for known in (name, *others)[:topk]])
 
 
 def corpus(count: int) -> Iterator[str]:

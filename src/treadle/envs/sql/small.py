@@ -16,7 +16,8 @@ That was two hops. With one hop the column is in the table that the question nam
 Half of the questions take one, half take two. Two hops can be had in one query, too, by a join; demonstrations never
 show that.
 
-Which tables occur together is split: the pairs of held-out questions occur in no training task and in no demonstration.
+Which tables occur together is split: the pairs of held-out questions occur in no training task. Demonstrations have all
+pairs, or the model would learn which ones there are.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def _split_pairs() -> dict[str, tuple[tuple[str, str], ...]]:
 
 PAIRS: Mapping[str, tuple[tuple[str, str], ...]] = _split_pairs()
 """Split -> the pairs of a place and a group whose databases are its own: 27 for `train`, 9 for `held_out`."""
+ALL_PAIRS = tuple(product(PLACES, GROUPS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,10 @@ class Question:
         return f"SELECT {second}.{self.column} FROM {joined} WHERE {first}.id = '{self.start}'"
 
 
-def draw_question(key: str, split: str, hops: int) -> Question:
-    """Draw a database of the split's pairs of tables, and a question about it. All draws come from `key`."""
+def draw_question(key: str, pairs: Sequence[tuple[str, str]], hops: int) -> Question:
+    """Draw a database of one of the pairs of tables, and a question about it. All draws come from `key`."""
     draws = random.Random(f"sql_small/{key}")
-    kinds = list(zip(draws.choice(PAIRS[split]), (_COLUMNS[:3], _COLUMNS[3:]), strict=True))
+    kinds = list(zip(draws.choice(pairs), (_COLUMNS[:3], _COLUMNS[3:]), strict=True))
     (first, near), (second, far) = draws.sample(kinds, 2)
     names = draws.sample(PERSONS, 2 * _ROWS)
     columns = {first: ("id", *near, second), second: ("id", *far)}
@@ -163,7 +165,7 @@ def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
 
 
 def _task(key: str, split: str, hops: int) -> Task:
-    question = draw_question(key, split, hops)
+    question = draw_question(key, PAIRS[split], hops)
     extras = {"hops": hops, "script": question.world.script()}
     return Task(f"sql_small-{key.replace('/', '-')}", question.prompt(), "text_to_sql", question.gold(), extras)
 
@@ -181,7 +183,7 @@ def demonstration(index: int, seed: int, expert: float = 0.2, drill: float = 0.3
     check_share("expert", expert)
     check_share("drill", drill)
     draws = random.Random(f"sql_small/demonstration/{seed}/{index}")
-    question = draw_question(f"demonstration/{seed}/{index}", "train", draws.choice((1, 2)))
+    question = draw_question(f"demonstration/{seed}/{index}", ALL_PAIRS, draws.choice((1, 2)))
     if floor((index + 1) * drill) > floor(index * drill):
         return _drill(question.world, draws)
     column, strays = question.column, False

@@ -15,6 +15,7 @@ imported). It has:
     async def start(options: dict) -> dict                        optional, awaited once, before the first attempt; what
                                                                   it raises is a ConfigError of the pool's start, what
                                                                   it returns is `pool.ready.info`
+    async def close() -> None                                     optional, awaited once the last attempt is over
     def versions() -> dict[str, str]                              optional: of the library, for `pool.ready.versions`
 
 `stop` is set when the caller asks the attempt to come to an end early and still give a result; a cancelled attempt gets

@@ -86,6 +86,8 @@ async def _serve(connection: socket.socket, handler_file: Path) -> None:
     await asyncio.wait({receiving})
     await attempts.cancel_all()
     beating.cancel()
+    if hasattr(handler, "close"):
+        await handler.close()
 
 
 async def _receive(reader: asyncio.StreamReader, attempts: "_Attempts") -> None:

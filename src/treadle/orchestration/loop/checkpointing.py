@@ -38,16 +38,17 @@ class Checkpointer:
         """Return whether to save now."""
         return checkpoint_is_due(self._config, state)
 
-    def note_trained(self, groups: Sequence[Group], results: Sequence[UpdateResult], version: int) -> None:
+    async def note_trained(self, groups: Sequence[Group], results: Sequence[UpdateResult], version: int) -> None:
         """Note a trained batch for the next checkpoint's transaction. version: of the policy before it was trained.
 
-        Advantages, and why trajectories could not be trained, go into the ledger at once.
+        Advantages, and why trajectories could not be trained, go into the ledger at once, traces into a file.
         """
         self._store.ledger.note_advantages({t: a for result in results for t, a in result.advantage.items()})
         if refused := {t: why for result in results for t, why in result.refused.items()}:
             self._store.ledger.note_refused(refused)
         names = tuple(group.group_id for group in groups)
-        self._batches.append(TrainedBatch(version, names, tuple(dropped_steps(groups))))
+        traces = await self._store.write_traces(version, [trace for result in results for trace in result.traces])
+        self._batches.append(TrainedBatch(version, names, tuple(dropped_steps(groups)), traces))
 
     async def save(self, state: LoopState, finished: bool) -> LoopState:
         """Save a checkpoint; return the state with the seconds so far. finished: nothing will be trained any more.
@@ -58,8 +59,9 @@ class Checkpointer:
         state = replace(state, wall_seconds=wall, cpu_seconds=cpu)
         name, folder = checkpoint_name(state.update), self._store.run.checkpoints
         new = self._saved != state.update
-        manifest = await self._trainer.save(folder / name) if new else None
-        self._store.ledger.commit_checkpoint(name, state, self._batches, finished, manifest)
+        with self._reporter.timed("checkpoint", state.update):
+            manifest = await self._trainer.save(folder / name) if new else None
+            self._store.ledger.commit_checkpoint(name, state, self._batches, finished, manifest)
         self._batches.clear()
         self._saved = state.update
         remove_others(folder, retained(checkpoint_updates(folder), self._config, state.evaluations))

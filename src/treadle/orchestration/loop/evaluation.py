@@ -49,7 +49,8 @@ class Evaluator:
                 config=section,
                 on_trajectory=lambda: self._reporter.advance("evaluation"),
             )
-            groups = await stop.unless_requested(playing)
+            with self._reporter.timed("evaluation", state.update):
+                groups = await stop.unless_requested(playing)
             if groups is None:
                 return state
             self._store.record_evaluation(name, groups, state.version)

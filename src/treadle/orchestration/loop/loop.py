@@ -106,7 +106,7 @@ class Loop:
     async def _next_batch(self) -> Batch | None:
         """What is trained next; None if a stop is requested first."""
         self.scheduler.start_groups(self.state.version)
-        with self.reporter.timed("rollout"):
+        with self.reporter.timed("rollout", self.state.update + 1):
             self.reporter.begin("rollout", self.config.groups_per_batch * self.config.training.group_size)
             return await self._unless_stopped(self.scheduler.next_batch(self.state))
 
@@ -122,15 +122,15 @@ class Loop:
         self.reporter.batch(groups, first=before.update == 0)
         check_failure_rate(batch.window, self.config, before.update + 1)
         self.reporter.callbacks.batch(groups, before.version)
-        with self.reporter.timed("update"):
+        with self.reporter.timed("update", before.update + 1):
             self.reporter.begin("update", 1)
             results = await self.trainer.train_batch(groups)
-        with self.reporter.timed("publish"):
+        with self.reporter.timed("publish", before.update + 1):
             await self.weight_sync.publish(before.version + 1)
         self.scheduler.trained()
         refused = {t: why for result in results for t, why in result.refused.items()}
         groups = [leave_out(group, DropReason.REFUSED, refused) for group in groups]
-        self.checkpointer.note_trained(groups, results, before.version)
+        await self.checkpointer.note_trained(groups, results, before.version)
         self.reporter.refusals(refused)
         self.reporter.updates(groups, results, before)
         self.state = self.scheduler.note(

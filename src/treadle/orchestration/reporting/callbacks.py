@@ -4,7 +4,8 @@
           -> (rollout ... -> batch -> update ... -> publish -> [evaluate] -> [checkpoint]) ...
           -> [checkpoint] -> [evaluate] -> end
 
-With `orchestration.max_staleness` above 0 `rollout` comes at any time in between; `phase` and `message` always may.
+With `orchestration.max_staleness` above 0 `rollout` comes at any time in between; `phase`, `interval` and `message`
+always may.
 """
 
 from __future__ import annotations
@@ -82,6 +83,10 @@ class Callback(Protocol):
         """Handle a phase's progress (rollout, update, evaluation): `done` of `total` equal pieces; 0: it begins."""
         return
 
+    def interval(self, row: Mapping[str, Any]) -> None:
+        """Handle a phase that has ended, publications and checkpoints among them: its line of intervals.jsonl."""
+        return
+
     def message(self, line: str) -> None:
         """Handle a line of the run's output: what failed for the first time, which task is left out."""
         return
@@ -94,11 +99,23 @@ class Callback(Protocol):
         return
 
 
-EVENTS = ("start", "rollout", "batch", "update", "publish", "evaluate", "checkpoint", "phase", "message", "end")
+EVENTS = (
+    "start",
+    "rollout",
+    "batch",
+    "update",
+    "publish",
+    "evaluate",
+    "checkpoint",
+    "phase",
+    "interval",
+    "message",
+    "end",
+)
 
 
 class JsonLines(Callback):
-    """Writes metrics.jsonl: one line per update and per evaluation. Every run has it."""
+    """Writes metrics.jsonl: one line per update and per evaluation; and intervals.jsonl. Every run has them."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -108,6 +125,9 @@ class JsonLines(Callback):
 
     def evaluate(self, result: EvaluationResult) -> None:
         self._run.log({"kind": "evaluation", **asdict(result)})
+
+    def interval(self, row: Mapping[str, Any]) -> None:
+        self._run.log_interval(dict(row))
 
 
 class Callbacks(Callback):
@@ -156,6 +176,9 @@ class Callbacks(Callback):
 
     def phase(self, name: str, done: int, total: int) -> None:
         self._notify("phase", lambda callback: callback.phase(name, done, total))
+
+    def interval(self, row: Mapping[str, Any]) -> None:
+        self._notify("interval", lambda callback: callback.interval(MappingProxyType(dict(row))))
 
     def message(self, line: str) -> None:
         self._notify("message", lambda callback: callback.message(line))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -148,6 +148,15 @@ class PackingCount:
         ways = ("chain", "tree", "group_tree")
         return {**asdict(self), "ratios": {way: self.step / getattr(self, way) if self.step else None for way in ways}}
 
+    @classmethod
+    def sum(cls, counts: Iterable[PackingCount]) -> PackingCount:
+        """Return the counts of several lots of groups together."""
+        found = cls()
+        for count in counts:
+            for name in cls.__slots__:
+                setattr(found, name, getattr(found, name) + getattr(count, name))
+        return found
+
 
 @dataclass(slots=True)
 class RelationCount:
@@ -203,31 +212,38 @@ def count_tokens(
 ) -> dict[str, Any]:
     """Return the facts that need every token, read group by group.
 
-    Packing counts the training steps that were trained or still will be, relations all that is recorded.
+    Packing counts the training steps that were trained or still will be, relations all that is recorded; `by_version`
+    has both of the groups that each policy version was trained on.
     query: reads the ledger. files: the shards in `rollouts`. decode: None if there is no tokenizer, for the reason
     `no_tokenizer`.
     """
     rows = query(
-        "SELECT split, group_id, trajectory_id, shard, (SELECT json_group_array(step) FROM steps s WHERE "
-        "s.trajectory_id = t.trajectory_id AND state IN ('trained', 'recorded')) AS trained FROM groups JOIN "
+        "SELECT split, group_id, trajectory_id, shard, trained_version, (SELECT json_group_array(step) FROM steps s "
+        "WHERE s.trajectory_id = t.trajectory_id AND state IN ('trained', 'recorded')) AS trained FROM groups JOIN "
         "trajectories t USING (group_id) ORDER BY split DESC, idx, groups.rowid, attempt"
     )
-    packing, related = PackingCount(), RelationCount()
+    packing, related = defaultdict[int | None, PackingCount](PackingCount), RelationCount()
+    extra_tokens = Counter[int | None]()
     shards = _Shards(rollouts, files, rows, on_shard)
     for _group, members in itertools.groupby(rows, lambda row: row["group_id"]):
         ends: list[PackedCall] = []
         for row in members:
             played = shards.take(row["shard"], row["trajectory_id"])
             calls, causes = ([getattr(step, name) for step in played] for name in ("call", "cause"))
+            version = row["trained_version"]
             if decode is not None and calls:
-                related.add(row["split"], row["trajectory_id"], relations(calls, decode, causes))
+                found = relations(calls, decode, causes)
+                related.add(row["split"], row["trajectory_id"], found)
+                extra_tokens[version] += sum(relation.extra_tokens for relation in found)
             numbers = set(json.loads(row["trained"]))
             if trained := [step.call for step in played if step.number in numbers]:
-                ends += packing.add_trajectory(trained)
-        packing.add_group(ends)
+                ends += packing[version].add_trajectory(trained)
+        packing[version].add_group(ends)
+    versions = sorted(version for version in packing if version is not None)
     return {
-        "packing": packing.facts(),
+        "packing": PackingCount.sum(packing.values()).facts(),
         "relations": {**related.facts(), "no_tokenizer": no_tokenizer},
+        "by_version": [{"version": v, **asdict(packing[v]), "extra_tokens": extra_tokens[v]} for v in versions],
         "missing_shards": shards.missing,
         "damaged_shards": shards.damaged,
     }

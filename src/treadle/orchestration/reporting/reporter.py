@@ -18,6 +18,7 @@ from treadle.orchestration.store.ledger import LoopState
 from treadle.rollout.isolation.threads import abandoned_threads
 
 _MOST_COMPLAINTS = 20  # of a run
+_OF_BATCH = ("rollout", "update", "publish")
 
 
 class Reporter:
@@ -47,11 +48,18 @@ class Reporter:
             self.callbacks.phase(phase, self._done, self._total)
 
     @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Measure the seconds inside, for the rows of the next updates."""
-        started = time.perf_counter()
+    def timed(self, phase: str, update: int) -> Iterator[None]:
+        """Report the interval inside; if the phase is one of a batch, its seconds are in the rows of the next updates.
+
+        update: the number of the batch's first one, or of the last that was made.
+        """
+        started, clock = time.time(), time.perf_counter()
         yield
-        self.seconds[phase] = time.perf_counter() - started
+        seconds = time.perf_counter() - clock
+        if phase in _OF_BATCH:
+            self.seconds[phase] = seconds
+        row = {"kind": "interval", "update": update, "phase": phase, "started": started, "seconds": seconds}
+        self.callbacks.interval(row)
 
     # --- complaints --------------------------------------------------------------------------------------------------
 

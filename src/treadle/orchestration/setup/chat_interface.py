@@ -47,12 +47,13 @@ def load_chat_interface(config: ModelConfig) -> ChatInterface:
     return ChatInterface(renderer, stop, decode)
 
 
-def use_threads(threads: int | None, parameters: int) -> int:
+def use_threads(threads: int | None, parameters: int, ranks: int = 1) -> int:
     """Set torch's thread count and deterministic kernels, so that seed, machine and threads determine every bit.
 
-    threads: None for `default_threads` of a model of so many parameters. Returns the number.
+    threads: None for `default_threads` of a model of so many parameters. ranks: that compute side by side, with as many
+    threads each. Returns the number.
     """
-    number = threads or default_threads(parameters, available_cores())
+    number = threads or default_threads(parameters, max(1, available_cores() // ranks))
     torch.set_num_threads(number)
     torch.use_deterministic_algorithms(True)
     return number

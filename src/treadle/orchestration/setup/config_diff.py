@@ -12,6 +12,7 @@ from treadle.orchestration.config import RunConfig
 CHANGEABLE = (
     "orchestration.updates",
     "orchestration.log_every",
+    "orchestration.traced_groups",
     "orchestration.checkpoint_every",
     "orchestration.keep_last",
     "orchestration.keep_every",
@@ -29,12 +30,16 @@ CHANGEABLE = (
     "rollout.finish_timeout",
     "rollout.gateway.*",
     "rollout.trajectory_timeout",
+    *(f"harbor.{name}" for name in ("concurrency", "trials_per_second", "sandbox_lifetime", "python", "worker.*")),
+    *(f"harbor.{name}" for name in ("start_timeout", "agent_timeout", "verifier_timeout")),
+    *(f"harbor.{name}" for name in ("trial_directories", "directory")),
     "callbacks",
     "training.threads",
     "training.packing",
     "training.sharing",
     "training.max_tokens_per_microbatch",
     "training.gradient_checkpointing",
+    "placement.*",
 )
 """Paths, and sections with all below them: pace, cost, what is stored and what is shown; never what is trained."""
 

@@ -1,6 +1,7 @@
 """A dry run: what a recipe needs is tried, each part by itself, and nothing is trained, written or downloaded.
 
-    settings -> data -> callbacks -> tokenizer -> model, reference -> engine -> prompt, demonstrations -> memory, disk
+    settings -> data -> callbacks -> tokenizer -> model, reference -> engine -> drivers -> prompt, demonstrations
+    -> memory, disk
 
 A part that is missing is named; parts that need it are left out, and all others are tried.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -29,6 +31,8 @@ from treadle.orchestration.setup.inputs import FirstPrompt, Inputs, first_prompt
 from treadle.orchestration.setup.memory import MemoryPart, checkpoint_size, estimate_memory, machine_memory
 from treadle.orchestration.setup.validation import check_context, check_engine_config, check_settings
 from treadle.orchestration.setup.warm_start import check_demonstrations
+from treadle.rollout.attempt import Players, open_drivers
+from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.training.learner import check_reference
 
@@ -90,6 +94,8 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
     model = found.attempt("model", lambda: _model(config, chat))
     reference = found.attempt("reference", lambda: _reference(config.algorithm, model)) if _kl_model(config) else None
     found.attempt("engine", lambda: _engine(config, model, log))
+    if inputs is not None and inputs.players.drivers and chat is not None:
+        found.attempt("driver", lambda: _drivers(inputs, chat, config, log))
     if inputs is not None and chat is not None:
         found.prompt = found.attempt("first prompt", lambda: _prompt(inputs, chat, config, log))
     if config.warm_start is not None and chat is not None:
@@ -167,6 +173,24 @@ def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple
     if config.engine.kind == "torch" and model is not None:
         require_plain_attention(model)
     return None, f"{config.engine.kind}, {config.engine.dtype}, up to {config.engine.batch} sequences at once"
+
+
+def _drivers(inputs: Inputs, chat: ChatInterface, config: RunConfig, log: Log) -> tuple[object, str]:
+    """Open the attempt drivers, have each say what plays the first of its tasks, and close them again."""
+    only = Players(drivers=inputs.players.drivers)
+
+    async def opened() -> list[str]:
+        async with open_drivers(chat.renderer, only, config.rollout) as drivers:
+            return [await _described(name, drivers["driver", name], inputs) for name in only.drivers]
+
+    return None, "; ".join(run_event_loop(opened(), log))
+
+
+async def _described(name: str, driver: AttemptDriver[Any], inputs: Inputs) -> str:
+    """Return what a driver says of the first task that it plays. Raises ConfigError."""
+    played = next((task for task in chain(inputs.train, inputs.held_out) if task.player == ("driver", name)), None)
+    describe = getattr(driver, "describe", None)  # a driver need not inherit
+    return (played and describe and await describe(played)) or f"{name} can be started"
 
 
 def _prompt(inputs: Inputs, chat: ChatInterface, config: RunConfig, log: Log) -> tuple[FirstPrompt | None, str]:

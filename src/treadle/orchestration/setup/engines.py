@@ -21,7 +21,7 @@ from treadle.engines.process.engine import start_engine
 from treadle.engines.staging import new_directory
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
-from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
+from treadle.engines.weight_sync import EmbeddedSync, FileSync, SharedMemorySync
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import ChatInterface
 from treadle.training.make import load_model
@@ -61,11 +61,16 @@ are `engine.options`. Raises ConfigError, EngineError or CheckpointError.
 
 
 def training_engine(
-    config: RunConfig, chat: ChatInterface, trainer: WeightSource, logs: Path, log: Callable[[str], None]
+    config: RunConfig,
+    chat: ChatInterface,
+    trainer: WeightSource,
+    logs: Path,
+    log: Callable[[str], None],
+    may_wait: bool = False,
 ) -> EngineSpec:
-    """Return what the engine of a training run is made from."""
+    """Return what the engine of a training run is made from. may_wait: of its players (`Players.may_wait`)."""
     return EngineSpec(
-        config=config.engine_in_training,
+        config=config.engine_in_training(may_wait),
         chat=chat,
         source=trainer,
         load_model=partial(load_model, config.model, config.seed),
@@ -86,7 +91,9 @@ async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     if spec.config.own_process:
         return await _own_process(spec)
     embedded = embedded_engine(spec.config, spec.chat, spec.load_model(), spec.routing)
-    return embedded, EmbeddedSync(spec.source, embedded)
+    if isinstance(spec.source, EmbeddedSource):
+        return embedded, EmbeddedSync(spec.source, embedded)
+    return embedded, FileSync(spec.source, embedded)  # the tensors are in other processes
 
 
 async def open_serving(config: EngineConfig, chat: ChatInterface, source: EmbeddedSource) -> Engine:

@@ -14,6 +14,7 @@ from treadle.data.load import LoadContext, load_tasks
 from treadle.data.tasks import Player, check_disjoint, players, with_players
 from treadle.envs.single_turn import load_reward
 from treadle.envs.tasks import load_environment
+from treadle.integrations.harbor.tasks import DRIVER as HARBOR
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.validation import check_context
@@ -57,7 +58,8 @@ def load_inputs(config: RunConfig) -> Inputs:
         load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
     environments = configured_environments(config)
     train, held_out = (load_split(config, split, environments) for split in SPLITS)
-    inputs = make_inputs(train, held_out, environments, callbacks=load_callbacks(config.callbacks))
+    drivers = configured_drivers(config)
+    inputs = make_inputs(train, held_out, environments, callbacks=load_callbacks(config.callbacks), drivers=drivers)
     kind, name = ("reward", config.reward) if config.reward else config.player
     if name and kind != "environment" and config.player not in players(train):
         first = train[0]
@@ -65,6 +67,8 @@ def load_inputs(config: RunConfig) -> Inputs:
             f"{kind} {name!r} would play nothing: each task names its own environment, agent or driver, for example "
             f"{first.task_id} {first.player[1]!r}; use tasks that name nothing"
         )
+    if config.harbor is not None and ("driver", HARBOR) not in players(train) | players(held_out):
+        raise ConfigError("harbor is configured, but no task is played by it; leave it out, or set harbor.tasks")
     return inputs
 
 
@@ -74,7 +78,8 @@ def load_held_out(config: RunConfig) -> Inputs:
         raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
     environments = configured_environments(config)
     held_out = load_split(config, "held_out", environments)
-    return Inputs([], held_out, load_players(held_out, given=Players(environments)))
+    given = Players(environments, drivers=configured_drivers(config))
+    return Inputs([], held_out, load_players(held_out, given=given))
 
 
 def configured_environments(config: RunConfig) -> dict[str, EnvironmentFactory]:
@@ -85,6 +90,14 @@ def configured_environments(config: RunConfig) -> dict[str, EnvironmentFactory]:
     if config.environment_options:
         return {config.environment: load_environment(config.environment, config.environment_options)}
     return {config.reward: load_reward(config.reward)} if config.reward else {}
+
+
+def configured_drivers(config: RunConfig) -> dict[str, DriverFactory]:
+    """Return the drivers that the recipe has options for, by name. Raises ConfigError."""
+    options = {config.driver: config.driver_options} if config.driver_options else {}
+    if config.harbor is not None:
+        options[HARBOR] = {"config": config.harbor}
+    return {name: load_driver(name, given) for name, given in options.items()}
 
 
 def make_inputs(

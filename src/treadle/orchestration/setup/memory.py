@@ -36,14 +36,16 @@ class MemoryPart:
 def estimate_memory(config: RunConfig, model: PreTrainedModel, reference: PreTrainedModel | None) -> list[MemoryPart]:
     """Return what the run's own processes need at their peak, in bytes; servers of vLLM are not among them.
 
-    model, reference: shapes suffice. Weights and optimizer are exact, the engine's cache is what it may grow to, and
-    activations are an estimate for decoders with gated MLPs (those of Llama and Qwen: 2% below to 25% above what
-    autograd keeps).
+    model, reference: shapes suffice. Weights and optimizer, of all ranks together, are exact, the engine's cache is
+    what it may grow to, and activations are an estimate for decoders with gated MLPs (those of Llama and Qwen: 2% below
+    to 25% above what autograd keeps).
     """
     moved = sum(p.numel() for _, p in trained(model)) * _FLOAT32
     weights = sum(t.numel() for _, t in published(model)) * _FLOAT32
+    ranks, resident = config.placement.learner.ranks, _resident_bytes()
     parts = [
-        MemoryPart("Python and libraries", _resident_bytes(), "of this process now"),
+        MemoryPart("Python and libraries", resident, "of this process now"),
+        *([MemoryPart("those of the ranks", ranks * resident, f"{ranks} x as much as this process now")] * (ranks > 1)),
         MemoryPart("weights", weights, "4 bytes x P"),
         MemoryPart("gradients", moved, "4 bytes x P"),
         MemoryPart("AdamW's moments", 2 * moved, "8 bytes x P"),
@@ -82,7 +84,7 @@ def _engine_parts(config: RunConfig, model: PreTrainedModel, weights: int) -> li
     if engine.kind != "torch":
         return [MemoryPart("weights on their way to the engine", copy, f"{size} bytes x P")]
     parts = [MemoryPart("the engine's weights", copy, f"{size} bytes x P")]
-    if engine.own_process:
+    if engine.own_process or config.placement.learner.ranks > 1:
         parts.append(MemoryPart("weights on their way to it", weights, "4 bytes x P"))
     widths = _widths(model.config.get_text_config())
     if widths is not None:
@@ -96,17 +98,18 @@ def _engine_parts(config: RunConfig, model: PreTrainedModel, weights: int) -> li
 
 
 def _activations(config: RunConfig, model: PreTrainedModel) -> list[MemoryPart]:
-    """Return what the backward pass needs of the forward pass."""
-    text, training = model.config.get_text_config(), config.training
-    tokens = training.max_tokens_per_microbatch
-    logits = 4 * min(CHUNK_BYTES, tokens * int(text.vocab_size) * _FLOAT32)
-    parts = [MemoryPart("logits", logits, f"4 x min(T x V x 4 bytes, {CHUNK_BYTES / 2**20:g} MiB)")]
+    """Return what the backward pass needs of the forward pass, on all ranks."""
+    text, training, ranks = model.config.get_text_config(), config.training, config.placement.learner.ranks
+    tokens, each = training.max_tokens_per_microbatch, f"{ranks} ranks x " if ranks > 1 else ""
+    logits = ranks * 4 * min(CHUNK_BYTES, tokens * int(text.vocab_size) * _FLOAT32)
+    parts = [MemoryPart("logits", logits, f"{each}4 x min(T x V x 4 bytes, {CHUNK_BYTES / 2**20:g} MiB)")]
     if (widths := _widths(text)) is not None:
         layer = 8 * widths.hidden + 4 * widths.intermediate + 3 * widths.queries + 4 * widths.keys
         kept, formula = widths.layers * layer, "T x L x (8h + 4i + 3q + 4k) x 4 bytes"
         if training.gradient_checkpointing:
             kept, formula = widths.layers * widths.hidden + layer, "T x (L h + 8h + 4i + 3q + 4k) x 4 bytes"
-        parts.append(MemoryPart("activations", tokens * kept * _FLOAT32, f"about {formula}, T {tokens}"))
+        size = ranks * tokens * kept * _FLOAT32
+        parts.append(MemoryPart("activations", size, f"about {each}{formula}, T {tokens}"))
     return parts
 
 

@@ -57,7 +57,7 @@ def make_warm_model(config: RunConfig, directory: Path, progress: Progress) -> W
     """Write the configured model, warm-started, into a new directory. Raises TrainingStopped or CheckpointError."""
     chat = load_chat_interface(config.model)
     with closing(make_trainer(config.trainer)) as trainer:
-        use_threads(config.training.threads, trainer.model.parameters)
+        use_threads(config.training.threads, trainer.model.parameters, config.placement.learner.ranks)
 
         async def work() -> WarmStartReport | None:
             report = await run_warm_start(trainer, chat.renderer, config, progress)
@@ -126,6 +126,7 @@ def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
         "tokenizer": [file_sha256(f) for f in sorted(tokenizer.iterdir()) if f.suffix in (".json", ".jinja")],
         "demonstrations": file_sha256(_source_file(section.demonstrations)),
         "threads": torch.get_num_threads(),
+        "placement": config.placement.learner.model_dump(mode="json"),
         "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
         "software": [platform.python_version(), *map(version, ("torch", "transformers", "tokenizers", "numpy"))],
         "treadle": [file_sha256(f) for f in sorted(Path(str(files("treadle"))).rglob("*.py"))],

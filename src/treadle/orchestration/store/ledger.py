@@ -64,6 +64,7 @@ def no_checkpoint(run: Path) -> str:
     return "has no checkpoint yet: there is nothing to resume"
 
 
+_TRACE_FILE = "v%06d.parquet"  # of a version
 _UNTAKEN = "g.idx >= ? OR g.idx IN (SELECT value FROM json_each(?))"  # cursor, outstanding
 
 
@@ -91,12 +92,13 @@ class TrainedBatch:
     """Names groups that were trained together.
 
     version: of the policy that was updated; a token's staleness is this less its own version. groups: their ids.
-    dropped_steps: those of their steps that were not trained.
+    dropped_steps: those of their steps that were not trained. traces: the file with their traces, if any is traced.
     """
 
     version: int
     groups: tuple[str, ...]
     dropped_steps: tuple[DroppedStep, ...]
+    traces: WrittenFile | None = None
 
 
 class Ledger:
@@ -183,6 +185,9 @@ class Ledger:
                     [(batch.version, group) for group in batch.groups],
                 )
                 self._drop_steps(db, batch.dropped_steps)
+                if batch.traces is not None:
+                    file = {"name": f"traces/{batch.traces.name}", "sha256": batch.traces.sha256}
+                    _insert(db, "OR REPLACE INTO files", [file])
             which = "g.idx < ? AND g.idx NOT IN (SELECT value FROM json_each(?))"
             self._move_steps(db, StepState.TRAINED, None, which, state.cursor, json.dumps(state.outstanding))
             if finished:
@@ -217,6 +222,10 @@ class Ledger:
             where = (_UNTAKEN, state.cursor, json.dumps(state.outstanding))
             which = f"UPDATE groups AS g SET trained_version = NULL WHERE split = 'train' AND ({_UNTAKEN})"
             db.execute(which, where[1:])
+            trained = (
+                f"SELECT printf('traces/{_TRACE_FILE}', trained_version) FROM groups WHERE trained_version NOT NULL"
+            )
+            db.execute(f"DELETE FROM files WHERE name GLOB 'traces/*' AND name NOT IN ({trained})")
             return sum(
                 self._move_steps(db, StepState.DROPPED, DropReason.ROLLED_BACK, *where, moved=moved)
                 for moved in (StepState.RECORDED, StepState.TRAINED)
@@ -279,8 +288,16 @@ class Ledger:
 
     def shards(self) -> dict[str, WrittenFile]:
         """Return the files that hold the tokens of all trajectories on record, by their names in `rollouts/`."""
-        rows = self.query("SELECT substr(name, 10) AS name, sha256 FROM files WHERE name GLOB 'rollouts/*'")
-        return {row["name"]: WrittenFile(**row) for row in rows}
+        return self._files_in("rollouts/")
+
+    def traces(self) -> dict[str, WrittenFile]:
+        """Return the files that hold the traces of trained groups, by their names in `traces/` (`trace_file`)."""
+        return self._files_in("traces/")
+
+    def _files_in(self, folder: str) -> dict[str, WrittenFile]:
+        rows = self.query("SELECT name, sha256 FROM files WHERE name GLOB ?", f"{folder}*")
+        files = (WrittenFile(row["name"].removeprefix(folder), row["sha256"]) for row in rows)
+        return {file.name: file for file in files}
 
     def manifest_sha256(self, directory: str) -> str | None:
         """Return the SHA-256 of the manifest of the checkpoint in this directory, as it was written last."""
@@ -306,6 +323,11 @@ class Ledger:
 
     def close(self) -> None:
         self._db.close()
+
+
+def trace_file(version: int) -> str:
+    """Return the name in `traces/` of the file with the traces of groups of this `trained_version`."""
+    return _TRACE_FILE % version
 
 
 def _manifest_name(directory: str) -> str:

@@ -17,6 +17,7 @@ from treadle.orchestration.store.checked_database import row_checksum
 from treadle.orchestration.store.ledger import salvage
 
 _WAL = 2  # of the read version in a database's header
+_OTHER_VERSION = "another version of Treadle made this run: look at it with that one"
 _WAITS = 2.0  # seconds for a run that writes without WAL
 
 
@@ -64,7 +65,7 @@ class LedgerReader:
             connection.row_factory = sqlite3.Row
             connection.text_factory = lambda content: content.decode("utf-8", "replace")
             connection.execute("PRAGMA query_only=1")
-            return [dict(row) for row in connection.execute(sql, tuple(values))]
+            return [_Row(row) for row in connection.execute(sql, tuple(values))]
 
     def _is_quiet(self) -> bool:
         """Return whether no write-ahead log holds anything: then nothing changes the file, and no lock is needed."""
@@ -81,4 +82,13 @@ class LedgerReader:
         return self.path.with_name(self.path.name + suffix)
 
     def _unreadable(self, error: sqlite3.Error) -> RunError:
-        return RunError(f"the ledger {self.path} cannot be read: {error}; {salvage(self.path.parent)}")
+        of_another_version = str(error).startswith(("no such column", "no such table"))
+        remedy = _OTHER_VERSION if of_another_version else salvage(self.path.parent)
+        return RunError(f"the ledger {self.path} cannot be read: {error}; {remedy}")
+
+
+class _Row(dict[str, Any]):
+    """Is a row of the ledger. Asking for a column that it does not have raises RunError: another version wrote it."""
+
+    def __missing__(self, name: str) -> Any:
+        raise RunError(f"the ledger has no column {name!r}; {_OTHER_VERSION}")

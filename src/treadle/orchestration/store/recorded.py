@@ -10,11 +10,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from treadle.core.errors import DataError, RunError
+from treadle.core.trainer import StepTrace
 from treadle.core.types import Step
 from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.store.checkpoint_retention import read_checkpoint
+from treadle.orchestration.store.ledger import trace_file
 from treadle.orchestration.store.rollout_store import read_steps
 from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.store.trace_store import read_traces
 from treadle.packing.breaks import Decode, Relation, relations
 from treadle.packing.flat import PackedCall
 
@@ -32,6 +35,21 @@ def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list
         known = ", ".join(row["trajectory_id"] for row in some) or "none yet"
         raise RunError(f"no trajectory {trajectory_id!r} in {run}; it has for example {known} (treadle show {run})")
     return rows[0], read_steps(run / "rollouts", shards[rows[0]["shard"]], trajectory_id)
+
+
+def load_traces(run: Path, trajectory_id: str) -> list[StepTrace]:
+    """Return what updates computed of a trajectory's tokens, in order; [] if it is not traced, or not trained yet.
+
+    Raises DamageError.
+    """
+    with closing(RunDirectory(run).ledger()) as ledger:
+        rows = ledger.query(
+            "SELECT trained_version FROM groups JOIN trajectories USING (group_id) WHERE trajectory_id = ? AND "
+            "trained_version NOT NULL",
+            trajectory_id,
+        )
+        file = ledger.traces().get(trace_file(rows[0]["trained_version"])) if rows else None
+    return [] if file is None else read_traces(run / "traces", file, trajectory_id)
 
 
 def load_run_tokenizer(run: Path) -> Tokenizer:

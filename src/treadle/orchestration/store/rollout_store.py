@@ -15,7 +15,16 @@ from treadle.core.errors import RunError
 from treadle.core.files import WrittenFile, write_atomically
 from treadle.core.manifest import read_proven
 from treadle.core.rewards import Reward
-from treadle.core.types import BreakCause, DropReason, Group, Routing, SamplingParams, Step, StopReason
+from treadle.core.types import (
+    BreakCause,
+    DropReason,
+    Group,
+    MessageSpan,
+    Routing,
+    SamplingParams,
+    Step,
+    StopReason,
+)
 
 _SCHEMA = pa.schema(
     [
@@ -45,6 +54,11 @@ _SCHEMA = pa.schema(
         ("token_rewards", pa.list_(pa.float32())),
         ("shaping", pa.float64()),
         ("state_key", pa.string()),
+        ("started", pa.float64()),
+        ("waited", pa.float64()),
+        ("prompt_span_ends", pa.list_(pa.int32())),
+        ("prompt_span_roles", pa.list_(pa.string())),
+        ("prompt_span_kinds", pa.list_(pa.string())),
     ]
 )
 
@@ -60,12 +74,16 @@ def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> WrittenF
         for trajectory in group.trajectories
         for number, step in enumerate(trajectory.steps)
     ]
-    final = directory / f"{name}.parquet"
+    return write_table(directory, f"{name}.parquet", pa.Table.from_pylist(rows, schema=_SCHEMA))
+
+
+def write_table(directory: Path, name: str, table: pa.Table) -> WrittenFile:
+    """Write a table durably as a Parquet file. Complete or absent. Raises RunError where the disk refuses."""
+    final = directory / name
     try:
-        sha256 = write_atomically(final, _parquet(pa.Table.from_pylist(rows, schema=_SCHEMA)))
+        return WrittenFile(name, write_atomically(final, _parquet(table)))
     except OSError as error:
         raise RunError(f"could not write {final}: {error}; free disk space, then --resume") from error
-    return WrittenFile(final.name, sha256)
 
 
 def remove_other_shards(directory: Path, keep: Container[str]) -> None:
@@ -98,6 +116,17 @@ def read_shard(directory: Path, shard: WrittenFile) -> dict[str, list[Step]]:
     for row in _rows(pq.read_table(open_shard(directory, shard))):
         found.setdefault(row["trajectory_id"], []).append(_step(row))
     return found
+
+
+def read_call_times(directory: Path, shard: WrittenFile) -> list[dict[str, Any]]:
+    """Return trajectory_id, step, started, waited and seconds of each step of a shard, without its tokens.
+
+    What the shard does not record is None. Raises DamageError as `open_shard`.
+    """
+    names = ("trajectory_id", "step", "started", "waited", "seconds")
+    with pq.ParquetFile(open_shard(directory, shard)) as file:
+        rows = file.read(columns=[name for name in names if name in file.schema_arrow.names]).to_pylist()
+    return [{name: row.get(name) for name in names} for row in rows]
 
 
 def token_arrays(column: pa.ListArray) -> list[Any]:
@@ -145,6 +174,9 @@ def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str
         "token_rewards": step.given.tokens,
         "shaping": step.shaping,
         "state_key": step.state_key,
+        "started": step.started,
+        "waited": step.waited,
+        **dict(zip(_SPAN_COLUMNS, _span_columns(step.prompt_spans), strict=True)),
     }
 
 
@@ -174,7 +206,24 @@ def _step(row: dict[str, Any]) -> Step:
         given=Reward(dict(row["components"]), row["token_rewards"]),
         shaping=row["shaping"],
         state_key=row["state_key"],
+        started=row.get("started"),  # shards of before have no such columns
+        waited=row.get("waited"),
+        prompt_spans=_spans(*map(row.get, _SPAN_COLUMNS)),
     )
+
+
+_SPAN_COLUMNS = ("prompt_span_ends", "prompt_span_roles", "prompt_span_kinds")
+
+
+def _span_columns(spans: Sequence[MessageSpan] | None) -> tuple[Sequence[Any] | None, ...]:
+    """Return ends, roles and kinds."""
+    if spans is None:
+        return None, None, None
+    return tuple(zip(*spans, strict=True)) or ((), (), ())
+
+
+def _spans(*columns: Any) -> tuple[MessageSpan, ...] | None:
+    return None if columns[0] is None else tuple(map(MessageSpan, *columns))
 
 
 def _routing(data: bytes | None, shape: Sequence[int] | None) -> Routing | None:

@@ -1,6 +1,7 @@
 """A run is a directory: who owns it, what lies where.
 
-runs/<name>/config.yaml  ledger.sqlite  rollouts/*.parquet  checkpoints/step-000040/  metrics.jsonl  summary.json
+runs/<name>/config.yaml  ledger.sqlite  rollouts/*.parquet  traces/*.parquet  checkpoints/step-000040/
+            metrics.jsonl  intervals.jsonl  summary.json
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -56,8 +57,10 @@ class RunDirectory:
         self.config_file = path / "config.yaml"
         self.ledger_file = path / "ledger.sqlite"
         self.rollouts = path / "rollouts"
+        self.traces = path / "traces"
         self.checkpoints = path / "checkpoints"
         self.metrics_file = path / "metrics.jsonl"
+        self.intervals_file = path / "intervals.jsonl"
         self.summary_file = path / "summary.json"
         self.curve_file = path / "curve.png"
         self.written: list[WrittenFile] = []  # by this process, for the ledger
@@ -71,6 +74,7 @@ class RunDirectory:
             if path.exists() and any(path.iterdir()):
                 raise RunError(f"run directory {str(path)!r} is already in use; resume it, or choose another name")
             run.rollouts.mkdir(parents=True)
+            run.traces.mkdir()
             run.checkpoints.mkdir()
             run.lock()
             run.write(run.config_file.name, _config_content(config))
@@ -191,17 +195,25 @@ class RunDirectory:
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
-        try:
-            with self.metrics_file.open("a", encoding="utf-8") as file:
-                file.write(checked_json(row) + "\n")
-        except OSError as error:
-            raise RunError(f"could not write {self.metrics_file}: {error}; free disk space, then --resume") from error
+        _append(self.metrics_file, row)
+
+    def log_interval(self, row: Mapping[str, Any]) -> None:
+        """Append one line to intervals.jsonl."""
+        _append(self.intervals_file, row)
+
+    def intervals(self) -> list[dict[str, Any]]:
+        """Return all lines of intervals.jsonl that can be read; runs from before have none."""
+        return self._read(self.intervals_file).rows
 
     def metrics_log(self) -> MetricsLog:
         """Read metrics.jsonl, without a last line that was left unfinished when the process was killed."""
-        if not self.metrics_file.is_file():
+        return self._read(self.metrics_file)
+
+    @staticmethod
+    def _read(path: Path) -> MetricsLog:
+        if not path.is_file():
             return MetricsLog([], [])
-        *lines, last = self.metrics_file.read_bytes().split(b"\n")
+        *lines, last = path.read_bytes().split(b"\n")
         lines += [] if is_unfinished(last) else [last]
         rows = dict(enumerate(map(parse_checked_json, lines), 1))
         return MetricsLog(
@@ -213,7 +225,7 @@ class RunDirectory:
         return self.metrics_log().rows
 
     def roll_back_metrics(self, update: int, evaluations: Sequence[Mapping[str, Any]]) -> str | None:
-        """Remove from metrics.jsonl what was logged after a checkpoint; the resumed run logs it again.
+        """Remove from metrics.jsonl what was logged after a checkpoint, and from intervals.jsonl; it is logged again.
 
         update: of the checkpoint. evaluations: those in its state; others are removed, even one after this very update.
         Returns in a sentence what is damaged or missing; None if nothing is.
@@ -222,8 +234,21 @@ class RunDirectory:
         made = [{"kind": "evaluation", **row} for row in evaluations]
         kept = [row for row in log.rows if row["kind"] == "update" and row["update"] <= update] + made
         kept.sort(key=lambda row: (row["update"], row["kind"] == "evaluation"))
-        write_atomically(self.metrics_file, "".join(checked_json(row) + "\n" for row in kept).encode())
+        _write(self.metrics_file, kept)
+        _write(self.intervals_file, [row for row in self.intervals() if row["update"] <= update])
         return log.problem(update)
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(checked_json(row) + "\n")
+    except OSError as error:
+        raise RunError(f"could not write {path}: {error}; free disk space, then --resume") from error
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    write_atomically(path, "".join(checked_json(row) + "\n" for row in rows).encode())
 
 
 def _listed(numbers: Sequence[int], most: int = 5) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from treadle.core.files import WrittenFile
+from treadle.core.trainer import StepTrace
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.rollout_store import write_shard
 from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.store.trace_store import write_traces
 
 
 class RunStore:
@@ -47,6 +50,13 @@ class RunStore:
         """Wait for what is being written, also if the callers of `record` were cancelled."""
         if self._writing is not None:
             await asyncio.wait({self._writing})
+
+    async def write_traces(self, version: int, traces: Sequence[StepTrace]) -> WrittenFile | None:
+        """Write the traces of a trained batch, if there are any; the next checkpoint puts the file on record.
+
+        version: of the policy that was updated. Raises RunError.
+        """
+        return await asyncio.to_thread(write_traces, self.run.traces, version, traces) if traces else None
 
     def record_evaluation(self, name: str, groups: Sequence[Group], version: int) -> None:
         """Record held-out groups, whose steps are in their terminal state at once. Raises RunError."""

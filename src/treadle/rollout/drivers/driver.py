@@ -13,10 +13,13 @@ that a package registers under `treadle.drivers`):
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar, cast
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, ClassVar, Protocol, Self, TypeGuard, TypeVar, cast
 
 from treadle.core import registry
 from treadle.core.errors import ConfigError
@@ -37,12 +40,14 @@ class DriverSetup:
     """Holds what a driver may know of its run.
 
     parse: reads the replies of agent programs. gateway: where they reach the model; served once a driver opens it.
+    directory: the run's, below which a driver may write; None in an evaluation.
     """
 
     config: RolloutConfig
     renderer: ChatRenderer
     parse: ReplyParser
     gateway: SharedGateway
+    directory: Path | None = None
 
 
 class AttemptDriver(Protocol[S]):
@@ -51,7 +56,12 @@ class AttemptDriver(Protocol[S]):
     There is one of it in a run. It is made with a `DriverSetup` and entered as an async context before the first
     attempt, and left after the last one: what it holds for all attempts (a gateway, worker processes) lives as long.
     Subclass it and write `play`; everything else has a default.
+
+    may_wait: whether an attempt may wait for others to end before it calls the model. By default the engine then does
+    not wait for all of them in a synchronous run either (`engine.lock_step`).
     """
+
+    may_wait: ClassVar[bool] = False
 
     def __init__(self, setup: DriverSetup) -> None: ...
 
@@ -69,6 +79,25 @@ class AttemptDriver(Protocol[S]):
         """Open the session that records one attempt. Must not wait: the engine relies on the session being there."""
         return cast(S, Session(spec))
 
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Wait until one more attempt may begin, and hold its place. Its limits on time count from then on."""
+        yield
+
+    async def describe(self, task: Task) -> str:
+        """Return what plays tasks such as this one, for a dry run; "" says nothing.
+
+        Raises ConfigError for what cannot play them.
+        """
+        return ""
+
+    async def check(self, session: S, task: Task) -> None:
+        """Raise ConfigError or EngineError if attempts at tasks such as this one cannot work.
+
+        Called once, before the first attempt. session: one that may be called, and is thrown away.
+        """
+        return None
+
     async def play(self, session: S, task: Task, user: UserCode) -> Outcome:
         """Play the task on the session; return how that ended (`outcome.outcome_of`).
 
@@ -84,30 +113,39 @@ class AttemptDriver(Protocol[S]):
 DriverFactory = Callable[[DriverSetup], AttemptDriver[Any]]
 
 
-def load_driver(name: str) -> DriverFactory:
-    """Return the driver class `name` (registered under `treadle.drivers`, or `module:Class`).
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
-    Raises ConfigError for an unknown name and for what is no such class.
+
+def load_driver(name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> DriverFactory:
+    """Return the driver class `name` (registered under `treadle.drivers`, or `module:Class`), made with the options.
+
+    Raises ConfigError for an unknown name, for what is no such class, and for options that it does not take.
     """
-    return check_driver(registry.resolve("drivers", name), name)
+    return check_driver(registry.resolve("drivers", name), name, options)
 
 
-def check_driver(found: object, name: str) -> DriverFactory:
-    """Return the class, if it is a driver's. Raises ConfigError as `load_driver` does."""
+def check_driver(found: object, name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> DriverFactory:
+    """Return the class, if it is a driver's, made with the options. Raises ConfigError as `load_driver` does."""
     where = f"drivers: {name!r}"
     if not inspect.isclass(found):
         raise ConfigError(f"{where} is of type {type(found).__name__}, it must be a subclass of AttemptDriver")
-    if not is_driver(found) or getattr(found, "play", None) is AttemptDriver.play:
-        raise ConfigError(
-            f"{where}: play is missing; subclass AttemptDriver and write 'async def play(self, session, task, user)'"
-        )
+    if not is_driver(found):
+        raise ConfigError(f"{where} is no subclass of AttemptDriver")
+    if found.play is AttemptDriver.play:
+        raise ConfigError(f"{where}: play is missing; write 'async def play(self, session, task, user)'")
+    signature = inspect.signature(found)
     try:
-        inspect.signature(found).bind(None)
+        signature.bind(None, **options)
     except TypeError as error:
+        if options:
+            takes = ", ".join([*signature.parameters][1:]) or "none"
+            raise ConfigError(
+                f"driver_options of {name!r}: {error}; its options are {takes}, given: {', '.join(options)}"
+            ) from error
         raise ConfigError(f"{where} is made with one argument, a DriverSetup, but: {error}") from error
-    return cast(DriverFactory, found)
+    return cast(DriverFactory, partial(found, **options) if options else found)
 
 
-def is_driver(found: object) -> bool:
-    """Return whether it is a class that has what the runner calls: `open_session` and `play`."""
-    return inspect.isclass(found) and all(callable(getattr(found, name, None)) for name in ("open_session", "play"))
+def is_driver(found: object) -> TypeGuard[type[AttemptDriver[Any]]]:
+    """Return whether it is a class that inherits from `AttemptDriver`."""
+    return inspect.isclass(found) and AttemptDriver in inspect.getmro(found)

@@ -7,6 +7,7 @@ Agent programs are the first of them (`drivers.agent`).
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,24 +22,29 @@ from treadle.core.types import Message, Task
 from treadle.rendering.conversation import Prompt
 from treadle.rendering.replies import ReplyParser, Tool, plain
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
-from treadle.rollout.drivers.outcome import Outcome, outcome_of
+from treadle.rollout.drivers.outcome import AttemptError, Outcome, outcome_of
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import CallOptions, Reply, Session, SessionSpec
 
 _DEFAULT = CallOptions()
 
+CallError = StepsExceeded | ContextExceeded | EngineError
+"""What a call of an agent's is refused or fails with."""
+
 
 class AgentSession(Session):
     """Records an attempt whose calls come from an agent program: at most `max_calls`.
 
-    last_error: what the last call to end was refused or failed with; None if it was answered.
+    last_error: what the last call to end was refused or failed with; None if it was answered. errors: all of these, as
+    they come.
     """
 
     def __init__(self, spec: SessionSpec, parse: ReplyParser = plain, *, max_calls: int) -> None:
         super().__init__(spec, parse)
         self._max_calls = max_calls
-        self.last_error: StepsExceeded | ContextExceeded | EngineError | None = None
+        self.last_error: CallError | None = None
+        self.errors: asyncio.Queue[CallError] = asyncio.Queue()
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = _DEFAULT
@@ -67,6 +73,7 @@ class AgentSession(Session):
             yield
         except (StepsExceeded, ContextExceeded, EngineError) as error:
             self.last_error = error
+            self.errors.put_nowait(error)
             raise
         self.last_error = None
 
@@ -75,12 +82,14 @@ class AgentSession(Session):
 class Graded:
     """Holds what an attempt was given at its end: its reward, and metrics of level `trajectory`.
 
-    warning: something that went wrong without touching the reward.
+    warning: something that went wrong without touching the reward. ended_by: where the driver knows it; default: the
+    limit that the session's last call met, if it did.
     """
 
     reward: Reward
     metrics: Measures = field(default_factory=Measures)
     warning: str = ""
+    ended_by: AttemptError | None = None
 
 
 class GatewayDriver(AttemptDriver[AgentSession]):
@@ -126,7 +135,7 @@ class GatewayDriver(AttemptDriver[AgentSession]):
         except DataError as error:
             failure = TrajectoryFailure(user.cause, f"the {user.cause}'s reward: {error}")
             return outcome_of(session.steps, failure, user.cause)
-        outcome = outcome_of(session.steps, _limit(session), user.cause)
+        outcome = outcome_of(session.steps, graded.ended_by or _limit(session), user.cause)
         return outcome if outcome.failure else replace(outcome, metrics=graded.metrics, warning=graded.warning)
 
     async def _attached(self, task: Task, session: AgentSession, user: UserCode) -> Graded:
@@ -137,7 +146,7 @@ class GatewayDriver(AttemptDriver[AgentSession]):
             session.close()
 
 
-def _limit(session: AgentSession) -> StepsExceeded | ContextExceeded | EngineError | None:
+def _limit(session: AgentSession) -> CallError | None:
     """Return what ended an attempt whose agent returned: the limit it met last. An engine's failure it has got over,
     unless no call was ever answered.
     """

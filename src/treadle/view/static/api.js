@@ -104,34 +104,47 @@ export function has(path) {
   return !embedded || path in embedded.answers;
 }
 
-/**
- * Returns a text that changes whenever a run does; of all runs without a key.
- * @param {string} [key]
- * @returns {string}
- */
-export function useVersion(key) {
-  const [, redraw] = useState(0);
-  useEffect(() => {
-    const follower = () => redraw((/** @type {number} */ n) => n + 1);
-    followers.add(follower);
-    return () => followers.delete(follower);
-  }, []);
+/** @param {string} [key] */
+function versionOf(key) {
   const changed = Object.keys(versions).filter((own) => versions[own] !== first[own]);
   return changed.filter((own) => key === undefined || own === key).map((own) => versions[own]).join();
 }
 
 /**
- * Returns all rows of a run's metrics.jsonl; only new ones are fetched.
+ * Returns a text that changes whenever a run does, or any run without a key.
+ * @param {string} [key]
+ * @param {number} [seconds] at most this often, for what takes the server long
+ * @returns {string}
+ */
+export function useVersion(key, seconds = 0) {
+  const [version, setVersion] = useState(() => versionOf(key));
+  useEffect(() => {
+    let timer = 0, last = Date.now();
+    const follow = () => { last = Date.now(); setVersion(versionOf(key)); };
+    const follower = () => {
+      clearTimeout(timer);
+      timer = setTimeout(follow, Math.max(0, last + 1000 * seconds - Date.now()));
+    };
+    follow();
+    followers.add(follower);
+    return () => { followers.delete(follower); clearTimeout(timer); };
+  }, [key, seconds]);
+  return version;
+}
+
+/**
+ * Returns all rows of a run's metrics.jsonl or intervals.jsonl; only new ones are fetched.
  * @param {string} key
+ * @param {"metrics" | "intervals"} [file]
  * @returns {{rows: any[], error: string | null}}
  */
-export function useMetrics(key) {
+export function useRows(key, file = "metrics") {
   const version = useVersion(key);
   const [state, setState] = useState({key, generation: "", rows: [], error: null});
   useEffect(() => {
     let current = true;
     const had = state.key === key ? state : {generation: "", rows: []};
-    get(`runs/${encodeURIComponent(key)}/metrics?generation=${had.generation}&after=${had.rows.length}`).then(
+    get(`runs/${encodeURIComponent(key)}/${file}?generation=${had.generation}&after=${had.rows.length}`).then(
       (found) => current && setState({
         key, generation: found.generation, rows: [...had.rows.slice(0, found.start), ...found.rows], error: null,
       }),

@@ -7,7 +7,8 @@ import {GroupPage} from "./group.js";
 import {GroupsPage} from "./groups.js";
 import {RunPage} from "./run.js";
 import {RunsPage} from "./runs.js";
-import {ConfigPage, SearchPage, TaskPage, TokensPage} from "./details.js";
+import {ConfigPage, RulesPage, SearchPage, TaskPage, TokensPage} from "./details.js";
+import {TimelinePage} from "./timeline.js";
 import {TrajectoryPage} from "./trajectory.js";
 
 const THEMES = ["auto", "light", "dark"];
@@ -28,6 +29,8 @@ function pageOf({parts, query}) {
   if (what === "task" && id) return html`<${TaskPage} run=${key} id=${id} query=${query} />`;
   if (what === "search") return html`<${SearchPage} run=${key} query=${query} />`;
   if (what === "config") return html`<${ConfigPage} run=${key} query=${query} />`;
+  if (what === "timeline") return html`<${TimelinePage} run=${key} query=${query} key=${key} />`;
+  if (what === "rules") return html`<${RulesPage} run=${key} query=${query} />`;
   if (what === "tokens") return html`<${TokensPage} run=${key} />`;
   return html`<${RunPage} run=${key} key=${key} />`;
 }
@@ -39,7 +42,7 @@ function Crumbs({parts}) {
   if (kind === "compare") crumbs.push({label: "overlay", href: null});
   if (kind === "run" && key) crumbs.push({label: key, href: embedded ? null : link(["run", key])});
   if (what) {
-    const own = {groups: "groups", group: id, trajectory: id, task: id, search: "search", config: "settings", tokens: "tokens"}[what];
+    const own = {groups: "groups", group: id, trajectory: id, task: id, search: "search", config: "settings", tokens: "tokens", rules: "rules", timeline: "timeline"}[what];
     if (what === "trajectory") {
       const group = id.replace(/\.\d+$/, "");
       const there = has(`runs/${encodeURIComponent(key)}/groups/${encodeURIComponent(group)}`);

@@ -7,8 +7,10 @@ import {aligned, figure, smoothed} from "./format.js";
 
 export const COLOURS = ["--accent", "--warm", "--violet", "--good", "--bad", "--blue", "--faint"];
 
-/** @param {string} name */
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+/** @param {string} name of a colour of the theme */
+export function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
 
 /**
  * @param {{title: string, help?: string, series: Series[], log?: boolean, smooth?: number, share?: boolean,
@@ -39,7 +41,8 @@ export function Chart({title, help = "", series, log = false, smooth = 1, share 
         let down = 0;
         u.over.addEventListener("mousedown", (/** @type {MouseEvent} */ e) => { down = e.clientX; });
         u.over.addEventListener("click", (/** @type {MouseEvent} */ e) => {
-          if (Math.abs(e.clientX - down) < 4 && u.cursor.idx !== null) pick.current?.(u.data[0][u.cursor.idx]);
+          const update = u.data[0][u.posToIdx(e.clientX - u.over.getBoundingClientRect().left)];
+          if (Math.abs(e.clientX - down) < 4 && update !== undefined) pick.current?.(update);
         });
       }],
     };

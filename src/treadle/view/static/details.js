@@ -1,8 +1,10 @@
-// Smaller pages: settings, tokens by packing and breaks, text search, one task over time.
+// Smaller pages: settings, rules, tokens by packing and breaks, text search, one task over time.
 import {html, useEffect, useState} from "./vendor/preact.js";
 import {useAnswer, useVersion} from "./api.js";
+import {Chart} from "./charts.js";
 import {counted, figure} from "./format.js";
-import {AttemptCells, Problems, Tabs, Waiting} from "./parts.js";
+import {SideBySide} from "./group.js";
+import {Problems, Tabs, Waiting} from "./parts.js";
 import {link} from "./sequence.js";
 
 /** @param {{run: string, query: URLSearchParams}} props */
@@ -24,9 +26,34 @@ export function ConfigPage({run, query}) {
         <td><code class=${row.is_default ? "faint" : "own"}>${row.value}</code></td><td class="faint">${row.help}</td></tr>`)}</tbody></table></div>`;
 }
 
+/** @param {{run: string, query: URLSearchParams}} props */
+export function RulesPage({run, query}) {
+  const {data, error} = useAnswer("rules");
+  const chosen = query.get("rule");
+  useEffect(() => { if (chosen && data) document.getElementById(`rule-${chosen}`)?.scrollIntoView({block: "start"}); }, [chosen, data]);
+  if (!data) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
+  return html`<div class="head"><h1>What can become of a step</h1></div>
+    <p class="lead">Every recorded step ends in exactly one of these ways. Below each stand the settings and the source that decide it.</p>
+    ${data.rules.map((/** @type {any} */ rule) => html`<article id=${`rule-${rule.reason || rule.state}`}
+      class="card rule-card ${(rule.reason || rule.state) === chosen ? "selected" : ""}"><h3>${rule.state}${rule.reason ? `, ${rule.reason}` : ""}</h3>
+      <p>${rule.text}</p><p>${rule.settings.map((/** @type {string} */ path) => html`<a href=${link(["run", run, "config"], {key: path})}><code>${path}</code></a> `)}</p>
+      <details open=${(rule.reason || rule.state) === chosen}><summary>${rule.rule}</summary><pre>${rule.source}</pre></details></article>`)}`;
+}
+
+/** @param {{rows: any[]}} props tokens of each update */
+function TokensByUpdate({rows}) {
+  const of = (/** @type {string} */ name) => rows.map((row) => [row.update, row[name]]);
+  const ways = [["step", "step"], ["chain", "chain"], ["tree", "tree, within trajectories"], ["group_tree", "tree, within groups"]];
+  return html`<div class="charts">
+    <${Chart} title="Tokens computed, by packing" series=${ways.map(([name, label]) => ({label, points: of(name)}))} />
+    <${Chart} title="Tokens computed again because of breaks" series=${[{label: "tokens", points: of("extra_tokens"), colour: 1}]} /></div>`;
+}
+
 /** @param {{run: string}} props */
 export function TokensPage({run}) {
-  const {data, error} = useAnswer(`runs/${encodeURIComponent(run)}/breaks`, useVersion(run));
+  const version = useVersion(run);
+  const [asked, setAsked] = useState(version);
+  const {data, error} = useAnswer(`runs/${encodeURIComponent(run)}/breaks`, asked);
   if (!data) return html`<${Tabs} run=${run} here="tokens" />${error ? html`<${Problems} error=${error} />` : html`<${Waiting} what="counting every recorded token" />`}`;
   const {packing, relations} = data;
   const ways = [["step", "step: nothing shared"], ["chain", "chain: a step goes on with the one it extends"], ["tree", "tree, within trajectories"], ["group_tree", "tree, within groups"]];
@@ -35,10 +62,12 @@ export function TokensPage({run}) {
       data.missing_shards.length && `Missing, not counted: ${data.missing_shards.join(", ")}`,
       data.damaged_shards.length && `Damaged, not counted: ${data.damaged_shards.join(", ")}`]} />
     <section><h2>Tokens that training computes</h2>
-      <p class="faint">${counted(packing.trajectories, "trajectory", "trajectories")} of ${counted(packing.groups, "group")}</p>
+      <p class="faint">${counted(packing.trajectories, "trajectory", "trajectories")} of ${counted(packing.groups, "group")}
+        ${version !== asked && html` <button class="quiet" onClick=${() => setAsked(version)}>the run went on: count again</button>`}</p>
       <div class="packing">${ways.map(([way, label]) => html`<div><span>${label}</span>
         <span class="barline"><span style=${{width: `${packing.step ? Math.max(0.5, 100 * packing[way] / packing.step) : 0}%`}}></span></span>
-        <b>${figure(packing[way])}</b><span class="faint">${packing.ratios[way] ? `${figure(packing.ratios[way])}× fewer` : ""}</span></div>`)}</div></section>
+        <b>${figure(packing[way])}</b><span class="faint">${packing.ratios[way] ? `${figure(packing.ratios[way])}× fewer` : ""}</span></div>`)}</div>
+      ${data.updates.length > 1 && html`<${TokensByUpdate} rows=${data.updates} />`}</section>
     <section><h2>How steps go on</h2><div class="scroll"><table class="plain"><thead><tr><th></th><th>steps</th><th>opens</th><th>extends</th><th>fork</th><th>break</th><th>computed again</th></tr></thead>
       <tbody>${relations.splits.map((/** @type {any} */ row) => html`<tr><td>${row.split === "train" ? "training" : "held-out"}</td>
         ${["steps", "opens", "extends", "fork", "break", "extra_tokens"].map((name) => html`<td>${figure(row[name])}</td>`)}</tr>`)}</tbody></table></div></section>
@@ -65,14 +94,10 @@ export function SearchPage({run, query}) {
 /** @param {{run: string, id: string, query: URLSearchParams}} props */
 export function TaskPage({run, id, query}) {
   const split = query.get("split") || "held_out";
-  const {data, error} = useAnswer(`runs/${encodeURIComponent(run)}/task?split=${split}&task_id=${encodeURIComponent(id)}`, useVersion(run));
+  const {data, error} = useAnswer(`runs/${encodeURIComponent(run)}/task?split=${split}&task_id=${encodeURIComponent(id)}`, useVersion(run, 20));
   if (!data) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
   return html`<div class="head"><h1>${data.task_id}</h1></div><p class="lead">${data.question}</p>
     <p class="faint">${split === "train" ? "Each time it was trained on" : "In each evaluation"}, the oldest first.</p>
-    <div class="followed">${data.groups.map((/** @type {any} */ group) => html`<article class="card"><h3>${group.update === null ? "in no checkpoint yet" : `update ${group.update}`}</h3>
-      <${AttemptCells} run=${run} attempts=${group.attempts} />
-      ${group.attempts.map((/** @type {any} */ a) => html`<p><a href=${link(["run", run, "trajectory", a.trajectory_id])}>${a.trajectory_id}</a>
-        <span class=${a.reward === null ? "bad" : ""}>${a.reward === null ? `failed: ${a.failure_message}` : `reward ${figure(a.reward)}`}</span>
-        <span class="faint">${a.status}, ${counted(a.steps, "step")}, ${counted(a.completion_tokens, "token")}</span></p>`)}
-      <p><a href=${link(["run", run, "group", group.group_id])}>side by side</a></p></article>`)}</div>`;
+    <${Problems} problems=${data.problems} />
+    <${SideBySide} run=${run} view=${data} groups=${data.groups} />`;
 }

@@ -39,6 +39,18 @@ export function signed(value) {
 }
 
 /**
+ * Returns the sums of some counts by name: of {done: 1}, {done: 1, failed: 1} it is [["done", 2], ["failed", 1]].
+ * @param {Record<string, number>[]} counts
+ * @returns {[string, number][]}
+ */
+export function tally(counts) {
+  /** @type {Record<string, number>} */
+  const found = {};
+  for (const own of counts) for (const [name, count] of Object.entries(own)) found[name] = (found[name] || 0) + count;
+  return Object.entries(found);
+}
+
+/**
  * Returns the moving average over `width` values, centred; windows are shorter at the ends, and gaps count nothing.
  * @param {(number | null)[]} values
  * @param {number} width
@@ -89,7 +101,7 @@ export function band(runs) {
 
 /**
  * Returns the colour behind a token: transparent where there is nothing to say.
- * @param {string} scale of the column: low, diverging, steps or flag
+ * @param {string} scale of the column: low, high, around_one, diverging, steps or flag
  * @param {any} value
  * @param {{largest: number, levels: any[]}} range of the column in this trajectory
  */
@@ -98,6 +110,8 @@ export function tokenColour(scale, value, range) {
   const mix = (/** @type {string} */ name, /** @type {number} */ share) =>
     share < 0.02 ? "transparent" : `color-mix(in srgb, var(${name}) ${Math.round(100 * Math.min(share, 1))}%, transparent)`;
   if (scale === "low") return mix("--warm", 0.75 * (1 - Math.exp(value)));
+  if (scale === "high") return mix("--violet", range.largest ? 0.6 * value / range.largest : 0);
+  if (scale === "around_one") return mix(value < 1 ? "--bad" : "--good", value > 0 ? Math.abs(Math.log(value)) : 1);
   if (scale === "diverging") return mix(value < 0 ? "--bad" : "--good", range.largest ? 0.6 * Math.abs(value) / range.largest : 0);
   if (scale === "flag") return value ? mix("--accent", 0.3) : "transparent";
   const at = range.levels.indexOf(value);

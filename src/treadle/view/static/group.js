@@ -1,17 +1,18 @@
-// One group: its attempts side by side from the token at which they part, and the tree of all of them.
+// Attempts at one task, side by side from the token at which they part, and the tree of all of them: a group's, or those of
+// several evaluations.
 import {html, useMemo} from "./vendor/preact.js";
 import {embedded, useAnswer, useVersion} from "./api.js";
 import {counted, figure, signed} from "./format.js";
 import {AttemptCells, Problems, Waiting} from "./parts.js";
-import {link, pathTo, unitsOf} from "./sequence.js";
+import {breaksOf, link, partsAt, pathTo, unitsOf} from "./sequence.js";
 import {Cost, Tree} from "./tree.js";
 
-/** @param {{run: string, view: any, attempt: any, from: number}} props */
-function Sibling({run, view, attempt, from}) {
+/** @param {{run: string, view: any, attempt: any, from: number, when: any}} props */
+function Sibling({run, view, attempt, from, when}) {
   const steps = view.steps.filter((/** @type {any} */ s) => s.trajectory_id === attempt.trajectory_id);
   const last = steps.at(-1);
   const runs = useMemo(() => last ? textRuns(view, last, from) : [], [view, last, from]);
-  return html`<article class="sibling card"><header>
+  return html`<article class="sibling card"><header>${when}
       <a href=${link(["run", run, "trajectory", attempt.trajectory_id])}><b>${attempt.trajectory_id}</b></a>
       <span class=${attempt.reward === null ? "bad" : ""}>${attempt.reward === null ? "no reward" : `reward ${figure(attempt.reward)}`}</span>
       ${attempt.advantage !== null && html`<span class=${attempt.advantage > 0 ? "good" : attempt.advantage < 0 ? "bad" : "faint"}>${signed(attempt.advantage)}</span>`}
@@ -42,12 +43,9 @@ function textRuns(view, step, from) {
 
 /** @param {{run: string, id: string}} props */
 export function GroupPage({run, id}) {
-  const {data: view, error} = useAnswer(`runs/${encodeURIComponent(run)}/groups/${encodeURIComponent(id)}`, useVersion(run));
+  const {data: view, error} = useAnswer(`runs/${encodeURIComponent(run)}/groups/${encodeURIComponent(id)}`, useVersion(run, 10));
   if (!view) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
   const {group} = view;
-  const apart = Object.values(view.apart).map(Number);
-  const from = apart.length > 1 ? Math.min(...apart) : 0;
-  const names = view.steps.map((/** @type {any} */ s) => `${s.trajectory_id} step ${s.step}`);
   return html`
     <div class="head"><h1>${group.group_id}</h1><${AttemptCells} run=${run} attempts=${group.attempts} /><span class="grow"></span>
       ${!embedded && html`<a rel="prev" class=${`button ${view.previous ? "" : "off"}`} href=${view.previous && link(["run", run, "group", view.previous])} title="previous (p)">←</a>
@@ -56,11 +54,25 @@ export function GroupPage({run, id}) {
     <p class="lead">${group.question}</p>
     <p class="faint">${embedded ? group.task_id : html`<a href=${link(["run", run, "task", group.task_id], {split: group.split})}>${group.task_id}</a>`}, ${group.split === "train" ? "training" : "held-out"}${group.update === null ? ", in no checkpoint yet" : `, update ${group.update}`}${view.ground_truth === null ? "" : html` · ground truth <code>${typeof view.ground_truth === "string" ? view.ground_truth : JSON.stringify(view.ground_truth)}</code>`}</p>
     <${Problems} problems=${view.problems} />
+    <${SideBySide} run=${run} view=${view} groups=${[group]} />`;
+}
+
+/** @param {{run: string, view: any, groups: any[]}} props view: the tree of the groups' attempts */
+export function SideBySide({run, view, groups}) {
+  const from = partsAt(view);
+  const drawn = new Set(view.steps.map((/** @type {any} */ s) => s.trajectory_id));
+  const attempts = groups.flatMap((group) => group.attempts.map((/** @type {any} */ attempt) => ({group, attempt})))
+    .filter(({attempt}) => groups.length === 1 || drawn.has(attempt.trajectory_id));
+  const update = (/** @type {any} */ group) => html`<a class="when" href=${link(["run", run, "group", group.group_id])}>${group.update === null
+    ? "in no checkpoint yet" : `update ${group.update}`}${/^e\d+g-/.test(group.group_id) ? ", greedy" : ""}</a>`;
+  return html`
     <h2>Prefix tree</h2>
-    <${Tree} segments=${view.segments} names=${names} onPick=${(/** @type {number} */ call) => {
-      const step = view.steps[call];
-      location.hash = link(["run", run, "trajectory", step.trajectory_id], {step: step.step});
-    }} /><${Cost} cost=${view.cost} of="group" />
-    <h2>Side by side</h2>
-    <div class="siblings">${group.attempts.map((/** @type {any} */ attempt) => html`<${Sibling} key=${attempt.trajectory_id} run=${run} view=${view} attempt=${attempt} from=${from} />`)}</div>`;
+    <${Tree} segments=${view.segments} names=${view.steps.map((/** @type {any} */ s) => `${s.trajectory_id} step ${s.step}`)}
+      breaks=${breaksOf(view)} onPick=${(/** @type {number} */ call) => {
+        const step = view.steps[call];
+        location.hash = link(["run", run, "trajectory", step.trajectory_id], {step: step.step});
+      }} /><${Cost} cost=${view.cost} of="group" />
+    <h2>Side by side${from === Infinity ? html`<span class="faint"> all the same, token for token</span>` : ""}</h2>
+    <div class="siblings">${attempts.map(({group, attempt}) => html`<${Sibling} key=${attempt.trajectory_id} run=${run} view=${view}
+      attempt=${attempt} from=${from === Infinity ? 0 : from} when=${groups.length > 1 ? update(group) : ""} />`)}</div>`;
 }

@@ -1,7 +1,7 @@
 // The table of groups: filtered and sorted by the server, and only the lines in sight are drawn.
 import {html, useEffect, useRef, useState} from "./vendor/preact.js";
 import {get, useVersion} from "./api.js";
-import {counted, figure, signed} from "./format.js";
+import {counted, figure, tally} from "./format.js";
 import {AttemptCells, Problems, Tabs, useSelection} from "./parts.js";
 import {link} from "./sequence.js";
 
@@ -9,19 +9,11 @@ const LINE = 52; // pixels
 const PAGE = 100; // lines asked for at a time
 const PRESETS = [["", "all"], ["mixed", "mixed rewards"], ["zero_advantage", "zero advantage"], ["unsolved", "unsolved"],
   ["failed", "failed"], ["dropped", "dropped"], ["stale", "stale"], ["warning", "warnings"], ["blocked", "blocked the loop"]];
-const COLUMNS = [["group", "group"], ["update", "update"], ["task", "task"], ["reward", "attempts and mean reward"], ["steps", "steps"],
+const COLUMNS = [["group", "group"], ["update", "update"], ["task", "task"], ["reward", "rewards"], ["steps", "steps"],
   ["tokens", "tokens"], ["failed", "ended"]];
 
 /** @param {number[]} values */
 const mean = (values) => values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
-
-/** @param {any[]} attempts @returns {[string, number][]} */
-function statesOf(attempts) {
-  /** @type {Record<string, number>} */
-  const found = {};
-  attempts.forEach((a) => Object.entries(a.states).forEach(([name, count]) => { found[name] = (found[name] || 0) + Number(count); }));
-  return Object.entries(found);
-}
 
 /** @param {{run: string, row: any, top: number, selected: boolean}} props */
 function Line({run, row, top, selected}) {
@@ -32,28 +24,32 @@ function Line({run, row, top, selected}) {
     <a class="id" href=${link(["run", run, "group", row.group_id])}>${row.group_id}</a>
     <span class="num">${row.update ?? html`<span class="faint" title="in no checkpoint yet">…</span>`}</span>
     <span class="task" title=${row.question}><span class="question">${row.question || row.task_id}</span><span class="faint">${row.task_id}</span></span>
-    <span class="attempts"><${AttemptCells} run=${run} attempts=${row.attempts} /><b title=${components}>${figure(mean(graded), 2)}</b></span>
+    <span class="attempts"><${AttemptCells} run=${run} attempts=${row.attempts} /><span class="mean"><b>${figure(mean(graded), 2)}</b>
+      ${components.map(([name, value]) => html`<span class="faint" title=${`mean of ${name}`}>${name} ${figure(value, 2)}</span>`)}</span></span>
     <span class="num">${figure(mean(row.attempts.map((/** @type {any} */ a) => a.steps)), 2)}</span>
     <span class="num">${figure(row.attempts.reduce((/** @type {number} */ sum, /** @type {any} */ a) => sum + a.completion_tokens, 0))}</span>
     <span class="ended">${failed ? html`<span class="bad" title=${failed.failure_message}>${failed.failure_cause}: ${failed.failure_message}</span>`
-      : html`<span class="states">${statesOf(row.attempts).map(([name, count]) => html`<span class=${name.startsWith("dropped") ? "warm" : "faint"}>${count} ${name}</span>`)}</span>`}</span>
+      : html`<span>${tally(row.attempts.map((/** @type {any} */ a) => ({[a.status]: 1}))).map(([name, count]) => `${count} ${name}`).join(", ")}</span>`}
+      <span class="states">${tally(row.attempts.map((/** @type {any} */ a) => a.states)).map(([name, count]) => html`<span class=${name.startsWith("dropped") ? "warm" : "faint"}>${counted(count, "step")} ${name}</span>`)}</span></span>
   </div>`;
 }
 
-/** @param {any[]} attempts */
+/** @param {any[]} attempts @returns {[string, number | null][]} the mean of each component but the reward's plain rest */
 function componentsOf(attempts) {
-  const names = [...new Set(attempts.flatMap((a) => Object.keys(a.components)))];
-  return names.map((name) => `${name} ${signed(mean(attempts.filter((a) => a.reward !== null).map((a) => a.components[name] ?? 0)))}`).join("\n");
+  const names = [...new Set(attempts.flatMap((a) => Object.keys(a.components)))].filter((name) => name !== "reward");
+  return names.map((name) => [name, mean(attempts.filter((a) => a.reward !== null).map((a) => a.components[name] ?? 0))]);
 }
 
 /** @param {{run: string, query: URLSearchParams}} props */
 export function GroupsPage({run, query}) {
   const version = useVersion(run);
   const filter = {split: query.get("split") || "", preset: query.get("preset") || "", search: query.get("search") || "",
-    update: query.get("update") || "", sort: query.get("sort") || "group", descending: query.get("descending") !== "false"};
+    update: query.get("update") || "", sort: query.get("sort") || "group",
+    component: query.get("component") || "", descending: query.get("descending") !== "false"};
   const change = (/** @type {any} */ to) => {
     const next = {...filter, ...to};
-    location.hash = link(["run", run, "groups"], {...next, sort: next.sort === "group" ? "" : next.sort, descending: next.descending ? "" : "false"});
+    location.hash = link(["run", run, "groups"], {...next, sort: next.sort === "group" ? "" : next.sort,
+      component: next.sort === "component" ? next.component : "", descending: next.descending ? "" : "false"});
   };
   const path = new URLSearchParams(Object.entries(filter).filter(([, v]) => v !== "").map(([k, v]) => [k, String(v)])).toString();
   const table = usePages(`runs/${encodeURIComponent(run)}/groups?${path}`, version);
@@ -81,8 +77,15 @@ export function GroupsPage({run, query}) {
   table.want(first, last);
   const lines = [];
   for (let index = first; index < last; index++) lines.push({index, row: table.row(index)});
+  const components = componentsOf(lines.flatMap(({row}) => row ? row.attempts : [])).map(([name]) => name);
+  const sortBy = (/** @type {string} */ sort, /** @type {string} */ label, component = "") => {
+    const on = filter.sort === sort && filter.component === component;
+    return html`<button class="by" onClick=${() => change({sort, component, descending: on ? !filter.descending : true})}
+      >${label}${on ? (filter.descending ? " ↓" : " ↑") : ""}</button>`;
+  };
   return html`
     <div class="bar-row"><${Tabs} run=${run} here="groups" /><span class="grow"></span>
+      <a class="button" href=${link(["run", run, "search"], {update: filter.update})}>search text</a>
       <input type="search" placeholder="task, id or failure" aria-label="search groups" value=${filter.search}
         onChange=${(/** @type {any} */ e) => change({search: e.target.value})} /></div>
     <div class="bar-row filters">
@@ -93,13 +96,12 @@ export function GroupsPage({run, query}) {
       <span class="presets">${PRESETS.map(([name, label]) => html`<button class="chip ${filter.preset === name ? "on" : ""}" aria-pressed=${filter.preset === name}
         onClick=${() => change({preset: name})}>${label}</button>`)}</span>
       <span class="faint total">${table.total >= 0 ? counted(table.total, "group") : ""}</span>
-      ${filter.update && html`<a class="button" href=${link(["run", run, "search"], {update: filter.update})}>search its text</a>`}
     </div>
     <${Problems} error=${table.error} />
     <div class="table card" role="table" aria-label="groups" aria-rowcount=${table.total}>
-      <div class="line header" role="row">${COLUMNS.map(([name, label]) => html`<button class="column ${name}" onClick=${() => change({
-        sort: name, descending: filter.sort === name ? !filter.descending : true})}>${label}${filter.sort === name ? (filter.descending ? " ↓" : " ↑") : ""}</button>`)}</div>
-      <div class="lines" ref=${scroller}><div style=${{height: `${table.total * LINE}px`}}>
+      <div class="line header" role="row">${COLUMNS.map(([name, label]) => html`<span class="column ${name}">${sortBy(name, label)}${name === "reward"
+        && components.map((component) => html` · ${sortBy("component", component, component)}`)}</span>`)}</div>
+      <div class="lines" ref=${scroller}><div style=${{height: `${Math.max(0, table.total) * LINE}px`}}>
         ${lines.map(({index, row}) => row ? html`<${Line} key=${row.group_id} run=${run} row=${row} top=${index * LINE} selected=${index === at} />`
           : html`<div class="line pending" key=${index} style=${{transform: `translateY(${index * LINE}px)`}}>…</div>`)}
       </div>${table.total === 0 && html`<p class="empty">No group is like that.</p>`}</div>
@@ -112,9 +114,9 @@ export function GroupsPage({run, query}) {
  */
 function usePages(path, version) {
   const [, redraw] = useState(0);
-  const store = useRef({path: "", version: "", total: 0, pages: /** @type {Map<number, any[]>} */ (new Map()), asked: new Set(), error: /** @type {string | null} */ (null)});
+  const store = useRef({path: "", version: "", total: -1, pages: /** @type {Map<number, any[]>} */ (new Map()), asked: new Set(), error: /** @type {string | null} */ (null)});
   const own = store.current;
-  if (own.path !== path) store.current = {path, version, total: 0, pages: new Map(), asked: new Set(), error: null};
+  if (own.path !== path) store.current = {path, version, total: -1, pages: new Map(), asked: new Set(), error: null};
   else if (own.version !== version) { own.version = version; own.asked = new Set(); }
   const ask = (/** @type {number} */ page) => {
     const now = store.current;

@@ -16,7 +16,7 @@ export function Waiting({what = "reading"}) {
 
 /** @param {{run: string, here: string}} props */
 export function Tabs({run, here}) {
-  const tabs = [["", "curves"], ["groups", "groups"], ["tokens", "tokens"], ["config", "settings"]];
+  const tabs = [["", "curves"], ["groups", "groups"], ["timeline", "timeline"], ["tokens", "tokens"], ["config", "settings"]];
   return html`<nav class="tabs" aria-label="run">${tabs.map(([what, label]) => html`
     <a href=${link(what ? ["run", run, what] : ["run", run])} aria-current=${what === here ? "page" : null}>${label}</a>`)}</nav>`;
 }
@@ -82,11 +82,12 @@ export function useSelection(count, open) {
     /** @param {KeyboardEvent} event */
     const press = (event) => {
       const {tagName} = /** @type {HTMLElement} */ (event.target);
-      if (event.metaKey || event.ctrlKey || event.altKey || /INPUT|SELECT|TEXTAREA|BUTTON|SUMMARY/.test(tagName)) return;
+      if (event.metaKey || event.ctrlKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(tagName)) return;
       const {at: own, count: all, open: go} = now.current;
+      if (/^[jk]$/.test(event.key)) /** @type {HTMLElement} */ (event.target).blur();
       if (event.key === "j") setAt(Math.min(own + 1, all - 1));
       else if (event.key === "k") setAt(Math.max(own - 1, 0));
-      else if (event.key === "Enter" && own >= 0 && tagName !== "A") go(own);
+      else if (event.key === "Enter" && own >= 0 && !/^(A|BUTTON|SUMMARY)$/.test(tagName)) go(own);
     };
     addEventListener("keydown", press);
     return () => removeEventListener("keydown", press);

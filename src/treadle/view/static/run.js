@@ -1,6 +1,6 @@
 // One run: what became of its steps, its curves, evaluations and failures.
 import {html, useMemo, useState} from "./vendor/preact.js";
-import {useAnswer, useMetrics, useVersion} from "./api.js";
+import {useAnswer, useRows, useVersion} from "./api.js";
 import {Chart} from "./charts.js";
 import {counted, duration, figure, percent} from "./format.js";
 import {Facts, Problems, StatePill, Tabs, Waiting} from "./parts.js";
@@ -54,7 +54,7 @@ export function panelsOf(updates) {
 }
 
 /** @param {any[]} updates seconds of each update by phase; the rest is what evaluations and checkpoints take */
-function phasesOf(updates) {
+function secondsByPhase(updates) {
   const names = ["seconds_rollout", "seconds_update", "seconds_publish"].filter((name) => updates.some((row) => row[name]));
   const series = names.map((name) => ({label: name.replace("seconds_", ""), points: pointsOf(updates, name)}));
   /** @type {[number, number][]} */
@@ -81,15 +81,15 @@ function Evaluations({rows}) {
     </tbody></table></div></section>`;
 }
 
-/** @param {{run: string, detail: any}} props */
-function Account({run, detail}) {
-  const total = (/** @type {string} */ split) => detail.splits.find((/** @type {any} */ s) => s.split === split)?.steps || 1;
-  return html`<section><h2>What became of every step</h2><ul class="account">${detail.states.map((/** @type {any} */ row) => html`
+/** @param {{run: string, counts: any}} props */
+function Account({run, counts}) {
+  const total = (/** @type {string} */ split) => counts.splits.find((/** @type {any} */ s) => s.split === split)?.steps || 1;
+  return html`<section><h2>What became of every step</h2><ul class="account">${counts.states.map((/** @type {any} */ row) => html`
     <li><a href=${link(["run", run, "groups"], {split: row.split, preset: row.reason === "stale" ? "stale" : row.state === "dropped" ? "dropped" : ""})}>
       <span class="share ${row.state}"><span style=${{width: `${Math.max(1, 100 * row.count / total(row.split))}%`}}></span></span>
       <b>${figure(row.count)}</b> ${row.split === "train" ? "training" : "held-out"}: ${row.state}${row.reason ? `, ${row.reason}` : ""}</a>
-      <div class="faint">${row.text}</div></li>`)}</ul>
-    ${detail.failures.length > 0 && html`<h3>Failures</h3><ul class="failures">${detail.failures.map((/** @type {any} */ row) => html`
+      <div class="faint">${row.text} <a class="why" href=${link(["run", run, "rules"], {rule: row.reason || row.state})}>the rule</a></div></li>`)}</ul>
+    ${counts.failures.length > 0 && html`<h3>Failures</h3><ul class="failures">${counts.failures.map((/** @type {any} */ row) => html`
       <li><b>${figure(row.count)}×</b> <a href=${link(["run", run, "trajectory", row.trajectory_id])}>${row.cause}</a> <span>${row.message}</span></li>`)}</ul>`}
     </section>`;
 }
@@ -97,7 +97,8 @@ function Account({run, detail}) {
 /** @param {{run: string}} props */
 export function RunPage({run}) {
   const {data: detail, error} = useAnswer(`runs/${encodeURIComponent(run)}`, useVersion(run));
-  const metrics = useMetrics(run);
+  const {data: counts, error: uncounted} = useAnswer(`runs/${encodeURIComponent(run)}/counts`, useVersion(run, 20));
+  const metrics = useRows(run);
   const [smooth, setSmooth] = useState(1);
   const [log, setLog] = useState(false);
   const [all, setAll] = useState(false);
@@ -111,13 +112,13 @@ export function RunPage({run}) {
   return html`
     <div class="head"><h1>${detail.name}</h1><${StatePill} state=${detail.state} /></div>
     <p class="faint lead">${detail.about || detail.recipe}</p>
-    <${Problems} error=${metrics.error} problems=${detail.problems} />
+    <${Problems} error=${metrics.error} problems=${[...detail.problems, uncounted]} />
     <${Facts} items=${[
       ["updates", html`${detail.update}<span class="faint"> of ${detail.updates}</span>`],
       ["held-out, last", detail.last ? percent(detail.last.success) : "–"],
       ["best", detail.best ? html`${percent(detail.best.success)}<span class="faint"> at ${detail.best.update}</span>` : "–"],
       ["reward", figure(detail.reward)], ["an update", duration(detail.seconds_per_update)], ["in all", duration(detail.wall_seconds)],
-      ...detail.splits.map((/** @type {any} */ s) => [s.split === "train" ? "training" : "held-out",
+      ...(counts?.splits || []).map((/** @type {any} */ s) => [s.split === "train" ? "training" : "held-out",
         html`${counted(s.trajectories, "attempt")}<span class="faint">, ${figure(s.completion_tokens)} tokens</span>`]),
     ]} />
     <div class="bar-row"><${Tabs} run=${run} here="" /><span class="grow"></span>
@@ -128,14 +129,14 @@ export function RunPage({run}) {
       ${held.length > 0 && html`<${Chart} title="Held-out success" series=${held} share log=${log} />`}
       ${panels.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${help(panel.own)} share=${panel.share} log=${log}
         smooth=${smooth} onPick=${pick} series=${panel.own.map((name) => ({label: shortName(name), points: pointsOf(updates, name)}))} />`)}
-      ${updates.length > 1 && html`<${Chart} title="Seconds of an update by phase" stacked series=${phasesOf(updates)} onPick=${pick}
+      ${updates.length > 1 && html`<${Chart} title="Seconds of an update by phase" stacked series=${secondsByPhase(updates)} onPick=${pick}
         help="Phases of asynchronous runs overlap." />`}
       ${all && rest.map((name) => html`<${Chart} key=${name} title=${name} help=${help([name])} log=${log} smooth=${smooth} onPick=${pick}
         series=${[{label: name, points: pointsOf(updates, name)}]} />`)}
     </div>
     ${rest.length > 0 && html`<p><button class="quiet" onClick=${() => setAll(!all)}>${all ? "fewer curves" : counted(rest.length, "more curve")}</button></p>`}
     <${Evaluations} rows=${evaluations} />
-    <${Account} run=${run} detail=${detail} />`;
+    ${counts && html`<${Account} run=${run} counts=${counts} />`}`;
 }
 
 /** @param {any[]} rows */

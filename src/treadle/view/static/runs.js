@@ -17,13 +17,17 @@ function HeldOut({held}) {
   return held ? html`${percent(held.success)} <span class="faint">at ${held.update}</span>` : html`<span class="faint">–</span>`;
 }
 
+const PROBLEMS = "with problems";
+const PRESETS = ["", "in progress", "finished", "stopped", PROBLEMS];
+
 export function RunsPage() {
   const {data, error} = useAnswer("runs", useVersion());
   const [chosen, setChosen] = useState(/** @type {string[]} */ ([]));
   const [search, setSearch] = useState("");
+  const [preset, setPreset] = useState("");
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
-  const rows = (data?.runs || []).filter((/** @type {any} */ run) =>
-    words.every((word) => `${run.name} ${run.recipe} ${run.state} seed ${run.seed}`.toLowerCase().includes(word)));
+  const rows = (data?.runs || []).filter((/** @type {any} */ run) => !preset || (preset === PROBLEMS ? run.problems.length : run.state === preset))
+    .filter((/** @type {any} */ run) => words.every((word) => `${run.name} ${run.recipe} ${run.state} seed ${run.seed}`.toLowerCase().includes(word)));
   const open = (/** @type {number} */ at) => { location.hash = link(["run", rows[at].key]); };
   const [at] = useSelection(rows.length, open);
   if (!data) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
@@ -31,6 +35,8 @@ export function RunsPage() {
     setChosen(chosen.includes(key) ? chosen.filter((own) => own !== key) : [...chosen, key]);
   return html`
     <div class="head"><h1>Runs</h1>
+      ${data.runs.length > 1 && html`<span class="presets">${PRESETS.map((name) => html`<button class="chip ${preset === name ? "on" : ""}" aria-pressed=${preset === name}
+        onClick=${() => setPreset(name)}>${name || "all"}</button>`)}</span>`}
       <span class="grow"></span>
       <input type="search" placeholder="search" value=${search} aria-label="search runs"
         onInput=${(/** @type {any} */ event) => setSearch(event.target.value)} />
@@ -38,6 +44,7 @@ export function RunsPage() {
         href=${chosen.length < 2 ? null : `#/compare?${chosen.map((key) => `run=${encodeURIComponent(key)}`).join("&")}`}>
         overlay ${chosen.length || ""}</a>
     </div>
+    ${data.runs.length > 0 && rows.length === 0 && html`<p class="empty">No run is like that.</p>`}
     ${data.runs.length === 0 && html`<p class="empty">No runs in ${data.roots.join(", ")} yet. <code>treadle train demo</code> starts one.</p>`}
     <div class="runs">
       ${rows.map((/** @type {any} */ run, /** @type {number} */ index) => html`

@@ -107,6 +107,93 @@ export function lanesOf(segments) {
 }
 
 /**
+ * Returns a lane for each interval, the first that is free: of [0, 2], [1, 3], [2, 4] it is 0, 1, 0.
+ * @param {[number, number][]} intervals by their beginning
+ * @returns {number[]}
+ */
+export function lanesInTime(intervals) {
+  /** @type {number[]} */
+  const ends = [];
+  return intervals.map(([start, end]) => {
+    const free = ends.findIndex((last) => last <= start);
+    const lane = free < 0 ? ends.length : free;
+    ends[lane] = end;
+    return lane;
+  });
+}
+
+/**
+ * Returns the token at which attempts first differ; 0 of fewer than two, and infinity where they never do.
+ * @param {{segments: Segment[], steps: any[], apart: Record<string, number>}} view
+ */
+export function partsAt({segments, steps, apart}) {
+  const names = Object.keys(apart);
+  if (names.length < 2) return 0;
+  const lengths = names.map((name) => {
+    const {segment} = steps.findLast((step) => step.trajectory_id === name);
+    return segments[segment].depth + segments[segment].ids.length;
+  });
+  const first = Math.min(...Object.values(apart));
+  return lengths.every((length) => length === first) ? Infinity : first;
+}
+
+const PAUSE = 120; // seconds without any phase after which a run was not going on
+
+/**
+ * Returns the phases of a run in seconds since its first one, without the pauses between its processes: its intervals; in
+ * runs without them, the phases of each update, one after another before `wall_seconds`.
+ * @param {any[]} rows of metrics.jsonl
+ * @param {any[]} intervals rows of intervals.jsonl
+ * @returns {{phase: string, update: number, start: number, end: number}[]}
+ */
+export function phasesOf(rows, intervals) {
+  let paused = Infinity, last = -Infinity;
+  const found = intervals.toSorted((a, b) => a.started - b.started).map((row) => {
+    if (paused === Infinity) paused = row.started;
+    else if (row.started - last > PAUSE) paused += row.started - last;
+    last = Math.max(last, row.started + row.seconds);
+    return {phase: row.phase, update: row.update, start: row.started - paused, end: row.started - paused + row.seconds};
+  });
+  if (found.length) return found;
+  for (const row of rows) {
+    if (row.kind !== "update" || typeof row.wall_seconds !== "number") continue;
+    let end = row.wall_seconds;
+    for (const phase of ["publish", "update", "rollout"]) {
+      const start = end - (row[`seconds_${phase}`] || 0);
+      if (start < end) found.push({phase, update: row.update, start, end});
+      end = start;
+    }
+  }
+  return found;
+}
+
+/**
+ * Returns what is drawn of a phase, by lane. While a batch is sampled, attempts spend a share of their time in the engine.
+ * @param {string} phase
+ * @param {number | null | undefined} engineShare of that update
+ * @returns {{lane: string, kind: string, share: number}[]}
+ */
+export function barsOf(phase, engineShare) {
+  if (phase === "evaluation") return [{lane: "engine", kind: "evaluation", share: 1}];
+  if (phase !== "rollout") return [{lane: "learner", kind: phase, share: 1}];
+  const engine = Math.min(1, engineShare ?? 1);
+  const bars = [{lane: "engine", kind: "sampling", share: engine}, {lane: "environments", kind: "playing", share: 1 - engine}];
+  return bars.filter((bar) => bar.share > 0);
+}
+
+/**
+ * Returns the breaks of the steps of a view, each with the segment in which its step departs from the one before.
+ * @param {{segments: Segment[], steps: any[]}} view
+ * @returns {{segment: number, cause: string, extra: number}[]}
+ */
+export function breaksOf({segments, steps}) {
+  return steps.filter((step) => step.relation.kind === "break").map(({segment, relation}) => ({
+    segment: pathTo(segments, segment).find((index) => segments[index].depth >= relation.shared) ?? segment,
+    cause: relation.cause, extra: relation.extra_tokens,
+  }));
+}
+
+/**
  * Returns a hash route's parts: "#/run/a%20b/groups?x=1" is {parts: ["run", "a b", "groups"], query: x=1}.
  * @param {string} hash
  */

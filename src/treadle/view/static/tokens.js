@@ -2,7 +2,7 @@
 // tokens, with their colours, are made of what is in sight only.
 import {html, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
 import {figure, tokenColour} from "./format.js";
-import {chunked, messagesOf, unitsOf} from "./sequence.js";
+import {chunked, messagesOf, pathTo, unitsOf} from "./sequence.js";
 
 const CHUNK = 160; // units that are made or left together
 const NEAR = "1200px"; // beyond the window's edge
@@ -105,26 +105,19 @@ export function Tip({view}) {
 /** @param {{view: any, step: number, at: number}} props */
 export function TokenFacts({view, step, at}) {
   const own = view.steps[step];
-  const [unit] = unitsOf(view.segments, pathOf(view, step), view.texts, at, at + 1);
+  const [unit] = unitsOf(view.segments, pathTo(view.segments, own.segment), view.texts, at, at + 1);
   if (!unit) return null;
   const offset = at - own.prompt_tokens;
   return html`<div class="token-facts"><code class="text">${JSON.stringify(unit.text)}</code>
     <dl><dt>id</dt><dd>${unit.id}</dd><dt>position</dt><dd>${at}${offset >= 0 ? `, reply ${offset}` : ""}</dd>
     ${offset < 0 ? html`<dt>read</dt><dd>part of the prompt</dd>` : view.columns.map((/** @type {any} */ column) => html`
-      <dt title=${column.help}>${column.label}</dt><dd>${shownValue(own.columns[column.name]?.[offset], column)}</dd>`)}</dl></div>`;
+      <dt title=${column.help}>${column.label}</dt><dd class=${column.is_recorded ? "" : "faint"}>${column.is_recorded ? shownValue(own.columns[column.name]?.[offset], column) : "not recorded"}</dd>`)}</dl></div>`;
 }
 
 /** @param {any} value @param {any} column */
 function shownValue(value, column) {
   if (value === null || value === undefined) return "–";
   if (typeof value === "boolean") return value ? "yes" : "no";
-  if (column.name === "logprob") return html`${figure(value, 4)} <span class="faint">p ${figure(Math.exp(value), 3)}</span>`;
+  if (column.scale === "low") return html`${figure(value, 4)} <span class="faint">p ${figure(Math.exp(value), 3)}</span>`;
   return figure(value, 4);
-}
-
-/** @param {any} view @param {number} step @returns {number[]} */
-export function pathOf(view, step) {
-  const path = [];
-  for (let at = view.steps[step].segment; at >= 0; at = view.segments[at].parent) path.push(at);
-  return path.reverse();
 }

@@ -3,16 +3,19 @@ import {html, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
 import {embedded, get, useAnswer, useVersion} from "./api.js";
 import {counted, duration, figure, rangeOf, signed} from "./format.js";
 import {AttemptCells, Facts, Problems, Waiting, useSelection} from "./parts.js";
-import {link} from "./sequence.js";
-import {Conversation, Tip, TokenFacts, pathOf} from "./tokens.js";
+import {breaksOf, link, pathTo} from "./sequence.js";
+import {Calls} from "./timeline.js";
+import {Conversation, Tip, TokenFacts} from "./tokens.js";
 import {Cost, Tree} from "./tree.js";
 
 /** @param {{run: string, fate: any}} props */
 export function Fate({run, fate}) {
+  const rule = fate.state === "dropped" ? html`<code>${fate.rule}</code>` : "rule";
   return html`<p class=${`fate ${fate.state}`}>${fate.text}
     ${fate.settings.map((/** @type {string} */ path) => embedded ? html` <code>${path}</code>`
       : html` <a href=${link(["run", run, "config"], {key: path})} title="the setting that decides"><code>${path}</code></a>`)}
-${fate.state === "dropped" && html` <code class="rule" title="where the source decides">${fate.rule}</code>`}</p>`;
+${embedded ? html` <span class="rule">${rule}</span>`
+      : html` <a class="rule" href=${link(["run", run, "rules"], {rule: fate.reason || fate.state})} title=${`decided by ${fate.rule}`}>${rule}</a>`}</p>`;
 }
 
 /** @param {{relation: any, onStep: (step: number) => void}} props */
@@ -30,7 +33,7 @@ function RelationLine({relation, onStep}) {
 function Step({run, view, number, column, range, pin, onToken, onStep, selected}) {
   const step = view.steps[number];
   const [whole, setWhole] = useState(false);
-  const path = useMemo(() => pathOf(view, number), [view, number]);
+  const path = useMemo(() => pathTo(view.segments, step.segment), [view, number]);
   const pinned = pin && pin.step === number ? pin.token : -1;
   const shown = {view, step: number, path, column, range, start: step.prompt_tokens, pinned, onToken};
   const from = whole || pinned >= 0 && pinned < step.relation.shared ? 0 : step.relation.shared;
@@ -41,7 +44,7 @@ function Step({run, view, number, column, range, pin, onToken, onStep, selected}
       <span>${step.stop_reason}</span><span>T ${figure(step.temperature)}</span>
       <span>reward ${figure(step.reward)}${step.shaping ? ` ${signed(step.shaping)} shaping` : ""}${components.length
         ? html` <span class="faint">(${components.map(([name, value]) => `${name} ${figure(/** @type {any} */ (value))}`).join(", ")})</span>` : ""}</span>
-      <span>${duration(step.seconds)}</span>${step.versions.length > 0 && html`<span>version ${step.versions.length > 1 ? `${step.versions[0]}–${step.versions.at(-1)}` : step.versions[0]}</span>`}
+      <span>${duration(step.seconds)}${step.waited ? html`<span class="faint"> (waited ${duration(step.waited)})</span>` : ""}</span>${step.versions.length > 0 && html`<span>version ${step.versions.length > 1 ? `${step.versions[0]}–${step.versions.at(-1)}` : step.versions[0]}</span>`}
     </header>
     ${number > 0 || step.relation.kind !== "opens" ? html`<${RelationLine} relation=${step.relation} onStep=${onStep} />` : ""}
     <${Fate} run=${run} fate=${step.fate} />
@@ -68,7 +71,7 @@ function Pinned({run, view, pin, onClose}) {
 
 /** @param {{run: string, id: string, query: URLSearchParams}} props */
 export function TrajectoryPage({run, id, query}) {
-  const {data: view, error} = useAnswer(`runs/${encodeURIComponent(run)}/trajectories/${encodeURIComponent(id)}`, useVersion(run));
+  const {data: view, error} = useAnswer(`runs/${encodeURIComponent(run)}/trajectories/${encodeURIComponent(id)}`, useVersion(run, 10));
   const [colour, setColour] = useState(query.get("colour") || "");
   const pin = query.has("token") ? {step: Number(query.get("step")), token: Number(query.get("token"))} : null;
   const go = (/** @type {any} */ to) => history.replaceState(null, "", link(["run", run, "trajectory", id], {colour: colour || null, ...to}));
@@ -89,11 +92,12 @@ export function TrajectoryPage({run, id, query}) {
   }, [view]);
   if (!view) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
   const attempt = view.attempt;
+  const recorded = view.columns.filter((/** @type {any} */ c) => c.is_recorded);
+  const traced = view.steps.map((/** @type {any} */ s) => s.traced_in).filter((/** @type {any} */ update) => update !== null);
+  const missing = view.columns.filter((/** @type {any} */ c) => !c.is_recorded);
   const valid = pin && view.steps[pin.step] ? pin : null;
   const onToken = (/** @type {number} */ step, /** @type {number} */ token) => { go({step, token}); reread(); };
   const onStep = (/** @type {number} */ step) => { go({step}); select(step); show(step); };
-  const breaks = view.steps.flatMap((/** @type {any} */ s) => s.relation.kind !== "break" ? []
-    : [{segment: startOf(view, s), cause: s.relation.cause, extra: s.relation.extra_tokens, step: `step ${s.step}`}]);
   return html`
     <div class="head"><h1>${attempt.trajectory_id}</h1>
       <span class=${`verdict ${attempt.reward === null ? "bad" : ""}`}>${attempt.reward === null ? "no reward" : `reward ${figure(attempt.reward)}`}, ${attempt.status}</span>
@@ -121,22 +125,20 @@ export function TrajectoryPage({run, id, query}) {
           ...(view.ground_truth === null ? [] : [["ground truth", html`<code>${typeof view.ground_truth === "string" ? view.ground_truth : JSON.stringify(view.ground_truth)}</code>`]]),
         ]} />
         ${view.segments.length > 0 && html`<h3>Prefix tree</h3><${Tree} segments=${view.segments} names=${view.steps.map((/** @type {any} */ s) => `step ${s.step}`)}
-          breaks=${breaks} onPick=${onStep} here=${selected} /><${Cost} cost=${view.cost} of="trajectory" />`}
+          breaks=${breaksOf(view)} onPick=${onStep} here=${selected} /><${Cost} cost=${view.cost} of="trajectory" />`}
+        ${view.steps.length > 0 && html`<h3>Calls over time</h3><${Calls} steps=${view.steps} seconds=${attempt.seconds} here=${selected} onStep=${onStep} />`}
         ${view.steps.length > 1 && html`<h3>Steps</h3><ol class="steps" start="0">${view.steps.map((/** @type {any} */ s) => html`<li>
           <button class=${`inline ${s.step === selected ? "on" : ""}`} onClick=${() => onStep(s.step)}><span class=${`dot ${s.fate.state}`} title=${s.fate.text}></span>step ${s.step} <span class="faint">${s.relation.kind === "extends" || s.step === 0 && s.relation.kind === "opens" ? "" : s.relation.kind} ${s.fate.reason || s.fate.state}</span></button></li>`)}</ol>`}
         ${valid && html`<${Pinned} run=${run} view=${view} pin=${valid} onClose=${() => { go({}); reread(); }} />`}
       </aside>
       <div class="tokens">
         ${view.columns.length > 0 && html`<div class="bar-row colours"><span class="faint">colour by</span>
-          ${[{name: "", label: "nothing", help: ""}, ...view.columns].map((/** @type {any} */ c) => html`<button class="chip ${c.name === colour ? "on" : ""}" title=${c.help}
-            aria-pressed=${c.name === colour} onClick=${() => { setColour(c.name); go({...(valid || {}), colour: c.name || null}); }}>${c.label}</button>`)}</div>`}
+          ${[{name: "", label: "nothing", help: ""}, ...recorded].map((/** @type {any} */ c) => html`<button class="chip ${c.name === colour ? "on" : ""}" title=${c.help}
+            aria-pressed=${c.name === colour} onClick=${() => { setColour(c.name); go({...valid, colour: c.name || null}); }}>${c.label}</button>`)}
+          ${traced.length > 0 && html`<span class="faint missing">by the learner in update ${[...new Set(traced)].join(", ")}</span>`}
+          ${missing.length > 0 && html`<span class="faint missing">not recorded here: ${missing.map((/** @type {any} */ c) => c.label).join(", ")}</span>`}</div>`}
         ${view.steps.map((/** @type {any} */ s) => html`<${Step} key=${s.step} run=${run} view=${view} number=${s.step} column=${column} range=${range}
           pin=${valid} onToken=${onToken} onStep=${onStep} selected=${s.step === selected} />`)}
       </div>
     </div><${Tip} view=${view} />`;
-}
-
-/** @param {any} view @param {any} step @returns {number} the segment in which a step departs from its base */
-function startOf(view, step) {
-  return pathOf(view, step.step).find((index) => view.segments[index].depth >= step.relation.shared) ?? step.segment;
 }

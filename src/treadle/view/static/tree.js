@@ -6,7 +6,7 @@ import {lanesOf} from "./sequence.js";
 const LANE = 17, BAR = 9; // pixels
 
 /**
- * @param {{segments: any[], names: string[], breaks?: {segment: number, cause: string, extra: number, step: string}[],
+ * @param {{segments: any[], names: string[], breaks?: {segment: number, cause: string, extra: number}[],
  *   onPick?: (call: number) => void, here?: number}} props names: of the sequences, by index
  */
 export function Tree({segments, names, breaks = [], onPick, here = -1}) {

@@ -1,0 +1,278 @@
+"""What runs on a GPU, checked and measured, offline, in parts of at most eight minutes: `make gpu-check`.
+
+    .venv/bin/python benchmarks/gpu_check.py                        every part
+    .venv/bin/python benchmarks/gpu_check.py kernels engine         some
+    .venv/bin/python benchmarks/gpu_check.py --device cpu kernels   tries this script itself out, with a small model
+
+Each part is a process. What it needs and is not there, it names, and is skipped. With whatever torch is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
+
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.benchmarks import packing as packing_benchmark
+from treadle.benchmarks.meter import MIB
+from treadle.benchmarks.packing import CPU_MODEL, CUDA_MODEL, CUDA_SIZE
+from treadle.benchmarks.workloads import VOCABULARY, WORKLOADS, Size
+from treadle.core.errors import ConfigError
+from treadle.core.types import Group, SamplingParams
+from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.options import TorchEngineOptions
+from treadle.engines.vllm.launch import find_python
+from treadle.models.config import ModelConfig
+from treadle.models.loading import make_model
+from treadle.models.weights import unique_weights, whole
+from treadle.packing.flat import calls, flatten
+from treadle.packing.layout import Packing, Sharing
+from treadle.training.attention import select
+from treadle.training.attention.interface import Kernel, Shape
+from treadle.training.config import TrainingConfig
+from treadle.training.forward import Forward
+from treadle.training.learner import Learner
+from treadle.training.objective import LossGradients, TokenScores
+from treadle.training.ranks import Ranks
+from treadle.training.sharding import ShardedRanks
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).parent / "results" / "gpu.json"
+LIMIT = 480  # seconds of a part
+SMALL = Size(tasks=2, attempts=3, turns=3)
+Row = Mapping[str, Any]
+
+
+class Skipped(Exception):
+    """Says what a part needs that is not here."""
+
+
+def small_model(device: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    model = make_model(ModelConfig(build={**CPU_MODEL, "vocab_size": VOCABULARY}, tokenizer="demo"), VOCABULARY, 0)
+    return model.to(device=device, dtype=dtype)  # type: ignore[call-arg,no-any-return]  # a wrapper hides the signature
+
+
+def gradient_of(learner: Learner, groups: list[Group]) -> dict[str, Tensor]:
+    batch = flatten(groups)
+    advantage = np.where(np.arange(len(batch)) % 2, 1.0, -0.5)
+    learner.accumulate(batch, advantage)
+    found = {}
+    for name, parameter in learner.model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = whole(parameter.grad).double().cpu()
+    return found
+
+
+def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Return the Euclidean distance over that of b from zero."""
+    squares = [((a[name] - b[name]).square().sum(), b[name].square().sum()) for name in b]
+    return float((sum(s for s, _ in squares) / sum(s for _, s in squares)) ** 0.5)
+
+
+def ranks(device: str) -> Iterator[Row]:
+    """One rank, sharded by FSDP2 (nccl on a GPU): the gradient is that of a learner alone, on a CPU."""
+
+    def learner(place: str, own: Ranks | None = None) -> Learner:
+        training = TrainingConfig(max_tokens_per_microbatch=1024)
+        return Learner(small_model(place), training, AlgorithmConfig(), 10, None, own)
+
+    groups = WORKLOADS["append-only"](SMALL)
+    wanted = gradient_of(learner("cpu"), groups)
+    with tempfile.TemporaryDirectory() as folder:
+        store = FileStore(f"{folder}/store", 1)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        found = gradient_of(learner(device, ShardedRanks(init_device_mesh(device, (1,)))), groups)
+        dist.destroy_process_group()
+    gap = distance(found, wanted)
+    assert gap < 1e-4, f"the gradient is {gap:.1e} from a CPU's"
+    yield {"gradient, relative distance": gap}
+
+
+def kernels(device: str) -> Iterator[Row]:
+    """Tree attention by each kernel, in its precision, against `dense` in float64 on a CPU."""
+    names = packing_benchmark.CUDA_KERNELS if device == "cuda" else ("tiles",)
+    for workload in ("append-only", "sliding context", "sub-agent forks"):
+        groups = WORKLOADS[workload](SMALL)
+        wanted, gradient = _passes(small_model("cpu", torch.float64), groups, select.KERNELS["dense"])
+        for name in names:
+            precisions = (torch.bfloat16,) if name == "varlen" else (torch.float32, torch.bfloat16)
+            for dtype in precisions if device == "cuda" else (torch.float32,):
+                logp, found = _passes(small_model(device, dtype), groups, select.KERNELS[name])
+                gap, apart = float((logp - wanted).abs().max()), distance(found, gradient)
+                bound = 1e-4 if dtype is torch.float32 else 0.1
+                assert gap < bound and apart < bound, f"{workload}, {name}: {gap:.1e}, {apart:.1e}"
+                yield {
+                    "workload": workload,
+                    "kernel": name,
+                    "precision": str(dtype).removeprefix("torch."),
+                    "log-probability, largest gap": gap,
+                    "gradient, relative distance": apart,
+                }
+
+
+def _passes(
+    model: PreTrainedModel, groups: list[Group], kernel: Callable[[Shape], Kernel]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    forward, batch = Forward(model, 1024, make_kernel=kernel), flatten(groups)
+    dtype = torch.float64 if model.dtype is torch.float64 else torch.float32
+    temperature, logp = torch.ones(len(batch), device=model.device, dtype=dtype), torch.zeros(len(batch)).double()
+
+    def gradient(scores: TokenScores) -> LossGradients:
+        logp[torch.from_numpy(scores.flat)] = scores.logp.double().cpu()
+        return LossGradients(torch.full_like(scores.logp, 1e-2))
+
+    for tree in forward.trees(calls(batch), Packing.TREE, Sharing.GROUP):
+        forward.backward(tree, temperature, gradient)
+    return logp, {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def engine(device: str) -> Iterator[Row]:
+    """TorchEngine: log-probabilities of what it samples, against the learner's; tokens a second of 64 sessions."""
+
+    async def sample() -> Row:
+        made = TorchEngine(small_model(device), TorchEngineOptions([2], max_batch=64), own_thread=False)
+        await made.update_weights(unique_weights(small_model(device)), 0)
+        prompts = [np.random.default_rng(n).integers(3, VOCABULARY, 100).astype(np.int32) for n in range(64)]
+        for n in range(64):
+            made.open_session(str(n))
+        sampling = SamplingParams(max_tokens=64)
+        started = time.perf_counter()
+        found = await asyncio.gather(*(made.generate(p, sampling, session=str(n)) for n, p in enumerate(prompts)))
+        seconds = time.perf_counter() - started
+        await made.close()
+        learner = Forward(small_model(device), 4096)
+        gap = max(
+            float(np.abs(learner.exact_logprobs(np.concatenate([p, c.token_ids]))[len(p) - 1 :] - c.logprobs).max())
+            for p, c in zip(prompts, found, strict=True)
+        )
+        assert gap < 1e-3, f"log-probabilities are {gap:.1e} from the learner's"
+        return {
+            "log-probability, largest gap": gap,
+            "tokens a second": sum(len(c.token_ids) for c in found) / seconds,
+        }
+
+    yield asyncio.run(sample())
+
+
+def packing(device: str) -> Iterator[Row]:
+    """`treadle bench packing --device cuda`: a model of the shape of Qwen3-0.6B, every workload and packing."""
+    if device != "cuda":
+        raise Skipped("--device cpu: `treadle bench packing` measures a CPU")
+    for table in packing_benchmark.measure(1, 3, device).tables:
+        yield from table.rows
+
+
+def update(device: str) -> Iterator[Row]:
+    """Whole updates, optimizer and all, of a model of the shape of Qwen3-0.6B: tokens a second and peak memory."""
+    build, size = (CUDA_MODEL, CUDA_SIZE) if device == "cuda" else ({**CPU_MODEL, "vocab_size": VOCABULARY}, SMALL)
+    model = make_model(ModelConfig(build=dict(build), tokenizer="demo"), VOCABULARY, 0)
+    model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
+    groups = WORKLOADS["append-only"](size)
+    for way in Packing:
+        settings = {"packing": way, "precision": "bfloat16", "gradient_checkpointing": True}
+        learner = Learner(model, TrainingConfig.model_validate(settings), AlgorithmConfig(), 10)
+        learner.train_batch(groups)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        [result] = learner.train_batch(groups)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds, tokens = (
+            time.perf_counter() - started,
+            sum(len(s.full_ids) for g in groups for t in g.trajectories for s in t.steps),
+        )
+        yield {
+            "packing": str(way),
+            "tokens of all calls": tokens,
+            "tokens computed": result.metrics["packed_tokens"],
+            "s": seconds,
+            "tokens of calls a second": tokens / seconds,
+            **({"peak MiB": torch.cuda.max_memory_allocated() / MIB} if device == "cuda" else {}),
+        }
+
+
+def vllm(device: str) -> Iterator[Row]:
+    """Publication from this GPU to a vLLM server: `tests/engines/vllm/test_vllm_gpu.py`."""
+    if device != "cuda":
+        raise Skipped("--device cpu")
+    try:
+        find_python(None)
+    except ConfigError as error:
+        raise Skipped(str(error)) from error
+    tests = [sys.executable, "-m", "pytest", "-q", "tests/engines/vllm/test_vllm_gpu.py"]
+    done = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    yield {"tests": done.stdout.strip().splitlines()[-1]}
+
+
+PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {
+    each.__name__: each for each in (ranks, kernels, engine, packing, update, vllm)
+}
+
+
+def run_part(name: str, device: str) -> dict[str, Any]:
+    """Return what came of a part, which is a process of its own."""
+    command = [sys.executable, __file__, name, "--device", device, "--here"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {LIMIT} s"}
+    if done.returncode:
+        return {"failed": f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}".strip()}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> int:
+    """Run the parts; returns 1 if one has failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--output", type=Path, default=None, help=f"default: {RESULTS.relative_to(ROOT)}; of a GPU only"
+    )
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        try:
+            print(json.dumps({"rows": list(PARTS[options.parts[0]](options.device))}))
+        except Skipped as reason:
+            print(json.dumps({"skipped": str(reason)}))
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(f"every part was skipped: torch {torch.__version__} sees no CUDA device")
+        return 0
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    result: dict[str, Any] = {"device": name, "torch": torch.__version__, "parts": {}}
+    print(f"{name}, torch {torch.__version__}")
+    for part in options.parts or PARTS:
+        started = time.perf_counter()
+        found = result["parts"][part] = run_part(part, options.device)
+        [(state, what)] = found.items()
+        print(f"{part}: {'ok' if state == 'rows' else state} ({time.perf_counter() - started:.0f} s)", flush=True)
+        print("\n".join(f"  {row}" for row in what) if state == "rows" else f"  {what}", flush=True)
+    if options.device == "cuda" or options.output:
+        (options.output or RESULTS).write_text(json.dumps(result, indent=2) + "\n")
+    return int(any("failed" in found for found in result["parts"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Python processes that work for this one, and end with it however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+_GRACE = 10.0  # seconds to end by itself once the other process has ended
+
+
+def start_child(module: str, channel: socket.socket, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Run `python -m module FD`, FD being the channel, which the child inherits. Raises OSError.
+
+    output: where its standard output and errors go. It runs in a session of its own, so that Ctrl-C reaches only this
+    process, which may need the other to finish. Its standard input is a pipe without input that closes when this
+    process ends, however that happens; it must end then (`end_with_parent`). No `__main__` is imported again, so that a
+    script needs no guard.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, str(channel.fileno())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        pass_fds=[channel.fileno()],
+        start_new_session=True,
+    )
+
+
+def end_with_parent() -> None:
+    """Kill this process if it outlives the one that started it, however that one dies, by more than `_GRACE` seconds.
+
+    That process holds the other end of standard input, which then closes.
+    """
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        time.sleep(_GRACE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def exit_in_words(code: int) -> str:
+    """Return how a process ended: `code -9 (Killed)`."""
+    return f"code {code}" + (f" ({signal.strsignal(-code)})" if code < 0 else "")

@@ -1,0 +1,274 @@
+"""`HarborDriver`: plays tasks of Harbor's as trials, in processes of Harbor's own Python.
+
+place -> run -> WorkerPool.call -> TrialReport -> judge -> Graded
+                       ^
+                       | stop: one call too many;  cancel: the engine failed
+                AgentSession.errors -------'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from treadle.core.errors import ConfigError, ContextExceeded, DataError, EngineError, StepsExceeded, TrajectoryFailure
+from treadle.core.metrics import Measures, Metric, measured
+from treadle.core.outcomes import was_played
+from treadle.core.types import Step, Task
+from treadle.integrations.harbor.config import HarborConfig, harbor_program
+from treadle.integrations.harbor.outcomes import AGENT, VERIFIER, TrialReport, Verdict, judge
+from treadle.integrations.worker import WorkerPool
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.drivers.driver import DriverSetup
+from treadle.rollout.drivers.gateway import AgentSession, CallError, GatewayDriver, Graded
+from treadle.rollout.gateway.gateway import SessionAddress
+from treadle.rollout.isolation.user_code import UserCode
+
+TIMED_OUT = Metric("timed_out", "trajectory", "mean", "share", "trials whose agent took too long")
+CONTEXT_EXCEEDED = Metric("context_exceeded", "trajectory", "mean", "share", "trials that ended at a full context")
+STOPPED = Metric("stopped", "trajectory", "mean", "share", "trials stopped at rollout.max_steps, and verified")
+ERRORED = Metric("errored", "trajectory", "mean", "share", "trials in which Harbor noted an exception")
+SUMMARIES = Metric("summaries", "trajectory", "mean", "summaries", "summaries that the agent made of its context")
+START_SECONDS = Metric("start_seconds", "trajectory", "mean", "s", "starting the sandbox and setting up the agent")
+AGENT_SECONDS = Metric("agent_seconds", "trajectory", "mean", "s", "the agent's part")
+VERIFIER_SECONDS = Metric("verifier_seconds", "trajectory", "mean", "s", "the verifier's part")
+UNREPORTED = Metric(
+    "calls_unreported",
+    "trajectory",
+    "mean",
+    "calls",
+    "recorded calls that the agent's own record lacks (cut off, lost)",
+)
+MISREPORTED = Metric(
+    "calls_misreported", "trajectory", "mean", "calls", "calls of the agent's own record that were not recorded so"
+)
+
+_MISREPORTED = "the agent's own record (rollout_details) holds calls with other tokens than the gateway recorded"
+
+
+class HarborDriver(GatewayDriver):
+    """Plays tasks that name a directory, `extras: {path: ...}`, as trials of Harbor's.
+
+    Invariant: what is trained is what the gateway recorded. The agent's own record is only compared with it.
+    """
+
+    may_wait: ClassVar[bool] = True  # for a place, and for its turn to begin
+
+    def __init__(self, setup: DriverSetup, config: HarborConfig | None = None) -> None:
+        super().__init__(setup)
+        self._harbor = config or HarborConfig()
+        self._trial = self._harbor.trial_config()
+        self._directory = self._harbor.directory or (setup.directory and setup.directory / "trials")
+        self._pool = WorkerPool(harbor_program(self._harbor.python), self._harbor.worker)
+        self._places = asyncio.Semaphore(self._harbor.concurrency)
+        self._opened, self._next_start, self._names = AsyncExitStack(), 0.0, ""
+
+    async def __aenter__(self) -> Self:
+        """Start the worker processes. Raises ConfigError for what is missing, in a line."""
+        check_programs(self._harbor)
+        await super().__aenter__()
+        async with AsyncExitStack() as opened:
+            if self._directory is None:
+                self._directory = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="treadle-trials-")))
+            self._directory = self._directory.absolute()
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._names = run_names(self._setup.directory or self._directory)
+            await opened.enter_async_context(self._pool)
+            await self._remove_sandboxes(self._names)
+            self._opened = opened.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Cancel trials that go on, and end the worker processes."""
+        await self._opened.aclose()
+
+    async def describe(self, task: Task) -> str:
+        """Return Harbor's version, agent and environment, after a trial of the task was made and not played."""
+        nowhere = SessionAddress("none", f"{self.gateway.url}/v1")
+        found = await check_trial(self._pool, self._order("check", task, nowhere))
+        version = self._pool.ready.versions["harbor"]
+        return f"Harbor {version} plays {found['agent']} in {self._harbor.environment}"
+
+    async def check(self, session: AgentSession, task: Task) -> None:
+        """Make a trial of the task without playing it, and one call through Harbor's own LLM class.
+
+        Raises ConfigError for a configuration that Harbor does not take, EngineError where other token ids arrive than
+        were sampled.
+        """
+        async with self.gateway.attached(session) as address:
+            await check_trial(self._pool, self._order(session.name, task, address))
+            found = await self._pool.call({"probe": self._order(session.name, task, address)})
+        sampled = [(step.prompt_ids.tolist(), step.completion_ids.tolist()) for step in session.steps]
+        if (found.get("prompt"), found.get("completion")) not in sampled or not found.get("logprobs"):
+            what = found.get("error") or "the answer has other token ids than were sampled, or no log-probabilities"
+            raise EngineError(f"a call through Harbor's LLM class, at {self.gateway.url}: {what}")
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Wait for one of `harbor.concurrency` places, and for this trial's turn among those that begin in a second."""
+        async with self._places:
+            await self._pace()
+            yield
+
+    async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
+        """Play a trial and return what `outcomes.judge` makes of it. Raises EngineError where a call failed."""
+        order = self._order(session.name, task, address)
+        try:
+            answer, refused = await self._play(order, session)
+        except TrajectoryFailure:  # its worker may be gone, and with it who would have stopped the sandbox
+            await self._remove_sandboxes(f"{order['name']}__")
+            raise
+        session.close()
+        report = TrialReport.of(answer)
+        verdict = judge(report, refused, self._harbor)
+        unreported, misreported = compare(report, session.steps)
+        warning = "; ".join(filter(None, (verdict.warning, _MISREPORTED if misreported else "")))
+        return Graded(verdict.reward, _metrics(report, verdict, unreported, misreported), warning, verdict.ended_by)
+
+    async def _play(self, order: Mapping[str, Any], session: AgentSession) -> tuple[dict[str, Any], CallError | None]:
+        """Return what the worker says of the trial, and why its agent was refused a call at the end, if it was.
+
+        It is stopped, and verified, when its agent asks for a call too many. Raises EngineError when a call failed in
+        the engine: the agent would try again and again.
+        """
+        stop, refused = asyncio.Event(), None
+        trial = asyncio.ensure_future(self._pool.call({"trial": order}, stop))
+        watching = asyncio.ensure_future(_first_refusal(session))
+        try:
+            await asyncio.wait({trial, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done() and not trial.done():
+                refused = watching.result()
+                if isinstance(refused, EngineError):
+                    raise refused
+                stop.set()
+            return await trial, refused or session.last_error
+        finally:
+            watching.cancel()
+            trial.cancel()
+            await asyncio.wait({trial})
+            trial.cancelled() or trial.exception()  # an error that came beside another one is not asyncio's to report
+
+    async def _remove_sandboxes(self, names: str) -> None:
+        """Remove those whose names begin so, of processes that were killed, where no provider ends them in time."""
+        if self._harbor.environment == "docker":
+            await self._pool.call({"remove": {"names": names}})
+
+    async def _pace(self) -> None:
+        """Wait for this trial's turn: `trials_per_second` begin."""
+        now = asyncio.get_running_loop().time()
+        at = max(now, self._next_start)
+        self._next_start = at + 1 / self._harbor.trials_per_second
+        await asyncio.sleep(at - now)
+
+    def _order(self, name: str, task: Task, address: SessionAddress) -> dict[str, Any]:
+        assert self._directory is not None, "the driver has been entered"
+        gateway = {"base_url": address.base_url, "anthropic_url": address.anthropic_url, "secret": address.secret}
+        place = {"name": trial_name(self._names, name), "directory": str(self._directory), "gateway": gateway}
+        return {**order(self._harbor, self._trial, self.config, task), **place}
+
+
+def check_programs(config: HarborConfig) -> None:
+    """Raise ConfigError where a program that local sandboxes need is missing."""
+    if config.environment != "local":
+        return
+    wanted = {"bwrap": "bubblewrap", "nsenter": "util-linux", "setpriv": "util-linux"}
+    if config.agent.startswith("terminus-2"):
+        wanted["tmux"] = "tmux"
+    if missing := [program for program in wanted if shutil.which(program) is None]:
+        packages = " ".join(sorted({wanted[program] for program in missing}))
+        raise ConfigError(
+            f"harbor.environment 'local' needs {' and '.join(missing)}, and there is none: apt-get install {packages}"
+        )
+
+
+async def check_trial(pool: WorkerPool, made: Mapping[str, Any]) -> dict[str, Any]:
+    """Have a trial made and not played; return what Harbor calls its task and agent. Raises ConfigError."""
+    try:
+        return await pool.call({"check": made})
+    except TrajectoryFailure as failure:
+        raise ConfigError(f"harbor: no trial can be made of this configuration: {failure.message}") from failure
+
+
+def order(config: HarborConfig, trial: Mapping[str, Any], rollout: RolloutConfig, task: Task) -> dict[str, Any]:
+    """Return what a worker needs to know of every trial of the task, but for its name, place and gateway."""
+    path = task.extras.get("path")
+    if not isinstance(path, str):
+        raise DataError(f"task {task.task_id}: no extra 'path', the directory of a task of Harbor's; use harbor_tasks")
+    return {
+        "config": dict(trial),
+        "agent": config.agent,
+        "environment": config.environment,
+        "task": str(Path(path).absolute()),
+        "window": [rollout.max_input_tokens, rollout.max_input_tokens + rollout.max_completion_tokens],
+        "temperature": rollout.temperature,
+        "start_timeout": config.start_timeout,
+        "agent_timeout": config.agent_timeout,
+        "verifier_timeout": config.verifier_timeout,
+        "lifetime": config.sandbox_lifetime,
+        "keep": config.trial_directories,
+    }
+
+
+def run_names(directory: Path) -> str:
+    """Return what the names of the run's trials begin with, and those of their sandboxes: `treadle-3f2a-`."""
+    return f"treadle-{hashlib.blake2b(str(directory.absolute()).encode(), digest_size=3).hexdigest()}-"
+
+
+def trial_name(names: str, attempt: str) -> str:
+    """Return the name of an attempt's trial, `treadle-3f2a-00012-3`; names: what it begins with (`run_names`)."""
+    return names + re.sub("[^A-Za-z0-9]+", "-", attempt).strip("-").lower()[-40:]
+
+
+def compare(report: TrialReport, steps: Sequence[Step]) -> tuple[int, int]:
+    """Return how many recorded calls the agent's own record lacks, and how many of its calls were not recorded so.
+
+    An agent that keeps no record of ids lacks none.
+    """
+    if not any(report.recorded):
+        return 0, 0
+    ours = Counter(digest(step) for step in steps if was_played(step))
+    theirs = Counter(call for segment in report.recorded for call in segment)
+    return (ours - theirs).total(), (theirs - ours).total()
+
+
+def digest(step: Step) -> str:
+    """Return a digest of a step's token ids; `child/treadle_trials.py` computes the same."""
+    ids = np.concatenate([[len(step.prompt_ids)], step.prompt_ids, step.completion_ids]).astype(np.int32)
+    return hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
+
+
+async def _first_refusal(session: AgentSession) -> StepsExceeded | EngineError:
+    """Wait until a call was refused for steps or has failed in the engine, and return that error."""
+    while isinstance(error := await session.errors.get(), ContextExceeded):
+        continue  # an agent may summarise, and go on
+    return error
+
+
+def _metrics(report: TrialReport, verdict: Verdict, unreported: int, misreported: int) -> Measures:
+    seconds = report.seconds
+    values: dict[Metric, float] = {
+        TIMED_OUT: verdict.timed_out,
+        CONTEXT_EXCEEDED: verdict.context_exceeded,
+        STOPPED: report.stopped,
+        ERRORED: bool(report.exception or report.invalid),
+        SUMMARIES: report.summaries,
+        START_SECONDS: seconds.get("environment_setup", 0.0) + seconds.get("agent_setup", 0.0),
+        AGENT_SECONDS: seconds.get(AGENT, 0.0),
+        VERIFIER_SECONDS: seconds.get(VERIFIER, 0.0),
+        UNREPORTED: unreported,
+        MISREPORTED: misreported,
+    }
+    return measured("trajectory", {metric: [value] for metric, value in values.items()})

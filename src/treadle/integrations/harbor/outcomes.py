@@ -1,0 +1,185 @@
+"""What came of a trial: the one table from Harbor's report and the gateway's record to reward or failure.
+
+    what happened                                           what becomes of it
+    the gateway refused one call too many                   stopped and verified: max_steps, with its reward
+    the engine failed under a call                          failed (engine): sampled again, by `failures.engine`
+    the context was full                                    `harbor.context_exceeded`: context, with its reward, or 0
+                                                            where Harbor did not verify; or dropped
+    the agent took too long, and was verified               `harbor.agent_timed_out`: done, with its reward; or dropped
+    the agent took too long, long before its limit          failed (infrastructure): a sandbox's time-out
+    sandbox or agent could not be started                   failed (environment): again, by `failures.environment`
+    the sandbox died                                        failed (infrastructure): again
+    the model's server answered an error                    failed (engine): again
+    no reward, an empty, wrong or late one, other keys      failed (verifier): never again; tasks that keep doing so
+                                                            are left out (`failures.task_limit`)
+    the agent raised or exited with an error, and was       done, with its reward
+        verified
+    the agent raised anything else                          failed (agent)
+    a task that Harbor does not accept                      failed (environment)
+    nothing of that, and a reward                           done, with its reward
+
+A reward that is missing is never 0. What "failed" costs, and how often it is tried again, is up to `failures`, by
+cause. No other attempt of the group is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from treadle.core.errors import Cause, ContextExceeded, EngineError, StepsExceeded, TrajectoryFailure
+from treadle.core.rewards import Reward, is_reward
+from treadle.integrations.harbor.config import HarborConfig
+from treadle.rollout.drivers.gateway import CallError
+
+VERIFIER = "verifier"
+AGENT = "agent_execution"
+"""Phases of a trial, as `TrialReport.phase` names them; those before are of the start."""
+
+_CONTEXT = {"ContextLengthExceededError", "ContextWindowExceededError", "OutputLengthExceededError"}
+_MODEL = {
+    *("APIConnectionError", "APIError", "APIStatusError", "APITimeoutError", "InternalServerError"),
+    *("RateLimitError", "ServiceUnavailableError", "Timeout", "BadGatewayError"),
+}
+_LOST = {
+    *("RuntimeError", "OSError", "ConnectionError", "ConnectionResetError", "BrokenPipeError", "TimeoutError"),
+    *("AddTestsDirError", "DownloadVerifierDirError", "MemoryLimitExceededError", "SandboxLikelyOutOfMemoryError"),
+}
+_GRADABLE = {"NonZeroAgentExitCodeError", "AgentTimeoutError"}
+_EARLY = 0.95  # of the agent's time: a time-out before that is not the agent's
+
+
+@dataclass(frozen=True, slots=True)
+class TrialReport:
+    """Holds what a worker says of a trial (`child/treadle_trials.py`).
+
+    exception: name of its class, "" if there was none; phase: in which it was raised. rewards: the verifier's.
+    agent_seconds, agent_limit: what the agent took and had, if it was what failed. recorded: for each segment, a digest
+    of each call that the agent's own record holds. invalid: why Harbor does not accept the task.
+    """
+
+    exception: str = ""
+    message: str = ""
+    traceback: str = ""
+    phase: str = ""
+    rewards: Mapping[str, float] | None = None
+    reward_valid: bool | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    agent_seconds: float = 0.0
+    agent_limit: float | None = None
+    summaries: int = 0
+    stopped: bool = False
+    recorded: tuple[tuple[str, ...], ...] = ()
+    invalid: str = ""
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> TrialReport:
+        """Return a worker's answer as a report."""
+        if "invalid" in answer:
+            return cls(invalid=answer["invalid"])
+        exception = answer["exception"] or {"type": "", "message": ""}
+        same = ("traceback", "phase", "rewards", "reward_valid", "seconds", "agent_seconds", "agent_limit", "summaries")
+        return cls(
+            exception=exception["type"],
+            message=exception["message"],
+            stopped=answer["stopped"],
+            recorded=tuple(map(tuple, answer["recorded"])),
+            **{name: answer[name] for name in same},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Holds what a trial is worth. ended_by: for `rollout.drivers.outcome_of`; None: it came to its end.
+
+    context_exceeded, timed_out: for metrics, whatever the policy made of it.
+    """
+
+    reward: Reward = field(default_factory=Reward)
+    ended_by: TrajectoryFailure | CallError | None = None
+    warning: str = ""
+    context_exceeded: bool = False
+    timed_out: bool = False
+
+
+def judge(report: TrialReport, refused: CallError | None, config: HarborConfig) -> Verdict:
+    """Return the verdict on a trial by the table above. refused: why the gateway refused the last call, if it did."""
+    if report.invalid:
+        return Verdict(
+            ended_by=TrajectoryFailure(Cause.ENVIRONMENT, f"Harbor does not accept the task: {report.invalid}")
+        )
+    if isinstance(refused, EngineError):
+        return Verdict(ended_by=refused)
+    if report.exception in _CONTEXT or (report.phase == AGENT and isinstance(refused, ContextExceeded)):
+        return _context(report, refused, config)
+    if report.exception == "AgentTimeoutError" and _is_early(report):
+        return Verdict(ended_by=_failure(Cause.INFRASTRUCTURE, report, "a sandbox's time-out, not the agent's"))
+    reward = _reward(report, config)
+    if report.exception and not (isinstance(reward, Reward) and _is_gradable(report)):
+        timed_out = report.exception == "AgentTimeoutError"
+        return Verdict(ended_by=_failure(_cause(report), report), timed_out=timed_out)
+    if isinstance(reward, TrajectoryFailure):
+        return Verdict(ended_by=reward)
+    if report.exception == "AgentTimeoutError":
+        if config.agent_timed_out == "drop":
+            return Verdict(ended_by=_failure(Cause.TIMEOUT, report), timed_out=True)
+        return Verdict(reward, warning=_told(report), timed_out=True)
+    limit = refused if report.stopped and isinstance(refused, StepsExceeded) else None
+    return Verdict(reward, ended_by=limit, warning=_told(report))
+
+
+def _context(report: TrialReport, refused: object, config: HarborConfig) -> Verdict:
+    if config.context_exceeded == "drop":
+        return Verdict(ended_by=_failure(Cause.CONTEXT, report), context_exceeded=True)
+    full = refused if isinstance(refused, ContextExceeded) else ContextExceeded(0, 0, counted=False)
+    reward = _reward(report, config)  # of a task of several steps, or of an agent that exited with an error
+    verified = reward if isinstance(reward, Reward) else Reward()
+    return Verdict(verified, ended_by=full, warning=_told(report), context_exceeded=True)
+
+
+def _is_early(report: TrialReport) -> bool:
+    return report.agent_limit is not None and report.agent_seconds < _EARLY * report.agent_limit
+
+
+def _is_gradable(report: TrialReport) -> bool:
+    """Return whether a trial that raised is worth the reward that it has: it was verified after the agent had ended."""
+    return report.exception in _GRADABLE and report.phase in (AGENT, VERIFIER)
+
+
+def _cause(report: TrialReport) -> Cause:
+    name = report.exception
+    if name == "AgentTimeoutError":
+        return Cause.TIMEOUT
+    if name in _MODEL:
+        return Cause.ENGINE
+    if report.phase not in (AGENT, VERIFIER):
+        return Cause.ENVIRONMENT
+    if name in _LOST:
+        return Cause.INFRASTRUCTURE
+    return Cause.VERIFIER if report.phase == VERIFIER else Cause.AGENT
+
+
+def _reward(report: TrialReport, config: HarborConfig) -> Reward | TrajectoryFailure:
+    rewards = report.rewards
+    if not rewards:
+        return TrajectoryFailure(Cause.VERIFIER, "the verifier gave no reward")
+    if report.reward_valid is False:
+        return TrajectoryFailure(Cause.VERIFIER, f"Harbor says that the reward {dict(rewards)} is not valid")
+    if missing := [key for key in config.rewards if key not in rewards]:
+        have = ", ".join(map(repr, rewards))
+        return TrajectoryFailure(
+            Cause.VERIFIER, f"the verifier gave no reward {missing[0]!r}, only {have}; set harbor.rewards"
+        )
+    if wrong := [key for key in config.rewards if not is_reward(rewards[key])]:
+        return TrajectoryFailure(Cause.VERIFIER, f"the verifier's reward {wrong[0]!r} is {rewards[wrong[0]]!r}")
+    return Reward({key: rewards[key] for key in config.rewards})
+
+
+def _failure(cause: Cause, report: TrialReport, why: str = "") -> TrajectoryFailure:
+    what = f"{_told(report)}{f' ({why})' if why else ''}"
+    return TrajectoryFailure(cause, what, report.traceback)
+
+
+def _told(report: TrialReport) -> str:
+    return f"{report.exception}: {report.message}".rstrip(": ") if report.exception else ""

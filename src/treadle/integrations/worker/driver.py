@@ -1,0 +1,119 @@
+"""`WorkerDriver`: the base of drivers of libraries whose own loop plays an attempt, in a worker process.
+
+    run -> order -> WorkerPool.call -> the library's loop -> HTTP -> gateway -> session
+                          |
+                       Answer -> Graded
+
+Its handlers answer with
+
+    {"reward": 0.5, "metrics": {"num_turns": 3}, "error": None}       or, where the library reports a failure,
+    {"reward": None, "metrics": {}, "error": {"cause": "infrastructure", "message": "SandboxError: ..."}}
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from treadle.core.errors import Cause, ContextExceeded, StepsExceeded, TrajectoryFailure
+from treadle.core.metrics import Measures, Metric, measured
+from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
+from treadle.core.types import Task
+from treadle.integrations.worker.config import WorkerConfig
+from treadle.integrations.worker.pool import WorkerPool
+from treadle.integrations.worker.process import WorkerProgram
+from treadle.rollout.drivers.driver import DriverSetup
+from treadle.rollout.drivers.gateway import AgentSession, GatewayDriver, Graded
+from treadle.rollout.gateway.gateway import SessionAddress
+from treadle.rollout.isolation.user_code import UserCode
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Holds what a library says of an attempt.
+
+    reward: None where it gave none. error: None, or its cause and message.
+    """
+
+    reward: Any
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    error: Mapping[str, str] | None = None
+
+
+class WorkerDriver(GatewayDriver):
+    """Plays attempts in worker processes, each of which calls the model at the address of its session.
+
+    Subclass it and write `order`. family: the library's metrics are recorded as `<family>_<name>`. first: what is
+    entered before the processes start and left after they have ended, such as a server that they talk to.
+    """
+
+    family: str
+    may_wait: ClassVar[bool] = True  # for a place in a process
+
+    def __init__(
+        self,
+        setup: DriverSetup,
+        program: WorkerProgram,
+        config: WorkerConfig,
+        first: AbstractAsyncContextManager[None] | None = None,
+    ) -> None:
+        super().__init__(setup)
+        self._name, self._worker = program.name, config
+        self._pool, self._first = WorkerPool(program, config), first or nullcontext()
+
+    @abstractmethod
+    def order(self, task: Task) -> dict[str, Any]:
+        """Return what the handler is told of the task, beside `base_url`. Raises TrajectoryFailure."""
+        ...
+
+    async def __aenter__(self) -> Self:
+        """Start the processes. Raises ConfigError where that is not possible."""
+        async with AsyncExitStack() as opened:
+            await opened.enter_async_context(self._first)
+            await opened.enter_async_context(self._pool)
+            await super().__aenter__()
+            self._opened = opened.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End the processes."""
+        await self._opened.aclose()
+
+    async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
+        """Have the library play the task; return its reward and metrics.
+
+        An error that it reports fails the attempt, unless its last call was refused for a limit: then the reward that
+        the library gave for what it had counts.
+        """
+        order = {**self.order(task), "base_url": address.base_url, "seconds": self.config.agent_timeout}
+        answer = await user.call(
+            self._pool.call,
+            order,
+            what=self._name,
+            timeout=self.config.agent_timeout,
+            check=lambda value: Answer(**value),
+            grace=self._worker.cleanup_timeout,
+        )
+        warning = ""
+        if answer.error is not None:
+            warning = answer.error["message"]
+            if not isinstance(session.last_error, StepsExceeded | ContextExceeded):
+                refused = session.last_error is not None  # then the engine's error decides
+                raise TrajectoryFailure(user.cause if refused else Cause(answer.error["cause"]), warning)
+        if not is_reward(answer.reward):
+            raise TrajectoryFailure(
+                Cause.VERIFIER, f"{self._name} gave the reward {answer.reward!r:.100}; it must be a {NUMBER}"
+            )
+        return Graded(Reward.of(answer.reward), self._measures(answer.metrics), warning)
+
+    def _measures(self, values: Mapping[str, Any]) -> Measures:
+        family = Metric(f"{self.family}_*", "trajectory", "mean", help=f"a metric of {self._name}'s")
+        named = {family.of(re.sub(r"\W", "_", name)): value for name, value in values.items()}
+        return measured("trajectory", {metric: [float(value)] for metric, value in named.items() if is_finite(value)})

@@ -1,0 +1,126 @@
+"""`RankGroup`: a trainer that is several processes of this machine, which share the model (`training.sharding`).
+
+Every call goes to all ranks, each of which has an `EmbeddedTrainer` of its own; the first one's answer is taken. A rank
+that fails alone ends the group: the run then goes on with --resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from treadle.core.manifest import Manifest
+from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
+from treadle.core.types import Floats, Group, Ids
+from treadle.engines.compute import Compute
+from treadle.models.model_files import tokenizer_directory
+from treadle.training.config import TrainerSpec
+from treadle.training.make import load_learner
+from treadle.training.rank_processes import RankProcesses
+from treadle.training.ranks import Ranks
+from treadle.training.trainer import EmbeddedTrainer
+
+R = TypeVar("R")
+
+
+class RankTrainer(EmbeddedTrainer):
+    """Is the part of the group's trainer that one rank has."""
+
+    def facts(self) -> tuple[ModelInfo, int]:
+        """Return what the group tells of the trainer."""
+        return self.model, self.checkpoint_bytes
+
+
+def make_rank_trainer(spec: TrainerSpec, ranks: Ranks) -> RankTrainer:
+    """Return this rank's part of the trainer. Raises as `make_trainer`."""
+    learner = load_learner(spec, ranks)
+    return RankTrainer(learner, tokenizer_directory(spec.model), Compute(None), spec.warm_start)
+
+
+def start_ranks(spec: TrainerSpec) -> RankGroup:
+    """Return a trainer that is several processes of this machine, which start now.
+
+    They compute with as many threads each as this process is set to, and deterministically if it is.
+    Raises what making a trainer raises, and RankError for a process that fails otherwise.
+    """
+    section = spec.placement
+    return RankGroup(
+        RankProcesses(
+            partial(make_rank_trainer, spec),
+            section.ranks,
+            replicas=section.replicas,
+            device=section.device,
+            limit=section.collective_timeout,
+        )
+    )
+
+
+class Calls(Protocol):
+    """Passes calls on to the ranks' trainers, wherever those are."""
+
+    @property
+    def busy(self) -> bool:
+        """Return whether a call waits for its answers, perhaps on another thread."""
+        ...
+
+    def call(self, name: str, *arguments: Any) -> Sequence[Any]:
+        """Return every rank's answer, or raise the error of the rank that failed first."""
+        ...
+
+    def kill(self) -> None:
+        """End the ranks at once, also while a call waits for them, which then fails."""
+        ...
+
+    def close(self) -> None:
+        """End the ranks. Idempotent."""
+        ...
+
+
+class RankGroup:
+    """Trains with several ranks: a `Trainer`. processes: each has a `RankTrainer`, and all are called together."""
+
+    def __init__(self, processes: Calls) -> None:
+        self._processes = processes
+        self._compute = Compute("treadle-ranks")  # calls block until the ranks have answered
+        self.model: ModelInfo
+        self.checkpoint_bytes: int
+        self.model, self.checkpoint_bytes = self._processes.call("facts")[0]
+
+    async def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
+        results: list[UpdateResult] = await self._call("train_batch", groups)
+        return results
+
+    async def supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:
+        return float(await self._call("supervised_step", conversations, step))
+
+    async def stage(self, destination: WeightsDestination[R]) -> R:
+        written: R = await self._call("stage", destination)
+        return written
+
+    async def score(self, ids: Ids) -> Floats:
+        logprobs: Floats = await self._call("score", ids)
+        return logprobs
+
+    async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
+        await self._call("export", directory.absolute(), more)
+
+    async def digest(self) -> str:
+        return str(await self._call("digest"))
+
+    async def save(self, directory: Path) -> str:
+        return str(await self._call("save", directory.absolute()))
+
+    async def load(self, saved: Manifest) -> None:
+        await self._call("load", saved)
+
+    def close(self) -> None:
+        """End the ranks, at once where a call still waits for them."""
+        if self._processes.busy:
+            self._processes.kill()
+        self._compute.close()
+        self._processes.close()
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        return (await self._compute.run(self._processes.call, name, *arguments))[0]

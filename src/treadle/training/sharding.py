@@ -1,0 +1,163 @@
+"""`ShardedRanks`: a model over several processes by FSDP2, each of which holds a part of every parameter.
+
+    layer 1 ... layer L      each gathers its parameters before it computes, forward and backward, and reduces gradients
+    Scorer (root)            the rest: embedding, final norm, head, value head
+
+Gradients are sums: nothing is divided by the number of ranks, since weights of tokens are of the whole batch. With a
+mesh of two dimensions, shards are spread over the second one, and copies of them over the first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from treadle.core.errors import ConfigError, TreadleError
+from treadle.training.forward import Forward
+from treadle.training.objective import TokenScores
+from treadle.training.ranks import Item, OneRank, Ranks, Result
+from treadle.training.scorer import Scorer
+
+_PROBE = np.arange(1, 21, dtype=np.int32)  # ids that a model is scored with, before and after it is sharded
+_TOLERANCE, _HALF = 1e-3, 0.5  # of their log-probabilities, and in bfloat16
+
+
+def join(store: Store, rank: int, size: int, replicas: int, device: str, limit: float) -> Ranks:
+    """Meet the other ranks in a store that all see, and return what joins this process with them.
+
+    replicas: copies of the model, each sharded over size / replicas ranks. device: `cpu`, or `cuda` for the GPU of this
+    process, which is number `rank` of those it sees. limit: seconds of one collective.
+    """
+    if size == 1:
+        return OneRank()
+    timeout = timedelta(seconds=limit)
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    if replicas == 1:
+        return ShardedRanks(init_device_mesh(device, (size,)))
+    mesh = init_device_mesh(device, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+    for dimension in range(mesh.ndim):  # groups of some of the ranks have a limit of their own
+        _set_pg_timeout(timeout, mesh.get_group(dimension))
+    return ShardedRanks(mesh)
+
+
+class ShardedRanks:
+    """Joins the processes of a device mesh, on which `torch.distributed` has been initialised: a `Ranks`.
+
+    A parameter that no rank used has a gradient of zeros here, where one process alone has none.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self.rank, self.size = mesh.get_rank(), mesh.size()
+
+    def shard(self, forward: Forward, half: bool = False) -> None:
+        """Shard the model's parameters; see `Ranks`. Whatever copies or compares whole parameters must come before."""
+        ids = _PROBE % forward.model.config.get_text_config().vocab_size
+        wanted = forward.exact_logprobs(ids) if self.rank == 0 else None
+        self._shard(forward.scorer, half)
+        found = forward.exact_logprobs(ids)
+
+        def check() -> None:
+            if wanted is not None and not (gap := np.abs(found - wanted).max()) <= (_HALF if half else _TOLERANCE):
+                raise ConfigError(
+                    f"{type(forward.model).__name__} has other log-probabilities spread over {self.size} ranks than in "
+                    f"one process (they differ by {gap:.1e}); set placement.learner.ranks to 1"
+                )
+
+        self.every(check)
+
+    def _shard(self, scorer: Scorer, half: bool) -> None:
+        """Wrap the scorer, and fill it with the values that the first rank has, one parameter after the other."""
+        values = {name: parameter.detach() for name, parameter in scorer.named_parameters()} if self.rank == 0 else {}
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+        for module in (*_layers(scorer.model, set(scorer.model._no_split_modules or ())), scorer):
+            fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
+        for module in scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                # ranks whose tokens reach other experts would reduce buffers of other sizes
+                module.set_reduce_scatter_unused_params(True)
+        if self.rank:
+            scorer.to_empty(device=self._mesh.device_type)
+        with torch.no_grad():
+            for name, shard in scorer.named_parameters():
+                value = values.pop(name) if self.rank == 0 else torch.empty(shard.shape, dtype=shard.dtype)
+                assert isinstance(shard, DTensor)
+                shard.copy_(distribute_tensor(value, shard.device_mesh, shard.placements))
+            for buffer in scorer.buffers():  # rotary frequencies, among others, which no checkpoint has
+                dist.broadcast(buffer, src=0)
+
+    def gather(self, parts: Sequence[TokenScores], like: Tensor) -> TokenScores:
+        """Return the scores of all N tokens: each rank writes its own into zeros, so that their sum has no rounding."""
+        every = like.new_zeros(3, len(like))
+        for part in parts:
+            index = torch.from_numpy(part.flat).to(like.device)
+            every[0, index], every[1, index] = part.logp, part.entropy
+            if part.value is not None:
+                every[2, index] = part.value.to(like.dtype)
+        dist.all_reduce(every)
+        logp, entropy, value = every.unbind()
+        return TokenScores(
+            torch.arange(len(like)).numpy(),
+            logp,
+            entropy,
+            value if all(part.value is not None for part in parts) else None,
+        )
+
+    def add(self, number: float) -> float:
+        """Return the sum of the ranks' numbers, in float64."""
+        total = torch.tensor(number, dtype=torch.float64, device=self._mesh.device_type)
+        dist.all_reduce(total)
+        return total.item()
+
+    def every(self, work: Callable[[], Result]) -> list[Result]:
+        """Return what `work` returns on each rank; see `Ranks`."""
+        own: tuple[Result | None, TreadleError | None]
+        try:
+            own = work(), None
+        except TreadleError as error:
+            own = None, error
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own)
+        if errors := [error for _, error in found if error is not None]:
+            raise errors[0]
+        return [value for value, _ in found]
+
+    def first(self, take: Callable[[Iterator[Item]], Result], items: Iterator[Item]) -> Result:
+        """Have the first rank alone do something with the items; see `Ranks`."""
+        found: Any = None
+
+        def work() -> None:
+            nonlocal found
+            try:
+                found = take(items) if self.rank == 0 else None
+            finally:
+                deque(items, maxlen=0)  # to the end, as the other ranks do
+
+        self.every(work)
+        return found  # type: ignore[no-any-return]
+
+
+def _layers(module: nn.Module, kinds: set[str]) -> Iterator[nn.Module]:
+    """Yield the decoder's layers: the outermost modules of the classes that transformers says not to split."""
+    for child in module.children():
+        if type(child).__name__ in kinds:
+            yield child
+        else:
+            yield from _layers(child, kinds)

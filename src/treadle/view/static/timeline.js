@@ -1,0 +1,150 @@
+// What happened when: the calls of an attempt, and the engine, the environments and the learner of a run.
+import {html, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
+import {useAnswer, useRows} from "./api.js";
+import {colour} from "./charts.js";
+import {counted, duration, figure, percent} from "./format.js";
+import {Problems, Tabs, Waiting} from "./parts.js";
+import {barsOf, lanesInTime, link, phasesOf} from "./sequence.js";
+
+const LANE = 16, BAR = 11; // pixels
+const RUN_LANE = 46;
+const LANES = ["engine", "environments", "learner"];
+const KINDS = [["sampling", "in the engine"], ["playing", "in environments and agents"], ["update", "the learner's updates"],
+  ["publish", "publishing weights"], ["checkpoint", "checkpoints"], ["evaluation", "evaluations"]];
+const WIDTH = 1000; // of the drawing, in its own units
+
+/**
+ * Draws the calls of an attempt from left to right, those at the same time below one another: pale while a call waits for
+ * the engine, full while it is sampled. Between them are the agent and the environment.
+ * @param {{steps: any[], seconds: number, here: number, onStep: (step: number) => void}} props seconds: of the attempt
+ */
+export function Calls({steps, seconds, here, onStep}) {
+  const calls = steps.filter((step) => step.began !== null).sort((a, b) => a.began - b.began);
+  const sampling = steps.reduce((sum, step) => sum + step.seconds, 0);
+  if (!calls.length) {
+    return html`<p class="faint">${duration(sampling)} of ${duration(seconds)} were calls. When each began is not recorded in this run.</p>`;
+  }
+  const ends = calls.map((step) => step.began + step.seconds);
+  const width = Math.max(seconds, ...ends) || 1;
+  const lanes = lanesInTime(calls.map((step, n) => [step.began, ends[n]]));
+  const height = (Math.max(...lanes) + 1) * LANE;
+  const waited = calls.reduce((sum, step) => sum + (step.waited || 0), 0);
+  const x = (/** @type {number} */ time) => 1000 * time / width;
+  return html`<div class="calls"><svg viewBox=${`0 0 1000 ${height}`} preserveAspectRatio="none" style=${{height: `${height}px`}} role="img"
+      aria-label=${`${calls.length} calls over ${duration(width)}`}>${calls.map((step, n) => html`
+      <g class=${step.step === here ? "here" : ""} onClick=${() => onStep(step.step)}>
+        <title>step ${step.step}: after ${duration(step.began)}, waited ${duration(step.waited)}, sampled ${duration(step.seconds - (step.waited || 0))}</title>
+        <rect class="waits" x=${x(step.began)} y=${lanes[n] * LANE + 2} width=${Math.max(x(step.seconds), 1.5)} height=${BAR} />
+        <rect class="samples" x=${x(step.began + (step.waited || 0))} y=${lanes[n] * LANE + 2} width=${Math.max(x(step.seconds - (step.waited || 0)), 1.5)} height=${BAR} /></g>`)}
+    </svg><p class="tree-note"><span class="key"><i class="samples"></i>sampled ${duration(sampling - waited)}</span> <span class="key"><i class="waits"></i>waited ${duration(waited)}</span>
+      <span class="faint">of ${duration(width)}; the rest is the agent and the environment</span></p></div>`;
+}
+
+/**
+ * Draws when the attempts of an update called the engine: a line for each, pale while a call waits, full while it is sampled.
+ * @param {{run: string, update: number}} props
+ */
+function CallsOfUpdate({run, update}) {
+  const {data, error} = useAnswer(`runs/${encodeURIComponent(run)}/calls?update=${update}`);
+  const place = useRef(/** @type {any} */ (null));
+  const [over, setOver] = useState(/** @type {any} */ (null));
+  const span = data ? data.calls.reduce((/** @type {number} */ last, /** @type {any} */ c) => Math.max(last, c[2] + c[4]), 0) || 1 : 1;
+  const line = data && data.attempts.length > 100 ? 5 : 9;
+  useEffect(() => {
+    if (!place.current) return undefined;
+    const canvas = place.current, scale = devicePixelRatio || 1;
+    const draw = () => {
+      canvas.width = canvas.clientWidth * scale;
+      canvas.height = data.attempts.length * line * scale;
+      const pen = canvas.getContext("2d"), x = canvas.width / span;
+      const sampled = colour("--accent"), waited = colour("--warm");
+      for (const [attempt, , began, waits, seconds] of data.calls) {
+        const y = attempt * line * scale, height = (line - 2) * scale;
+        pen.fillStyle = waited;
+        pen.fillRect(began * x, y, (waits || 0) * x, height);
+        pen.fillStyle = sampled;
+        pen.fillRect((began + (waits || 0)) * x, y, Math.max((seconds - (waits || 0)) * x, 1), height);
+      }
+    };
+    draw();
+    addEventListener("resize", draw);
+    addEventListener("themechange", draw);
+    return () => { removeEventListener("resize", draw); removeEventListener("themechange", draw); };
+  }, [data, line]);
+  if (!data) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
+  const at = (/** @type {MouseEvent} */ event) => {
+    const box = place.current.getBoundingClientRect();
+    const attempt = Math.floor((event.clientY - box.top) / line), time = span * (event.clientX - box.left) / box.width;
+    return {attempt, call: data.calls.find((/** @type {any} */ c) => c[0] === attempt && c[2] <= time && time <= c[2] + c[4])};
+  };
+  const name = over && data.attempts[over.attempt];
+  return html`<h2>Attempts of update ${update}<span class="faint"> <a href=${link(["run", run, "groups"], {update, split: "train"})}>its groups</a></span></h2>
+    <${Problems} problems=${data.problems} />
+    ${data.calls.length === 0 ? html`<p class="empty">${data.unknown ? `When its ${counted(data.unknown, "call")} began is not recorded in this run.` : "No call is on record."}</p>` : html`
+    <p class="tree-note">${name ? html`<b>${name}</b>, reward ${figure(data.rewards[over.attempt])}${over.call ? `: step ${over.call[1]}, after ${duration(over.call[2])}, ${over.call[3] === null ? "" : `waited ${duration(over.call[3])}, `}took ${duration(over.call[4])}` : ": in its environment or agent"}`
+      : html`<span class="key"><i class="samples"></i>in the engine</span> <span class="key"><i class="waits"></i>waiting for it</span> <span class="faint">${counted(data.attempts.length, "attempt")}, ${counted(data.calls.length, "call")} over ${duration(span)}; blank is the environment or the agent</span>`}</p>
+    <div class="attempts-time"><canvas ref=${place} style=${{height: `${data.attempts.length * line}px`}} onMouseMove=${(/** @type {MouseEvent} */ e) => setOver(at(e))}
+      onMouseLeave=${() => setOver(null)} onClick=${(/** @type {MouseEvent} */ e) => {
+        const {attempt, call} = at(e);
+        if (data.attempts[attempt]) location.hash = link(["run", run, "trajectory", data.attempts[attempt]], {step: call ? call[1] : ""});
+      }}></canvas></div>`}`;
+}
+
+/**
+ * Draws a run's seconds: drag to zoom, double-click to go back, click a phase for its update.
+ * @param {{run: string, query: URLSearchParams}} props
+ */
+export function TimelinePage({run, query}) {
+  const {rows, error} = useRows(run);
+  const {rows: intervals} = useRows(run, "intervals");
+  const chosen = query.get("update");
+  const phases = useMemo(() => {
+    const shares = new Map(rows.filter((row) => row.kind === "update").map((row) => [row.update, row.engine_share]));
+    return phasesOf(rows, intervals).flatMap((p) => barsOf(p.phase, shares.get(p.update)).map((bar) => ({...p, ...bar})))
+      .map((p, at) => ({...p, at}));
+  }, [rows, intervals]);
+  const [zoom, setZoom] = useState(/** @type {[number, number] | null} */ (null));
+  const [drag, setDrag] = useState(/** @type {[number, number] | null} */ (null));
+  const [over, setOver] = useState(/** @type {any} */ (null));
+  const place = useRef(/** @type {any} */ (null));
+  const end = phases.reduce((last, phase) => Math.max(last, phase.end), 0);
+  const [from, to] = zoom || [0, end];
+  const x = (/** @type {number} */ time) => WIDTH * (time - from) / (to - from);
+  const timeAt = (/** @type {MouseEvent} */ event) => {
+    const box = place.current.getBoundingClientRect();
+    return from + (to - from) * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+  };
+  const phaseAt = (/** @type {MouseEvent} */ event) => phases[Number(/** @type {SVGElement} */ (event.target).dataset.phase)] || null;
+  const lift = (/** @type {MouseEvent} */ event) => {
+    const clicked = phaseAt(event);
+    if (drag && Math.abs(x(drag[1]) - x(drag[0])) > 8) setZoom([Math.min(...drag), Math.max(...drag)]);
+    else if (clicked) location.hash = link(["run", run, "timeline"], {update: clicked.update});
+    setDrag(null);
+  };
+  const seen = phases.filter((phase) => phase.end > from && phase.start < to);
+  const total = (/** @type {string} */ kind) => seen.filter((p) => p.kind === kind)
+    .reduce((sum, p) => sum + p.share * (Math.min(p.end, to) - Math.max(p.start, from)), 0);
+  return html`<${Tabs} run=${run} here="timeline" /><${Problems} error=${error} />
+    ${phases.length === 0 ? html`<p class="empty">No update yet; the timeline comes with the first one.</p>` : html`
+    <h2>Engine, environments and learner</h2>
+    <p class="faint lead">${duration(from)} to ${duration(to)} of the run, without pauses between its processes. While the run waits for a
+      batch, the height of a bar is the share of an attempt's seconds that it spent in the engine, or outside of it.</p>
+    <div class="run-time"><div class="names">${LANES.map((name) => html`<span>${name}</span>`)}</div>
+      <svg ref=${place} viewBox=${`0 0 ${WIDTH} ${LANES.length * RUN_LANE}`} preserveAspectRatio="none" style=${{height: `${LANES.length * RUN_LANE}px`}}
+        role="img" aria-label="timeline" onMouseDown=${(/** @type {MouseEvent} */ e) => setDrag([timeAt(e), timeAt(e)])}
+        onMouseMove=${(/** @type {MouseEvent} */ e) => { setOver(phaseAt(e)); if (drag) setDrag([drag[0], timeAt(e)]); }} onMouseUp=${lift}
+        onMouseLeave=${() => { setDrag(null); setOver(null); }} onDblClick=${() => setZoom(null)}>
+        ${seen.filter((p) => x(p.end) - x(p.start) > 0.2).map((p) => {
+          const full = RUN_LANE - 8, bottom = LANES.indexOf(p.lane) * RUN_LANE + RUN_LANE - 4;
+          return html`<rect class=${`phase-${p.kind}`} x=${x(p.start)} width=${Math.max(x(p.end) - x(p.start) - 0.3, 0.4)} y=${bottom - full * p.share} height=${full * p.share}
+            data-phase=${p.at} />`;
+        })}
+        ${drag && html`<rect class="drag" x=${x(Math.min(...drag))} width=${Math.abs(x(drag[1]) - x(drag[0]))} y="0" height=${LANES.length * RUN_LANE} />`}
+      </svg></div>
+    <p class="tree-note">${over ? html`update ${over.update}: <b>${over.kind}</b>, ${duration(over.end - over.start)} from ${duration(over.start)}${over.share < 1 ? `, ${percent(over.share)}` : ""}`
+      : html`${KINDS.filter(([kind]) => phases.some((p) => p.kind === kind)).map(([kind, label]) => html`
+        <span class="key"><i class=${`phase-${kind}`}></i>${label}: ${percent(total(kind) / (to - from))} of the time</span> `)}`}
+      ${zoom && html`<button class="quiet" onClick=${() => setZoom(null)}>all of it</button>`}</p>`}
+    ${chosen ? html`<${CallsOfUpdate} key=${chosen} run=${run} update=${Number(chosen)} />`
+      : phases.length > 0 && html`<p class="faint">A click on a phase shows the attempts of its update.</p>`}`;
+}

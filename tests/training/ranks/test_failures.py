@@ -1,0 +1,119 @@
+"""What goes wrong on a rank ends all of them soon, and its own error is what is shown."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.ranks.service import Parity
+from treadle.core.errors import RankError, TrainingStopped
+from treadle.training.rank_processes import RankProcesses
+from treadle.training.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+CALLER = """
+from tests.training.ranks.service import Parity
+from treadle.training.rank_processes import RankProcesses
+ranks = RankProcesses(Parity, 2)
+print(*ranks.call("pid"), flush=True)
+ranks.call("fail", 0, "sleep")
+"""
+
+
+def children() -> set[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+def test_ranks_compute_as_their_caller_does(pair: RankProcesses) -> None:
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        for wanted in ((1, True), (2, False)):
+            torch.set_num_threads(wanted[0])
+            torch.use_deterministic_algorithms(wanted[1])
+            assert pair.call("settings") == [(*wanted, 2)] * 2
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+
+
+def test_each_rank_can_get_arguments_of_its_own(pair: RankProcesses) -> None:
+    assert pair.call_each("echo", [(1, "a"), (2, "b")]) == [(1, "a"), (2, "b")]
+
+
+def test_an_error_of_all_ranks_leaves_them_as_they_are(pair: RankProcesses) -> None:
+    with pytest.raises(TrainingStopped, match=r"rank [01]"):
+        pair.call("refuse")
+    assert pair.over is None and pair.call("echo", 3) == [(3,), (3,)]
+
+
+def test_a_rank_that_raises_alone_ends_all_of_them_with_its_own_error(pair: RankProcesses) -> None:
+    before = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)^rank 1 failed with ZeroDivisionError: made up.*in fail"):
+        pair.call("fail", 1, "raise")
+    assert time.monotonic() - before < 5
+    assert not children()
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        pair.call("echo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "error", "match"),
+    [
+        ("refuse", TrainingStopped, "made up"),
+        ("die", RankError, r"(?s)rank 0 ended with code -9 \(Killed\); its output ends:.*last words"),
+        ("unpicklable", RankError, "rank 0 failed with .*pickle"),
+    ],
+)
+def test_other_ways_to_fail_alone(pair: RankProcesses, how: str, error: type[Exception], match: str) -> None:
+    before = time.monotonic()
+    with pytest.raises(error, match=match):
+        pair.call("fail", 0, how)
+    assert time.monotonic() - before < 5
+    assert pair.over is not None and not children()
+
+
+@pytest.mark.slow
+def test_a_collective_has_a_limit() -> None:
+    ranks = RankProcesses(Parity, 2, limit=3)
+    before = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 failed with .*[Tt]imed out"):
+        ranks.call("fail", 0, "sleep")
+    assert time.monotonic() - before < 15
+    ranks.close()
+    assert not children()
+
+
+def refuse(ranks: Ranks) -> Parity:
+    if ranks.rank == 1:
+        raise TrainingStopped("rank 1 does not begin")
+    return Parity(ranks)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_begin_is_named_and_nothing_stays() -> None:
+    with pytest.raises(TrainingStopped, match="rank 1 does not begin"):
+        RankProcesses(refuse, 2)
+    assert not children()
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_caller() -> None:
+    """Also while they compute, and with one that is killed: their standard input closes."""
+    caller = subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    pids = [int(pid) for pid in caller.stdout.readline().split()]
+    assert len(pids) == 2
+    caller.kill()
+    caller.wait()
+    caller.stdout.close()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,244 @@
+"""Ranks that share a model train what one process alone would: gradients, moments, metrics, digests."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models import make_group, make_step, random_groups
+from tests.training.ranks.service import Case, Compared, Parity
+from tests.training.reference import COUPLED, LAYOUTS, LOSSES, forked_groups
+from treadle.algorithms.config import CorrectionConfig, GspoConfig, KlConfig
+from treadle.core.types import Group, Step
+from treadle.training.rank_processes import RankProcesses
+
+pytestmark = pytest.mark.xdist_group("ranks")
+MANY = random_groups(1, groups=5, size=3, steps=4)
+FEW = random_groups(1, groups=3, size=2, steps=3)
+FORKS = forked_groups(groups=2)
+TREE = LAYOUTS["tree within group"]
+
+
+def untrained(group: Group) -> Group:
+    return replace(
+        group,
+        trajectories=tuple(
+            replace(t, steps=tuple(replace(s, mask=np.zeros(len(s.completion_ids), bool)) for s in t.steps))
+            for t in group.trajectories
+        ),
+    )
+
+
+def budget(nodes: int, **more: Any) -> dict[str, Any]:
+    return {"max_tokens_per_microbatch": nodes, **more}
+
+
+CORRECTION = CorrectionConfig(product_mask=(0.1, 10.0), geometric_mask=(0.4, 2.5), renormalize=True)
+
+
+def with_experts(groups: Sequence[Group]) -> list[Group]:
+    """Each sampled token of every other step was computed by experts drawn at random."""
+    random = np.random.default_rng(0)
+
+    def of(step: Step, number: int) -> Step:
+        drawn = random.random((len(step.completion_ids), 2, 4)).argsort(-1)[..., :2]
+        return replace(step, routing=drawn.astype(np.int16)) if number % 2 else step
+
+    return [
+        replace(
+            g,
+            trajectories=tuple(
+                replace(t, steps=tuple(of(step, number) for number, step in enumerate(t.steps))) for t in g.trajectories
+            ),
+        )
+        for g in groups
+    ]
+
+
+LIMITS: dict[str, Any] = {
+    "token_tis": 1.2,
+    "sequence_tis": 1.2,
+    "token_mask": (0.5, 2.0),
+    "geometric_mask": (0.4, 2.5),
+    "product_mask": (0.1, 10.0),
+    "outlier_mask": (0.3, 3.0),
+}
+CASES = {
+    **{f"{name}": Case(MANY, training=budget(60, **layout)) for name, layout in LAYOUTS.items()},
+    **{f"{name}, streamed": Case(FEW, training=budget(9, **layout)) for name, layout in LAYOUTS.items()},
+    "forks, streamed": Case(FORKS, training=budget(9, **TREE)),
+    "one tree for all ranks": Case(random_groups(2, groups=1), training=TREE),
+    "one tree in many chunks beside single ones": Case(
+        random_groups(3, groups=1, size=2, steps=10) + random_groups(4, groups=3, steps=1), training=budget(25)
+    ),
+    "a rank without trainable tokens": Case(
+        [random_groups(5, groups=1)[0], untrained(random_groups(6, groups=2)[1])], training=budget(40)
+    ),
+    "nothing to train": Case([untrained(group) for group in random_groups(7)], training=budget(40)),
+    "nothing at all": Case([make_group([([make_step([1, 2], [])], 1.0)])]),
+    **{
+        f"policy loss {loss}": Case(FEW, old=True, training=budget(25), algorithm={"policy_loss": loss})
+        for loss in LOSSES
+        if loss not in ("gspo", COUPLED)
+    },
+    **{
+        f"gspo by {scope}": Case(
+            MANY, old=True, training=budget(25), algorithm={"policy_loss": "gspo", "gspo": GspoConfig(scope=scope)}
+        )
+        for scope in ("step", "trajectory")
+    },
+    "coupled": Case(MANY, old=True, training=budget(25), algorithm={"policy_loss": COUPLED}),
+    "correction of trajectories": Case(MANY, old=True, training=budget(25), algorithm={"correction": CORRECTION}),
+    **{
+        f"{name} by {scope}": Case(
+            FEW,
+            old=True,
+            training=budget(25),
+            algorithm={"correction": CorrectionConfig(**{name: limit, "scope": scope})},
+        )
+        for name, limit in LIMITS.items()
+        for scope in (("trajectory",) if name.startswith("token") else ("step", "trajectory"))
+    },
+    "correction by the policy now": Case(MANY, training=budget(25), algorithm={"correction": CORRECTION}),
+    "kl in the loss, entropy": Case(
+        MANY,
+        reference=True,
+        training=budget(25),
+        algorithm={"kl": KlConfig(coef=0.1), "entropy_coef": 0.05, "entropy_coef_end": 0.05},
+    ),
+    "value head": Case(MANY, training=budget(25), algorithm={"advantage": "gae"}),
+    "routing replay": Case(with_experts(FEW), "qwen3-moe", training=budget(25, routing_replay=True)),
+    "routing replay, streamed": Case(with_experts(FEW), "qwen3-moe", training=budget(9, routing_replay=True)),
+    "gradient checkpointing": Case(MANY, training=budget(25, gradient_checkpointing=True)),
+    "gradient checkpointing, streamed": Case(FEW, training=budget(9, gradient_checkpointing=True)),
+}
+FLOAT32 = {
+    f"{name}{how}": replace(CASES[f"{name}{how}"], double=False)
+    for name in ("step", "chain", "tree within group")
+    for how in ("", ", streamed")
+}
+FAMILIES = {
+    family: Case(MANY, family, double=False, training=budget(40))
+    for family in ("qwen3", "qwen3-untied", "mistral-sliding", "gemma3-half-sliding", "qwen3-moe", "lfm2", "mamba")
+}
+
+
+def check(answers: list[Compared], limit: float) -> None:
+    for each in answers:
+        assert each.gradient <= limit
+        assert each.metrics == answers[0].metrics  # on all ranks, to the bit
+        assert each.metrics.keys() - each.alone.keys() <= {"slot_balance", "padded_passes"}
+        for name, value in each.alone.items():
+            assert each.metrics[name] == pytest.approx(value, rel=10 * limit, abs=10 * limit), name
+
+
+@pytest.mark.quick(8)
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_the_gradient_is_that_of_one_process(pair: RankProcesses, case: Case) -> None:
+    check(pair.call("gradient", case), 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_trees_and_budgets_keep_ranks_in_step(pair: RankProcesses, seed: int) -> None:
+    """Ranks that made other collectives than each other would fail or wait to the limit."""
+    random = np.random.default_rng(seed)
+    for number in range(5):
+        count, size, steps = (int(random.integers(1, most + 1)) for most in (4, 3, 5))
+        groups = random_groups(100 * seed + number, count, size, steps)
+        layout = LAYOUTS[str(random.choice(list(LAYOUTS)))]
+        case = Case(groups, training=budget(int(random.integers(4, 60)), **layout))
+        check(pair.call("gradient", case), 1e-12)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", FLOAT32)
+def test_the_gradient_in_float32_is_that_of_one_process(pair: RankProcesses, name: str) -> None:
+    check(pair.call("gradient", FLOAT32[name]), 1e-6)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.filterwarnings("ignore:.* cannot share prefixes")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gradient_of_every_family_is_that_of_one_process(pair: RankProcesses, family: str) -> None:
+    check(pair.call("gradient", FAMILIES[family]), 1e-6)
+
+
+def test_logits_in_chunks_are_made_again_in_the_backward_pass(pair: RankProcesses) -> None:
+    check(pair.call("head_in_chunks", CASES["tree within group"]), 1e-12)
+
+
+def test_bfloat16_by_autocast_rounds_as_one_process_does(pair: RankProcesses) -> None:
+    case = Case(MANY, double=False, training=budget(40, precision="bfloat16"))
+    for each in pair.call("gradient", case):
+        assert each.gradient <= 1e-6
+
+
+@pytest.mark.parametrize("nodes", [40, 9])
+def test_pure_bfloat16_is_near_float32(pair: RankProcesses, nodes: int) -> None:
+    """Rounding of the residual stream and of norms, too, is more than autocast's."""
+    found = {
+        precision: pair.call("near", Case(FEW, double=False, training=budget(nodes, precision=precision)))
+        for precision in ("float32", "bfloat16", "bfloat16_pure")
+    }
+    assert all(len(set(each)) == 1 for each in found.values())
+    [float32, autocast, pure] = (each[0] for each in found.values())
+    assert float32 <= 1e-6 < 1e-4 < autocast < 0.05 and 1e-4 < pure < 0.1
+
+
+TRAINED = {
+    "two updates a batch, twice": Case(MANY[:4], training=budget(25, updates_per_batch=2, epochs_per_batch=2)),
+    "kl in the reward, reset": Case(
+        MANY[:4],
+        training=budget(25, updates_per_batch=2),
+        algorithm={"kl": KlConfig(coef=0.1, where="reward", reset_every=1)},
+    ),
+    "kl by a controller": Case(MANY[:4], training=budget(25), algorithm={"kl": KlConfig(coef=0.1, target=0.01)}),
+    "value head": Case(MANY[:4], training=budget(25, updates_per_batch=2), algorithm={"advantage": "gae"}),
+}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("case", TRAINED.values(), ids=list(TRAINED))
+def test_weights_moments_and_metrics_of_updates_are_those_of_one_process(pair: RankProcesses, case: Case) -> None:
+    for found in pair.call("trained", case):
+        assert max(found.values()) <= 1e-11, found
+
+
+def test_a_warm_start_is_that_of_one_process(pair: RankProcesses) -> None:
+    for found in pair.call("supervised", 25):
+        assert max(found.values()) <= 1e-12, found
+
+
+def test_published_weights_have_the_digest_of_one_process(pair: RankProcesses) -> None:
+    alone = {one for one, _ in pair.call("digests")}
+    assert len(alone) == 1 and {shared for _, shared in pair.call("digests")} == alone
+
+
+def test_the_same_seed_gives_the_same_bits(pair: RankProcesses) -> None:
+    case = Case(MANY, double=False, training=budget(25))
+    assert pair.call("same_seed_twice", case) == [True, True]
+
+
+def test_the_cases_are_what_they_say(pair: RankProcesses) -> None:
+    """One tree in several passes beside one that needs a single one; a slot with fewer trees than ranks."""
+    (slots, others) = pair.call("passes", CASES["one tree in many chunks beside single ones"])
+    assert slots == others and max(passes for _, passes in slots) > 2 and min(passes for _, passes in slots) == 1
+    assert pair.call("passes", CASES["one tree for all ranks"]) == [[(1, 1)]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "replicas"), [(3, 1), (4, 2)])
+def test_more_ranks_and_copies_of_shards(size: int, replicas: int) -> None:
+    ranks = RankProcesses(Parity, size, replicas=replicas, limit=60)
+    try:
+        for case in CASES.values():
+            check(ranks.call("gradient", case), 1e-12)
+        for case in (*FLOAT32.values(), FAMILIES["qwen3-moe"], FAMILIES["gemma3-half-sliding"]):
+            check(ranks.call("gradient", case), 1e-6)
+        for case in TRAINED.values():
+            for found in ranks.call("trained", case):
+                assert max(found.values()) <= 1e-11, found
+    finally:
+        ranks.close()
