@@ -1,6 +1,7 @@
 """User code that does its worst: it fails its own attempt, and nothing else."""
 
 import asyncio
+import gc
 import os
 import signal
 import sqlite3
@@ -298,13 +299,15 @@ def test_a_first_ctrl_c_cancels_what_is_running() -> None:
     assert cleaned == [True]
 
 
-def test_without_a_handler_of_its_own_an_interrupt_passes() -> None:
+def test_without_a_handler_of_its_own_an_interrupt_passes(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         code = UserCode("code", Cause.AGENT)
         await code.call(raising(KeyboardInterrupt), what="it", timeout=1, check=print, in_thread=False)
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(main())
+    gc.collect()
+    assert not caplog.records  # of an exception that was never retrieved
     handler = InterruptHandler(lambda: None)
     handler(2, None)
     with pytest.raises(Interrupt):

@@ -77,6 +77,8 @@ class UserCode:
         finally:
             if not work.done():
                 self._leave(work, in_thread)
+            elif not work.cancelled():
+                work.exception()  # retrieved also where an interrupt ends the event loop: asyncio would complain later
         if not in_time and grace:
             await asyncio.wait({work}, timeout=grace)
         error = _error_of(work) if work.done() else None
