@@ -151,6 +151,15 @@ def read_weights(directory: Path, field: str, gguf_file: str | None = None, weig
     return model
 
 
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Compute what no file of a model has, rotary frequencies among others, for one whose tensors are new and empty."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves those alone
+    for module in model.modules():
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)
+
+
 def _build(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
     fields = {"vocab_size": vocabulary, **(config.build or {})}
     model_type = fields.pop("model_type")

@@ -34,7 +34,7 @@ from treadle.core.manifest import Content, Manifest, NewDirectory, new_directory
 from treadle.models.loading import TOKENIZER_FILES
 from treadle.models.tensor_file import write_tensors
 from treadle.models.weights import gathered, saved, trained
-from treadle.training.checkpoint_shards import InMemory, TensorFiles, TensorSource, write_shards
+from treadle.training.checkpoint_shards import InMemory, TensorSource, checkpoint_part, write_shards
 from treadle.training.learner import Learner
 from treadle.training.ranks import Ranks
 
@@ -204,7 +204,7 @@ def read_part(checkpoint: Manifest, part: str, ranks: Ranks) -> TensorSource:
     """Return the checked tensors of a part, to be read by all ranks. Raises DamageError."""
     if ranks.size == 1 and f"{part}.safetensors" in checkpoint.sha256:
         return InMemory(load_safetensors(checkpoint.read(f"{part}.safetensors")))
-    return TensorFiles(checkpoint, part, ranks)
+    return checkpoint_part(checkpoint, part, ranks)
 
 
 def _check_tokenizer(checkpoint: Manifest, tokenizer: Path) -> None:

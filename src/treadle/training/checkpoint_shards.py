@@ -4,12 +4,13 @@
     optimizer/shard-00001-model-00001-of-00001.safetensors    what rank 0 of several writes: shards, and their places
     optimizer/shard-00002-model-00001-of-00001.safetensors    what rank 1 writes
 
-Both are read alike: a rank reads those ranges of the files that it needs. Files are of PyTorch's distributed checkpoint
-(DCP) in the format of Hugging Face; nothing is pickled.
+Both are read alike, and so are the files of a model (`read_weights`): a rank reads those ranges of them that it needs.
+They are of PyTorch's distributed checkpoint (DCP) in the format of Hugging Face; nothing is pickled.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,16 +19,18 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from treadle.core.errors import CheckpointError
+from treadle.core.errors import CheckpointError, ConfigError
 from treadle.core.files import sync_directory, sync_file
-from treadle.core.manifest import Manifest
+from treadle.core.manifest import Manifest, prove_files
+from treadle.models.model_cache import remedy_for
+from treadle.models.weights import saved
 from treadle.training.ranks import Ranks
 
 
@@ -77,18 +80,10 @@ class InMemory:
 
 
 class TensorFiles:
-    """Reads the tensors of one part of a checkpoint from the files that one process or several wrote (`TensorSource`).
+    """Reads tensors from the safetensors files that one process or several wrote (`TensorSource`)."""
 
-    The files are checked when this is made. Raises DamageError for those that are damaged or missing, RemovedError
-    without the directory.
-    """
-
-    def __init__(self, checkpoint: Manifest, part: str, ranks: Ranks) -> None:
-        single = f"{part}.safetensors"
-        names = sorted(name for name in checkpoint.sha256 if name == single or name.startswith(f"{part}/")) or [single]
-        ranks.every(lambda: checkpoint.prove(names[ranks.rank :: ranks.size]))
-        self._files = [str(checkpoint.directory / name) for name in names]
-        self._ranks = ranks
+    def __init__(self, files: Sequence[Path], ranks: Ranks) -> None:
+        self._files, self._ranks = [str(file) for file in files], ranks
         described: dict[str, Any] = self._reader().read_metadata().state_dict_metadata
         self.shapes: dict[str, torch.Size] = {name: each.size for name, each in described.items()}
 
@@ -104,6 +99,49 @@ class TensorFiles:
         reader = HuggingFaceStorageReader(".")
         reader.fs = _Files(self._files)
         return reader
+
+
+def checkpoint_part(checkpoint: Manifest, part: str, ranks: Ranks) -> TensorFiles:
+    """Return the tensors of one part of a checkpoint, whose files the ranks have checked, each some of them.
+
+    Raises DamageError for files that are damaged or missing, RemovedError without the directory.
+    """
+    single = f"{part}.safetensors"
+    names = sorted(name for name in checkpoint.sha256 if name == single or name.startswith(f"{part}/")) or [single]
+    ranks.every(lambda: checkpoint.prove(names[ranks.rank :: ranks.size]))
+    return TensorFiles([checkpoint.directory / name for name in names], ranks)
+
+
+def read_weights(model: nn.Module, directory: Path, ranks: Ranks) -> None:
+    """Read a model's weights in place from the directory's safetensors files, each rank its own shards of them.
+
+    Raises ConfigError where the files have other names or shapes than the model, as for those that transformers
+    converts while it loads them; DamageError for files that are not those that the directory's manifest lists.
+    """
+    names = _weight_files(directory)
+    ranks.every(lambda: prove_files(directory, names[ranks.rank :: ranks.size], remedy_for(directory)))
+    source, mine = TensorFiles([directory / name for name in names], ranks), saved(model)
+    for name, tensor in sorted(mine.items()):
+        if source.shapes.get(name) != tensor.shape:
+            there = tuple(source.shapes[name]) if name in source.shapes else "absent"
+            raise ConfigError(
+                f"placement.learner.loading is 'sharded', but {name} is {there} in the files of {str(directory)!r} and "
+                f"{tuple(tensor.shape)} in the model; set placement.learner.loading to broadcast"
+            )
+    source.read_into(mine)
+
+
+def _weight_files(directory: Path) -> list[str]:
+    """Return the names of the safetensors files with a model's weights. Raises ConfigError if there are none."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    if (directory / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    raise ConfigError(
+        f"placement.learner.loading is 'sharded', but {str(directory)!r} has no model.safetensors; set "
+        "placement.learner.loading to broadcast"
+    )
 
 
 class _Files(FileSystem):

@@ -93,6 +93,10 @@ class LearnerPlacement(Config):
     ranks: int = Field(1, ge=1, description="processes, each of which holds a part of the weights")
     device: Literal["cpu", "cuda"] = Field("cpu", description="what they compute on: 'cuda' is a GPU for each")
     replicas: int = Field(1, ge=1, description="copies of the model, each spread over ranks / replicas processes")
+    loading: Literal["broadcast", "sharded"] = Field(
+        "broadcast",
+        description="the first rank reads the whole model and hands out parts; sharded: each rank reads its own parts",
+    )
     collective_timeout: float = Field(600.0, gt=0, description="seconds that the ranks wait for one another at most")
 
     @model_validator(mode="after")
@@ -102,6 +106,8 @@ class LearnerPlacement(Config):
                 f"{self.ranks} ranks cannot hold {self.replicas} copies of the model over several ranks each; "
                 "make ranks a multiple of replicas, at least twice as many"
             )
+        if self.ranks == 1 and self.loading == "sharded":
+            raise ValueError("loading 'sharded' is for several ranks; make ranks 2 or more, or leave it out")
         return self
 
 

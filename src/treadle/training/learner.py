@@ -57,7 +57,7 @@ from treadle.training.metrics import (
 )
 from treadle.training.objective import Gradient, Objective, TokenScores, lookup
 from treadle.training.optimizer import learning_rate, make_optimizer, step
-from treadle.training.ranks import OneRank, Ranks
+from treadle.training.ranks import OneRank, Ranks, ReadWeights
 from treadle.training.traces import TracedGroups
 from treadle.training.validation import check_algorithm
 
@@ -80,7 +80,7 @@ class Learner:
     value_head: of an advantage that needs values, else None. trained: the module that the optimizer moves, the model
     with its value head. reference: what `algorithm.kl` compares with, frozen; by default a copy of the model as it is
     now. None without `algorithm.kl`. ranks: what trains the model, by default this process alone. traced: the groups of
-    which results have traces, by default none.
+    which results have traces, by default none. read: reads the weights of a model that has none on any rank.
     Raises ConfigError: see `check_algorithm` and `check_reference`.
     """
 
@@ -93,6 +93,7 @@ class Learner:
         reference: PreTrainedModel | None = None,
         ranks: Ranks | None = None,
         traced: TracedGroups | None = None,
+        read: ReadWeights | None = None,
     ) -> None:
         check_algorithm(algorithm, training)
         self.ranks, self.traced = ranks or OneRank(), traced or TracedGroups()
@@ -115,7 +116,8 @@ class Learner:
         )
         for forward in (self.forward, self.reference):
             if forward is not None:
-                self.ranks.shard(forward, half=training.precision == "bfloat16_pure")
+                own = forward is self.forward or self._own_reference
+                self.ranks.shard(forward, half=training.precision == "bfloat16_pure", read=read if own else None)
         self.trained: nn.Module = model if self.value_head is None else self.forward.scorer
         self.optimizer = make_optimizer(self.trained, training.optimizer)
 

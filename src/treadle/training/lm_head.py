@@ -48,7 +48,8 @@ def make_value_head(model: PreTrainedModel) -> nn.Linear:
     """
     dtype = torch.promote_types(model.dtype, torch.float32)
     width = int(model.get_output_embeddings().weight.shape[1])
-    head: nn.Linear = nn.utils.skip_init(nn.Linear, width, 1, device=model.device, dtype=dtype)
+    device = torch.device("cpu") if model.device.type == "meta" else model.device
+    head: nn.Linear = nn.utils.skip_init(nn.Linear, width, 1, device=device, dtype=dtype)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
     return head

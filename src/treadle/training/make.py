@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -12,10 +13,11 @@ from treadle.core.trainer import Trainer
 from treadle.engines.compute import Compute
 from treadle.models.config import ModelConfig
 from treadle.models.loading import load_reference, load_tokenizer, make_model
-from treadle.models.model_files import tokenizer_directory
+from treadle.models.model_files import require_model, tokenizer_directory
+from treadle.training.checkpoint_shards import read_weights
 from treadle.training.config import LearnerPlacement, TrainerSpec
 from treadle.training.learner import Learner
-from treadle.training.ranks import Ranks
+from treadle.training.ranks import Ranks, ReadWeights
 from treadle.training.traces import TracedGroups
 from treadle.training.trainer import EmbeddedSource, EmbeddedTrainer
 
@@ -41,10 +43,12 @@ def make_trainer(spec: TrainerSpec) -> Trainer:
 def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     """Return a learner of the configured model, or this rank's part of it. Raises as `make_trainer`.
 
-    Of several ranks the first one reads the weights; the others know shapes alone until the model is sharded.
+    Of several ranks the first one reads the weights; the others know shapes alone until the model is sharded. With
+    `placement.learner.loading` sharded, none knows more before.
     """
     first, kl = ranks is None or ranks.rank == 0, spec.algorithm.kl
-    model = load_model(spec.model, spec.seed, weights=first)
+    read = _read_sharded(spec.model, ranks) if ranks is not None and spec.placement.loading == "sharded" else None
+    model = load_model(spec.model, spec.seed, weights=first and read is None)
     reference = None if kl is None or kl.model is None else load_reference(kl.model, model, weights=first)
     if spec.placement.ranks == 1:
         for own in (model, reference):
@@ -52,7 +56,17 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
                 own.to(spec.placement.device)  # type: ignore[arg-type]  # a wrapper hides the signature
     share = spec.traced_groups if first else 0.0  # all ranks would trace the same
     traced = TracedGroups(spec.seed, share)
-    return Learner(model, spec.training, spec.algorithm, spec.updates, reference, ranks, traced)
+    return Learner(model, spec.training, spec.algorithm, spec.updates, reference, ranks, traced, read)
+
+
+def _read_sharded(config: ModelConfig, ranks: Ranks) -> ReadWeights:
+    """Return what reads each rank's shards of the configured model. Raises ConfigError for one that has no files."""
+    if config.path is None:
+        raise ConfigError(
+            "placement.learner.loading is 'sharded', and model.build has no files to read; set "
+            "placement.learner.loading to broadcast"
+        )
+    return partial(read_weights, directory=require_model(config.path, "model.path"), ranks=ranks)
 
 
 def _check_device(placement: LearnerPlacement) -> None:

@@ -11,10 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
 from treadle.training.forward import Forward
 from treadle.training.objective import TokenScores, concat
+
+ReadWeights = Callable[[PreTrainedModel], None]
+"""Fills a model's saved weights, of which each rank has its part."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -32,11 +36,12 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
 
-    def shard(self, forward: Forward, half: bool = False) -> None:
+    def shard(self, forward: Forward, half: bool = False, read: ReadWeights | None = None) -> None:
         """Keep a part of each of the model's parameters on every rank. Gradients then add up over ranks.
 
         half: parameters are gathered in bfloat16, and all is computed in it; gradients still add up in float32.
-        The values are the first rank's: the others need not have any, their model may be on the meta device.
+        The values are the first rank's: the others need not have any, their model may be on the meta device. With
+        `read`, which reads them, no rank has any of the model's before.
         Raises ConfigError for a model that computes otherwise afterwards.
         """
         ...
@@ -70,7 +75,7 @@ class OneRank:
 
     rank, size = 0, 1
 
-    def shard(self, forward: Forward, half: bool = False) -> None:
+    def shard(self, forward: Forward, half: bool = False, read: ReadWeights | None = None) -> None:
         if half:
             raise ConfigError(
                 "training.precision 'bfloat16_pure' is of weights that several ranks gather; set "

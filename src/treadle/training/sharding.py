@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from treadle.core.errors import ConfigError, TreadleError
+from treadle.models.loading import compute_buffers
 from treadle.training.forward import Forward
 from treadle.training.objective import TokenScores
-from treadle.training.ranks import Item, OneRank, Ranks, Result
+from treadle.training.ranks import Item, OneRank, Ranks, ReadWeights, Result
 from treadle.training.scorer import Scorer
 
 _PROBE = np.arange(1, 21, dtype=np.int32)  # ids that a model is scored with, before and after it is sharded
@@ -65,11 +67,16 @@ class ShardedRanks:
         self._mesh = mesh
         self.rank, self.size = mesh.get_rank(), mesh.size()
 
-    def shard(self, forward: Forward, half: bool = False) -> None:
-        """Shard the model's parameters; see `Ranks`. Whatever copies or compares whole parameters must come before."""
+    def shard(self, forward: Forward, half: bool = False, read: ReadWeights | None = None) -> None:
+        """Shard the model's parameters; see `Ranks`. Whatever copies or compares whole parameters must come before.
+
+        With `read` no rank ever has a whole model, with whose log-probabilities those of the shards could be compared.
+        """
         ids = _PROBE % forward.model.config.get_text_config().vocab_size
-        wanted = forward.exact_logprobs(ids) if self.rank == 0 else None
+        wanted = forward.exact_logprobs(ids) if self.rank == 0 and read is None else None
         self._shard(forward.scorer, half)
+        if read is not None:
+            read(forward.model)
         found = forward.exact_logprobs(ids)
 
         def check() -> None:
@@ -83,7 +90,10 @@ class ShardedRanks:
 
     def _shard(self, scorer: Scorer, half: bool) -> None:
         """Wrap the scorer, and fill it with the values that the first rank has, one parameter after the other."""
-        values = {name: parameter.detach() for name, parameter in scorer.named_parameters()} if self.rank == 0 else {}
+        own = scorer.named_parameters() if self.rank == 0 else iter(())
+        values = {name: parameter.detach() for name, parameter in own if not parameter.is_meta}
+        names = self.every(lambda: list(values))[0]
+        missing = self.rank > 0 or any(tensor.is_meta for tensor in chain(scorer.parameters(), scorer.buffers()))
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         for module in (*_layers(scorer.model, set(scorer.model._no_split_modules or ())), scorer):
             fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
@@ -93,14 +103,17 @@ class ShardedRanks:
                 module.set_force_sum_reduction_for_comms(True)
                 # ranks whose tokens reach other experts would reduce buffers of other sizes
                 module.set_reduce_scatter_unused_params(True)
-        if self.rank:
+        if missing:
             scorer.to_empty(device=self._mesh.device_type)
+            compute_buffers(scorer.model)
         with torch.no_grad():
             for name, shard in scorer.named_parameters():
+                if name not in names:
+                    continue
                 value = values.pop(name) if self.rank == 0 else torch.empty(shard.shape, dtype=shard.dtype)
                 assert isinstance(shard, DTensor)
                 shard.copy_(distribute_tensor(value, shard.device_mesh, shard.placements))
-            for buffer in scorer.buffers():  # rotary frequencies, among others, which no checkpoint has
+            for buffer in scorer.buffers():
                 dist.broadcast(buffer, src=0)
 
     def gather(self, parts: Sequence[TokenScores], like: Tensor) -> TokenScores:

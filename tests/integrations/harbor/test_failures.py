@@ -93,8 +93,8 @@ def test_what_verifiers_and_models_do_wrong_ends_one_trial_each(tmp_path: Path) 
         "context": "context 0",
         "engine": "engine",
         "steps": "max_steps 1",
-        "no_tests": "environment",
-        "no_task": "environment",
+        "no_tests": "verifier",
+        "no_task": "verifier",
     }
     assert time.monotonic() - began < 120  # nothing was retried into its time-out
     assert found["slow_agent"].metrics["timed_out"] == 1 and "AgentTimeoutError" in found["slow_agent"].warning

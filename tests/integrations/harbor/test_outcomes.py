@@ -71,7 +71,7 @@ def ended(report: TrialReport, refused: Any = None, **settings: Any) -> str:
         (TrialReport(rewards={"a": 1.0, "b": 2.0}), None, {"rewards": ["a"]}, "done 1"),
         (TrialReport(rewards={"a": 1.0, "b": 2.0}), None, {"rewards": ["a", "b"]}, "done 3"),
         (TrialReport(rewards={"reward": 0.0}), None, {}, "done 0"),
-        (TrialReport(invalid="FileNotFoundError: no task.toml"), None, {}, "environment"),
+        (TrialReport(invalid="FileNotFoundError: no task.toml"), None, {}, "verifier"),
     ],
 )
 def test_every_row_of_the_table(report: TrialReport, refused: Any, settings: dict[str, Any], expected: str) -> None:

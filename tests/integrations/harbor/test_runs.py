@@ -1,17 +1,30 @@
 """Whole runs of Harbor's trials from the command line: trained, evaluated, reported; every sampled token once."""
 
 import re
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.integrations.harbor.trials import GREETING, SHIPPED, Sampled, answer, playing, python_with_harbor
+from tests.integrations.harbor.trials import (
+    GREETING,
+    SHIPPED,
+    Sampled,
+    answer,
+    playing,
+    python_with_harbor,
+    sandboxes,
+    write_task,
+)
 from tests.orchestration.runs import check_finished, query
 from tests.worlds import Quiet
 from treadle.cli.main import main
 from treadle.core.engine import Completion, Engine, VersionSpan
+from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSync
 from treadle.core.types import Ids, SamplingParams, StopReason
 from treadle.models.config import ModelConfig
@@ -23,6 +36,7 @@ from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.train import start_run
 
 HERE = "tests.integrations.harbor.test_runs"
+SIZE = 16  # as in broken.py
 SOLUTIONS = {
     "hello.txt": GREETING,
     "largest regular file": "find /usr/bin -maxdepth 1 -type f -printf '%s %f\\n' | sort -n | tail -1 | "
@@ -49,26 +63,65 @@ ON_THIS_MACHINE = (
 )
 
 
+def in_pairs(text: str, attempt: int) -> str | None:
+    """What a model says of which even attempts solve their task, and odd ones say that they have; None: its own."""
+    command = next((command for words, command in SOLUTIONS.items() if words in text), "")
+    if not command:
+        return None
+    first = answer(command) if attempt % 2 == 0 else answer("true\n")
+    return playing(first, answer(done=True), answer(done=True))(text)
+
+
+def verdict(words: str) -> tuple[str, ...]:
+    """What a model says that has the verifier say these words."""
+    return answer(f"echo {words} > /app/verdict\n"), answer(done=True), answer(done=True)
+
+
+SLEEPS = '{"analysis": "", "plan": "", "commands": [{"keystrokes": "sleep 60\\n", "duration": 50}]}'
+BY_PLACE: dict[int, tuple[tuple[str | Exception, ...], str]] = {
+    # what it says turn by turn, and how the attempt ends
+    0: (verdict("1"), "done 1"),
+    1: (verdict("0"), "done 0"),
+    2: ((answer("true\n"), EngineError("out of order")), "engine"),
+    3: ((answer("printf 'x%.0s' {1..9000}\n"), answer("true\n")), "context 0"),
+    4: ((answer("echo 1 > /app/verdict\n"),), "max_steps 1"),
+    5: ((answer("echo 1 > /app/verdict\n"), SLEEPS), "done 1"),
+    6: ((answer(done=True),), "verifier"),  # no reward
+    7: (verdict(""), "verifier"),
+    8: (verdict("NaN"), "verifier"),
+    9: (verdict("well done"), "verifier"),
+    10: (verdict("1"), "environment"),  # the others: see broken.py
+    11: (verdict("1"), "infrastructure"),
+    12: (verdict("1"), "infrastructure"),
+    13: (verdict("1"), "agent"),
+    14: (verdict("1"), "done 1"),
+    15: (verdict("slow"), "verifier"),
+}
+
+
+def by_place(text: str, attempt: int) -> str | None:
+    said = playing(*BY_PLACE[attempt % SIZE][0])(text) if "Do it." in text else None
+    if isinstance(said, Exception):
+        raise said
+    return said
+
+
 class Scripted:
-    """Treadle's own engine, whose even attempts solve their task and whose odd ones say that they have.
+    """Treadle's own engine, into whose mouth words are put. Log-probabilities are the model's own of them."""
 
-    Log-probabilities are the model's own of the words that are put into its mouth.
-    """
-
-    def __init__(self, engine: Engine, spec: EngineSpec) -> None:
-        self._engine, self._chat = engine, spec.chat
+    def __init__(self, engine: Engine, spec: EngineSpec, says: Callable[[str, int], str | None]) -> None:
+        self._engine, self._chat, self._says = engine, spec.chat, says
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, **more: Any) -> Completion:
-        text = self._chat.decode(prompt_ids.tolist())
-        command = next((command for words, command in SOLUTIONS.items() if words in text), "")
         sampled = await self._engine.generate(prompt_ids, sampling, session=session, **more)
-        if not command or sampling.max_tokens <= 16:  # a check of engine or driver
+        if sampling.max_tokens <= 16 or "." not in session:  # a check of engine or driver
             return sampled
-        first = answer(command) if int(session.rpartition(".")[2]) % 2 == 0 else answer("true\n")
-        said = playing(first, answer(done=True), answer(done=True))(text)
+        said = self._says(self._chat.decode(prompt_ids.tolist()), int(session.rpartition(".")[2]))
+        if said is None:
+            return sampled
         ids = np.array([*TOKENIZER.encode(said, add_special_tokens=False), *self._chat.stop_token_ids], np.int32)
         logprobs = (await self._engine.score(np.concatenate([prompt_ids, ids])))[len(prompt_ids) - 1 :]
         versions = (VersionSpan(sampled.policy_versions[0].version, 0, len(ids)),)
@@ -78,10 +131,15 @@ class Scripted:
 OPENED: list[Sampled] = []
 
 
-async def open_scripted(spec: EngineSpec) -> tuple[Engine, WeightSync]:
+async def open_scripted(
+    spec: EngineSpec, says: Callable[[str, int], str | None] = in_pairs
+) -> tuple[Engine, WeightSync]:
     engine, weight_sync = await open_torch(spec)
-    OPENED.append(Sampled(Scripted(engine, spec)))
+    OPENED.append(Sampled(Scripted(engine, spec, says)))
     return OPENED[-1], weight_sync
+
+
+open_by_place = partial(open_scripted, says=by_place)
 
 
 def command(*words: str) -> int:
@@ -119,3 +177,51 @@ def test_updates_are_trained_from_trials(how: list[str], tmp_path: Path, monkeyp
     summary = start_run(config, load_inputs(config), tmp_path / "run", Quiet())
     assert summary["updates"] == 2
     assert not any((tmp_path / "run" / "trials").iterdir())
+
+
+TEST = '[ "$(cat /app/verdict)" = slow ] && sleep 60\ncp /app/verdict /logs/verifier/reward.txt'
+LIMITS = "[verifier]\ntimeout_sec = 10.0\n[agent]\ntimeout_sec = 30.0\n[environment]\nbuild_timeout_sec = 60.0\n"
+
+
+@pytest.mark.slow
+def test_each_attempt_of_a_group_fails_in_its_own_way_and_its_siblings_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row of the outcome table, in one group of one update."""
+    shutil.copy(Path(__file__).with_name("broken.py"), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_task(tmp_path / "tasks" / "task", "Do it.", TEST, LIMITS)
+    OPENED.clear()
+    how = [
+        *ON_THIS_MACHINE,
+        f"harbor.tasks={tmp_path / 'tasks'}",
+        "harbor.agent=broken:TerminusByPlace",
+        "harbor.environment=broken:ByPlace",
+        f"engine={{kind: '{HERE}:open_by_place'}}",
+        "training.tasks_per_update=1",
+        f"training.group_size={SIZE}",
+        "rollout.max_steps=6",
+        "rollout.max_input_tokens=12000",
+        "rewards.overlong=train",
+        "failures={environment: {retries: 1, backoff: 0}, engine: {retries: 1, backoff: 0}, "
+        "infrastructure: {retries: 1, backoff: 0}, max_failed_fraction: 1}",
+    ]
+    assert command("train", "harbor", *how, "--runs", str(tmp_path), "--name", "run") == 0
+    check_finished(tmp_path / "run")
+    rows = query(tmp_path / "run", "SELECT * FROM trajectories ORDER BY attempt")
+    played: dict[int, list[dict[str, Any]]] = {number: [] for number in BY_PLACE}
+    for row in rows:
+        played[row["attempt"] % SIZE].append(row)
+    found = {number: [ending(row) for row in own] for number, own in played.items()}
+    again = {"engine", "environment", "infrastructure"}
+    assert found == {n: [end] * (1 + (end in again)) for n, (_, end) in BY_PLACE.items()}
+    trained = [row for own in played.values() for row in own if row["failure_cause"] is None]
+    mean = sum(row["reward"] for row in trained) / len(trained)
+    assert all(row["advantage"] == pytest.approx(row["reward"] - mean) for row in trained)
+    sampled = sum(len(OPENED[0].calls[row["trajectory_id"]]) for row in trained)
+    assert query(tmp_path / "run", "SELECT count(*) AS n FROM steps WHERE state = 'trained'") == [{"n": sampled}]
+    assert not sandboxes()
+
+
+def ending(row: dict[str, Any]) -> str:
+    return str(row["failure_cause"] or f"{row['status']} {row['reward']:g}")

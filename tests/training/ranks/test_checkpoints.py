@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.models import distance, norm, random_groups, same_bits, weights_of
 from tests.worlds import ROOT, tiny
-from treadle.core.errors import CheckpointError, DamageError
-from treadle.core.manifest import Manifest
+from treadle.core.errors import CheckpointError, ConfigError, DamageError
+from treadle.core.manifest import MANIFEST, Manifest
 from treadle.core.trainer import Trainer
 from treadle.engines.staging import InProcess
 from treadle.models.weights import published, weights_digest
@@ -75,6 +77,58 @@ def test_ranks_begin_with_the_weights_of_one_process() -> None:
     (wanted, expected), (found, scores) = (asyncio.run(begin(ranks)) for ranks in (1, 2))
     assert found == wanted
     assert np.abs(scores - expected).max() <= 1e-6
+
+
+SHAPES = {
+    "untied": ("model.build.tie_word_embeddings=false",),
+    "gemma3": (
+        "model.build.model_type=gemma3_text",
+        "model.build.num_hidden_layers=2",
+        "model.build.sliding_window=4",
+        "model.build.layer_types=[sliding_attention, full_attention]",
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_rank_reads_its_own_parts_of_a_model(shape: str, tmp_path: Path) -> None:
+    """From several files, in half precision, with a reference and a value head; none of which changes a bit."""
+    source = trainer_of(1, *SHAPES[shape])
+    asyncio.run(source.export(tmp_path / "one"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "one", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "model" / name).write_bytes((tmp_path / "one" / name).read_bytes())
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    how = (f"model={{path: {tmp_path / 'model'}}}", "algorithm.advantage=gae")
+
+    async def begin(*more: str) -> tuple[str, np.ndarray[Any, Any], dict[str, float]]:
+        trainer = trainer_of(2, *how, *more)
+        try:
+            scores = await trainer.score(np.arange(3, 15, dtype=np.int32))
+            return await trainer.digest(), scores, (await train(trainer, 0))[0]
+        finally:
+            trainer.close()
+
+    (digest, scores, metrics), (wanted, expected, others) = (
+        asyncio.run(begin(*more)) for more in (("placement.learner.loading=sharded",), ())
+    )
+    assert digest == wanted
+    np.testing.assert_array_equal(scores, expected)
+    assert metrics == others
+
+
+def test_a_model_whose_files_do_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    asyncio.run(trainer_of(1).export(tmp_path / "model"))
+    weights = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    name = sorted(tensors)[0]
+    save_file({("other" if key == name else key): tensor for key, tensor in tensors.items()}, weights)
+    (tmp_path / "model" / MANIFEST).unlink()
+    with pytest.raises(ConfigError, match=rf"{name} is absent in the files of .* set placement.learner.loading to"):
+        trainer_of(2, f"model={{path: {tmp_path / 'model'}}}", "placement.learner.loading=sharded")
+    with pytest.raises(ConfigError, match=r"model\.build has no files"):
+        trainer_of(2, "placement.learner.loading=sharded")
 
 
 def test_training_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:

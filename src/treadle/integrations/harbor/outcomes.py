@@ -10,12 +10,11 @@
     sandbox or agent could not be started                   failed (environment): again, by `failures.environment`
     the sandbox died                                        failed (infrastructure): again
     the model's server answered an error                    failed (engine): again
-    no reward, an empty, wrong or late one, other keys      failed (verifier): never again; tasks that keep doing so
-                                                            are left out (`failures.task_limit`)
+    no reward, an empty, wrong or late one, other keys;     failed (verifier): never again; tasks that keep doing so
+    a task that Harbor does not accept                      are left out (`failures.task_limit`)
     the agent raised or exited with an error, and was       done, with its reward
         verified
     the agent raised anything else                          failed (agent)
-    a task that Harbor does not accept                      failed (environment)
     nothing of that, and a reward                           done, with its reward
 
 A reward that is missing is never 0. What "failed" costs, and how often it is tried again, is up to `failures`, by
@@ -106,9 +105,7 @@ class Verdict:
 def judge(report: TrialReport, refused: CallError | None, config: HarborConfig) -> Verdict:
     """Return the verdict on a trial by the table above. refused: why the gateway refused the last call, if it did."""
     if report.invalid:
-        return Verdict(
-            ended_by=TrajectoryFailure(Cause.ENVIRONMENT, f"Harbor does not accept the task: {report.invalid}")
-        )
+        return Verdict(ended_by=TrajectoryFailure(Cause.VERIFIER, f"Harbor does not accept the task: {report.invalid}"))
     if isinstance(refused, EngineError):
         return Verdict(ended_by=refused)
     if report.exception in _CONTEXT or (report.phase == AGENT and isinstance(refused, ContextExceeded)):
