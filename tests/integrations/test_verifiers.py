@@ -154,8 +154,9 @@ def test_rows_become_tasks() -> None:
 
 
 @pytest.mark.slow
-def test_a_limit_on_calls_ends_an_attempt_with_the_reward_so_far() -> None:
-    [trajectory] = played(MULTI, MULTI.tasks()[3:], max_steps=2)
+@pytest.mark.parametrize(("case", "row"), [(MULTI, 3), (MULTI_V1, 1)], ids=["classic", "v1"])
+def test_a_limit_on_calls_ends_an_attempt_with_the_reward_so_far(case: Case, row: int) -> None:
+    [trajectory] = played(case, case.tasks()[row : row + 1], max_steps=2)
     assert (trajectory.status, len(trajectory.steps)) == (Status.MAX_STEPS, 2)
     assert trajectory.reward == pytest.approx(0.25)  # quick: half of one half; not right
     assert "max_steps" in trajectory.warning

@@ -1,6 +1,5 @@
 """The mask, block by block and element by element."""
 
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -139,11 +138,10 @@ def test_gradients_are_the_references(window: int | None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Distutils", "ignore:Setuptools")  # the compiler's
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Reliance on distutils")  # the compiler's
 def test_compiled_it_uses_the_blocks_for_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, in float32, as a GPU would: compiled for any lengths, a handful of times for dozens of trees."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "distutils"]:
-        monkeypatch.delitem(sys.modules, name)  # the compiler imports setuptools, which refuses Python's own distutils
+    monkeypatch.setenv("SETUPTOOLS_USE_DISTUTILS", "stdlib")  # which other tests may have imported; setuptools refuses it
     compiled: Callable[..., Tensor] = flex._attend("cuda")
     monkeypatch.setattr(flex, "_attend", lambda device: compiled)
     torch._dynamo.reset()
