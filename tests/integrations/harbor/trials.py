@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -110,7 +110,10 @@ def turn(text: str) -> int:
     return text.count("<|im_start|>assistant") - 1
 
 
-def playing(*replies: str) -> Callable[[str], str]:
+Reply = TypeVar("Reply", str, str | Exception)
+
+
+def playing(*replies: Reply) -> Callable[[str], Reply]:
     """Play the replies turn by turn, and the last one from then on."""
     return lambda text: replies[min(turn(text), len(replies) - 1)]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.utils.cpp_extension  # the compiler imports it late, and refuses a distutils that came before it
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -138,10 +139,9 @@ def test_gradients_are_the_references(window: int | None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Reliance on distutils")  # the compiler's
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's
 def test_compiled_it_uses_the_blocks_for_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, in float32, as a GPU would: compiled for any lengths, a handful of times for dozens of trees."""
-    monkeypatch.setenv("SETUPTOOLS_USE_DISTUTILS", "stdlib")  # which other tests may have imported; setuptools refuses it
     compiled: Callable[..., Tensor] = flex._attend("cuda")
     monkeypatch.setattr(flex, "_attend", lambda device: compiled)
     torch._dynamo.reset()
