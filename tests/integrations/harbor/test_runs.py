@@ -202,7 +202,7 @@ def test_each_attempt_of_a_group_fails_in_its_own_way_and_its_siblings_are_train
         f"training.group_size={SIZE}",
         "rollout.max_steps=6",
         "rollout.max_input_tokens=12000",
-        "rewards.overlong=train",
+        "rewards.overlong=keep",
         "failures={environment: {retries: 1, backoff: 0}, engine: {retries: 1, backoff: 0}, "
         "infrastructure: {retries: 1, backoff: 0}, max_failed_fraction: 1}",
     ]
