@@ -154,12 +154,23 @@ def test_rows_become_tasks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "row"), [(MULTI, 3), (MULTI_V1, 1)], ids=["classic", "v1"])
-def test_a_limit_on_calls_ends_an_attempt_with_the_reward_so_far(case: Case, row: int) -> None:
-    [trajectory] = played(case, case.tasks()[row : row + 1], max_steps=2)
+def test_a_limit_on_calls_ends_an_attempt_with_the_reward_so_far() -> None:
+    [trajectory] = played(MULTI, MULTI.tasks()[3:], max_steps=2)
     assert (trajectory.status, len(trajectory.steps)) == (Status.MAX_STEPS, 2)
     assert trajectory.reward == pytest.approx(0.25)  # quick: half of one half; not right
     assert "max_steps" in trajectory.warning
+
+
+@pytest.mark.slow
+def test_of_v1_the_limit_is_the_agents_own() -> None:
+    """It grades nothing of an episode whose call was refused; the sum of no rewards is 0, and would be trained on."""
+    limited = replace(MULTI_V1, arguments={"player": {**CHAT, "max_turns": 2}})
+    [graded] = played(limited, limited.tasks()[1:2], max_steps=4)
+    [refused] = played(MULTI_V1, MULTI_V1.tasks()[1:2], max_steps=2)
+    assert len(graded.steps) == len(refused.steps) == 2
+    assert graded.reward == pytest.approx(0.25)  # it took part
+    assert refused.failure is not None
+    assert refused.failure.cause == Cause.VERIFIER
 
 
 @pytest.mark.slow

@@ -73,4 +73,5 @@ def _answer(episode: Any) -> Json:
         return {"reward": None, "metrics": {}, "error": error}
     [trace] = traces
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-    return {"reward": trace.reward, "metrics": {**scores, **trace.metrics}, "error": error}
+    reward = trace.reward if trace.ok else None  # of a trace with an error the task's reward functions do not run
+    return {"reward": reward, "metrics": {**scores, **trace.metrics}, "error": error}
