@@ -1,11 +1,13 @@
 """The recipes of Harbor's trials: what is published, and what the command line says."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from treadle.core.errors import ConfigError
 from treadle.integrations.harbor.driver import HarborDriver
+from treadle.integrations.harbor.small import harbor_sums
 from treadle.orchestration.config import load_recipe
 
 
@@ -43,3 +45,12 @@ def test_tasks_and_agent_are_named_on_the_command_line(tmp_path: Path) -> None:
         load_recipe("harbor", ["engine.lock_step=true"])
     with pytest.raises(ConfigError, match=r"harbor\.tasks and data\.train\.source \('harbor_sums'\) both say"):
         load_recipe("harbor-small", ["harbor.tasks=DIR"])
+
+
+def test_runs_that_begin_together_share_the_generated_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path))
+    with ThreadPoolExecutor(8) as pool:
+        drawn = list(pool.map(lambda _: [task.extras["path"] for task in harbor_sums("train", 40)], range(8)))
+    assert all(paths == drawn[0] for paths in drawn)
+    assert all(len(list(Path(path).rglob("*.*"))) == 3 for path in drawn[0])
+    assert not [path for path in (tmp_path / "harbor").rglob("*") if path.name.startswith(".")]

@@ -7,10 +7,10 @@ verifier      1 for `<answer> 7</answer>`, else 0
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from treadle.core.files import cache_directory
 from treadle.core.types import Task
@@ -41,19 +41,26 @@ def harbor_sums(split: str, count: int, seed: int = 0) -> Iterator[Task]:
     """
     for task in arithmetic.tasks(split, count, seed):
         a, b = task.extras["a"], task.extras["b"]
-        directory = cache_directory() / "harbor" / "sums-1" / f"{a}-{b}"  # 1: of what `_write` writes
-        if not (directory / "task.toml").is_file():
+        directory = cache_directory() / "harbor" / "sums-2" / f"{a}-{b}"  # 2: of what `_write` writes
+        if not directory.is_dir():
             _write(directory, task)
         name = task.task_id.replace("arithmetic", "sum", 1)
         yield replace(task, task_id=name, environment="", driver=DRIVER, extras={**task.extras, "path": str(directory)})
 
 
 def _write(directory: Path, task: Task) -> None:
-    """Write the task's directory, `task.toml` last: what was interrupted is written again."""
-    shutil.rmtree(directory, ignore_errors=True)
-    for name in ("environment", "tests"):
-        (directory / name).mkdir(parents=True)
-    (directory / "instruction.md").write_text(task.prompt[0]["content"])
-    (directory / "environment" / "Dockerfile").write_text("FROM debian:12\nWORKDIR /app\n")
-    (directory / "tests" / "test.sh").write_text(_TEST.format(answer=task.ground_truth))
-    (directory / "task.toml").write_text(_TASK)
+    """Write the task's directory, which is complete as soon as it is there; other runs may be writing the same one."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".", dir=directory.parent) as temporary:
+        new = Path(temporary) / directory.name
+        for name in ("environment", "tests"):
+            (new / name).mkdir(parents=True)
+        (new / "instruction.md").write_text(task.prompt[0]["content"])
+        (new / "environment" / "Dockerfile").write_text("FROM debian:12\nWORKDIR /app\n")
+        (new / "tests" / "test.sh").write_text(_TEST.format(answer=task.ground_truth))
+        (new / "task.toml").write_text(_TASK)
+        try:
+            new.rename(directory)
+        except OSError:
+            if not directory.is_dir():
+                raise
