@@ -29,7 +29,7 @@ from treadle.orchestration.runtime import Runtime
 from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_interface, use_threads
 from treadle.orchestration.setup.config_diff import Change, changes, check_changes
 from treadle.orchestration.setup.engines import training_engine
-from treadle.orchestration.setup.inputs import Inputs, check_first_prompts
+from treadle.orchestration.setup.inputs import Inputs, check_drivers, check_first_prompts
 from treadle.orchestration.setup.same_data import check_same_data, record_data
 from treadle.orchestration.setup.thread_count import available_cores
 from treadle.orchestration.setup.validation import check_config
@@ -62,6 +62,7 @@ def start_run(
         )
         check_first_prompts(inputs, chat.renderer, config, trainer.model.context, progress.log)
         check_demonstrations(config, chat.renderer)
+        check_drivers(inputs.players, chat.renderer, config, progress.log)
         run = RunDirectory.create(path, config)
         with closing(run):
             record_data(run, inputs)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from treadle.cli.main import main
 from treadle.core.errors import ConfigError
 from treadle.integrations.harbor.driver import HarborDriver
 from treadle.integrations.harbor.small import harbor_sums
@@ -54,3 +55,12 @@ def test_runs_that_begin_together_share_the_generated_tasks(tmp_path: Path, monk
     assert all(paths == drawn[0] for paths in drawn)
     assert all(len(list(Path(path).rglob("*.*"))) == 3 for path in drawn[0])
     assert not [path for path in (tmp_path / "harbor").rglob("*") if path.name.startswith(".")]
+
+
+def test_what_harbor_lacks_is_said_before_a_warm_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "harbor-small", "harbor.python=/nowhere/python", "--runs", str(tmp_path)]
+    assert main(command) == 2
+    said = capsys.readouterr()
+    assert "is no interpreter" in said.err or "harbor.environment 'local' needs" in said.err
+    assert "warm start" not in said.out
+    assert not any(tmp_path.iterdir())

@@ -21,7 +21,7 @@ from treadle.orchestration.setup.validation import check_context
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, check_turns
 from treadle.rollout.agents.agent import Agent, load_agent
-from treadle.rollout.attempt import Players, user_code
+from treadle.rollout.attempt import Players, open_drivers, user_code
 from treadle.rollout.drivers.driver import DriverFactory, load_driver
 from treadle.rollout.env_metrics import check_metrics
 from treadle.rollout.isolation.event_loop import run
@@ -179,6 +179,18 @@ def check_first_prompts(
     """
     check_context(config, context)
     first_prompt(inputs, renderer, config, log)
+
+
+def check_drivers(players: Players, renderer: ChatRenderer, config: RunConfig, log: Callable[[str], None]) -> None:
+    """Open the attempt drivers and close them again; raises what they lack before a warm start or an engine's start."""
+    if not players.drivers:
+        return
+
+    async def opened() -> None:
+        async with open_drivers(renderer, Players(drivers=players.drivers), config.rollout):
+            pass
+
+    run(opened(), log)
 
 
 def first_prompt(
