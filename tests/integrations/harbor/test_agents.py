@@ -18,6 +18,7 @@ from tests.integrations.harbor.trials import (
     write_task,
 )
 from treadle.core.types import Status, Trajectory
+from treadle.integrations.harbor.small import harbor_sums
 
 AGENTS = Path(__file__).with_name("scripted_agents.py")
 TOUCH = "touch /app/hello.txt"
@@ -82,3 +83,12 @@ def test_an_agents_own_record_that_is_wrong_is_a_metric_and_a_warning(tmp_path: 
     assert engine.recorded(found)
     assert found.metrics["calls_misreported"] == found.metrics["calls_unreported"] == 1
     assert found.warning.startswith("the agent's own record (rollout_details) holds calls with other tokens")
+
+
+def test_a_reply_with_a_zero_byte_is_wrong_and_not_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a model says is graded: no command can hold this."""
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
+    config = harbor(tmp_path / "trials", agent="treadle_small:OneReply", trial={})
+    [task] = harbor_sums("train", 1)
+    [found] = asyncio.run(play(scripted(playing(f"<answer> {task.ground_truth}</answer>\0")), [task], config))
+    assert (found.status, found.reward, len(found.steps)) == (Status.DONE, 0.0, 1)

@@ -150,7 +150,8 @@ def _labels(configs: Sequence[RunConfig]) -> list[str]:
             needed.append(path)
     others = [path for path in paths if path not in needed]
     shown = needed + others[: max(0, _MAX_KEYS - len(needed))]
-    more = [f"{len(paths) - len(shown)} more keys"] if len(paths) > len(shown) else []
+    left = len(paths) - len(shown)
+    more = [f"{left} more {'key' if left == 1 else 'keys'}"] if left else []
     return [", ".join([f"{path}={_short(own.get(path, 'null'))}" for path in shown] + more) for own in leaves]
 
 

@@ -42,4 +42,5 @@ class OneReply(BaseAgent):
             if answer.status != 200:
                 raise RuntimeError(f"the model's server answered {answer.status}: {(await answer.text())[:500]}")
             text = (await answer.json())["choices"][0]["message"]["content"]
-        await environment.exec(f"printf %s {shlex.quote(text)} > /app/reply.txt")
+        sayable = text.replace("\0", "\N{REPLACEMENT CHARACTER}")  # no command can hold a zero byte
+        await environment.exec(f"printf %s {shlex.quote(sayable)} > /app/reply.txt")
