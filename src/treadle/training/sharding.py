@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError, TreadleError
 from treadle.models.loading import compute_buffers
@@ -95,7 +96,7 @@ class ShardedRanks:
         names = self.every(lambda: list(values))[0]
         missing = self.rank > 0 or any(tensor.is_meta for tensor in chain(scorer.parameters(), scorer.buffers()))
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
-        for module in (*_layers(scorer.model, set(scorer.model._no_split_modules or ())), scorer):
+        for module in (*_units(scorer.model), scorer):
             fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
         for module in scorer.modules():
             if isinstance(module, FSDPModule):
@@ -165,6 +166,17 @@ class ShardedRanks:
 
         self.every(work)
         return found  # type: ignore[no-any-return]
+
+
+def _units(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Yield what is gathered by itself: layers, and an embedding that is not the head's, too; the rest is together.
+
+    Each is called once a pass on every rank; the head is called for chunks of rows, and ranks differ in how many.
+    """
+    yield from _layers(model, set(model._no_split_modules or ()))
+    embedding = model.get_input_embeddings()
+    if embedding.weight is not model.get_output_embeddings().weight:
+        yield embedding
 
 
 def _layers(module: nn.Module, kinds: set[str]) -> Iterator[nn.Module]:
