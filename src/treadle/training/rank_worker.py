@@ -23,6 +23,7 @@ from transformers.utils import logging as hf_logging
 
 from treadle.core.child_process import end_with_parent
 from treadle.core.errors import RankError, TreadleError
+from treadle.core.memory import return_large_blocks_when_freed
 from treadle.training.rank_processes import RankAnswer, RankCall, RankSetup
 from treadle.training.sharding import join
 
@@ -76,6 +77,7 @@ if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # nothing outside this machine can reach it
     os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
     end_with_parent()
+    return_large_blocks_when_freed()
     serve(Connection(int(sys.argv[1])))
     if dist.is_initialized():
         dist.destroy_process_group()
