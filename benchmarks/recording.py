@@ -71,7 +71,7 @@ def parts(rounds: int) -> dict[str, float]:
     """Return CPU milliseconds of each part with the code that is imported: medians."""
     import asyncio
     import time
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from treadle.benchmarks.update import recorded_groups
     from treadle.core.draws import Stream
@@ -111,17 +111,20 @@ def parts(rounds: int) -> dict[str, float]:
     trainer = make_trainer(config.trainer)
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
 
-        def train() -> None:
-            results = runner.run(trainer.train_batch(trained))
+        async def discard(made: Coroutine[object, object, object]) -> None:
+            await made  # the runner would have Python write out what it returns, as it puts the signal handler back
+
+        async def train() -> None:
+            results = await trainer.train_batch(trained)
             if traces := [trace for result in results for trace in getattr(result, "traces", ())]:
                 from treadle.orchestration.store.trace_store import write_traces
 
                 write_traces(Path(folder), 0, traces)
 
         work: dict[str, Callable[[], object]] = {
-            "sessions": lambda: runner.run(play()),
+            "sessions": lambda: runner.run(discard(play())),
             "shard": lambda: write_shard(Path(folder), "x", groups),
-            "update": train,
+            "update": lambda: runner.run(train()),
         }
         taken: dict[str, list[float]] = {name: [] for name in work}
         for number in range(rounds + 1):
