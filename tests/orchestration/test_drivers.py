@@ -25,7 +25,10 @@ HERE = "tests.orchestration.test_drivers"
 
 
 class TwoTurns(AttemptDriver[Session]):
-    """Has the model speak twice, and rewards short speeches. It counts its attempts for as long as it is open."""
+    """Has the model speak twice, and rewards short speeches. It counts its attempts for as long as it is open.
+
+    A start opens and closes it once before, to see that it can, and plays nothing.
+    """
 
     attempts: ClassVar[list[int]] = []
 
@@ -33,7 +36,7 @@ class TwoTurns(AttemptDriver[Session]):
         self.played = 0
 
     async def __aexit__(self, *error: object) -> None:
-        self.attempts.append(self.played)
+        self.attempts.extend([self.played] if self.played else [])
 
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
         self.played += 1
