@@ -48,7 +48,7 @@ def measure(precision: str, layers: int, ranks: int) -> dict[str, Any]:
     groups = CLASSIC["append-only"](SIZE)
     processes = RankProcesses(partial(make_rank_trainer, spec), ranks)
     try:
-        facts, _ = processes.call("facts")[0]
+        facts = processes.call("facts")[0][0]
         processes.call("train_batch", groups)
         with largest(partial(_sum, processes.pids)) as most:
             started = time.perf_counter()

@@ -165,6 +165,16 @@ def test_the_page_on_asynchronous_training_has_the_measured_table() -> None:
     assert all(row["staleness max"] <= row["max_staleness"] for row in rows)
 
 
+def test_the_page_on_scale_has_the_simulated_table_of_the_kv_budget() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "kv.json").read_text(encoding="utf-8"))["rows"]
+    table = "".join(
+        f"| {row['admission']} | {row['sampled tokens/s']:.0f} | {row['prompt tokens computed'] / 1e6:.1f} M | "
+        f"{row['of these again']:.0%} | {row['cache use']:.0%} |\n"
+        for row in rows
+    )
+    assert table in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8"), f"the table must be:\n{table}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):

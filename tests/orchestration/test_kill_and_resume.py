@@ -226,12 +226,19 @@ WHOLE_INTERVAL = "write=:24,record=:4,checkpoint=1,publish=:2,resume=:7,end=:5" 
             "orchestration.updates=16 orchestration.checkpoint_every=1 orchestration.max_staleness=2 "
             "orchestration.stale_policy=drop_group engine.own_process=true",
         ),
+        (WHOLE_INTERVAL, "orchestration.updates=90 orchestration.ledger_directory=LOCAL"),
+        (
+            WHOLE_INTERVAL,
+            "orchestration.updates=90 orchestration.max_staleness=2 data.train.options.seconds=0.01 "
+            "orchestration.ledger_directory=LOCAL",
+        ),
     ],
 )
 def test_whatever_was_being_written_when_the_run_was_killed(kills: str, options: str, tmp_path: Path) -> None:
     """Just before each fsync and rename (shards, checkpoints) and each commit of the ledger (records, checkpoints), and
     with new weights in the engine, or staged, but the publication unfinished.
     """
+    options = options.replace("LOCAL", str(tmp_path / "local"))
     done = subprocess.run(
         [sys.executable, "-m", "tests.orchestration.killed_runs", str(tmp_path), kills, *options.split()],
         cwd=ROOT,

@@ -22,6 +22,7 @@ _EXAMPLES = """benchmarks:
   gateway   the gateway before a fake engine, against calling the session directly
   render    the next prompt of conversations of 10 to 80 messages, against tokenizing them anew
   async     what orchestration.max_staleness gains: the loop, with engine and learner simulated, in virtual time
+  kv        growing episodes in an engine's KV cache, admitted by count or by engine.kv_budget, in virtual time
   scaling   one update by 1, 2 and 4 ranks of this machine: time, balance, memory
   threads   what more torch threads gain, and what they cost beside another busy process
   import    how long `import treadle` takes
@@ -43,6 +44,7 @@ _MODULES = {
     "gateway": "gateway",
     "render": "render",
     "async": "asynchronous",
+    "kv": "kv_admission",
     "scaling": "scaling",
     "threads": "threads",
     "import": "imports",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import rich.console
+import rich.live
 import rich.table
 from rich import box
 from rich.text import Text
@@ -69,6 +71,17 @@ class Console:
         with self.rich.capture() as capture:
             self.rich.print(table.rich)
         self.rich.print("\n".join(line.rstrip() for line in capture.get().splitlines()), soft_wrap=True)
+
+    @contextmanager
+    def live(self) -> Iterator[Callable[[Sequence[str | Table]], None]]:
+        """Yield what shows lines and tables in the place of those before; on leaving they vanish. For a terminal."""
+
+        def show(parts: Sequence[str | Table]) -> None:
+            shown = (_styled(escape_line, [part]) if isinstance(part, str) else part.rich for part in parts)
+            display.update(rich.console.Group(*shown), refresh=True)
+
+        with rich.live.Live(console=self.rich, auto_refresh=False, transient=True) as display:
+            yield show
 
     def json(self, data: Any, indent: int | None = 2) -> None:
         """Print data as JSON in ASCII, never coloured or wrapped; JSON's own escaping suffices."""

@@ -21,13 +21,14 @@ from treadle.cli import (
     serve,
     sft,
     show,
+    top,
     train,
     view,
 )
 from treadle.cli.exit_status import Parser, exit_status
 from treadle.orchestration.setup.thread_count import wait_passively
 
-_COMMANDS = (train, sft, evaluate, export, serve, new, recipes, models, data, report, show, view, plot, bench)
+_COMMANDS = (train, sft, evaluate, export, serve, new, recipes, models, data, report, show, top, view, plot, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from treadle.core.errors import EngineError
+from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
 
 
@@ -77,6 +79,10 @@ class Engine(Protocol):
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
         """Return the log-probability of ids[1:], each given what precedes it: int32[T] -> float32[T - 1]."""
+        ...
+
+    def status(self) -> Sequence[ComponentStatus]:
+        """Return what it does now; one entry for each engine of several. Returns at once, called from any thread."""
         ...
 
     async def close(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from treadle.core.manifest import Manifest
 from treadle.core.metrics import Measures
+from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Group, Ids, Mask
 
 R_co = TypeVar("R_co", covariant=True)
@@ -172,6 +173,10 @@ class Trainer(WeightSource, Protocol):
         Raises DamageError for files that are damaged, CheckpointError for those of another model or tokenizer; a
         trainer that raised must not be used any more.
         """
+        ...
+
+    def status(self) -> Sequence[ComponentStatus]:
+        """Return what it does now; one entry for each of its processes. Returns at once, called from any thread."""
         ...
 
     def close(self) -> None:

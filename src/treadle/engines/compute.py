@@ -25,6 +25,7 @@ class Compute:
 
     def __init__(self, name: str | None) -> None:
         self._name = name
+        self.running = 0  # functions that run or wait for their turn
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -34,12 +35,16 @@ class Compute:
 
     async def run(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Return what `work` returns for these arguments, and raise what it raises."""
-        if self._name is None:
-            return work(*arguments, **named)
-        if self._thread is None:
-            count = torch.get_num_threads()
-            self._thread = ThreadPoolExecutor(1, self._name, initializer=torch.set_num_threads, initargs=(count,))
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
+        self.running += 1
+        try:
+            if self._name is None:
+                return work(*arguments, **named)
+            if self._thread is None:
+                count = torch.get_num_threads()
+                self._thread = ThreadPoolExecutor(1, self._name, initializer=torch.set_num_threads, initargs=(count,))
+            return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
+        finally:
+            self.running -= 1
 
     def close(self) -> None:
         """Wait for what runs, drop what waits, and end the thread. Idempotent."""

@@ -75,6 +75,12 @@ class EngineConfig(Config):
         False,
         description="torch: compute in a process of its own, beside environments and learner, with the same bits",
     )
+    kv_budget: int | None = Field(
+        None,
+        ge=1,
+        description="tokens that the KV cache of one engine holds: an episode then starts only when those that it is "
+        "expected to hold at its end fit beside the others'; not for engines in lock-step. Default: no such limit",
+    )
     vllm: VLLMConfig = Field(VLLMConfig(), description="for kind vllm")
 
     @model_validator(mode="after")
@@ -88,9 +94,14 @@ class EngineConfig(Config):
         return self
 
     @property
+    def count(self) -> int:
+        """Return the number of engines: servers, or one."""
+        return (len(self.vllm.urls) or self.vllm.servers) if self.kind == "vllm" else 1
+
+    @property
     def capacity(self) -> int:
         """Return how many sequences are decoded together, by all servers."""
-        return self.batch * (len(self.vllm.urls) or self.vllm.servers if self.kind == "vllm" else 1)
+        return self.batch * self.count
 
     @property
     def tolerance(self) -> float:

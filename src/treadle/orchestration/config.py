@@ -86,6 +86,11 @@ class OrchestrationConfig(Config):
         "token: log-probability, entropy, advantage, ratio and whether that was clipped",
     )
     checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
+    ledger_directory: str | None = Field(
+        None,
+        description="directory on this machine's own disk where the ledger is while the run goes on, for runs on a "
+        "shared filesystem, where SQLite is not safe; the run directory then has a copy, made at checkpoints",
+    )
     keep_last: int = Field(2, ge=1, description="newest checkpoints kept on disk")
     keep_every: int | None = Field(
         None, ge=1, description="checkpoints are also made at multiples of this many updates, and kept for ever"

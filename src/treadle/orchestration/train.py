@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from treadle.core.errors import RunError
 from treadle.core.files import write_atomically
 from treadle.core.manifest import Manifest, read_proven
 from treadle.core.trainer import Trainer
+from treadle.engines.kv_budget import budgeted
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.loop.assembly import StartingPoint, make_loop
 from treadle.orchestration.loop.loop import Loop
 from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, RunStart
 from treadle.orchestration.reporting.clock import Clock
 from treadle.orchestration.reporting.curve import RunMetrics
+from treadle.orchestration.reporting.live_status import LiveStatus
 from treadle.orchestration.reporting.picture import draw_runs
 from treadle.orchestration.reporting.progress import Progress, ProgressCallback
 from treadle.orchestration.reporting.summary import run_summary
@@ -37,6 +39,7 @@ from treadle.orchestration.setup.warm_start import WarmStartReport, check_demons
 from treadle.orchestration.stop_request import StopRequest, stop_on_signals
 from treadle.orchestration.store.checkpoint_retention import find_checkpoint
 from treadle.orchestration.store.ledger import Ledger, LoopState
+from treadle.orchestration.store.local_ledger import open_ledger, recover_ledger
 from treadle.orchestration.store.resume import roll_back
 from treadle.orchestration.store.rollout_store import remove_other_shards
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -75,8 +78,9 @@ def start_run(
                 if report is not None:
                     progress.log(_warm_start_line(report))
                     run.write(_WARM_START, json.dumps(asdict(report)).encode())
-                ledger = cleanup.enter_context(closing(Ledger(run.ledger_file)))
+                ledger = cleanup.enter_context(open_ledger(run, config.orchestration.ledger_directory))
                 ledger.note_files(run.written)
+                ledger.copy_out()
                 return _Beginning(ledger, StartingPoint(clock=clock), None if report is None else asdict(report))
 
             return _Session(config, inputs, run, chat, trainer, progress, runtime).train(0, begin)
@@ -103,6 +107,7 @@ def resume_run(
     run = RunDirectory.open(path)
     run.lock()
     with closing(run):
+        recover_ledger(run, run.config().orchestration.ledger_directory)
         found, state = _where_to_resume(run, checkpoint)
         warm_start = _recorded_warm_start(run)
         updates = config.orchestration.updates
@@ -123,7 +128,7 @@ def resume_run(
             clock.wall_before, clock.cpu_before = state.wall_seconds, state.cpu_seconds
 
             async def begin(cleanup: ExitStack) -> _Beginning:
-                ledger = cleanup.enter_context(closing(Ledger(run.ledger_file)))
+                ledger = cleanup.enter_context(open_ledger(run, config.orchestration.ledger_directory))
                 await trainer.load(found)
                 run.summary_file.unlink(missing_ok=True)
                 if changes(run.config(), config):
@@ -157,12 +162,18 @@ class _Session:
     trainer: Trainer
     progress: Progress
     runtime: Runtime
+    status: LiveStatus = field(default_factory=LiveStatus)
 
     def train(self, update: int, begin: Callable[[ExitStack], Awaitable[_Beginning]]) -> dict[str, Any]:
         """Train to the end or a stop; returns the summary. update: that it begins after."""
         section = self.config.orchestration
         self.run.require_space(self.trainer.checkpoint_bytes, section.keep_last + (section.keep_best is not None))
-        members = {self.run.metrics_file.name: JsonLines(self.run), **self.inputs.callbacks}
+        self.status.sources.append(self.trainer.status)
+        members = {
+            self.run.metrics_file.name: JsonLines(self.run),
+            self.run.status_file.name: self.status,
+            **self.inputs.callbacks,
+        }
         callbacks = Callbacks(members, StopRequest(), ProgressCallback(self.progress, section.updates))
 
         def work() -> dict[str, Any]:
@@ -170,7 +181,8 @@ class _Session:
                 self._train(begin, callbacks), self.progress.log, callbacks.stop.request, self.runtime.new_event_loop
             )
 
-        return callbacks.around(RunStart(self.run.path, self.config, update, self.progress.log), work)
+        with self.status.writing(self.run.status_file):
+            return callbacks.around(RunStart(self.run.path, self.config, update, self.progress.log), work)
 
     async def _train(self, begin: Callable[[ExitStack], Awaitable[_Beginning]], callbacks: Callbacks) -> dict[str, Any]:
         with ExitStack() as cleanup:
@@ -194,9 +206,12 @@ class _Session:
         config, chat, log = self.config, self.chat, self.progress.log
         spec = training_engine(config, chat, self.trainer, self.run.path, log, self.inputs.players.may_wait)
         engine, weight_sync = await self.runtime.open_engine(spec)
+        longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens
         try:
+            played = budgeted(engine, spec.config, longest)
+            self.status.sources.append(played.status)
             async with open_rollouts(
-                engine,
+                played,
                 chat.renderer,
                 self.inputs.players,
                 config.rollout,
@@ -208,6 +223,7 @@ class _Session:
                 loop = make_loop(
                     config, self.inputs, self.trainer, weight_sync, runner, store, callbacks, beginning.start
                 )
+                self.status.sources.append(loop.scheduler.status)
                 await self.runtime.check_engine(engine, weight_sync, self.trainer, chat, 10 * config.engine.tolerance)
                 await runner.check(self.inputs.train)
                 with stop_on_signals(callbacks.stop):

@@ -10,6 +10,7 @@ import numpy as np
 
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
+from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams, StopReason
 
 
@@ -69,6 +70,10 @@ class FakeEngine:
     async def publish(self, version: int) -> None:
         """Report this version for the tokens that come later: an engine without weights is its own `WeightSync`."""
         self.version = version
+
+    def status(self) -> list[ComponentStatus]:
+        """Return its calls in flight, its sessions and its version."""
+        return [ComponentStatus("engine", "fake", running=self.running, sessions=len(self.open), version=self.version)]
 
     async def close(self) -> None:
         """Do nothing: there is nothing to release."""

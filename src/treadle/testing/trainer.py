@@ -12,6 +12,7 @@ import numpy as np
 
 from treadle.core.manifest import Manifest
 from treadle.core.metrics import Measures
+from treadle.core.status import ComponentStatus
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids
 
@@ -67,6 +68,10 @@ class FakeTrainer:
 
     async def load(self, saved: Manifest) -> None:
         """Read nothing."""
+
+    def status(self) -> list[ComponentStatus]:
+        """Return that it has nothing to report."""
+        return []
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from treadle.core.manifest import Manifest
+from treadle.core.status import ComponentStatus, ProcessId
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids
 from treadle.engines.compute import Compute
@@ -28,9 +29,9 @@ R = TypeVar("R")
 class RankTrainer(EmbeddedTrainer):
     """Is the part of the group's trainer that one rank has."""
 
-    def facts(self) -> tuple[ModelInfo, int]:
-        """Return what the group tells of the trainer."""
-        return self.model, self.checkpoint_bytes
+    def facts(self) -> tuple[ModelInfo, int, ProcessId]:
+        """Return what the group tells of the trainer, and the process that this rank is."""
+        return self.model, self.checkpoint_bytes, ProcessId.own()
 
 
 def make_rank_trainer(spec: TrainerSpec, ranks: Ranks) -> RankTrainer:
@@ -86,7 +87,9 @@ class RankGroup:
         self._compute = Compute("treadle-ranks")  # calls block until the ranks have answered
         self.model: ModelInfo
         self.checkpoint_bytes: int
-        self.model, self.checkpoint_bytes = self._processes.call("facts")[0]
+        facts = self._processes.call("facts")
+        self.model, self.checkpoint_bytes, _ = facts[0]
+        self._places: list[ProcessId] = [place for _, _, place in facts]
 
     async def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
         results: list[UpdateResult] = await self._call("train_batch", groups)
@@ -114,6 +117,13 @@ class RankGroup:
 
     async def load(self, saved: Manifest) -> None:
         await self._call("load", saved)
+
+    def status(self) -> list[ComponentStatus]:
+        busy = int(self._processes.busy)
+        return [
+            ComponentStatus("learner", str(rank), process=place, running=busy)
+            for rank, place in enumerate(self._places)
+        ]
 
     def close(self) -> None:
         """End the ranks, at once where a call still waits for them."""

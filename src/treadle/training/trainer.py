@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from treadle.core.manifest import Manifest
+from treadle.core.status import ComponentStatus
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids
 from treadle.engines.compute import Compute
@@ -102,6 +103,9 @@ class EmbeddedTrainer(EmbeddedSource):
 
     async def load(self, saved: Manifest) -> None:
         await self._compute.run(load_checkpoint, saved, self._learner, self._tokenizer)
+
+    def status(self) -> list[ComponentStatus]:
+        return [ComponentStatus("learner", "0", running=self._compute.running)]
 
     def close(self) -> None:
         self._compute.close()

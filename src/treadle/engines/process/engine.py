@@ -11,6 +11,7 @@ others are published. It samples what the same engine in this process would samp
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ import torch
 
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
+from treadle.core.status import ComponentStatus, ProcessId
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.limits import Limits
 from treadle.engines.lock_step import everybody_waits
@@ -122,6 +124,7 @@ class ProcessEngine:
         self._file: StagedFile | None = None  # of that publication
         self._over: str | None = None  # why nothing is served any more
         self._sessions: dict[str, None] = {}  # in the order of opening
+        self._calls = 0  # that sample
         self._held: list[tuple[Message, asyncio.Future[Message] | None]] = []  # not yet sent, in order
         self._waiting: dict[asyncio.Future[Message], str] = {}  # calls among them -> session
         self._driver: asyncio.Task[None] | None = None
@@ -163,7 +166,11 @@ class ProcessEngine:
             "sampling": sampling_message(sampling),
             "salt": cache_salt,
         }
-        answer = await (self._in_a_wave(message) if self._lock_step else self._call(message))
+        self._calls += 1
+        try:
+            answer = await (self._in_a_wave(message) if self._lock_step else self._call(message))
+        finally:
+            self._calls -= 1
         return completion_of(answer["completion"])
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
@@ -196,6 +203,22 @@ class ProcessEngine:
                 self._file = file
         finally:
             self._start()
+
+    def status(self) -> list[ComponentStatus]:
+        """Return what it does now; how full its cache is only its process knows."""
+        waiting = len(self._waiting)
+        return [
+            ComponentStatus(
+                "engine",
+                "process",
+                process=ProcessId(socket.gethostname(), self.pid),
+                running=max(0, self._calls - waiting),
+                waiting=waiting,
+                sessions=len(self._sessions),
+                version=self._orders[-1].get("version"),
+                error=self._over or "",
+            )
+        ]
 
     async def close(self) -> None:
         """End the process; calls that wait or run fail. Idempotent."""

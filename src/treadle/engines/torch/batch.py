@@ -122,6 +122,11 @@ class Batch:
         """Return the rows that still sample."""
         return [row for row in self._rows if row.ended is None]
 
+    @property
+    def cache_share(self) -> float:
+        """Return the share of the cache's budget that holds tokens."""
+        return self._cached.share
+
     @torch.inference_mode()
     def join(self, calls: Sequence[Call]) -> int:
         """Add the first of `calls`, as many as there is room for, and sample their first tokens.

@@ -50,6 +50,11 @@ class CachedRows:
         self._held: list[Cached] = []
         self._clock = count()
 
+    @property
+    def share(self) -> float:
+        """Return the share of the budget that is taken by tokens; those being sampled are left out."""
+        return sum(len(sequence.ids) for sequence in self._held) * self._position_bytes / self._budget
+
     def fits(self, busy: int, positions: int) -> bool:
         """Return whether `busy` calls at once, the longest of `positions` positions, stay within the budget."""
         return busy <= self._most_rows(max(self.cache.capacity, _rounded(positions)))

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
+from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.engines.limits import Limits
@@ -153,6 +154,21 @@ class TorchEngine:
         """
         self._check_open()
         await self._between_tokens(self._batch.publish, weights, version, recompute=self._recompute)
+
+    def status(self) -> list[ComponentStatus]:
+        """Return what it does now."""
+        admitted = len(self._admitted)
+        return [
+            ComponentStatus(
+                "engine",
+                "torch",
+                running=max(0, len(self._running) - admitted),
+                waiting=len(self._waiting) + admitted,
+                sessions=len(self._sessions),
+                cache=self._batch.cache_share,
+                version=self._batch.version,
+            )
+        ]
 
     async def close(self) -> None:
         """Stop the worker thread and free the cache; calls that wait or run fail."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
+from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams, StopReason
 from treadle.engines.vllm.publication import Publication
 from treadle.engines.vllm.server import Server, ServerLost
@@ -46,7 +47,11 @@ class VLLMEngine:
         self._sessions: dict[str, Server | None] = {}  # None until its first call
         self._closed = False
         create_task = asyncio.get_running_loop().create_task
-        self._watches = [create_task(self._watch_health()), *(create_task(_watch_engine(s)) for s in servers)]
+        self._watches = [
+            create_task(self._watch_health()),
+            *(create_task(_watch_engine(s)) for s in servers),
+            *(create_task(_watch_metrics(s)) for s in servers),
+        ]
 
     def open_session(self, session: str) -> None:
         if session in self._sessions:
@@ -88,6 +93,24 @@ class VLLMEngine:
             raise EngineError(f"vLLM scores at temperatures of at least {_COLDEST}, not at {temperature}")
         await self._publication.settled()
         return await self._least_busy().score(np.asarray(ids), temperature, self._publication.salt(None))
+
+    def status(self) -> list[ComponentStatus]:
+        """Return what each server does, as it said some seconds ago."""
+        sessions = list(self._sessions.values())
+        return [self._status(server, sessions.count(server)) for server in self._servers]
+
+    def _status(self, server: Server, sessions: int) -> ComponentStatus:
+        metrics = None if server.is_lost else server.metrics
+        return ComponentStatus(
+            "engine",
+            server.url,
+            running=None if metrics is None else metrics.running,
+            waiting=None if metrics is None else metrics.waiting,
+            sessions=sessions,
+            cache=None if metrics is None else metrics.cache,
+            version=self._publication.version,
+            error=str(server.error()) if server.is_lost else "",
+        )
 
     async def close(self) -> None:
         """End the servers that were started for this engine; calls that wait fail. Idempotent."""
@@ -158,6 +181,13 @@ async def _watch_engine(server: Server) -> None:
         await asyncio.sleep(_HEALTH_PERIOD)
         silences = 0 if await server.engine_answers(_SILENCE) else silences + 1
     server.lose(f"its engine did not answer for {_SILENCES * _SILENCE:g} s; it may be stopped")
+
+
+async def _watch_metrics(server: Server) -> None:
+    """Follow what the server has to do."""
+    while not server.is_lost:
+        await server.read_metrics()
+        await asyncio.sleep(_HEALTH_PERIOD)
 
 
 def _sampling_body(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> dict[str, Any]:

@@ -69,6 +69,11 @@ class Publication:
         self._one = asyncio.Lock()
         self._gate = asyncio.Event()
 
+    @property
+    def version(self) -> int | None:
+        """Return the version that was admitted last; None before the first."""
+        return self._admitted.get(self._label)
+
     async def begin(self, version: int) -> None:
         """Admit the weights that the servers have already, as this version. Raises EngineError."""
         label = self._next_label()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -13,7 +15,27 @@ from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids
 from treadle.engines.vllm.launch import ServerProcess
 
+_METRICS = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+_METRIC = r"^vllm:%s(?:\{.*\})? (\S+)$"
 _EXCERPT = 500  # characters of an answer that an error shows
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMetrics:
+    """Holds what vLLM's own metrics say. running, waiting: calls. cache: share of the blocks that are in use."""
+
+    running: int
+    waiting: int
+    cache: float
+
+    @classmethod
+    def parse(cls, text: str) -> ServerMetrics | None:
+        """Return those in a text of Prometheus' format; None where one of its metrics is missing."""
+        found = {name: [float(value) for value in re.findall(_METRIC % name, text, re.MULTILINE)] for name in _METRICS}
+        if not all(found.values()):
+            return None
+        running, waiting, cache = (found[name] for name in _METRICS)  # one value for each engine of the server
+        return cls(int(sum(running)), int(sum(waiting)), max(cache))
 
 
 class ServerLost(EngineError):
@@ -33,6 +55,7 @@ class Server:
         self._http = httpx.AsyncClient(base_url=self.url, timeout=httpx.Timeout(None, connect=10.0), limits=limits)
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.context = 0  # tokens, prompt and completion together; known once it is connected
+        self.metrics: ServerMetrics | None = None  # as it was read last; for people
         self.workers = 0  # processes that hold the model or parts of it; known then if weights are to be broadcast
 
     def __str__(self) -> str:
@@ -94,6 +117,15 @@ class Server:
         except httpx.TransportError:
             return False
         return response.status_code == 200
+
+    async def read_metrics(self) -> None:
+        """Note the server's metrics, or that it does not tell."""
+        try:
+            response = await self._http.get("/metrics", timeout=10.0)
+        except httpx.TransportError:
+            self.metrics = None
+        else:
+            self.metrics = ServerMetrics.parse(response.text)
 
     async def engine_answers(self, seconds: float) -> bool:
         """Return whether the server's engine answers within so many seconds.

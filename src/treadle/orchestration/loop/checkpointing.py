@@ -62,6 +62,7 @@ class Checkpointer:
         with self._reporter.timed("checkpoint", state.update):
             manifest = await self._trainer.save(folder / name) if new else None
             self._store.ledger.commit_checkpoint(name, state, self._batches, finished, manifest)
+            self._store.ledger.copy_out()  # before older checkpoints are removed
         self._batches.clear()
         self._saved = state.update
         remove_others(folder, retained(checkpoint_updates(folder), self._config, state.evaluations))

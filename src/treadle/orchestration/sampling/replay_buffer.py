@@ -38,6 +38,11 @@ class ReplayBuffer:
         return len(self._running)
 
     @property
+    def ready(self) -> int:
+        """Return the number of groups that have finished and wait to be trained."""
+        return len(self._ready)
+
+    @property
     def under_way(self) -> int:
         """Return the number of groups that were started and are not trained yet."""
         return len(self._running) + len(self._ready) + self._training

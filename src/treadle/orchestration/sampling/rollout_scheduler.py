@@ -13,6 +13,7 @@ from functools import partial
 from treadle.core.draws import Stream
 from treadle.core.errors import TreadleError
 from treadle.core.outcomes import as_played
+from treadle.core.status import ComponentStatus
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
@@ -94,6 +95,13 @@ class RolloutScheduler:
             raise
         finally:
             await self._intake.settled()
+
+    def status(self) -> list[ComponentStatus]:
+        """Return what is being sampled, and how many groups wait to be trained; from any thread."""
+        return [
+            ComponentStatus("rollout", "groups", running=self._buffer.running, waiting=self._buffer.ready),
+            ComponentStatus("rollout", "attempts", running=self._playing),
+        ]
 
     def note(self, state: LoopState) -> LoopState:
         """Return the state with where sampling stands: what was started, what of it was not taken, what has failed."""

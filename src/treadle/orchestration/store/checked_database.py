@@ -88,6 +88,16 @@ class CheckedDatabase:
             except _ERRORS as error:
                 raise self._unreadable(error) from error
 
+    def backup(self, path: Path) -> None:
+        """Write the database, as it is now, to a new file of its own, without WAL. Raises RunError."""
+        path.unlink(missing_ok=True)
+        try:
+            with self._lock, closing(sqlite3.connect(path)) as copy:
+                self._connection.backup(copy)
+                copy.execute("PRAGMA journal_mode=DELETE")
+        except _ERRORS as error:
+            raise self._unreadable(error) from error
+
     def close(self) -> None:
         """Close the connection once no other thread uses it: SQLite would end the process."""
         with self._lock:

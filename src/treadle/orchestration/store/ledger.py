@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import RunError
-from treadle.core.files import WrittenFile
+from treadle.core.files import WrittenFile, sha256_of, write_atomically
 from treadle.core.manifest import MANIFEST
 from treadle.core.outcomes import DroppedStep, as_played, as_trained, dropped_steps, outcome_when_recorded
 from treadle.core.types import DropReason, Group, StepState, Trajectory
@@ -64,6 +64,7 @@ def no_checkpoint(run: Path) -> str:
     return "has no checkpoint yet: there is nothing to resume"
 
 
+_COPY, _COPY_BEFORE = "ledger.sqlite", "ledger-before.sqlite"  # on record before the first replaces the second
 _TRACE_FILE = "v%06d.parquet"  # of a version
 _UNTAKEN = "g.idx >= ? OR g.idx IN (SELECT value FROM json_each(?))"  # cursor, outstanding
 
@@ -104,13 +105,15 @@ class TrainedBatch:
 class Ledger:
     """Keeps the durable record of one run. `read_only` for reading a run that may be in progress.
 
+    copy: the file in the run directory that readers find, where the ledger itself is elsewhere (`local_ledger`).
     All methods raise DamageError for a row that is not as it was written.
     """
 
-    def __init__(self, path: Path, read_only: bool = False) -> None:
+    def __init__(self, path: Path, read_only: bool = False, copy: Path | None = None) -> None:
         if read_only and not path.is_file():
             raise RunError(f"no ledger at {path}; is {path.parent} a run directory?")
-        self._db = CheckedDatabase(path, _SCHEMA, salvage(path.parent), read_only)
+        remedy = salvage(path.parent) if copy is None else f"remove it: the run then goes on with its copy {copy}"
+        self._copy, self._db = copy, CheckedDatabase(path, _SCHEMA, remedy, read_only)
 
     # --- writing -------------------------------------------------------------------------------------------------
 
@@ -320,6 +323,28 @@ class Ledger:
     def prove(self) -> None:
         """Raise DamageError unless the whole ledger is as it was written."""
         self._db.prove()
+
+    def copy_out(self) -> None:
+        """Replace the copy for readers, if there is one, by the ledger as it is now. Raises RunError."""
+        if self._copy is None:
+            return
+        made = self._db.path.with_name(f"{self._db.path.name}.copy")
+        try:
+            self._db.backup(made)
+            content = made.read_bytes()
+            made.unlink()
+            before = self.file_sha256(_COPY)
+            after = WrittenFile(_COPY, sha256_of(content))
+            self.note_files([after] if before is None else [WrittenFile(_COPY_BEFORE, before), after])
+            write_atomically(self._copy, content)
+        except OSError as error:
+            raise RunError(
+                f"could not copy the ledger to {self._copy}: {error}; free disk space, then --resume"
+            ) from error
+
+    def has_copied(self, sha256: str) -> bool:
+        """Return whether the copy of this digest is the last one that was made: no other process made one since."""
+        return sha256 in (self.file_sha256(_COPY), self.file_sha256(_COPY_BEFORE))
 
     def close(self) -> None:
         self._db.close()

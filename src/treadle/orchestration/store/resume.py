@@ -63,6 +63,7 @@ def roll_back(
     latest = ledger.latest_checkpoint()
     if latest is not None and latest[0] != name:
         steps = ledger.return_to(name)
+        ledger.copy_out()  # before checkpoints that an older copy points to are removed
         log(f"back from {latest[0]} to {name}: {steps} steps are dropped as {DropReason.ROLLED_BACK}")
     committed = ledger.checkpoint_names()  # a directory that no row of the ledger points to is removed
     there = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]

@@ -1,7 +1,7 @@
 """A run is a directory: who owns it, what lies where.
 
 runs/<name>/config.yaml  ledger.sqlite  rollouts/*.parquet  traces/*.parquet  checkpoints/step-000040/
-            metrics.jsonl  intervals.jsonl  summary.json
+            metrics.jsonl  intervals.jsonl  status.json  summary.json
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class RunDirectory:
         self.traces = path / "traces"
         self.checkpoints = path / "checkpoints"
         self.metrics_file = path / "metrics.jsonl"
+        self.status_file = path / "status.json"
         self.intervals_file = path / "intervals.jsonl"
         self.summary_file = path / "summary.json"
         self.curve_file = path / "curve.png"
@@ -144,6 +145,7 @@ class RunDirectory:
         before, after = self.config_file.read_bytes(), _config_content(config)
         named = {older: before, self.config_file.name: after}
         ledger.note_files(WrittenFile(name, sha256_of(content)) for name, content in named.items())
+        ledger.copy_out()
         try:
             for name, content in named.items():
                 write_atomically(self.path / name, content)

@@ -1,0 +1,224 @@
+"""What the run's own process does for many open sessions: CPU, and how long its event loop keeps others waiting.
+
+    .venv/bin/python benchmarks/many_sessions.py                  10,000 sessions, 50 trajectories a second, one minute
+    .venv/bin/python benchmarks/many_sessions.py --rate 100
+
+    4 workers --(pickled trajectories)--> RolloutScheduler -> GroupIntake -> RunStore -> ReplayBuffer -> batches
+
+Real: the loop, the ledger, the files, the channels. Simplified: workers only let time pass, exponential so that as many
+end at any time; then they send a trajectory of 8 steps x 4,096 tokens. The learner takes no time and writes no weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import pickle
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treadle.benchmarks.report import machine
+from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
+from treadle.orchestration.config import RunConfig, load_recipe
+from treadle.orchestration.loop.assembly import StartingPoint, make_loop
+from treadle.orchestration.reporting.callbacks import Callbacks
+from treadle.orchestration.setup.inputs import Inputs
+from treadle.orchestration.stop_request import StopRequest
+from treadle.orchestration.store.ledger import Ledger, LoopState
+from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.store.run_store import RunStore
+from treadle.rollout.session import Address
+from treadle.testing import FakeEngine, FakeTrainer
+
+RESULTS = Path(__file__).parent / "results" / "many_sessions.json"
+WORKERS, STEPS, TOKENS, SAMPLED = 4, 8, 4096, 256  # tokens: of a step, prompt and completion
+GROUP, TASKS = 8, 32
+SETTLE, LOOK = 10.0, 0.01  # seconds before measuring; between two looks at the event loop
+
+
+def worker(channel: Connection, mean: float, seed: int) -> None:
+    """Answer (name, task, attempt, version) with a trajectory, after a while."""
+    asyncio.run(_worker(channel, mean, seed))
+
+
+async def _worker(channel: Connection, mean: float, seed: int) -> None:
+    rng, loop, ended = np.random.default_rng(seed), asyncio.get_running_loop(), asyncio.Event()
+
+    def send(name: str, task: str, attempt: int, version: int, seconds: float) -> None:
+        steps = tuple(_step(rng, version, seconds / STEPS) for _ in range(STEPS))
+        played = Trajectory(name, task, attempt, steps, float(attempt % 2), Status.DONE, seconds=seconds)
+        channel.send_bytes(pickle.dumps(played, pickle.HIGHEST_PROTOCOL))
+
+    def read() -> None:
+        try:
+            for wanted in channel.recv():
+                seconds = float(rng.exponential(mean))
+                loop.call_later(seconds, partial(send, *wanted, seconds))
+        except EOFError:
+            ended.set()
+
+    loop.add_reader(channel.fileno(), read)
+    await ended.wait()
+
+
+def _step(rng: np.random.Generator, version: int, seconds: float) -> Step:
+    ids = rng.integers(0, 150_000, TOKENS, dtype=np.int32)
+    return Step(
+        prompt_ids=ids[SAMPLED:],
+        completion_ids=ids[:SAMPLED],
+        logprobs=-rng.random(SAMPLED, dtype=np.float32),
+        policy_versions=np.full(SAMPLED, version, np.int32),
+        sampling=SamplingParams(max_tokens=SAMPLED),
+        stop_reason=StopReason.STOP,
+        seconds=seconds,
+    )
+
+
+class WorkerRunner:
+    """Plays attempts in worker processes (a `RolloutRunner`): each goes to the next one in turn."""
+
+    def __init__(self, channels: Sequence[Connection], engine: FakeEngine) -> None:
+        self.sampling, self.received = SamplingParams(), 0
+        self._channels, self._engine = channels, engine
+        self._turn = 0
+        self._waiting: dict[str, asyncio.Future[Trajectory]] = {}
+        for channel in channels:
+            asyncio.get_running_loop().add_reader(channel.fileno(), self._read, channel)
+
+    def start(
+        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
+    ) -> list[asyncio.Future[Trajectory]]:
+        """Send the attempts of a group to one worker; return their futures."""
+        names = [trajectory_id(group_id, address.attempt) for address in addresses]
+        futures = [asyncio.get_running_loop().create_future() for _ in names]
+        self._waiting |= zip(names, futures, strict=True)
+        self._turn = (self._turn + 1) % len(self._channels)
+        version = self._engine.version
+        wanted = [(name, task.task_id, a.attempt, version) for name, a in zip(names, addresses, strict=True)]
+        self._channels[self._turn].send(wanted)
+        return futures
+
+    def _read(self, channel: Connection) -> None:
+        played: Trajectory = pickle.loads(channel.recv_bytes())
+        self.received += 1
+        future = self._waiting.pop(played.trajectory_id)
+        if not future.done():
+            future.set_result(played)
+
+
+def _config(sessions: int) -> RunConfig:
+    settings = {
+        "training.tasks_per_update": TASKS,
+        "training.group_size": GROUP,
+        "engine.batch": sessions,
+        "orchestration.updates": 10**6,
+        "orchestration.checkpoint_every": 10**6,
+        "orchestration.max_staleness": sessions,
+        "orchestration.max_concurrent_groups": sessions // GROUP,
+    }
+    return load_recipe("demo", [f"{key}={value}" for key, value in settings.items()])
+
+
+async def _measure(channels: Sequence[Connection], sessions: int, seconds: float, folder: Path) -> dict[str, Any]:
+    engine, stop = FakeEngine(lambda prompt, sampling: ()), StopRequest()
+    runner, batches = WorkerRunner(channels, engine), list[int]()
+    run = RunDirectory(folder)
+    for directory in (run.rollouts, run.traces, run.checkpoints):
+        directory.mkdir()
+
+    def trained(groups: Sequence[Group]) -> None:
+        batches.append(len(groups))
+
+    with closing(Ledger(run.ledger_file)) as ledger:
+        loop = make_loop(
+            _config(sessions),
+            Inputs([Task(f"task-{number}") for number in range(1024)], []),
+            FakeTrainer(0.0, trained),
+            engine,
+            runner,
+            RunStore(run, ledger),
+            Callbacks({}, stop),
+            StartingPoint(),
+        )
+        training = asyncio.ensure_future(loop.run(LoopState()))
+        await asyncio.sleep(SETTLE)
+        before, first, played = time.process_time(), time.perf_counter(), runner.received
+        lags = await _lags(seconds, training)
+        cpu, wall = time.process_time() - before, time.perf_counter() - first
+        finished = runner.received - played
+        stop.request()
+        await training
+        [rows] = ledger.query("SELECT count(*) AS n FROM steps")
+    return {
+        "sessions": sessions,
+        "workers": len(channels),
+        "trajectories/s": finished / wall,
+        "cpu_share": cpu / wall,
+        "cpu_ms_per_trajectory": 1e3 * cpu / finished,
+        "loop_lag_ms_p50": 1e3 * float(np.quantile(lags, 0.5)),
+        "loop_lag_ms_p99": 1e3 * float(np.quantile(lags, 0.99)),
+        "loop_lag_ms_max": 1e3 * max(lags),
+        "batches": len(batches),
+        "steps_recorded": rows["n"],
+    }
+
+
+async def _lags(seconds: float, training: asyncio.Future[Any]) -> list[float]:
+    """By how much short sleeps took longer, for so many seconds."""
+    loop, lags = asyncio.get_running_loop(), list[float]()
+    end = loop.time() + seconds
+    while (now := loop.time()) < end:
+        if training.done():
+            training.result()
+        await asyncio.sleep(LOOK)
+        lags.append(max(0.0, loop.time() - now - LOOK))
+    return lags
+
+
+def measure(sessions: int, rate: float, seconds: float) -> dict[str, Any]:
+    """Return the figures of so many open sessions, of which `rate` end a second."""
+    context, channels, processes = multiprocessing.get_context("spawn"), [], []
+    for number in range(WORKERS):
+        here, there = context.Pipe()
+        process = context.Process(target=worker, args=(there, sessions / rate, number), daemon=True)
+        process.start()
+        there.close()
+        channels.append(here)
+        processes.append(process)
+    try:
+        with tempfile.TemporaryDirectory(prefix="treadle-sessions-") as folder:
+            return asyncio.run(_measure(channels, sessions, seconds, Path(folder)))
+    finally:
+        for channel, process in zip(channels, processes, strict=True):
+            channel.close()
+            process.join(30)
+
+
+def main() -> None:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=10_000)
+    parser.add_argument("--rate", type=float, nargs="+", default=[50.0], help="trajectories a second")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    rows = [measure(options.sessions, rate, options.seconds) for rate in options.rate]
+    for row in rows:
+        print(json.dumps(row))
+    note = f"{STEPS} steps of {TOKENS} tokens, {SAMPLED} of them sampled"
+    data = {"benchmark": "many_sessions", "note": note, "machine": machine(), "rows": rows}
+    options.output.write_text(json.dumps(data) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

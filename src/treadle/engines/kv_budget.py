@@ -1,0 +1,222 @@
+"""Admission by KV budget: an episode starts when the tokens that it will hold fit beside the others'.
+
+first call of a session -> KVBudget (by ExpectedTokens) -> admitted: its calls go to the engine -> closed: room
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from treadle.core.engine import Completion, Engine
+from treadle.core.errors import ConfigError, EngineError
+from treadle.core.status import ComponentStatus
+from treadle.core.types import Floats, Ids, SamplingParams
+from treadle.engines.config import EngineConfig
+
+_MEMORY, _FEW = 200, 8  # episodes
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """Says that an episode holds so many tokens in the cache now, and is expected to hold `final` at its end."""
+
+    held: int
+    final: int
+
+    @property
+    def left(self) -> int:
+        """Return how many tokens it is expected to grow by."""
+        return self.final - self.held
+
+
+def peak_tokens(episodes: Iterable[Episode]) -> int:
+    """Return the most tokens that these episodes will hold together, if all grow at one pace and leave at their end.
+
+    The most is reached just before one of them ends: `left` tokens from now, with those that have more left. Source:
+    Gong et al. 2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees", section 3.2, for single calls.
+    """
+    ending = sorted(episodes, key=lambda episode: episode.left)
+    peak, held = 0, sum(episode.held for episode in ending)
+    for ended, episode in enumerate(ending):
+        peak = max(peak, held + (len(ending) - ended) * episode.left)
+        held -= episode.held
+    return peak
+
+
+class KVBudget:
+    """Decides which episodes may call an engine, by the tokens that they will hold in its cache.
+
+    An episode grows with every call. One that starts because there is room for its first prompt pushes out the prefixes
+    of others later, which are computed again. So one starts only if the most tokens that all will hold at a time,
+    `peak_tokens`, fit.
+
+    Invariants: no admission makes the peak exceed `capacity`, but for that of an episode which is too large for it, and
+    starts alone. Episodes start in order of arrival: a small one never overtakes a large one, so that none waits for
+    ever.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity <= 0:
+            raise EngineError(f"a KV budget of {capacity} tokens admits nothing; give the tokens that the cache holds")
+        self.capacity = capacity
+        self._admitted: dict[str, Episode] = {}
+        self._waiting: dict[str, Episode] = {}  # in order of arrival
+
+    @property
+    def peak(self) -> int:
+        """Return the most tokens that the admitted episodes will hold at a time."""
+        return peak_tokens(self._admitted.values())
+
+    @property
+    def admitted(self) -> int:
+        """Return how many episodes are admitted."""
+        return len(self._admitted)
+
+    @property
+    def waiting(self) -> int:
+        """Return how many episodes wait."""
+        return len(self._waiting)
+
+    def request(self, name: str, episode: Episode) -> list[str]:
+        """Queue an episode; return the names of those admitted now, in order.
+
+        Raises EngineError for one that is here already, or will hold no token.
+        """
+        if name in self._admitted or name in self._waiting:
+            raise EngineError(f"episode {name!r} has asked for its share of the KV budget already; release it first")
+        if not 0 <= episode.held <= episode.final or not episode.final:
+            raise EngineError(f"episode {name!r}: {episode}: it must hold some tokens, most of them at its end")
+        self._waiting[name] = episode
+        return self._admit()
+
+    def update(self, name: str, episode: Episode) -> list[str]:
+        """Note how an admitted episode has grown; it is not stopped. Return those admitted now: others may have less
+        left than was thought."""
+        self._admitted[name] = episode
+        return self._admit()
+
+    def release(self, name: str) -> list[str]:
+        """End an episode, admitted or waiting; return those admitted in its place. Unknown ones are ignored."""
+        self._admitted.pop(name, None)
+        self._waiting.pop(name, None)
+        return self._admit()
+
+    def _admit(self) -> list[str]:
+        names: list[str] = []
+        for name, episode in self._waiting.items():
+            if self._admitted and peak_tokens([*self._admitted.values(), episode]) > self.capacity:
+                break
+            self._admitted[name] = episode
+            names.append(name)
+        for name in names:
+            del self._waiting[name]
+        return names
+
+
+class ExpectedTokens:
+    """Learns how many tokens an episode holds at its end, from those that ended last.
+
+    longest: the most that one may hold. It stands for the first few that have not ended yet, so that the episodes that
+    begin a run do not crowd the cache.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._ended = deque([longest] * _FEW, maxlen=_MEMORY)
+        self._missing = _FEW
+
+    def final(self, held: int) -> int:
+        """Return how many tokens an episode that holds so many will hold: the mean of those that held more."""
+        longer = [tokens for tokens in self._ended if tokens > held]
+        return math.ceil(sum(longer) / len(longer)) if longer else held
+
+    def note(self, tokens: int) -> None:
+        """Learn from an episode that has ended."""
+        if self._missing:
+            self._missing -= 1
+            self._ended.popleft()
+        self._ended.append(tokens)
+
+
+def budgeted(engine: Engine, config: EngineConfig, longest: int) -> Engine:
+    """Return the engine, behind a `BudgetedEngine` if `engine.kv_budget` is set.
+
+    longest: the most tokens of an episode. Raises ConfigError for an engine in lock-step.
+    """
+    if config.kv_budget is None:
+        return engine
+    if config.kind == "torch" and config.lock_step is not False:
+        raise ConfigError(
+            f"engine.kv_budget={config.kv_budget} makes episodes wait, for which an engine in lock-step would wait for "
+            "ever; set engine.lock_step=false, or leave the budget out"
+        )
+    return BudgetedEngine(engine, config.kv_budget * config.count, longest)
+
+
+class BudgetedEngine:
+    """Passes calls on to an engine, and makes the first call of a session wait until its episode fits (`KVBudget`).
+
+    longest: the most tokens that an episode may hold. For engines that start each call at once: one in lock-step waits
+    for all open sessions, those that wait here among them.
+    """
+
+    def __init__(self, engine: Engine, capacity: int, longest: int) -> None:
+        self._engine, self._budget, self._expected = engine, KVBudget(capacity), ExpectedTokens(longest)
+        self._held: dict[str, int] = {}  # admitted session -> tokens of its longest call so far
+        self._admission: dict[str, asyncio.Event] = {}  # of sessions that have made a call
+
+    def open_session(self, session: str) -> None:
+        """Open the session; it takes no room before its first call."""
+        self._engine.open_session(session)
+
+    def close_session(self, session: str) -> None:
+        """Close the session; others may start in its place."""
+        if (admission := self._admission.pop(session, None)) is not None:
+            admission.set()  # calls that wait go on to the engine, which refuses them
+            if tokens := self._held.pop(session, 0):
+                self._expected.note(tokens)
+            self._admit(self._budget.release(session))
+        self._engine.close_session(session)
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
+        """Sample one completion, once the session's episode is admitted. Raises EngineError."""
+        episode = self._episode(session, len(prompt_ids), sampling.max_tokens)
+        if session not in self._admission:
+            self._admission[session] = asyncio.Event()
+            self._admit(self._budget.request(session, episode))
+        await self._admission[session].wait()
+        if session in self._admission:  # not closed meanwhile
+            self._held[session] = episode.held
+            self._admit(self._budget.update(session, episode))
+        completion = await self._engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+        if session in self._admission:
+            self._held[session] = max(self._held[session], len(prompt_ids) + len(completion.token_ids))
+        return completion
+
+    def _episode(self, session: str, prompt: int, completion: int) -> Episode:
+        held = max(prompt, self._held.get(session, 0))
+        return Episode(held, max(prompt + completion, self._expected.final(held)))
+
+    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+        """Return the log-probability of ids[1:]."""
+        return await self._engine.score(ids, temperature=temperature)
+
+    def status(self) -> list[ComponentStatus]:
+        """Return what the engine does now, and how many episodes are admitted, and wait."""
+        budget = self._budget
+        share = budget.peak / budget.capacity
+        own = ComponentStatus("budget", "episodes", running=budget.admitted, waiting=budget.waiting, cache=share)
+        return [*self._engine.status(), own]
+
+    async def close(self) -> None:
+        """Close the engine. Idempotent."""
+        await self._engine.close()
+
+    def _admit(self, sessions: Sequence[str]) -> None:
+        for session in sessions:
+            self._admission[session].set()
