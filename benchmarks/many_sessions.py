@@ -5,8 +5,9 @@
 
     4 workers --(pickled trajectories)--> RolloutScheduler -> GroupIntake -> RunStore -> ReplayBuffer -> batches
 
-Real: the loop, the ledger, the files, the channels. Simplified: workers only let time pass, exponential so that as many
-end at any time; then they send a trajectory of 8 steps x 4,096 tokens. The learner takes no time and writes no weights.
+Real: the loop, the ledger, the files, the channels. Simplified: workers only let time pass, about as long for all
+attempts of a group, and then send a trajectory of 8 steps x 4,096 tokens each; the groups that are there at first are
+at any point of their course, so that as many end at any time. The learner takes no time and writes no weights.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
@@ -43,27 +45,35 @@ from treadle.testing import FakeEngine, FakeTrainer
 RESULTS = Path(__file__).parent / "results" / "many_sessions.json"
 WORKERS, STEPS, TOKENS, SAMPLED = 4, 8, 4096, 256  # tokens: of a step, prompt and completion
 GROUP, TASKS = 8, 32
-SETTLE, LOOK = 10.0, 0.01  # seconds before measuring; between two looks at the event loop
+SETTLE, LOOK = 20.0, 0.01  # seconds before measuring; between two looks at the event loop
 
 
-def worker(channel: Connection, mean: float, seed: int) -> None:
-    """Answer (name, task, attempt, version) with a trajectory, after a while."""
-    asyncio.run(_worker(channel, mean, seed))
+def worker(channel: Connection, mean: float, at_first: int, seed: int) -> None:
+    """Answer each (name, task, attempt, version) of a group with a trajectory, after a while.
+
+    mean: seconds that it takes. at_first: groups that have begun before.
+    """
+    asyncio.run(_worker(channel, mean, at_first, seed))
 
 
-async def _worker(channel: Connection, mean: float, seed: int) -> None:
+async def _worker(channel: Connection, mean: float, at_first: int, seed: int) -> None:
     rng, loop, ended = np.random.default_rng(seed), asyncio.get_running_loop(), asyncio.Event()
+    sending = ThreadPoolExecutor(1)  # reading goes on while the channel is full: the other end may wait for that
 
     def send(name: str, task: str, attempt: int, version: int, seconds: float) -> None:
         steps = tuple(_step(rng, version, seconds / STEPS) for _ in range(STEPS))
         played = Trajectory(name, task, attempt, steps, float(attempt % 2), Status.DONE, seconds=seconds)
-        channel.send_bytes(pickle.dumps(played, pickle.HIGHEST_PROTOCOL))
+        sending.submit(channel.send_bytes, pickle.dumps(played, pickle.HIGHEST_PROTOCOL))
 
     def read() -> None:
+        nonlocal at_first
         try:
-            for wanted in channel.recv():
-                seconds = float(rng.exponential(mean))
-                loop.call_later(seconds, partial(send, *wanted, seconds))
+            group = channel.recv()
+            base = mean * (float(rng.random()) if at_first > 0 else 1.0)
+            at_first -= 1
+            for name, task, attempt, version in group:
+                seconds = base * float(rng.uniform(0.9, 1.1))
+                loop.call_later(seconds, partial(send, name, task, attempt, version, seconds))
         except EOFError:
             ended.set()
 
@@ -108,6 +118,11 @@ class WorkerRunner:
         self._channels[self._turn].send(wanted)
         return futures
 
+    @property
+    def open(self) -> int:
+        """Return how many attempts are under way."""
+        return len(self._waiting)
+
     def _read(self, channel: Connection) -> None:
         played: Trajectory = pickle.loads(channel.recv_bytes())
         self.received += 1
@@ -124,7 +139,6 @@ def _config(sessions: int) -> RunConfig:
         "orchestration.updates": 10**6,
         "orchestration.checkpoint_every": 10**6,
         "orchestration.max_staleness": sessions,
-        "orchestration.max_concurrent_groups": sessions // GROUP,
     }
     return load_recipe("demo", [f"{key}={value}" for key, value in settings.items()])
 
@@ -155,12 +169,12 @@ async def _measure(channels: Sequence[Connection], sessions: int, seconds: float
         before, first, played = time.process_time(), time.perf_counter(), runner.received
         lags = await _lags(seconds, training)
         cpu, wall = time.process_time() - before, time.perf_counter() - first
-        finished = runner.received - played
+        finished, opened = runner.received - played, runner.open
         stop.request()
         await training
         [rows] = ledger.query("SELECT count(*) AS n FROM steps")
     return {
-        "sessions": sessions,
+        "sessions": opened,
         "workers": len(channels),
         "trajectories/s": finished / wall,
         "cpu_share": cpu / wall,
@@ -187,11 +201,13 @@ async def _lags(seconds: float, training: asyncio.Future[Any]) -> list[float]:
 
 def measure(sessions: int, rate: float, seconds: float) -> dict[str, Any]:
     """Return the figures of so many open sessions, of which `rate` end a second."""
-    context, channels, processes = multiprocessing.get_context("spawn"), [], []
+    context, channels, processes = multiprocessing.get_context("fork"), [], []
     for number in range(WORKERS):
         here, there = context.Pipe()
-        process = context.Process(target=worker, args=(there, sessions / rate, number), daemon=True)
-        process.start()
+        process = context.Process(
+            target=worker, args=(there, sessions / rate, sessions // GROUP // WORKERS, number), daemon=True
+        )
+        process.start()  # a fork, which has everything imported
         there.close()
         channels.append(here)
         processes.append(process)
@@ -201,7 +217,8 @@ def measure(sessions: int, rate: float, seconds: float) -> dict[str, Any]:
     finally:
         for channel, process in zip(channels, processes, strict=True):
             channel.close()
-            process.join(30)
+            process.terminate()
+            process.join()
 
 
 def main() -> None:

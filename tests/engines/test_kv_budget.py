@@ -36,7 +36,9 @@ def test_the_peak_is_that_of_growing_token_by_token(sizes: list[tuple[int, int]]
 def test_never_above_the_budget_in_order_and_everyone_in_the_end(
     sizes: list[tuple[int, int]], capacity: int, data: st.DataObject
 ) -> None:
-    budget, running, started = KVBudget(capacity), list[str](), list[str]()
+    budget = KVBudget(capacity)
+    running: list[str] = []
+    started: list[str] = []
 
     def start(names: list[str]) -> None:
         running.extend(names)
@@ -47,7 +49,7 @@ def test_never_above_the_budget_in_order_and_everyone_in_the_end(
 
     for number, (held, left) in enumerate(sizes):
         start(budget.request(str(number), Episode(held, held + left)))
-        if running and data.draw(st.integers(0, 1)):
+        if data.draw(st.booleans()) and running:
             start(budget.release(running.pop(data.draw(st.integers(0, len(running) - 1)))))
     while running:
         start(budget.release(running.pop(data.draw(st.integers(0, len(running) - 1)))))

@@ -14,6 +14,7 @@ from tests.orchestration.runs import check_finished
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import CheckpointError, TreadleError
 from treadle.core.manifest import Manifest
+from treadle.core.status import ComponentStatus
 from treadle.core.trainer import Conversation, Trainer, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids
 from treadle.orchestration.runtime import Runtime
@@ -102,6 +103,9 @@ class Pair:
 
     async def load(self, saved: Manifest) -> None:
         await self._call("load", saved)
+
+    def status(self) -> list[ComponentStatus]:
+        return []
 
     def close(self) -> None:
         for channel, rank in zip(self._channels, self._ranks, strict=True):
