@@ -110,7 +110,7 @@ def at_size(gpus: int, batch: int, spent: Cost, driver_ms: float) -> dict[str, A
     engines = gpus - learner
     training, publication = batch * spent.training / learner, 2.0 if gpus <= 8 else 4.0
     capacity = engines / spent.rollout * spent.seconds  # Little's law: open episodes that keep the engines busy
-    staleness = math.ceil(capacity / batch)
+    staleness = math.ceil(2 * capacity / batch)  # the longest episodes take a few times the mean
     found = {}
     for name, bound in (("synchronous", 0), ("asynchronous", staleness)):
         world = World(

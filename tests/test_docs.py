@@ -175,6 +175,32 @@ def test_the_page_on_scale_has_the_simulated_table_of_the_kv_budget() -> None:
     assert table in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8"), f"the table must be:\n{table}"
 
 
+def test_the_page_on_scale_has_the_figures_of_a_run_on_paper() -> None:
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    results = ROOT / "benchmarks" / "results"
+    paper = json.loads((results / "scale_on_paper.json").read_text(encoding="utf-8"))
+    [sessions] = json.loads((results / "many_sessions.json").read_text(encoding="utf-8"))["rows"]
+    assert paper["driver_ms"] == sessions["cpu_ms_per_trajectory"]
+    assert f"{sessions['cpu_ms_per_trajectory']:.1f} ms" in page and f"{sessions['cpu_share']:.0%} of a core" in page
+    spent = paper["of a trajectory"]
+    assert f"{spent['rollout']:.2f} GPU seconds of rollout and {spent['training']:.2f} of training" in page
+    for row in paper["rows"]:
+        sync, free = row["synchronous"], row["asynchronous"]
+        cells = (
+            f"{row['gpus']:,} ({row['learner']:,} + {row['engines']:,})",
+            f"{row['batch']:,}",
+            f"{row['update_seconds']:.1f} + {row['publication_seconds']:.0f}",
+            f"{row['open_episodes']:,.0f}",
+            f"{sync['trajectories/s']:.1f}, {free['trajectories/s']:.1f}",
+            f"{sync['engine idle']:.0%}, {free['engine idle']:.0%}",
+            f"{free['staleness mean']:.0f}",
+            f"{free['dropped']:.0%}",
+            f"{row['driver_cores']:.2f}",
+            f"{row['environments']:,.0f}",
+        )
+        assert f"| {' | '.join(cells)} |" in page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):

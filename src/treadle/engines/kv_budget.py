@@ -37,7 +37,7 @@ def peak_tokens(episodes: Iterable[Episode]) -> int:
     """Return the most tokens that these episodes will hold together, if all grow at one pace and leave at their end.
 
     The most is reached just before one of them ends: `left` tokens from now, with those that have more left. Source:
-    Gong et al. 2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees", section 3.2, for single calls.
+    Gong et al. 2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees", who do it for single calls.
     """
     ending = sorted(episodes, key=lambda episode: episode.left)
     peak, held = 0, sum(episode.held for episode in ending)
