@@ -99,8 +99,12 @@ def finish(process: subprocess.Popen[str]) -> Done:
 
 
 def files(directory: Path) -> dict[str, int]:
-    """Path -> modification time of everything below, without what SQLite makes for its readers."""
-    found = (p for p in sorted(directory.rglob("*")) if p.is_file() and "ledger.sqlite-" not in p.name)
+    """Path -> modification time of everything below, without what SQLite makes for its readers and what runs do now."""
+    found = (
+        p
+        for p in sorted(directory.rglob("*"))
+        if p.is_file() and not p.name.startswith(("ledger.sqlite-", "status.json"))
+    )
     return {str(p.relative_to(directory)): p.stat().st_mtime_ns for p in found}
 
 
