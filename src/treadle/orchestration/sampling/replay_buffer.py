@@ -77,6 +77,8 @@ class ReplayBuffer:
         """
         oldest, dropped = version - self._max_staleness, []
         for index, (started, group) in list(self._ready.items()):
+            if started >= oldest:  # so are all of its tokens
+                continue
             fresh = without_stale(group, oldest)
             if fresh is not group and (self._stale_policy == "drop_group" or not trains(fresh)):
                 del self._ready[index]

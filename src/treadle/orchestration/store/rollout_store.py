@@ -95,7 +95,8 @@ def remove_other_shards(directory: Path, keep: Container[str]) -> None:
 
 def _parquet(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
+    words = [field.name for field in table.schema if pa.types.is_string(field.type)]
+    pq.write_table(table, sink, compression="zstd", use_dictionary=words)  # of token ids it would take more room
     return bytes(sink.getvalue())
 
 
