@@ -17,6 +17,7 @@ TOP_DOWN = (
     "view",
     "benchmarks",
     "testing",
+    "placement",
     "orchestration",
     "integrations",
     "training",

@@ -326,10 +326,10 @@ def test_a_failure_that_nobody_foresaw_is_told_and_logged(pair: Pair) -> None:
     call = pair.there._link.call
 
     async def broken() -> str:
-        return await refused(call({"do": "publish", "path": "/nowhere", "version": 1}))
+        return await refused(call({"do": "publish", "path": "/nowhere", "version": 1, "probe": [0]}))
 
     assert pair.runner.run(broken()).startswith("the engine failed with FileNotFoundError: ")
-    assert "FileNotFoundError" in pair.there._link.tail()
+    assert "FileNotFoundError" in pair.there._link.channel.tail()
 
 
 # Calls as they come

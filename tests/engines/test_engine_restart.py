@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -302,3 +303,14 @@ async def test_an_event_loop_that_was_blocked_takes_no_process_for_silent(tmp_pa
             await sampled(engine, "a")
             await asyncio.sleep(0.6)
         assert not said
+
+
+@pytest.mark.slow
+async def test_a_process_that_scores_otherwise_does_not_serve(tmp_path: Path) -> None:
+    async with started(tmp_path) as engine:
+        engine.open_session("a")
+        await publish(engine, unique_weights(tiny(seed=3)), 7)
+        assert list(engine._scores) == (await engine.score(np.array(engine._probe, np.int32))).tolist()
+        engine._scores = [0.0] * len(engine._scores)  # as if the one before had other weights
+        os.kill(engine.pid, signal.SIGKILL)
+        await nothing_works(engine, r"was started again in vain: its log-probabilities differ by .* on average")

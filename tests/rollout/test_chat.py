@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -223,3 +224,11 @@ def test_prompts_cannot_be_changed_by_whoever_reads_them() -> None:
     prompt = Conversation(ChatRenderer(PLAIN, [END])).render([user("hello")])
     with pytest.raises(ValueError, match="read-only"):
         prompt.ids[0] = 7
+
+
+def test_a_renderer_is_pickled_as_what_it_was_made_from() -> None:
+    renderer = ChatRenderer(PLAIN, [END], chat_template_kwargs={"unknown": 1})
+    copy = pickle.loads(pickle.dumps(renderer))
+    assert (copy.options, copy.source) == (renderer.options, renderer.source)
+    found, expected = (Conversation(each).render([user("abc")]).ids.tolist() for each in (copy, renderer))
+    assert found == expected

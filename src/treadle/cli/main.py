@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import treadle
 from treadle.cli import (
     bench,
+    cluster,
     data,
     evaluate,
     export,
@@ -28,7 +29,24 @@ from treadle.cli import (
 from treadle.cli.exit_status import Parser, exit_status
 from treadle.orchestration.setup.thread_count import wait_passively
 
-_COMMANDS = (train, sft, evaluate, export, serve, new, recipes, models, data, report, show, top, view, plot, bench)
+_COMMANDS = (
+    train,
+    sft,
+    evaluate,
+    export,
+    serve,
+    new,
+    recipes,
+    models,
+    data,
+    report,
+    show,
+    top,
+    view,
+    plot,
+    bench,
+    cluster,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -77,12 +77,9 @@ def _train(options: argparse.Namespace, config: RunConfig, inputs: Inputs, path:
     go_on = _go_on_command(options, path)
     try:
         with make_progress(config) as progress:
-            from treadle.orchestration.train import resume_run, start_run
+            from treadle.orchestration.recovery import train_run
 
-            if resume:
-                summary = resume_run(config, inputs, path, progress, checkpoint=options.resume_from)
-            else:
-                summary = start_run(config, inputs, path, progress)
+            summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=options.resume_from)
     except KeyboardInterrupt:
         advice = f"go on from the latest checkpoint with: {go_on}" if _can_go_on(path) else "nothing was trained yet"
         Console(stderr=True).line(f"interrupted; {advice}")
@@ -97,7 +94,7 @@ def _train(options: argparse.Namespace, config: RunConfig, inputs: Inputs, path:
 
 
 def _check_unused(options: argparse.Namespace) -> None:
-    """Raise RunError, as start_run would, but before torch is loaded."""
+    """Raise RunError, as `train_run` would, but before torch is loaded."""
     path = options.runs / (options.name or "")
     if options.name and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RunError(

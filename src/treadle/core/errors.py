@@ -45,6 +45,10 @@ class CheckpointError(RunError):
     """Says that a checkpoint could not be written or does not fit what it is loaded into."""
 
 
+class PlacementError(TreadleError, RuntimeError):
+    """Says that a cluster cannot give a run its processes: resources, versions, directories, or the cluster itself."""
+
+
 class RankError(TreadleError, RuntimeError):
     """Says that a process of the learner failed, ended or did not answer; the message has its own error."""
 

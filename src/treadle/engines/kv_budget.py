@@ -141,10 +141,11 @@ class ExpectedTokens:
         self._ended.append(tokens)
 
 
-def budgeted(engine: Engine, config: EngineConfig, longest: int) -> Engine:
+def budgeted(engine: Engine, config: EngineConfig, longest: int, engines: int = 1) -> Engine:
     """Return the engine, behind a `BudgetedEngine` if `engine.kv_budget` is set.
 
-    longest: the most tokens of an episode. Raises ConfigError for an engine in lock-step.
+    longest: the most tokens of an episode. engines: how many there are of this configuration. Raises ConfigError
+    for an engine in lock-step.
     """
     if config.kv_budget is None:
         return engine
@@ -153,7 +154,7 @@ def budgeted(engine: Engine, config: EngineConfig, longest: int) -> Engine:
             f"engine.kv_budget={config.kv_budget} makes episodes wait, for which an engine in lock-step would wait for "
             "ever; set engine.lock_step=false, or leave the budget out"
         )
-    return BudgetedEngine(engine, config.kv_budget * config.count, longest)
+    return BudgetedEngine(engine, config.kv_budget * config.count * engines, longest)
 
 
 class BudgetedEngine:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
@@ -30,12 +31,30 @@ class InProcess:
         return dict(weights)
 
 
+class Staged(Protocol):
+    """Holds weights for engines in other processes, until they are discarded."""
+
+    @property
+    def message(self) -> Mapping[str, Any]:
+        """Return what an engine's process is told of where they are."""
+        ...
+
+    def discard(self) -> None:
+        """Release them. Idempotent."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StagedFile:
     """Holds weights in a file, until they are discarded. shapes: by name."""
 
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def message(self) -> Mapping[str, Any]:
+        """Return the path."""
+        return {"path": str(self.path)}
 
     def discard(self) -> None:
         """Remove the file. Idempotent."""

@@ -97,10 +97,9 @@ def train(
             "torch was imported before treadle.train was called, so that its threads spin while they wait: beside any "
             "other busy process that takes twice the time or more. Set OMP_WAIT_POLICY=PASSIVE, or import torch later"
         )
-    from treadle.orchestration.train import resume_run, start_run  # torch
+    from treadle.orchestration.recovery import train_run  # torch
 
-    begin = resume_run if resume else start_run
-    start = partial(begin, config, inputs, Path(run), progress)
+    start = partial(train_run, config, inputs, Path(run), progress, resume=resume)
     try:
         asyncio.get_running_loop()
     except RuntimeError:

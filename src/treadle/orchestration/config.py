@@ -101,10 +101,58 @@ class OrchestrationConfig(Config):
     )
 
 
-class PlacementConfig(Config):
-    """Configures which processes do what."""
+class EnginePlacement(Config):
+    """Configures the engines of a cluster."""
 
+    count: int = Field(1, ge=1, description="engines, each a process of its own")
+    cpus: int = Field(1, ge=1, description="cores reserved for each")
+    gpus: int = Field(0, ge=0, description="GPUs reserved for each")
+
+
+class RolloutPlacement(Config):
+    """Configures the rollout workers of a cluster."""
+
+    workers: int = Field(0, ge=0, description="processes that play attempts; 0: the run's own process does")
+    cpus: int = Field(1, ge=0, description="cores reserved for each")
+
+
+class PlacementConfig(Config):
+    """Configures which processes do what, and where."""
+
+    kind: str = Field(
+        "embedded",
+        description="embedded: on this machine; ray: on a Ray cluster; or another registered name or module:function",
+    )
     learner: LearnerPlacement = Field(LearnerPlacement(), description="what trains")
+    engines: EnginePlacement = Field(EnginePlacement(), description="kind ray: what samples")
+    rollout: RolloutPlacement = Field(
+        RolloutPlacement(), description="kind ray: what plays environments and agent programs"
+    )
+    address: str | None = Field(
+        None, description="kind ray: of a running cluster; default: one of this machine's own, which ends with the run"
+    )
+    wait: float | None = Field(
+        None,
+        gt=0,
+        description="kind ray: seconds that resources may take to come; default: 30 for those that others hold, none "
+        "for those that no node has (a cluster that grows on demand may get them)",
+    )
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="kind ray: times that a run whose learner lost a process goes on by itself, between checkpoints",
+    )
+
+    @model_validator(mode="after")
+    def _embedded_is_here(self) -> PlacementConfig:
+        if self.kind == "embedded":
+            own = ("engines", "rollout", "address", "wait", "restarts")
+            if given := [name for name in own if getattr(self, name) != type(self).model_fields[name].default]:
+                raise ValueError(
+                    f"placement.{given[0]} is set, but placement.kind 'embedded' has no cluster; leave it out, or set "
+                    "placement.kind=ray"
+                )
+        return self
 
 
 class CallbackConfig(Config):
@@ -300,6 +348,11 @@ class RunConfig(Config):
     def _engine(self, lock_step: bool) -> EngineConfig:
         given = self.engine.lock_step
         return self.engine.model_copy(update={"lock_step": lock_step if given is None else given})
+
+    @property
+    def engine_capacity(self) -> int:
+        """Return how many sequences are decoded together, by all engines."""
+        return self.engine.capacity * self.placement.engines.count
 
     @property
     def groups_per_batch(self) -> int:

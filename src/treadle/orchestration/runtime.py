@@ -1,16 +1,29 @@
-"""What a run computes with, each part replaceable: where another trainer, engine or event loop goes in."""
+"""What a run computes with, each part replaceable: where another trainer, engine or event loop goes in.
+
+`placement.kind` chooses what makes the parts: here, all of them are of this machine.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from treadle.core.engine import Engine
+from treadle.core.registry import resolve
+from treadle.core.status import ComponentStatus
 from treadle.core.trainer import Trainer, WeightSync
+from treadle.core.types import Task
+from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import ChatInterface, check_engine
 from treadle.orchestration.setup.engines import OpenEngine, open_engine
+from treadle.rendering.chat import ChatRenderer
+from treadle.rollout.attempt import Players, RolloutRunner, open_rollouts
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.rewards import RewardsConfig
 from treadle.training.make import MakeTrainer, make_trainer
 
 
@@ -24,14 +37,54 @@ class CheckEngine(Protocol):
         ...
 
 
+class CheckedRunner(RolloutRunner, Protocol):
+    """Plays attempts, and checks beforehand that it can."""
+
+    async def check(self, tasks: Sequence[Task]) -> None:
+        """Raise ConfigError or EngineError if the tasks cannot be played."""
+        ...
+
+    def status(self) -> Sequence[ComponentStatus]:
+        """Return what processes of its own do now, if it has any; from any thread."""
+        ...
+
+
+OpenRollouts = Callable[
+    [Engine, ChatRenderer, Players, RolloutConfig, RewardsConfig, Callable[[str], None], Path],
+    AbstractAsyncContextManager[CheckedRunner],
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Runtime:
     """Holds what makes the parts of a run; the default is what the configuration says.
 
+    open_rollouts: opens what plays attempts; as `rollout.attempt.open_rollouts`.
     new_event_loop: for example `treadle.testing.VirtualLoop`; default: asyncio's own.
     """
 
     make_trainer: MakeTrainer = make_trainer
     open_engine: OpenEngine = open_engine
+    open_rollouts: OpenRollouts = open_rollouts
     check_engine: CheckEngine = check_engine
     new_event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
+
+
+OpenRuntime = Callable[[RunConfig, Path, Callable[[str], None]], AbstractContextManager[Runtime]]
+"""What is registered as a placement (entry points `treadle.placements`, chosen by `placement.kind`).
+
+It is called with the configuration, the run's directory (which may not exist yet) and what takes lines for the run's
+output, before anything is loaded. The runtime is used within the context. Raises ConfigError or PlacementError.
+"""
+
+
+def open_runtime(config: RunConfig, path: Path, log: Callable[[str], None]) -> AbstractContextManager[Runtime]:
+    """Return the runtime that is registered as `placement.kind`; see `OpenRuntime`."""
+    opened: OpenRuntime = resolve("placements", config.placement.kind, "placement.kind")
+    return opened(config, path, log)
+
+
+@contextmanager
+def embedded(config: RunConfig, path: Path, log: Callable[[str], None]) -> Iterator[Runtime]:
+    """Yield what runs on this machine alone; see `OpenRuntime`."""
+    yield Runtime()

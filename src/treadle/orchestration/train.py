@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from treadle.orchestration.reporting.live_status import LiveStatus
 from treadle.orchestration.reporting.picture import draw_runs
 from treadle.orchestration.reporting.progress import Progress, ProgressCallback
 from treadle.orchestration.reporting.summary import run_summary
-from treadle.orchestration.runtime import Runtime
+from treadle.orchestration.runtime import Runtime, open_runtime
 from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_interface, use_threads
 from treadle.orchestration.setup.config_diff import Change, changes, check_changes
 from treadle.orchestration.setup.engines import training_engine
@@ -45,7 +45,6 @@ from treadle.orchestration.store.rollout_store import remove_other_shards
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rendering.replies import reply_parser
-from treadle.rollout.attempt import open_rollouts
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.training.optimizer import learning_rate
 
@@ -56,10 +55,13 @@ def start_run(
     config: RunConfig, inputs: Inputs, path: Path, progress: Progress, runtime: Runtime | None = None
 ) -> dict[str, Any]:
     """Train from the beginning in a new run directory; returns the summary. Raises TreadleError."""
-    clock, runtime = Clock(), runtime or Runtime()
+    clock = Clock()
     check_config(config)
     chat = load_chat_interface(config.model)
-    with closing(runtime.make_trainer(config.trainer)) as trainer:
+    with (
+        _opened(runtime, config, path, progress) as parts,
+        closing(parts.make_trainer(config.trainer)) as trainer,
+    ):
         config = _with_threads(
             config, use_threads(config.training.threads, trainer.model.parameters, config.placement.learner.ranks)
         )
@@ -83,7 +85,7 @@ def start_run(
                 ledger.copy_out()
                 return _Beginning(ledger, StartingPoint(clock=clock), None if report is None else asdict(report))
 
-            return _Session(config, inputs, run, chat, trainer, progress, runtime).train(0, begin)
+            return _Session(config, inputs, run, chat, trainer, progress, parts).train(0, begin)
 
 
 def resume_run(
@@ -102,7 +104,7 @@ def resume_run(
     configuration is not as it was written; ConfigError for a change of configuration that a run cannot go on with,
     DataError for other tasks.
     """
-    clock, runtime = Clock(), runtime or Runtime()
+    clock = Clock()
     check_config(config)
     run = RunDirectory.open(path)
     run.lock()
@@ -119,7 +121,10 @@ def resume_run(
         check_changes(changed, state.update)
         check_same_data(run, inputs)
         chat = load_chat_interface(config.model)
-        with closing(runtime.make_trainer(config.trainer)) as trainer:
+        with (
+            _opened(runtime, config, path, progress) as parts,
+            closing(parts.make_trainer(config.trainer)) as trainer,
+        ):
             config = _with_threads(
                 config, use_threads(config.training.threads, trainer.model.parameters, config.placement.learner.ranks)
             )
@@ -139,7 +144,7 @@ def resume_run(
                 remove_other_shards(run.traces, ledger.traces())
                 return _Beginning(ledger, StartingPoint(state, restored, clock), warm_start)
 
-            return _Session(config, inputs, run, chat, trainer, progress, runtime).train(state.update, begin)
+            return _Session(config, inputs, run, chat, trainer, progress, parts).train(state.update, begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +213,9 @@ class _Session:
         engine, weight_sync = await self.runtime.open_engine(spec)
         longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens
         try:
-            played = budgeted(engine, spec.config, longest)
+            played = budgeted(engine, spec.config, longest, config.placement.engines.count)
             self.status.sources.append(played.status)
-            async with open_rollouts(
+            async with self.runtime.open_rollouts(
                 played,
                 chat.renderer,
                 self.inputs.players,
@@ -223,7 +228,7 @@ class _Session:
                 loop = make_loop(
                     config, self.inputs, self.trainer, weight_sync, runner, store, callbacks, beginning.start
                 )
-                self.status.sources.append(loop.scheduler.status)
+                self.status.sources += [loop.scheduler.status, runner.status]
                 await self.runtime.check_engine(engine, weight_sync, self.trainer, chat, 10 * config.engine.tolerance)
                 await runner.check(self.inputs.train)
                 with stop_on_signals(callbacks.stop):
@@ -232,6 +237,13 @@ class _Session:
             await engine.close()
         callbacks.stop.raise_reason(loop.state.update)
         return loop
+
+
+def _opened(
+    runtime: Runtime | None, config: RunConfig, path: Path, progress: Progress
+) -> AbstractContextManager[Runtime]:
+    """The runtime that is given, or the configured one, which ends with the context."""
+    return open_runtime(config, path, progress.log) if runtime is None else nullcontext(runtime)
 
 
 def _where_to_resume(run: RunDirectory, checkpoint: str | None) -> tuple[Manifest, LoopState]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,6 +71,12 @@ class ChatRenderer:
         self.ends = lru_cache(maxsize=8)(self._ends)
         self._ignores_tools = lru_cache(maxsize=8)(self._ignored)
         self._unreadable = lru_cache(maxsize=64)(self._unread)
+
+    def __reduce__(self) -> tuple[Callable[..., ChatRenderer], tuple[Any, ...], dict[str, str]]:
+        """Pickle as what it was made from, without the tokenizer's class: who only renders needs no transformers."""
+        parts = _TokenizerParts(self._backend, self._sources, self._variables)
+        made = partial(ChatRenderer, chat_template_kwargs=self.options)
+        return made, (parts, tuple(self._stop_ids)), {"_label": self._label}
 
     def template(self, tools: Sequence[Any]) -> ChatTemplate:
         """Return the template for calls with these tools: a tokenizer may bring one for tools (`tool_use`)."""
@@ -174,6 +181,15 @@ class ChatRenderer:
 
 def _calls(message: Message) -> Sequence[ToolCall]:
     return message.get("tool_calls") or ()
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenizerParts:
+    """What a renderer needs of a tokenizer (a `Tokenizer`)."""
+
+    backend_tokenizer: Backend
+    chat_template: Mapping[str, str]
+    special_tokens_map: Mapping[str, Any]
 
 
 def _sources(own: str | Mapping[str, str] | None, chosen: str | None) -> dict[str, str]:

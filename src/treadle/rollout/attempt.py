@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from treadle.core.draws import Stream
 from treadle.core.engine import Engine
 from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.status import ComponentStatus
 from treadle.core.types import Group, SamplingParams, Task, Trajectory, trajectory_id
 from treadle.envs.tasks import made_class
 from treadle.rendering.chat import ChatRenderer
@@ -83,14 +84,7 @@ class Rollouts:
     ) -> None:
         self.engine, self.renderer, self.config = engine, renderer, config
         self._drivers, self._monitor = drivers, monitor or LoopMonitor()
-        self.sampling = SamplingParams(
-            temperature=config.temperature,
-            max_tokens=config.max_completion_tokens,
-            stop=config.stop,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-        )
+        self.sampling = config.sampling
         self._shaper = RewardShaper(rewards, config.environment_timeout)
 
     def start(
@@ -131,6 +125,10 @@ class Rollouts:
                 session.close()
             if not waiting:
                 return
+
+    def status(self) -> list[ComponentStatus]:
+        """Return nothing: no process of its own plays."""
+        return []
 
     def _spec(self, group_id: str, address: Address, sampling: SamplingParams) -> SessionSpec:
         name = trajectory_id(group_id, address.attempt)

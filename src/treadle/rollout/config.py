@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from treadle.core.config import Config
+from treadle.core.types import SamplingParams
 from treadle.rendering.replies import AUTO
 from treadle.rollout.gateway.address import GatewayConfig
 
@@ -38,6 +39,18 @@ class RolloutConfig(Config):
         AUTO, description="how agent programs' tool calls are read: a registered name, module:function, or auto"
     )
     gateway: GatewayConfig = Field(GatewayConfig(), description="where agent programs reach the model")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Return the sampling parameters of training."""
+        return SamplingParams(
+            temperature=self.temperature,
+            max_tokens=self.max_completion_tokens,
+            stop=self.stop,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
 
     @property
     def filters(self) -> bool:

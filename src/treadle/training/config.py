@@ -88,7 +88,7 @@ class TrainingConfig(Config):
 
 
 class LearnerPlacement(Config):
-    """Configures the processes of this machine that train one model together."""
+    """Configures the processes that train one model together."""
 
     ranks: int = Field(1, ge=1, description="processes, each of which holds a part of the weights")
     device: Literal["cpu", "cuda"] = Field("cpu", description="what they compute on: 'cuda' is a GPU for each")
@@ -97,6 +97,7 @@ class LearnerPlacement(Config):
         "broadcast",
         description="the first rank reads the whole model and hands out parts; sharded: each rank reads its own parts",
     )
+    cpus: int = Field(1, ge=1, description="placement.kind ray: cores reserved for each")
     collective_timeout: float = Field(600.0, gt=0, description="seconds that the ranks wait for one another at most")
 
     @model_validator(mode="after")

@@ -1,11 +1,4 @@
-"""`RankProcesses`: several processes of this machine that answer every call together, each with an object of its own.
-
-    call(name, arguments) --pickle--> rank 0 .. R-1: getattr(object, name)(*arguments) --pickle--> their answers, or the
-                                                                                                   first error
-
-Ranks wait for each other in collectives. One that fails alone leaves the others waiting, and cannot be replaced: all of
-them are then ended at once, and its own error is what the caller gets.
-"""
+"""`RankProcesses`: ranks that are processes of this machine (`training.rank_calls`)."""
 
 from __future__ import annotations
 
@@ -13,22 +6,18 @@ import pickle
 import socket
 import subprocess
 import tempfile
-import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any, NoReturn
-
-import torch
+from typing import IO, Any
 
 from treadle.core.child_process import exit_in_words, start_child
-from treadle.core.errors import RankError, TreadleError
+from treadle.core.errors import RankError
+from treadle.training.rank_calls import CalledRanks, RankAnswer
 from treadle.training.ranks import Ranks
 
 _MODULE = "treadle.training.rank_worker"
-_GRACE = 2.0  # seconds for the other ranks to fail, too, before all are ended
 _PATIENCE = 10.0  # seconds for a rank to end by itself
 _TAIL = 15  # lines of a rank's output that an error shows
 
@@ -50,36 +39,8 @@ class RankSetup:
     limit: float
 
 
-@dataclass(frozen=True, slots=True)
-class RankCall:
-    """Holds one call: how many threads to compute with, and whether by deterministic kernels only, is the caller's."""
-
-    name: str
-    arguments: tuple[Any, ...]
-    threads: int
-    deterministic: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RankAnswer:
-    """Holds a rank's answer, or the error that it raised. warned: category and text. ended: it will
-    not answer any more. at: when, on a clock that all ranks share.
-    """
-
-    value: Any = None
-    error: TreadleError | None = None
-    warned: tuple[tuple[type[Warning], str], ...] = ()
-    ended: bool = False
-    at: float = field(default_factory=time.monotonic)
-
-
-class RankProcesses:
-    """Starts the processes and passes calls on to them, one at a time.
-
-    make, replicas, device, limit: see `RankSetup`. over: why no call is answered any more. busy: a call waits for
-    its answers, perhaps on another thread.
-    Raises the error of the rank that failed first: its own if it is Treadle's, else a `RankError`.
-    """
+class RankProcesses(CalledRanks["_Rank"]):
+    """Starts the processes. make, replicas, device, limit: see `RankSetup`. Raises as `CalledRanks` does."""
 
     def __init__(
         self,
@@ -90,10 +51,8 @@ class RankProcesses:
         device: str = "cpu",
         limit: float = 600.0,
     ) -> None:
+        super().__init__()
         self._folder = tempfile.TemporaryDirectory(prefix="treadle-ranks-")
-        self._ranks: list[_Rank] = []
-        self.over: str | None = None
-        self.busy = False
         try:
             for number in range(size):
                 setup = RankSetup(make, number, size, replicas, device, f"{self._folder.name}/store", limit)
@@ -103,28 +62,9 @@ class RankProcesses:
             self._end()
             raise
 
-    def call(self, name: str, *arguments: Any) -> list[Any]:
-        """Return every rank's answer. All ranks failing with Treadle's own errors leave the processes as they are."""
-        return self.call_each(name, [arguments] * len(self._ranks))
-
     def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return every rank's answer to a call with arguments of its own. Raises as `call`."""
-        if self.over is not None:
-            raise RankError(self.over)
-        threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-        self.busy = True
-        try:
-            for rank, own in zip(self._ranks, arguments, strict=True):
-                rank.send(RankCall(name, own, threads, deterministic))
-            return self._answers()
-        except TreadleError:
-            raise
-        except BaseException:  # interrupted: answers that were not read would be taken for those of the next call
-            self.over = f"the call {name!r} to the ranks was interrupted"
-            self._end()
-            raise
-        finally:
-            self.busy = False
+        return self._exchange(name, [self._message(name, own) for own in arguments])
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -141,41 +81,13 @@ class RankProcesses:
         """Return the ids of the processes, by rank."""
         return [rank.process.pid for rank in self._ranks]
 
-    def kill(self) -> None:
-        """End the processes at once, also while a call waits for them, which then fails."""
-        for rank in self._ranks:
-            rank.process.kill()
+    def _send(self, messages: Sequence[bytes]) -> None:
+        for rank, message in zip(self._ranks, messages, strict=True):
+            rank.send(message)
 
-    def _answers(self) -> list[Any]:
-        """Return the answers of all ranks; after a first failure, wait for `_GRACE` seconds at most."""
-        answers: dict[_Rank, RankAnswer] = {}
-        deadline = None
-        while len(answers) < len(self._ranks):
-            waiting = {rank.channel: rank for rank in self._ranks if rank not in answers}
-            ready = wait(list(waiting), None if deadline is None else deadline - time.monotonic())
-            if not ready:
-                break
-            for rank in (waiting[channel] for channel in ready if isinstance(channel, Connection)):
-                answers[rank] = rank.answer()
-                if answers[rank].error is not None:
-                    deadline = deadline or time.monotonic() + _GRACE
-        if deadline is not None:
-            self._fail(answers)
-        for category, text in answers[self._ranks[0]].warned:
-            warnings.warn(text, category, stacklevel=4)
-        return [answers[rank].value for rank in self._ranks]
-
-    def _fail(self, answers: Mapping[_Rank, RankAnswer]) -> NoReturn:
-        """Raise the first rank's error, and end the processes unless all raised Treadle's own and can go on."""
-        failed = [rank for rank, answer in answers.items() if answer.error is not None]
-        # a rank that died makes the others fail, perhaps before its end is seen
-        first = min(failed, key=lambda rank: (not answers[rank].ended, answers[rank].at))
-        error = answers[first].error
-        assert error is not None
-        if len(failed) < len(self._ranks) or any(isinstance(answers[rank].error, RankError) for rank in failed):
-            self.over = str(error)
-            self._end()
-        raise error
+    def _ready(self, waiting: Sequence[_Rank], timeout: float | None) -> Sequence[_Rank]:
+        channels = {rank.channel: rank for rank in waiting}
+        return [channels[found] for found in wait(list(channels), timeout) if isinstance(found, Connection)]
 
     def _end(self) -> None:
         for rank in self._ranks:
@@ -193,11 +105,11 @@ class _Rank:
         with theirs:
             self.process = start_child(_MODULE, theirs, self.output)
         self.channel = Connection(ours.detach())
-        self.send(setup)
+        self.send(pickle.dumps(setup))
 
-    def send(self, message: RankSetup | RankCall) -> None:
+    def send(self, message: bytes) -> None:
         with suppress(BrokenPipeError):  # it has ended, which `answer` tells
-            self.channel.send_bytes(pickle.dumps(message))
+            self.channel.send_bytes(message)
 
     def answer(self) -> RankAnswer:
         """Return what it answers. If it has ended, the answer is an error with the end of its output."""
@@ -207,6 +119,9 @@ class _Rank:
         except (EOFError, ConnectionError):
             self.process.wait()
             return RankAnswer(error=RankError(self._ending()), ended=True)
+
+    def kill(self) -> None:
+        self.process.kill()
 
     def end(self) -> None:
         self.channel.close()

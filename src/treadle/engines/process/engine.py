@@ -5,15 +5,14 @@ one another's thread.
     update_weights -> a file in shared memory ------------^
 
 If that process ends, another one takes its place, with the weights that were published last: their file is kept until
-others are published. It samples what the same engine in this process would sample, bit for bit.
+others are published. It must score a probe as the one before it did. It samples what the same engine in this process
+would sample, bit for bit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,17 +23,19 @@ import torch
 
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
-from treadle.core.status import ComponentStatus, ProcessId
+from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams
+from treadle.engines.config import tolerance_of
 from treadle.engines.limits import Limits
 from treadle.engines.lock_step import everybody_waits
 from treadle.engines.process.protocol import Message, completion_of, sampling_message
-from treadle.engines.process.rpc import Link
-from treadle.engines.staging import StagedFile
+from treadle.engines.process.rpc import EngineEnded, Link
+from treadle.engines.staging import Staged
 from treadle.engines.torch.options import TorchEngineOptions
 
 _CHILD = "treadle.engines.process.worker"
 _CLOSED = "the engine was closed"
+_PROBE = 64  # tokens that a process which replaces another one is proven with
 
 
 async def start_engine(
@@ -61,14 +62,43 @@ async def start_engine(
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-    process = _Process(partial(_start, log, timeout), load, timeout, silence)
+    return await connect_engine(
+        partial(Link.start, _CHILD, log),
+        load,
+        lock_step=options.lock_step,
+        tolerance=tolerance_of(options.dtype),
+        timeout=timeout,
+        silence=silence,
+        notify=notify,
+        on_close=on_close,
+    )
+
+
+async def connect_engine(
+    connect: Callable[[], Awaitable[Link]],
+    load: Message,
+    *,
+    lock_step: bool,
+    tolerance: float,
+    timeout: float = 600.0,
+    silence: float = 60.0,
+    name: str = "the engine",
+    notify: Callable[[str], None] = lambda line: None,
+    on_close: Callable[[], None] = lambda: None,
+) -> ProcessEngine:
+    """Return a `ProcessEngine` whose process has answered the `load` message.
+
+    connect: starts a process; called again whenever one has ended. tolerance: by how much log-probabilities of the same
+    weights may differ, on average. name: in what `notify` gets. See `start_engine`.
+    """
+    process = _Process(partial(_start, connect, timeout), load, timeout, silence, name, tolerance)
     try:
         link, [facts] = await process.start([load])
     except BaseException:
         on_close()
         raise
     limits = Limits(facts["vocabulary"], facts["context"])
-    return ProcessEngine(link, limits, process, options.lock_step, notify, on_close)
+    return ProcessEngine(link, limits, process, lock_step, notify, on_close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +109,26 @@ class _Process:
     load: Message
     timeout: float
     silence: float
+    name: str
+    tolerance: float
 
 
-async def _start(log: Path, timeout: float, orders: Sequence[Message]) -> tuple[Link, list[Message]]:
+async def _start(
+    connect: Callable[[], Awaitable[Link]], timeout: float, orders: Sequence[Message]
+) -> tuple[Link, list[Message]]:
     """Start a process and return it with its answers to these orders."""
-    link = await Link.start(_CHILD, log)
+    link: Link | None = None
     try:
         async with asyncio.timeout(timeout):
+            link = await connect()
             answers = [await link.call(order) for order in orders]
-    except TimeoutError as error:
-        await link.close(_CLOSED)
-        raise EngineError(f"the engine's process did not start within {timeout:g} s; {link.tail()}") from error
-    except BaseException:
-        await link.close(_CLOSED)
-        raise
+    except BaseException as error:
+        if link is not None:
+            await link.close(_CLOSED)
+        if not isinstance(error, TimeoutError):
+            raise
+        tail = "no place for it was free" if link is None else link.channel.tail()
+        raise EngineError(f"the engine's process did not start within {timeout:g} s; {tail}") from error
     return link, answers
 
 
@@ -119,9 +155,13 @@ class ProcessEngine:
     ) -> None:
         self.limits, self._lock_step = limits, lock_step
         self._begin, self._timeout, self._silence = process.start, process.timeout, process.silence
+        self._name, self._tolerance = process.name, process.tolerance
+        ids = np.random.default_rng(0).integers(0, limits.vocabulary, min(_PROBE, limits.context))
+        self._probe: list[int] = ids.tolist()
         self._notify, self._on_close = notify, on_close
         self._orders = [process.load]  # then the publication that succeeded last: what the next process begins with
-        self._file: StagedFile | None = None  # of that publication
+        self._file: Staged | None = None  # of that publication
+        self._scores: Sequence[float] = ()  # of the probe under its weights
         self._over: str | None = None  # why nothing is served any more
         self._sessions: dict[str, None] = {}  # in the order of opening
         self._calls = 0  # that sample
@@ -134,7 +174,17 @@ class ProcessEngine:
     @property
     def pid(self) -> int:
         """Return the id of the engine's process."""
-        return self._link.pid
+        return self._link.channel.process.pid
+
+    @property
+    def is_down(self) -> bool:
+        """Return whether it has no process now. Calls wait for the next one."""
+        return self._over is not None or self._link.ended.done()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether it will have no process any more."""
+        return self._over is not None
 
     def open_session(self, session: str) -> None:
         """Announce a session; in lock-step no wave starts before it waits or closes."""
@@ -148,7 +198,7 @@ class ProcessEngine:
         if session not in self._sessions:
             return
         del self._sessions[session]
-        self._fail_waiting(f"session {session!r} was closed while its call waited", session)
+        self._fail_waiting(EngineError(f"session {session!r} was closed while its call waited"), session)
         self._send({"do": "close", "session": session})
 
     async def generate(
@@ -181,7 +231,7 @@ class ProcessEngine:
         answer = await self._call({"do": "score", "ids": np.asarray(ids).tolist(), "temperature": temperature})
         return np.array(answer["logprobs"], np.float32)
 
-    async def update_weights(self, stage: Callable[[], Awaitable[StagedFile]], version: int) -> None:
+    async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:
         """Have the other engine copy in what `stage` writes, between two tokens, in lock-step between two waves.
 
         This engine discards the file when it is no longer needed. Calls in flight continue with the new weights; waves
@@ -192,15 +242,15 @@ class ProcessEngine:
         try:
             async with self._publication:
                 file = await stage()
-                publication: Message = {"do": "publish", "path": str(file.path), "version": version}
+                publication: Message = {"do": "publish", "version": version, "probe": self._probe, **file.message}
                 try:
-                    await self._in_time(self._call(publication, again=True))
+                    answer = await self._in_time(self._call(publication, again=True))
                 except BaseException:
                     file.discard()
                     raise
                 self._orders[1:] = [publication]
                 self._discard_file()
-                self._file = file
+                self._file, self._scores = file, answer["logprobs"]
         finally:
             self._start()
 
@@ -211,7 +261,7 @@ class ProcessEngine:
             ComponentStatus(
                 "engine",
                 "process",
-                process=ProcessId(socket.gethostname(), self.pid),
+                process=self._link.channel.process,
                 running=max(0, self._calls - waiting),
                 waiting=waiting,
                 sessions=len(self._sessions),
@@ -227,7 +277,7 @@ class ProcessEngine:
         await asyncio.wait([self._successor])
         await self._link.close(_CLOSED)
         await asyncio.wait([self._watch])
-        self._fail_waiting(self._over)
+        self._fail_waiting(EngineEnded(self._over))
         if self._driver is not None:
             await asyncio.wait([self._driver])
         async with self._publication:
@@ -241,7 +291,7 @@ class ProcessEngine:
 
     def _check_open(self) -> None:
         if self._over is not None:
-            raise EngineError(self._over)
+            raise EngineEnded(self._over)
 
     async def _call(self, message: Message, again: bool = False) -> Message:
         """Return the answer. again: if the process ends before it answers, send the message to the next one."""
@@ -256,13 +306,13 @@ class ProcessEngine:
                 raise
         return await self._call(message)
 
-    async def _in_time(self, publication: Coroutine[Any, Any, Message]) -> None:
+    async def _in_time(self, publication: Coroutine[Any, Any, Message]) -> Message:
         try:
             async with asyncio.timeout(self._timeout):
-                await publication
+                return await publication
         except TimeoutError as error:
             what = f"the engine's process did not take new weights within {self._timeout:g} s"
-            raise EngineError(f"{what}; {self._link.tail()}") from error
+            raise EngineError(f"{what}; {self._link.channel.tail()}") from error
 
     # --- its process, and the next one ---------------------------------------------------------------------------
 
@@ -279,22 +329,33 @@ class ProcessEngine:
         try:
             if link.answered == answered:
                 raise EngineError(link.ended.result())
-            self._note(f"the engine's process ended with {link.exit_code}, see {link.log}; starting it again")
-            successor, _ = await self._begin(self._orders)
+            self._note(f"{self._name}'s process ended with {link.exit_code}, see {link.channel.log}; starting it again")
+            successor = await self._proven(*await self._begin(self._orders))
         except (EngineError, OSError) as error:
-            self._over = f"the engine's process was started again in vain: {error}"
-            self._fail_waiting(self._over)
+            self._over = f"{self._name}'s process was started again in vain: {error}"
+            self._fail_waiting(EngineEnded(self._over))
             return
         for session in self._sessions:
             successor.post(_opening(session))
         self._held = [(message, answer) for message, answer in self._held if answer is not None]
         self._adopt(successor, successor.answered)
         self._start()
-        self._note("the engine's process was started again")
+        self._note(f"{self._name}'s process was started again")
+
+    async def _proven(self, link: Link, answers: Sequence[Message]) -> Link:
+        """Return the process if it scores the probe as the one before it did. Raises EngineError."""
+        if self._scores:
+            gap = float(np.abs(np.subtract(answers[-1]["logprobs"], self._scores)).mean())
+            if not gap <= self._tolerance:
+                await link.close(_CLOSED)
+                raise EngineError(
+                    f"its log-probabilities differ by {gap:.2e} on average from those of the process before it, which "
+                    f"had the same weights (at most {self._tolerance:g})"
+                )
+        return link
 
     def _note(self, line: str) -> None:
-        with suppress(OSError), self._link.log.open("a", encoding="utf-8") as log:  # a full disk
-            log.write(f"{line}\n")
+        self._link.channel.note(line)
         self._notify(line)
 
     # --- lock-step -----------------------------------------------------------------------------------------------
@@ -347,11 +408,11 @@ class ProcessEngine:
                 answer.add_done_callback(partial(_cancel, calls[-1]))
         return calls
 
-    def _fail_waiting(self, reason: str, session: str | None = None) -> None:
+    def _fail_waiting(self, error: EngineError, session: str | None = None) -> None:
         for answer in [a for a, whose in self._waiting.items() if session in (None, whose)]:
             del self._waiting[answer]
             if not answer.done():
-                answer.set_exception(EngineError(reason))
+                answer.set_exception(error)
 
 
 def _opening(session: str) -> Message:

@@ -7,7 +7,7 @@ A line is a list of messages, sent in one turn of the sender's event loop and ha
     -> {do: open | close, session}
     -> {do: generate, call, session, prompt, sampling, salt}               <- {call, completion}
     -> {do: score, call, ids, temperature}                                 <- {call, logprobs}
-    -> {do: publish, call, path, version}                                  <- {call}
+    -> {do: publish, call, path, version, probe}                           <- {call, logprobs}  of the probe's ids
     -> {do: cancel, call}                                                  any call that failed: <- {call, error}
     -> {do: ping}                                                          <- {do: pong}
 """

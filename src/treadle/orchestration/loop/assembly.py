@@ -61,7 +61,7 @@ def make_loop(
         buffer,
         GroupIntake(config, store, buffer, quarantine, reporter),
         Retries(config.failures),
-        ConcurrencyController(config.engine.capacity),
+        ConcurrencyController(config.engine_capacity),
         SamplingLimits.of(config),
     )
     evaluator = Evaluator(config, runner, inputs.held_out, store, reporter)

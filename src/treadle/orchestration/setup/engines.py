@@ -115,11 +115,12 @@ def embedded_engine(
     In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on one of its own,
     beside whatever the sessions do.
     """
-    options = _options(config, chat, routing)
+    options = torch_options(config, chat, routing)
     return TorchEngine(model, options, decode=chat.decode, own_thread=not options.lock_step)
 
 
-def _options(config: EngineConfig, chat: ChatInterface, routing: bool) -> TorchEngineOptions:
+def torch_options(config: EngineConfig, chat: ChatInterface, routing: bool) -> TorchEngineOptions:
+    """Return the options of Treadle's own engine. routing: it tells which experts were chosen."""
     return TorchEngineOptions(
         stop_token_ids=chat.stop_token_ids,
         max_batch=config.batch,
@@ -138,7 +139,7 @@ async def _own_process(spec: EngineSpec) -> tuple[Engine, WeightSync]:
         await spec.source.export(folder)
         engine = await start_engine(
             folder,
-            _options(config, spec.chat, spec.routing),
+            torch_options(config, spec.chat, spec.routing),
             log=spec.log_directory() / "engine.log",
             notify=spec.log,
             on_close=cleanup.pop_all().close,

@@ -1,0 +1,160 @@
+"""`EnginePool`: several engines in processes of their own, as one.
+
+session -> the engine with the fewest open sessions, which then has its prefixes in its cache -> its process
+                ^------------- moved while that process is down, and its call made again ----------'
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from treadle.core.engine import Completion, Engine
+from treadle.core.errors import EngineError
+from treadle.core.status import ComponentStatus
+from treadle.core.trainer import WeightsDestination, WeightSource
+from treadle.core.types import Floats, Ids, SamplingParams
+from treadle.engines.process.rpc import EngineEnded
+from treadle.engines.staging import Staged
+
+
+class Member(Engine, Protocol):
+    """Is an engine in a process of its own, which may end and be replaced: `ProcessEngine`, or a fake."""
+
+    @property
+    def is_down(self) -> bool:
+        """Return whether it has no process now."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether it will have no process any more."""
+        ...
+
+    async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:
+        """Serve what `stage` returns as this version. Raises EngineError."""
+        ...
+
+
+class EnginePool:
+    """Spreads sessions over engines: an `Engine`.
+
+    A session stays on its engine, whose cache has its prefixes. Where all sessions are opened at once, as in
+    synchronous training, they are dealt out in turn: engines in lock-step then sample the same bits every time.
+
+    While an engine's process is down, its sessions and the calls that it had not answered move to others. The process
+    is started again with the weights that were published last (`ProcessEngine`), and gets new sessions. Where no other
+    engine is up, calls wait for the next process.
+    """
+
+    def __init__(self, engines: Sequence[Member]) -> None:
+        self._engines = engines
+        self._sessions: dict[str, Member] = {}
+
+    def open_session(self, session: str) -> None:
+        """Open the session on the engine that has the fewest."""
+        if session in self._sessions:
+            raise EngineError(f"session {session!r} is open already")
+        engine = self._least_busy()
+        engine.open_session(session)
+        self._sessions[session] = engine
+
+    def close_session(self, session: str) -> None:
+        """Close the session on its engine."""
+        if engine := self._sessions.pop(session, None):
+            engine.close_session(session)
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
+        """Sample one completion; on another engine if the session's has ended. Raises EngineError.
+
+        A call that has ended as many processes as there are engines fails: it may be what ends them.
+        """
+        for last in [*[False] * (len(self._engines) - 1), True]:
+            engine = self._engine(session)
+            try:
+                return await engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+            except EngineEnded:
+                if last:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+        """Return the log-probability of ids[1:], from the engine with the fewest sessions."""
+        return await self._least_busy().score(ids, temperature=temperature)
+
+    async def update_weights(self, staged: Staged, version: int) -> None:
+        """Have every engine copy in what is staged, which must stay there until other weights are.
+
+        Each engine gets it while it samples, and swaps between two tokens. Raises EngineError if none could, or if one
+        refuses.
+        """
+
+        async def stage() -> Staged:
+            return staged
+
+        left = [engine for engine in self._engines if not engine.is_over]
+        found = await asyncio.gather(*(e.update_weights(stage, version) for e in left), return_exceptions=True)
+        errors = [error for error in found if isinstance(error, BaseException)]
+        for error in errors:
+            if not isinstance(error, EngineEnded) or len(errors) == len(left):
+                raise error
+        if not left:
+            self._least_busy()
+
+    def status(self) -> list[ComponentStatus]:
+        """Return what each engine does now, by number."""
+        return [
+            replace(component, name=str(number))
+            for number, engine in enumerate(self._engines)
+            for component in engine.status()
+        ]
+
+    async def close(self) -> None:
+        """End all processes; calls that wait or run fail. Idempotent."""
+        await asyncio.gather(*(engine.close() for engine in self._engines))
+
+    def _engine(self, session: str) -> Member:
+        """Return the session's engine; another one, to which it moves, if that is down and the other is up."""
+        if session not in self._sessions:
+            raise EngineError(f"session {session!r} is not open")
+        engine = self._sessions[session]
+        if engine.is_down and (other := self._least_busy()) is not engine:
+            engine.close_session(session)
+            other.open_session(session)
+            self._sessions[session] = engine = other
+        return engine
+
+    def _least_busy(self) -> Member:
+        """Return the engine that is up and has the fewest sessions; if none is up, of those that will be.
+
+        Raises EngineError if there are none.
+        """
+        left = [engine for engine in self._engines if not engine.is_over]
+        if not left:
+            raise EngineError("no engine is left: each one's process ended, and was started again in vain")
+        sessions = list(self._sessions.values())
+        return min(left, key=lambda engine: (engine.is_down, sessions.count(engine)))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSync:
+    """Publishes to a pool's engines. destination: where they get weights, which stay there as long as needed."""
+
+    source: WeightSource
+    pool: EnginePool
+    destination: WeightsDestination[Staged]
+
+    async def publish(self, version: int) -> None:
+        """Make every engine serve the source's weights as this version. Raises EngineError, and what the source raises.
+
+        What fails is tried once more: weights are lost with the process that staged them, and if that has ended, the
+        source's own error says so.
+        """
+        try:
+            await self.pool.update_weights(await self.source.stage(self.destination), version)
+        except EngineError:
+            await self.pool.update_weights(await self.source.stage(self.destination), version)

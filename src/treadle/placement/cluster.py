@@ -1,0 +1,129 @@
+"""Connecting to a Ray cluster: a given one, or one of this machine's own, which ends with the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from treadle.core.errors import PlacementError
+from treadle.placement.reserve import Bundle
+from treadle.placement.warden import VARIABLE, warden
+
+_OBJECT_STORE = 200 * 2**20  # bytes; what exceeds it goes to disk
+_QUIET: Mapping[str, str] = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # Ray ends processes of the cluster where a machine runs short of memory, whoever's programs use it
+    "RAY_memory_monitor_refresh_ms": "0",
+    # the default of macOS, and of nothing else: every server binds the loopback interface
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+
+
+@contextmanager
+def connected(address: str | None, bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[None]:
+    """Be connected to the cluster within. Raises PlacementError.
+
+    address: of a running cluster; None: one is started here, on the loopback interface, without dashboard and usage
+    report, which offers all that the bundles want of CPUs: on a machine of one's own, processes take turns.
+    """
+    if address is None:
+        with _local(bundles, log):
+            yield
+        return
+    import ray
+
+    try:
+        ray.init(address=address, **_common())
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise PlacementError(
+            f"placement.address {address!r}: no connection to a Ray cluster there: {error}; correct it, or leave it "
+            "out for one of this machine's own"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _local(bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[None]:
+    mark = uuid4().hex
+    folder = _folder()
+    with _environment({**_QUIET, VARIABLE: mark}):
+        import ray
+        from ray._private import ray_constants
+
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell that it made a token, which it asks for
+        ray_constants.ENABLE_RAY_CLUSTER = False  # read from its variable when ray was imported, perhaps before
+        cores, wanted = os.cpu_count() or 1, int(sum(bundle.resources.get("CPU", 0) for bundle in bundles))
+        if wanted > cores:
+            log(f"placement wants {wanted} cores, and this machine has {cores}: processes take turns")
+        with warden(mark):
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=max(cores, wanted),
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE,
+                    _temp_dir=str(folder),
+                    **_common(),
+                )
+                yield
+            finally:
+                ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _common() -> dict[str, Any]:
+    """What every connection has: actors find the modules that this process finds."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "runtime_env": {"env_vars": {"PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}},
+    }
+
+
+def _folder() -> Path:
+    """A new directory for Ray's logs and sockets, whose paths may have 107 bytes; those of killed processes go."""
+    parent = Path(tempfile.gettempdir()) / f"treadle-ray-{os.getuid()}"
+    parent.mkdir(mode=0o700, exist_ok=True)
+    for left in parent.iterdir():
+        if left.name.isdigit() and not _is_running(int(left.name)):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = parent / str(os.getpid())
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have these variables while the cluster runs, which inherits them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

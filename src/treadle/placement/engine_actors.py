@@ -1,0 +1,211 @@
+"""Engines that are Ray actors: `ProcessEngine` with an actor at the other end, and a pool of them.
+
+EnginePool -> ProcessEngine -> Link -> ActorChannel --(actor calls)--> EngineActor -> EngineServer -> TorchEngine
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError
+from torch import Tensor
+from transformers.utils import logging as hf_logging
+
+from treadle.core.errors import ConfigError, EngineError
+from treadle.core.status import ProcessId
+from treadle.core.trainer import WeightSync
+from treadle.engines.config import EngineConfig
+from treadle.engines.pool import EnginePool, PoolSync
+from treadle.engines.process.engine import ProcessEngine, connect_engine
+from treadle.engines.process.protocol import Message
+from treadle.engines.process.rpc import Link
+from treadle.engines.process.server import EngineServer, error_message
+from treadle.engines.torch.engine import TorchEngine
+from treadle.models.config import ModelConfig
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.setup.chat_interface import load_chat_interface
+from treadle.orchestration.setup.engines import EngineSpec, torch_options
+from treadle.placement.reserve import Bundle, Reservation
+from treadle.placement.stored_weights import ObjectStore
+from treadle.training.make import load_model
+
+
+@dataclass(frozen=True, slots=True)
+class ActorEngine:
+    """Holds what an actor makes its engine from. threads, deterministic: how it computes."""
+
+    config: EngineConfig
+    model: ModelConfig
+    seed: int
+    routing: bool
+    threads: int
+    deterministic: bool
+
+    def make(self) -> TorchEngine:
+        """Return the engine, in this process. Raises what loading raises."""
+        hf_logging.disable_progress_bar()
+        torch.set_num_threads(self.threads)
+        torch.use_deterministic_algorithms(self.deterministic)
+        chat = load_chat_interface(self.model)
+        options = torch_options(self.config, chat, self.routing)
+        return TorchEngine(load_model(self.model, self.seed), options, decode=chat.decode)
+
+
+class EngineActor:
+    """Is a `TorchEngine` in a process of its own, which takes messages and hands out what it posts."""
+
+    def __init__(self) -> None:
+        self._server: EngineServer | None = None
+        self._early: dict[int, Sequence[Message]] = {}  # by number, what came before what it follows
+        self._next = 0
+        self._posted: list[Message] = []
+        self._any = asyncio.Event()
+
+    async def process(self) -> ProcessId:
+        """Return which process this is."""
+        return ProcessId.own()
+
+    async def take(self, number: int, messages: Sequence[Message]) -> None:
+        """Do what messages say, in the order of numbers, which Ray does not promise; the first one loads the engine."""
+        self._early[number] = messages
+        while (following := self._early.pop(self._next, None)) is not None:
+            self._next += 1
+            for message in following:
+                self._do(message)
+
+    async def posted(self) -> list[Message]:
+        """Wait for messages; return those that were posted since the last call."""
+        await self._any.wait()
+        messages, self._posted = self._posted, []
+        self._any.clear()
+        return messages
+
+    def _do(self, message: Message) -> None:
+        if message["do"] == "load":
+            self._post({"call": message["call"], **self._load(message["engine"])})
+        elif self._server is not None:
+            self._server.take(message)
+
+    def _load(self, engine: ActorEngine) -> Message:
+        try:
+            made = engine.make()
+        except Exception as error:  # noqa: BLE001  # whatever it is, the caller must know
+            return error_message(error)
+        self._server = EngineServer(made, self._post, _fetch)
+        return asdict(made.limits)
+
+    def _post(self, message: Message) -> None:
+        self._posted.append(message)
+        self._any.set()
+
+
+async def _fetch(message: Message) -> Mapping[str, Tensor]:
+    weights: dict[str, Tensor] = await asyncio.to_thread(message["weights"].fetch)
+    return weights
+
+
+class ActorChannel:
+    """Reaches an `EngineActor` (a `Channel`). Made by `start`."""
+
+    def __init__(self, actor: Any, process: ProcessId) -> None:
+        self._actor, self.process = actor, process
+        self.log = f"Ray's logs of process {process.pid} on {process.host}"
+        self._messages: list[Message] = []
+        self._sent = 0
+        self._ending = "it was ended"
+
+    @classmethod
+    async def start(cls, options: Mapping[str, Any]) -> ActorChannel:
+        """Start an actor at a place. Raises EngineError."""
+        actor = ray.remote(EngineActor).options(max_restarts=0, max_task_retries=0, **options).remote()
+        try:
+            return cls(actor, await actor.process.remote())
+        except RayError as error:
+            raise EngineError(f"an engine did not start: {error}") from error
+        except asyncio.CancelledError:
+            ray.kill(actor)
+            raise
+
+    def post(self, message: Message) -> None:
+        """Send the message; all of one turn of the event loop go together."""
+        if not self._messages:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._messages.append(message)
+
+    async def received(self) -> AsyncIterator[Sequence[Message]]:
+        """Yield what the actor posts until it has ended."""
+        while True:
+            try:
+                messages: list[Message] = await self._actor.posted.remote()
+            except RayError as error:
+                self._ending = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                return
+            yield messages
+
+    def kill(self) -> None:
+        ray.kill(self._actor, no_restart=True)
+
+    def abort(self) -> None:
+        self.kill()
+
+    async def reap(self) -> str:
+        self.kill()  # it may only have been out of reach
+        return self._ending
+
+    def tail(self) -> str:
+        return f"{self.log} have more"
+
+    def note(self, line: str) -> None:
+        """Do nothing: an actor's output is its own."""
+
+    def _flush(self) -> None:
+        messages, self._messages = self._messages, []
+        self._actor.take.remote(self._sent, messages)
+        self._sent += 1
+
+
+async def open_engines(config: RunConfig, reservation: Reservation, spec: EngineSpec) -> tuple[EnginePool, WeightSync]:
+    """Open an engine at each of its places; see `OpenEngine`. config: whose model they serve."""
+    if spec.config.kind != "torch":
+        raise ConfigError(
+            f"engine.kind is {spec.config.kind!r}, and placement.kind 'ray' starts engines of kind torch; set one of "
+            "them to another"
+        )
+    engine = ActorEngine(
+        spec.config,
+        config.model,
+        config.seed,
+        spec.routing,
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    starting = [asyncio.create_task(_open(engine, reservation, b, spec)) for b in reservation.of("engine")]
+    try:
+        pool = EnginePool(await asyncio.gather(*starting))
+    except BaseException:
+        for task in starting:
+            task.cancel()
+        for found in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(found, ProcessEngine):
+                await found.close()
+        raise
+    return pool, PoolSync(spec.source, pool, ObjectStore(getattr(torch, spec.config.dtype)))
+
+
+async def _open(engine: ActorEngine, reservation: Reservation, bundle: Bundle, spec: EngineSpec) -> ProcessEngine:
+    async def connect() -> Link:
+        return Link(await ActorChannel.start(reservation.options(bundle)))
+
+    return await connect_engine(
+        connect,
+        {"do": "load", "engine": engine},
+        lock_step=engine.config.lock_step is not False,
+        tolerance=engine.config.tolerance,
+        name=str(bundle),
+        notify=spec.log,
+    )

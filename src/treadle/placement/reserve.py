@@ -1,0 +1,146 @@
+"""Reserving everything that a run needs of a cluster at once, before anything is loaded.
+
+An actor without resources waits for ever without a word. So none is made outside of one placement group, and that is
+either there in time or an error that names the process and what it lacks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from treadle.core.errors import PlacementError
+from treadle.orchestration.config import PlacementConfig
+
+Role = Literal["learner rank", "engine", "rollout worker"]
+Resources = Mapping[str, float]
+
+_WAIT = 30.0  # seconds for resources that others hold
+_SURE = 2.0  # seconds for which Ray must find a group infeasible: nodes may just be joining
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Says what one process needs, on one node: `Bundle("learner rank", 1, {"CPU": 4, "GPU": 1})`."""
+
+    role: Role
+    number: int
+    resources: Resources
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.number}"
+
+
+def bundles_of(config: PlacementConfig) -> list[Bundle]:
+    """Return what a run needs: learner ranks first, then engines, then rollout workers."""
+    learner, engines, rollout = config.learner, config.engines, config.rollout
+    gpu = {"GPU": 1.0} if learner.device == "cuda" else {}
+    of_engine = {"CPU": float(engines.cpus)} | ({"GPU": float(engines.gpus)} if engines.gpus else {})
+    return [
+        *(Bundle("learner rank", number, {"CPU": float(learner.cpus), **gpu}) for number in range(learner.ranks)),
+        *(Bundle("engine", number, of_engine) for number in range(engines.count)),
+        *(Bundle("rollout worker", number, {"CPU": float(rollout.cpus)}) for number in range(rollout.workers)),
+    ]
+
+
+class Reservation:
+    """Holds resources for each bundle. Processes are started with the `options` of theirs."""
+
+    def __init__(self, group: Any, bundles: Sequence[Bundle]) -> None:
+        self._group, self.bundles = group, bundles
+
+    def options(self, bundle: Bundle) -> dict[str, Any]:
+        """Return the options of a Ray actor or task that takes the bundle's place."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        index = self.bundles.index(bundle)
+        return {
+            "num_cpus": bundle.resources.get("CPU", 0),
+            "num_gpus": bundle.resources.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+        }
+
+    def of(self, role: Role) -> list[Bundle]:
+        """Return the bundles of a role, by number."""
+        return [bundle for bundle in self.bundles if bundle.role == role]
+
+
+@contextmanager
+def reserve(bundles: Sequence[Bundle], wait: float | None) -> Iterator[Reservation]:
+    """Hold the bundles within. wait: see `PlacementConfig`. Raises PlacementError."""
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    group = placement_group([dict(bundle.resources) for bundle in bundles], strategy="PACK")
+
+    def is_infeasible() -> bool:
+        return bool(placement_group_table(group)["stats"]["scheduling_state"] == "INFEASIBLE")
+
+    try:
+        if problem := _problem(group.wait, is_infeasible, bundles, wait):
+            raise PlacementError(problem)
+        yield Reservation(group, bundles)
+    finally:
+        remove_placement_group(group)
+
+
+def _problem(
+    ready: Callable[[float], bool], is_infeasible: Callable[[], bool], bundles: Sequence[Bundle], wait: float | None
+) -> str:
+    """Wait for the group; returns why it cannot be had, or ""."""
+    began = since = time.monotonic()
+    limit = _WAIT if wait is None else wait
+    while not ready(0.25):
+        now = time.monotonic()
+        if not is_infeasible():
+            since = now
+        elif wait is None and now - since > _SURE:
+            return (
+                f"{shortage(bundles, _totals())}; lower `placement`, add nodes, or set placement.wait for a cluster "
+                "that grows on demand"
+            )
+        if now - began > limit:
+            lacking = shortage(bundles, _free()) or shortage(bundles, _totals())
+            return (
+                f"after {limit:g} s {lacking or 'the cluster has not placed the run'}; wait until others have ended, "
+                "lower `placement`, or raise placement.wait"
+            )
+    return ""
+
+
+def shortage(bundles: Sequence[Bundle], nodes: Mapping[str, Resources]) -> str:
+    """Return what the first bundle lacks for which no node has room beside those before it; "" if all have room."""
+    left = {node: dict(resources) for node, resources in nodes.items()}
+    for bundle in bundles:
+        needs = bundle.resources
+        fits = [own for own in left.values() if all(own.get(name, 0) >= amount for name, amount in needs.items())]
+        if not fits:
+            rest = "; ".join(f"{node}: {_told(resources, needs)}" for node, resources in left.items())
+            beside = f" beside the {len(bundles[: bundles.index(bundle)])} before it" if bundle != bundles[0] else ""
+            return f"{bundle} needs {_told(needs, needs)}, and no node has that{beside} ({rest or 'there are none'})"
+        for name, amount in needs.items():
+            fits[0][name] -= amount
+    return ""
+
+
+def _told(resources: Resources, names: Resources) -> str:
+    """`1 CPU, 0 GPU`."""
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in names)
+
+
+def _totals() -> dict[str, Resources]:
+    """Address and resources of each node that is alive."""
+    import ray
+
+    return {f"{node['NodeManagerAddress']}": node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def _free() -> dict[str, Resources]:
+    """The same, of what nobody holds."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    return {node["NodeManagerAddress"]: free.get(node["NodeID"], {}) for node in ray.nodes() if node["Alive"]}

@@ -1,0 +1,53 @@
+"""`open_ray`: a run's parts on a Ray cluster, in order: connect, reserve everything, check every place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from treadle.orchestration.config import PlacementConfig, RunConfig
+from treadle.orchestration.runtime import Runtime
+from treadle.placement.checks import Place, check_places
+from treadle.placement.cluster import connected
+from treadle.placement.reserve import Reservation, bundles_of, reserve
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Holds what is reserved, and what was found at the place of each bundle."""
+
+    reservation: Reservation
+    places: list[Place]
+
+    def __str__(self) -> str:
+        nodes = len({place.node for place in self.places})
+        return f"{len(self.places)} processes on {nodes} node{'s' * (nodes > 1)}"
+
+
+@contextmanager
+def placed(config: PlacementConfig, directory: Path, log: Callable[[str], None]) -> Iterator[Placement]:
+    """Hold what a run needs within, checked. directory: where runs are. Raises PlacementError."""
+    bundles = bundles_of(config)
+    with connected(config.address, bundles, log), reserve(bundles, config.wait) as reservation:
+        yield Placement(reservation, check_places(reservation, directory))
+
+
+@contextmanager
+def open_ray(config: RunConfig, path: Path, log: Callable[[str], None]) -> Iterator[Runtime]:
+    """Yield what makes a run's parts on a cluster, whose resources it holds; see `OpenRuntime`."""
+    with placed(config.placement, path.absolute().parent, log) as placement:
+        log(f"placement: {placement}")
+        from treadle.placement.engine_actors import open_engines  # these import ray, and what computes
+        from treadle.placement.rank_actors import make_trainer
+        from treadle.placement.rollout_actors import open_workers
+
+        reservation = placement.reservation
+        runtime = Runtime(
+            make_trainer=partial(make_trainer, reservation), open_engine=partial(open_engines, config, reservation)
+        )
+        if config.placement.rollout.workers:
+            runtime = replace(runtime, open_rollouts=partial(open_workers, reservation))
+        yield runtime

@@ -1,0 +1,49 @@
+"""What is checked at each place before anything is loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from treadle.core.errors import PlacementError
+from treadle.placement import checks
+from treadle.placement.checks import Place, check_places, problems, versions
+from treadle.placement.reserve import Bundle, Reservation
+
+HERE = {"Python": "3.11.7", "torch": "2.13.0"}
+RANK = Bundle("learner rank", 1, {"CPU": 1, "GPU": 1})
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        (Place("10.0.0.2", HERE, True, 1), []),
+        (
+            Place("10.0.0.2", {**HERE, "torch": "2.9.0"}, True, 1),
+            ["learner rank 1 on 10.0.0.2: torch is 2.9.0, here it is 2.13.0; install the same version there"],
+        ),
+        (
+            Place("10.0.0.2", {**HERE, "torch": ""}, True, None),
+            ["learner rank 1 on 10.0.0.2: torch is missing, here it is 2.13.0; install the same version there"],
+        ),
+        (
+            Place("10.0.0.2", HERE, False, 1),
+            ["learner rank 1 on 10.0.0.2: does not see /runs; put runs where all nodes see them (--runs)"],
+        ),
+        (
+            Place("10.0.0.2", HERE, True, 0),
+            ["learner rank 1 on 10.0.0.2: torch 2.13.0 sees 0 of 1 GPUs; install its CUDA build"],
+        ),
+    ],
+)
+def test_each_problem_is_one_line(place: Place, expected: list[str]) -> None:
+    assert problems(RANK, place, HERE, Path("/runs")) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_places_are_looked_at(reservation: Reservation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_places(reservation, tmp_path / "runs") == [Place("127.0.0.1", versions(), True, None)] * 6
+    assert list((tmp_path / "runs").iterdir()) == []
+    monkeypatch.setattr(checks, "versions", lambda: {**versions(), "treadle": "0.0"})
+    with pytest.raises(PlacementError, match=r"(?m)^engine 1 on 127\.0\.0\.1: treadle is .*, here it is 0\.0; install"):
+        check_places(reservation, tmp_path)

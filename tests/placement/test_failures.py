@@ -1,0 +1,70 @@
+"""What dies in the middle of a run: an engine, and it goes on; a learner rank, and it goes on from a checkpoint."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.orchestration.runs import check_finished, start, updates
+from tests.worlds import Quiet, tiny
+from treadle.orchestration.recovery import train_run
+from treadle.orchestration.setup.inputs import load_inputs
+from treadle.placement.warden import VARIABLE, marked
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
+SETTINGS = (
+    "placement.kind=ray",
+    "placement.learner.ranks=2",
+    "placement.engines.count=2",
+    "training.threads=1",
+    "evaluation.every=0",
+    "orchestration.updates=8",
+    "data.train.options.seconds=0.1",  # each reply; leaves time to be killed in
+)
+
+
+def kill_later(run: Path, title: str, update: int) -> threading.Thread:
+    """Kill an actor's process once so many updates are made."""
+
+    def work() -> None:
+        while not (run / "metrics.jsonl").is_file() or len(updates(run)) < update:
+            time.sleep(0.05)
+        for process in marked(os.environ[VARIABLE]):
+            try:
+                if process.cmdline()[0].startswith(title):
+                    process.kill()
+                    return
+            except psutil.Error:
+                continue
+        raise AssertionError(f"no {title}")
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def play(run: Path, title: str) -> tuple[str, list[str]]:
+    config, progress = tiny(*SETTINGS), Quiet()
+    thread = kill_later(run, title, 3)
+    summary = train_run(config, load_inputs(config), run, progress)
+    thread.join(0)
+    assert not thread.is_alive()
+    check_finished(run)
+    return str(summary["weights_sha256"]), progress.lines
+
+
+def test_a_run_goes_on_from_the_last_checkpoint_when_a_rank_is_killed(tmp_path: Path) -> None:
+    digest, lines = play(tmp_path / "killed", "ray::RankActor")
+    [line] = [line for line in lines if "going on from the checkpoint" in line]
+    assert line.startswith("learner rank ") and line.endswith(("of update 2", "of update 4")), line
+    assert digest == start(tmp_path / "straight", *SETTINGS)["weights_sha256"]
+
+
+def test_a_run_goes_on_when_an_engine_is_killed(tmp_path: Path) -> None:
+    _, lines = play(tmp_path / "killed", "ray::EngineActor")
+    assert any(line.startswith("engine ") and "process ended with" in line for line in lines), lines
+    assert not any("going on from the checkpoint" in line for line in lines)

@@ -1,0 +1,68 @@
+"""What a run needs of a cluster, and what is said where it cannot have it."""
+
+import time
+
+import pytest
+
+from treadle.core.config import build
+from treadle.core.errors import ConfigError, PlacementError
+from treadle.orchestration.config import PlacementConfig
+from treadle.placement.reserve import Bundle, bundles_of, reserve, shortage
+
+CPU = {"CPU": 1.0}
+
+
+def test_what_a_run_needs() -> None:
+    config = build(PlacementConfig, {"kind": "ray", "learner": {"ranks": 2, "device": "cuda"}, "engines": {"gpus": 2}})
+    assert bundles_of(config) == [
+        Bundle("learner rank", 0, {"CPU": 1, "GPU": 1}),
+        Bundle("learner rank", 1, {"CPU": 1, "GPU": 1}),
+        Bundle("engine", 0, {"CPU": 1, "GPU": 2}),
+    ]
+
+
+def test_only_a_cluster_has_several_engines() -> None:
+    with pytest.raises(ConfigError, match=r"placement\.engines is set, but .* 'embedded' has no cluster; leave it out"):
+        build(PlacementConfig, {"engines": {"count": 2}})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ({"a": {"CPU": 2}}, ""),
+        ({"a": {"CPU": 1}, "b": {"CPU": 1}}, ""),
+        ({}, "engine 0 needs 1 CPU, and no node has that (there are none)"),
+        ({"a": {}}, "engine 0 needs 1 CPU, and no node has that (a: 0 CPU)"),
+        ({"a": {"CPU": 1}}, "engine 1 needs 1 CPU, and no node has that beside the 1 before it (a: 0 CPU)"),
+    ],
+)
+def test_the_first_shortage_is_named(nodes: dict[str, dict[str, float]], expected: str) -> None:
+    assert shortage([Bundle("engine", number, CPU) for number in range(2)], nodes) == expected
+
+
+@pytest.mark.xdist_group("ray")
+class TestOnACluster:
+    def test_what_no_node_has_is_told_at_once(self, cluster: None) -> None:
+        before = time.monotonic()
+        with (
+            pytest.raises(PlacementError, match=r"engine 0 needs 1 CPU, 1 GPU, and no node has that \(127\.0\.0\.1: "),
+            reserve([Bundle("engine", 0, {"CPU": 1, "GPU": 1})], None),
+        ):
+            pass
+        assert time.monotonic() - before < 10
+
+    @pytest.mark.slow
+    def test_what_others_hold_is_waited_for(self, cluster: None) -> None:
+        many = [Bundle("engine", number, CPU) for number in range(6)]
+        with reserve(many, None):
+            before = time.monotonic()
+            with (
+                pytest.raises(
+                    PlacementError, match=r"after 3 s engine 0 needs 1 CPU, .* \(127\.0\.0\.1: 0 CPU\); wait"
+                ),
+                reserve(many[:1], 3),
+            ):
+                pass
+            assert 3 <= time.monotonic() - before < 8
+        with reserve(many, 30):
+            pass

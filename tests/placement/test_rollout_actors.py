@@ -1,0 +1,166 @@
+"""Attempts that are played in other processes are those that would have been played here."""
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from tests.worlds import END, PLAIN, Vowels, plain_ids, vowel_tasks
+from treadle.core.draws import Stream
+from treadle.core.errors import Cause, ConfigError, EngineError
+from treadle.core.types import SamplingParams, Task, Trajectory, trajectory_id
+from treadle.placement import rollout_actors
+from treadle.placement.reserve import Reservation
+from treadle.placement.rollout_actors import RolloutPool, open_workers
+from treadle.placement.warden import VARIABLE, marked
+from treadle.rendering.chat import ChatRenderer
+from treadle.rollout.attempt import Players, RolloutRunner, open_rollouts
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.rewards import RewardsConfig
+from treadle.rollout.session import Address
+from treadle.testing import FakeEngine
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
+PLAYERS = Players({"vowels": Vowels})
+CONFIG = RolloutConfig(max_completion_tokens=16)
+
+
+def saying(delay: float = 0.0) -> FakeEngine:
+    return FakeEngine(lambda prompt, sampling: [*plain_ids("aeb"), END], delay=lambda: delay)
+
+
+def task(number: int, seconds: float = 0.0) -> Task:
+    [found] = vowel_tasks("train", 1, seconds)
+    return Task(f"t{number}", found.prompt, environment="vowels", extras=found.extras)
+
+
+@asynccontextmanager
+async def workers(
+    reservation: Reservation, engine: FakeEngine, config: RolloutConfig = CONFIG, said: list[str] | None = None
+) -> AsyncIterator[RolloutPool]:
+    log = (said if said is not None else list[str]()).append
+    renderer = ChatRenderer(PLAIN, [END])
+    async with open_workers(reservation, engine, renderer, PLAYERS, config, RewardsConfig(), log, None) as pool:
+        yield pool
+
+
+def start(runner: RolloutRunner, groups: int, seconds: float = 0.0) -> list[asyncio.Future[Trajectory]]:
+    addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(2)]
+    return [a for n in range(groups) for a in runner.start(f"g{n:06d}", task(n, seconds), addresses)]
+
+
+def facts(played: list[Trajectory]) -> list[object]:
+    return [
+        (t.trajectory_id, t.reward, t.status, [(s.prompt_ids.tolist(), s.completion_ids.tolist()) for s in t.steps])
+        for t in played
+    ]
+
+
+def processes() -> list[psutil.Process]:
+    return [each for each in marked(os.environ[VARIABLE]) if _title(each).startswith("ray::RolloutActor")]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return str((process.cmdline() or [""])[0])
+    except psutil.Error:  # it has ended
+        return ""
+
+
+async def gone() -> None:
+    """Return when no worker is left."""
+    async with asyncio.timeout(10):
+        while processes():
+            await asyncio.sleep(0.1)
+
+
+async def test_attempts_are_those_that_are_played_here(reservation: Reservation) -> None:
+    engine = saying()
+    async with workers(reservation, engine) as pool:
+        await pool.check([task(0)])
+        running = start(pool, 3)
+        assert engine.open == [trajectory_id(f"g{n:06d}", attempt) for n in range(3) for attempt in range(2)]
+        assert [worker.playing for worker in pool._workers] == [3, 3]
+        played = await asyncio.gather(*running)
+        assert pool.sampling == SamplingParams(max_tokens=16)
+    assert engine.open == []
+    here = saying()
+    async with open_rollouts(here, ChatRenderer(PLAIN, [END]), PLAYERS, CONFIG) as rollouts:
+        assert facts(played) == facts(await asyncio.gather(*start(rollouts, 3)))
+    await gone()
+
+
+async def test_what_the_engine_raises_fails_the_attempt(reservation: Reservation) -> None:
+    def fail(prompt: object, sampling: object) -> list[int]:
+        raise EngineError("made up")
+
+    async with workers(reservation, FakeEngine(fail)) as pool:
+        for trajectory in await asyncio.gather(*start(pool, 1)):
+            assert trajectory.failure is not None
+            assert (trajectory.failure.cause, trajectory.failure.message) == (Cause.ENGINE, "made up")
+
+
+async def test_a_cancelled_attempt_frees_its_row_and_its_session(reservation: Reservation) -> None:
+    engine = saying(delay=60)
+    async with workers(reservation, engine) as pool:
+        running = start(pool, 1)
+        while engine.running < 2:
+            await asyncio.sleep(0.01)
+        running[0].cancel()
+        while engine.running == 2:
+            await asyncio.sleep(0.01)
+        assert (engine.aborted, len(engine.open)) == (1, 1)
+        running[1].cancel()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_worker_that_is_lost_is_replaced_and_its_attempts_fail(
+    reservation: Reservation, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_actors, "_SILENCE", 8.0)
+    engine, said = saying(), list[str]()
+    async with workers(reservation, engine, said=said) as pool:
+        await asyncio.gather(*start(pool, 1))
+        running = start(pool, 1, seconds=15)
+        while len(engine.calls) < 4 + 2:
+            await asyncio.sleep(0.01)
+        processes()[0].send_signal(how)
+        played = await asyncio.gather(*running)
+        [lost] = [t for t in played if t.failure is not None]
+        assert lost.failure is not None and lost.failure.cause is Cause.INFRASTRUCTURE
+        assert lost.failure.message.startswith("rollout worker ") and engine.open == []
+        again = await asyncio.gather(*start(pool, 2))
+        assert all(t.failure is None for t in again) and len(processes()) == 2
+    [line] = said
+    assert line.startswith("rollout worker ") and line.endswith("; starting it again")
+    assert ("no word for 8 s" in line) == (how is signal.SIGSTOP)
+    await gone()
+
+
+async def test_what_cannot_be_opened_is_told(reservation: Reservation) -> None:
+    with pytest.raises(ConfigError, match="no_such_parser"):
+        async with workers(reservation, saying(), RolloutConfig(reply_parser="no_such_parser")):
+            pass
+    await gone()
+
+
+LIGHT = """
+import pickle, sys
+import treadle.placement.rollout_actors
+renderer = pickle.load(sys.stdin.buffer)
+print(renderer.encode("ab").tolist(), [name for name in ("torch", "transformers") if name in sys.modules])
+"""
+
+
+def test_a_worker_loads_neither_torch_nor_transformers() -> None:
+    renderer = pickle.dumps(ChatRenderer(PLAIN, [END]))
+    found = subprocess.run([sys.executable, "-c", LIGHT], input=renderer, capture_output=True, check=True)
+    assert found.stdout.decode().split("\n")[0] == "[3] []"
