@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all lint lint-pages format dist clean train-env dev-env python-check
+.PHONY: help demo demo-seeds vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all test-cluster lint lint-pages format dist clean train-env dev-env python-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,9 @@ test: lint ## lint, types and the quick tests
 
 test-all: lint ## lint, types and every test
 	@$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+test-cluster: dev-env ## one run on a local Ray cluster, with twenty processes killed at random (many minutes)
+	@$(BIN)/python -m pytest -s tests/placement/random_kills.py $(ARGS)
 
 gpu-check: dev-env ## what runs on a GPU, checked and measured; skips what is not there
 	@$(BIN)/python benchmarks/gpu_check.py $(ARGS)

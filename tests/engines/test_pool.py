@@ -22,21 +22,22 @@ class Fake(FakeEngine):
 
     def __init__(self, name: int, lives: int = 10**9) -> None:
         super().__init__(lambda prompt, sampling: [name])
-        self.is_down = self.is_over = False
+        self.is_down = False
+        self.over: str | None = None
         self.lives = lives
         self.versions: list[int] = []
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
-        if self.is_over or self.lives == 0:
+        if self.over or self.lives == 0:
             self.is_down = True
             raise EngineEnded("it has ended")
         self.lives -= 1
         return await super().generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
 
     async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:
-        if self.is_over:
+        if self.over:
             raise EngineEnded("it has ended")
         await stage()
         self.versions.append(version)
@@ -84,13 +85,13 @@ async def test_a_call_that_ends_every_engine_fails() -> None:
 async def test_an_engine_that_is_over_is_left_out() -> None:
     over, left = Fake(0), Fake(1)
     pool = EnginePool([over, left])
-    over.is_down = over.is_over = True
+    over.is_down, over.over = True, "it was ended"
     pool.open_session("a")
     assert await sampled(pool, "a") == 1
     await PoolSync(FakeTrainer(), pool, Nowhere()).publish(3)
     assert (over.versions, left.versions) == ([], [3])
-    left.is_down = left.is_over = True
-    with pytest.raises(EngineError, match="no engine is left"):
+    left.is_down, left.over = True, "so was this"
+    with pytest.raises(EngineError, match="no engine is left: it was ended; so was this"):
         pool.open_session("b")
     with pytest.raises(EngineError, match="no engine is left"):
         await PoolSync(FakeTrainer(), pool, Nowhere()).publish(4)

@@ -39,7 +39,6 @@ def test_each_problem_is_one_line(place: Place, expected: list[str]) -> None:
     assert problems(RANK, place, HERE, Path("/runs")) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_places_are_looked_at(reservation: Reservation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_places(reservation, tmp_path / "runs") == [Place("127.0.0.1", versions(), True, None)] * 6

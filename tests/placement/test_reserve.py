@@ -51,7 +51,6 @@ class TestOnACluster:
             pass
         assert time.monotonic() - before < 10
 
-    @pytest.mark.slow
     def test_what_others_hold_is_waited_for(self, cluster: None) -> None:
         many = [Bundle("engine", number, CPU) for number in range(6)]
         with reserve(many, None):

@@ -29,8 +29,8 @@ class Member(Engine, Protocol):
         ...
 
     @property
-    def is_over(self) -> bool:
-        """Return whether it will have no process any more."""
+    def over(self) -> str | None:
+        """Return why it will have no process any more; None if it may have one."""
         ...
 
     async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:
@@ -96,7 +96,7 @@ class EnginePool:
         async def stage() -> Staged:
             return staged
 
-        left = [engine for engine in self._engines if not engine.is_over]
+        left = [engine for engine in self._engines if engine.over is None]
         found = await asyncio.gather(*(e.update_weights(stage, version) for e in left), return_exceptions=True)
         errors = [error for error in found if isinstance(error, BaseException)]
         for error in errors:
@@ -133,9 +133,9 @@ class EnginePool:
 
         Raises EngineError if there are none.
         """
-        left = [engine for engine in self._engines if not engine.is_over]
+        left = [engine for engine in self._engines if engine.over is None]
         if not left:
-            raise EngineError("no engine is left: each one's process ended, and was started again in vain")
+            raise EngineError("no engine is left: " + "; ".join(engine.over or "" for engine in self._engines))
         sessions = list(self._sessions.values())
         return min(left, key=lambda engine: (engine.is_down, sessions.count(engine)))
 

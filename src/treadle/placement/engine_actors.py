@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from torch import Tensor
 from transformers.utils import logging as hf_logging
 
@@ -122,14 +122,17 @@ class ActorChannel:
     @classmethod
     async def start(cls, options: Mapping[str, Any]) -> ActorChannel:
         """Start an actor at a place. Raises EngineError."""
-        actor = ray.remote(EngineActor).options(max_restarts=0, max_task_retries=0, **options).remote()
-        try:
-            return cls(actor, await actor.process.remote())
-        except RayError as error:
-            raise EngineError(f"an engine did not start: {error}") from error
-        except asyncio.CancelledError:
-            ray.kill(actor)
-            raise
+        for last in (False, True):  # the place may be on a node whose loss Ray has not noticed yet
+            actor = ray.remote(EngineActor).options(max_restarts=0, max_task_retries=0, **options).remote()
+            try:
+                return cls(actor, await actor.process.remote())
+            except RayError as error:
+                if last or not isinstance(error, ActorDiedError):
+                    raise EngineError(f"an engine did not start: {error}") from error
+            except asyncio.CancelledError:
+                ray.kill(actor)
+                raise
+        raise AssertionError("unreachable")
 
     def post(self, message: Message) -> None:
         """Send the message; all of one turn of the event loop go together."""

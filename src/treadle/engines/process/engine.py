@@ -182,9 +182,9 @@ class ProcessEngine:
         return self._over is not None or self._link.ended.done()
 
     @property
-    def is_over(self) -> bool:
-        """Return whether it will have no process any more."""
-        return self._over is not None
+    def over(self) -> str | None:
+        """Return why it will have no process any more; None if it may have one."""
+        return self._over
 
     def open_session(self, session: str) -> None:
         """Announce a session; in lock-step no wave starts before it waits or closes."""
