@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.worlds import tiny
 from treadle.core.errors import PlacementError
 from treadle.placement import checks
 from treadle.placement.checks import Place, check_places, problems, versions
 from treadle.placement.reserve import Bundle, Reservation
+from treadle.placement.runtime import Placement, check_transfer
 
 HERE = {"Python": "3.11.7", "torch": "2.13.0"}
 RANK = Bundle("learner rank", 1, {"CPU": 1, "GPU": 1})
@@ -37,6 +39,21 @@ RANK = Bundle("learner rank", 1, {"CPU": 1, "GPU": 1})
 )
 def test_each_problem_is_one_line(place: Place, expected: list[str]) -> None:
     assert problems(RANK, place, HERE, Path("/runs")) == expected
+
+
+def test_a_file_of_weights_stays_on_its_node() -> None:
+    bundles = [Bundle("learner rank", 0, {}), Bundle("rollout worker", 0, {}), Bundle("engine", 0, {})]
+
+    def check(*nodes: str, **vllm: str) -> None:
+        config = tiny("placement.kind=ray", "engine.kind=vllm", *(f"engine.vllm.{k}={v}" for k, v in vllm.items()))
+        places = [Place(node, HERE, True, None) for node in nodes]
+        check_transfer(config, Placement(Reservation(None, bundles), places))
+
+    check("a", "b", "a")
+    check("a", "a", "b", transfer="collective")
+    check("a", "a", "b", shared_directory="/shared")
+    with pytest.raises(PlacementError, match="there are learner rank 0 on a, engine 0 on b; set"):
+        check("a", "a", "b")
 
 
 @pytest.mark.xdist_group("ray")

@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, RayError
 from torch import Tensor
 from transformers.utils import logging as hf_logging
 
+from treadle.core.engine import Engine
 from treadle.core.errors import ConfigError, EngineError
 from treadle.core.status import ProcessId
 from treadle.core.trainer import WeightSync
@@ -31,6 +32,7 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.orchestration.setup.engines import EngineSpec, torch_options
 from treadle.placement.reserve import Bundle, Reservation
+from treadle.placement.server_actors import open_servers
 from treadle.placement.stored_weights import ObjectStore
 from treadle.training.make import load_model
 
@@ -172,12 +174,14 @@ class ActorChannel:
         self._sent += 1
 
 
-async def open_engines(config: RunConfig, reservation: Reservation, spec: EngineSpec) -> tuple[EnginePool, WeightSync]:
+async def open_engines(config: RunConfig, reservation: Reservation, spec: EngineSpec) -> tuple[Engine, WeightSync]:
     """Open an engine at each of its places; see `OpenEngine`. config: whose model they serve."""
+    if spec.config.kind == "vllm":
+        return await open_servers(config, reservation, spec)
     if spec.config.kind != "torch":
         raise ConfigError(
-            f"engine.kind is {spec.config.kind!r}, and placement.kind 'ray' starts engines of kind torch; set one of "
-            "them to another"
+            f"engine.kind is {spec.config.kind!r}, and placement.kind 'ray' starts engines of kind torch and vllm; set "
+            "one of them to another"
         )
     engine = ActorEngine(
         spec.config,

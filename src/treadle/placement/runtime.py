@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from treadle.orchestration.config import PlacementConfig, RunConfig
+from treadle.core.errors import PlacementError
+from treadle.orchestration.config import RunConfig
 from treadle.orchestration.runtime import Runtime
 from treadle.placement.checks import Place, check_places
 from treadle.placement.cluster import connected
@@ -28,17 +29,39 @@ class Placement:
 
 
 @contextmanager
-def placed(config: PlacementConfig, directory: Path, log: Callable[[str], None]) -> Iterator[Placement]:
+def placed(config: RunConfig, directory: Path, log: Callable[[str], None]) -> Iterator[Placement]:
     """Hold what a run needs within, checked. directory: where runs are. Raises PlacementError."""
-    bundles = bundles_of(config)
-    with connected(config.address, bundles, log), reserve(bundles, config.wait) as reservation:
-        yield Placement(reservation, check_places(reservation, directory))
+    section = config.placement
+    bundles = bundles_of(section)
+    with connected(section.address, bundles, log), reserve(bundles, section.wait) as reservation:
+        placement = Placement(reservation, check_places(reservation, directory))
+        check_transfer(config, placement)
+        yield placement
+
+
+def check_transfer(config: RunConfig, placement: Placement) -> None:
+    """Raise PlacementError for vLLM servers that are on other nodes than the first rank, which hands them a file."""
+    vllm = config.engine.vllm
+    if config.engine.kind != "vllm" or vllm.transfer == "collective" or vllm.shared_directory is not None:
+        return
+    nodes = {
+        str(bundle): place.node
+        for bundle, place in zip(placement.reservation.bundles, placement.places, strict=True)
+        if bundle.role == "engine" or str(bundle) == "learner rank 0"
+    }
+    if len(set(nodes.values())) > 1:
+        told = ", ".join(f"{name} on {node}" for name, node in nodes.items())
+        raise PlacementError(
+            f"engine.vllm.transfer 'shared_memory' hands weights over on one node, and there are {told}; set "
+            "engine.vllm.transfer=collective and engine.vllm.transfer_address to this machine's address, or "
+            "engine.vllm.shared_directory to one that all nodes see"
+        )
 
 
 @contextmanager
 def open_ray(config: RunConfig, path: Path, log: Callable[[str], None]) -> Iterator[Runtime]:
     """Yield what makes a run's parts on a cluster, whose resources it holds; see `OpenRuntime`."""
-    with placed(config.placement, path.absolute().parent, log) as placement:
+    with placed(config, path.absolute().parent, log) as placement:
         log(f"placement: {placement}")
         from treadle.placement.engine_actors import open_engines  # these import ray, and what computes
         from treadle.placement.rank_actors import make_trainer

@@ -111,7 +111,7 @@ def connect(servers: dict[str, Served], tmp_path: Path) -> Connect:
         vllm = {"urls": [*(servers[n].url for n in names), *urls], "transfer": transfer}
         config = build(EngineConfig, {"kind": "vllm", "in_flight": in_flight, "vllm": vllm})
         options = {"stop_token_ids": [END], **options}
-        engine, _ = await open_engine(config, source or FixedWeights(), model=None, logs=tmp_path, **options)
+        engine, _ = await open_engine(config, source or FixedWeights(), serve=None, **options)
         try:
             yield engine
         finally:

@@ -18,7 +18,7 @@ from tests.sources import FixedWeights
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.config import EngineConfig
-from treadle.engines.vllm.launch import WORKER, command, environment, find_python, flags
+from treadle.engines.vllm.launch import WORKER, ServerProcess, command, environment, find_python, flags
 from treadle.engines.vllm.start import open_engine
 from treadle.orchestration.config import load_recipe
 from treadle.orchestration.setup.chat_interface import load_chat_interface
@@ -45,7 +45,7 @@ def test_flags_are_written_as_vllm_reads_them() -> None:
 
 def test_configured_arguments_have_the_last_word() -> None:
     given = {"tensor_parallel_size": 2, "dtype": "half", "generation-config": None}
-    arguments = command("py", Path("m"), 7, config(args=given))
+    arguments = command("py", Path("m"), "127.0.0.1", 7, config(args=given))
     assert arguments[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
     pairs = dict(pairwise(arguments))
     assert (pairs["--model"], pairs["--port"], pairs["--dtype"]) == ("m", "7", "half")
@@ -93,12 +93,12 @@ def test_running_servers_take_no_arguments() -> None:
 )
 async def test_a_server_that_does_not_start_is_told_with_its_log(script: str, message: str, tmp_path: Path) -> None:
     closed = []
+    settings = config(python=interpreter(tmp_path, script), start_timeout=0.7, servers=2)
     engine = open_engine(
-        config(python=interpreter(tmp_path, script), start_timeout=0.7, servers=2),
+        settings,
         FixedWeights(),
-        model=tmp_path,
+        serve=lambda number: ServerProcess(tmp_path, settings, tmp_path / f"vllm-{number}.log"),
         stop_token_ids=[],
-        logs=tmp_path,
         on_close=lambda: closed.append(True),
     )
     with pytest.raises(EngineError, match=message):
@@ -106,11 +106,9 @@ async def test_a_server_that_does_not_start_is_told_with_its_log(script: str, me
     assert (tmp_path / "vllm-1.log").is_file() and closed
 
 
-async def test_a_url_that_nobody_answers_is_refused(tmp_path: Path) -> None:
+async def test_a_url_that_nobody_answers_is_refused() -> None:
     with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9 does not answer /health"):
-        await open_engine(
-            config(urls=["http://127.0.0.1:9"]), FixedWeights(), model=None, stop_token_ids=[], logs=tmp_path
-        )
+        await open_engine(config(urls=["http://127.0.0.1:9"]), FixedWeights(), serve=None, stop_token_ids=[])
 
 
 async def test_nothing_is_written_for_servers_that_have_a_model(
@@ -173,7 +171,6 @@ time.sleep(60)
 
 
 async def test_stopping_leaves_nothing_running(tmp_path: Path) -> None:
-    from treadle.engines.vllm.launch import ServerProcess
 
     server = ServerProcess(tmp_path, config(python=interpreter(tmp_path, "sleep 60")), tmp_path / "log")
     assert server.running

@@ -17,6 +17,7 @@ from treadle.core.config import build
 from treadle.core.types import Floats, Ids
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.collective import Collective
+from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.vllm.start import open_engine
 from treadle.models.weights import unique_weights
 from treadle.training.checkpoint import export_model
@@ -49,7 +50,12 @@ async def test_a_server_gets_the_weights_of_another_gpu(transfer: str, tmp_path:
         "environment": {"CUDA_VISIBLE_DEVICES": str(gpus - 1)},
     }
     config = build(EngineConfig, {"kind": "vllm", "dtype": "bfloat16", "batch": 16, "vllm": vllm})
-    engine, _ = await open_engine(config, FixedWeights(), model=tmp_path / "model", stop_token_ids=[], logs=tmp_path)
+    engine, _ = await open_engine(
+        config,
+        FixedWeights(),
+        serve=lambda n: ServerProcess(tmp_path / "model", config, tmp_path / "log"),
+        stop_token_ids=[],
+    )
     try:
         for version, seed in ((1, 1), (2, 2), (3, 1)):
             weights = {name: tensor.to("cuda:0") for name, tensor in unique_weights(sized("qwen3", seed)).items()}

@@ -293,7 +293,7 @@ async def test_every_worker_of_a_tensor_parallel_server_gets_its_part(tmp_path: 
         for version, transfer in enumerate(["shared_memory", "collective", "collective"], 1):
             vllm = {"urls": [process.url], "transfer": transfer}
             config = build(EngineConfig, {"kind": "vllm", "vllm": vllm})
-            engine, _ = await open_engine(config, FixedWeights(), model=None, logs=tmp_path, stop_token_ids=[])
+            engine, _ = await open_engine(config, FixedWeights(), serve=None, stop_token_ids=[])
             model = sized("qwen3", version)
             await publish(engine, unique_weights(model), version)
             np.testing.assert_allclose(await engine.score(PROBE), score(model, PROBE), atol=1e-4)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from treadle.core.errors import ConfigError
 from treadle.engines.config import EngineConfig
@@ -47,12 +47,12 @@ def find_python(configured: str | None) -> str:
     )
 
 
-def command(python: str, model: Path, port: int, config: EngineConfig) -> list[str]:
+def command(python: str, model: Path, host: str, port: int, config: EngineConfig) -> list[str]:
     """Return the command that starts one server, in which `engine.vllm.args` overrides everything else."""
     arguments: dict[str, Any] = {
         "model": str(model),
         "served-model-name": "policy",
-        "host": "127.0.0.1",
+        "host": host,
         "port": port,
         "dtype": config.dtype,
         "max-num-seqs": config.batch,
@@ -108,20 +108,50 @@ def on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def free_port() -> int:
-    """Return a port of the loopback interface that nothing listens on now."""
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port of an address of this machine that nothing listens on now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
-class ServerProcess:
-    """Runs one server. It and its children end with `stop`, or when this process does."""
+def tail(log: Path) -> str:
+    """Return the last lines of a log."""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
 
-    def __init__(self, model: Path, config: EngineConfig, log: Path) -> None:
-        port = free_port()
-        self.url, self.log = f"http://127.0.0.1:{port}", log
-        arguments = command(find_python(config.vllm.python), model, port, config)
+
+class Started(Protocol):
+    """Is a server that was started for an engine, here or elsewhere."""
+
+    @property
+    def url(self) -> str:
+        """Return where it is reached."""
+
+    @property
+    def log(self) -> Path:
+        """Return the file with its output."""
+
+    @property
+    def running(self) -> bool:
+        """Return whether it has not ended."""
+
+    def tail(self) -> str:
+        """Return the last lines of the log."""
+
+    async def stop(self) -> None:
+        """End it. Idempotent."""
+
+
+class ServerProcess:
+    """Runs one server (`Started`). It and its children end with `stop`, or when this process does.
+
+    host: address of this machine that it listens on.
+    """
+
+    def __init__(self, model: Path, config: EngineConfig, log: Path, host: str = "127.0.0.1") -> None:
+        port = free_port(host)
+        self.url, self.log = f"http://{host}:{port}", log
+        arguments = command(find_python(config.vllm.python), model, host, port, config)
         launcher = [sys.executable, str(WORKER / "treadle_launch.py")]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -145,8 +175,7 @@ class ServerProcess:
 
     def tail(self) -> str:
         """Return the last lines of the log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-_TAIL:])
+        return tail(self.log)
 
     async def stop(self) -> None:
         """End the server and its children. Idempotent."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids
-from treadle.engines.vllm.launch import ServerProcess
+from treadle.engines.vllm.launch import Started
 
 _METRICS = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 _METRIC = r"^vllm:%s(?:\{.*\})? (\S+)$"
@@ -48,7 +48,7 @@ class Server:
     Invariant: a server that is lost stays lost. It would come back with outdated weights.
     """
 
-    def __init__(self, url: str, process: ServerProcess | None = None) -> None:
+    def __init__(self, url: str, process: Started | None = None) -> None:
         self.url, self.process = url.rstrip("/"), process
         # a connection of its own for each call: a pooled one may be closed by the server just as it is reused
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,7 @@ from treadle.core.trainer import WeightSource
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.collective import Collective
 from treadle.engines.vllm.engine import VLLMEngine
-from treadle.engines.vllm.launch import ServerProcess
+from treadle.engines.vllm.launch import Started
 from treadle.engines.vllm.publication import LOADING, Probe, Publication
 from treadle.engines.vllm.server import Server
 from treadle.engines.vllm.shared_memory import SharedMemory
@@ -25,26 +24,25 @@ async def open_engine(
     config: EngineConfig,
     source: WeightSource,
     *,
-    model: Path | None,
+    serve: Callable[[int], Started] | None,
     stop_token_ids: Sequence[int],
-    logs: Path,
     probe: Probe | None = None,
     on_close: Callable[[], None] = lambda: None,
 ) -> tuple[VLLMEngine, Publication]:
     """Return an engine whose servers answer, at version 0, and the publication of the weights of `source` to them.
 
-    model: directory that servers to be started load. logs: directory for their output. probe: what new weights are
-    proven with. Raises EngineError with the end of the log for a server that does not start, is no match for
-    this engine or cannot take weights; ConfigError without vLLM.
+    serve: starts a server, by number; None: they run already. probe: what new weights are proven with. Raises
+    EngineError with the end of the log for a server that does not start, is no match for this engine or cannot take
+    weights; ConfigError without vLLM.
     """
     servers: list[Server] = []
     try:
         if config.vllm.urls:
             servers += [Server(url) for url in config.vllm.urls]
         else:
-            assert model is not None, "servers are started with a model"
+            assert serve is not None, "servers are named, or started"
             for number in range(config.vllm.servers):
-                process = ServerProcess(model, config, logs / f"vllm-{number}.log")
+                process = serve(number)
                 servers.append(Server(process.url, process))
         await asyncio.gather(*(wait_for(server, config.vllm.start_timeout) for server in servers))
         await asyncio.gather(*(_connect(server) for server in servers))

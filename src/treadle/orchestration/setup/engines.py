@@ -21,6 +21,7 @@ from treadle.engines.process.engine import start_engine
 from treadle.engines.staging import new_directory
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
+from treadle.engines.vllm.launch import ServerProcess, Started
 from treadle.engines.weight_sync import EmbeddedSync, FileSync, SharedMemorySync
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import ChatInterface
@@ -147,25 +148,45 @@ async def _own_process(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     return engine, SharedMemorySync(spec.source, engine)
 
 
-async def open_vllm(spec: EngineSpec) -> tuple[Engine, WeightSync]:
-    """Open the client of vLLM's servers, which are started unless they run already; see `OpenEngine`."""
+Serve = Callable[[int, Path, EngineConfig, Path], Started]
+"""Starts a vLLM server: called with its number, the model's directory, the settings, and the file for its output."""
+
+
+def serve_here(number: int, model: Path, config: EngineConfig, log: Path) -> Started:
+    """Start a server on this machine."""
+    return ServerProcess(model, config, log)
+
+
+async def open_vllm(
+    spec: EngineSpec, serve: Serve = serve_here, models: Path | None = None
+) -> tuple[Engine, WeightSync]:
+    """Open the client of vLLM's servers, which are started unless they run already; see `OpenEngine`.
+
+    models: directory in which the model is handed over, which trainer and
+    servers see; default: that of temporary files.
+    """
     from treadle.engines.vllm.publication import Probe  # httpx, which only this needs
     from treadle.engines.vllm.start import open_engine as start
 
     config, known = spec.config, spec.source.model
     ids = np.random.default_rng(0).integers(0, known.vocabulary, min(_PROBE, known.context - 1)).astype(np.int32)
     probe, stop = Probe(ids, config.tolerance), spec.chat.stop_token_ids
-    connected = partial(start, config, spec.source, stop_token_ids=stop, logs=spec.log_directory(), probe=probe)
+    connected = partial(start, config, spec.source, stop_token_ids=stop, probe=probe)
     if config.vllm.urls:  # servers that have a model
-        return await connected(model=None)
+        return await connected(serve=None)
+    logs = spec.log_directory()
     with ExitStack() as cleanup:
-        folder = _directory(cleanup)
+        folder = _directory(cleanup, models)
         await spec.source.export(folder)
-        return await connected(model=folder, on_close=cleanup.pop_all().close)
+
+        def serve_model(number: int) -> Started:
+            return serve(number, folder, config, logs / f"vllm-{number}.log")
+
+        return await connected(serve=serve_model, on_close=cleanup.pop_all().close)
 
 
-def _directory(cleanup: ExitStack) -> Path:
+def _directory(cleanup: ExitStack, parent: Path | None = None) -> Path:
     """The name of a directory for a model, which goes with the stack."""
-    outer = new_directory(Path(tempfile.gettempdir()))
+    outer = new_directory(parent or Path(tempfile.gettempdir()))
     cleanup.callback(shutil.rmtree, outer, ignore_errors=True)
     return outer / "model"
