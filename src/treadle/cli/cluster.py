@@ -28,9 +28,9 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the place of each process; returns 0. Raises PlacementError for what is missing."""
-    config = load_recipe(options.recipe, options.overrides).placement
-    if config.kind != "ray":
-        raise ConfigError(f"placement.kind is {config.kind!r}, which needs no cluster; set placement.kind=ray")
+    config = load_recipe(options.recipe, options.overrides)
+    if config.placement.kind != "ray":
+        raise ConfigError(f"placement.kind is {config.placement.kind!r}, which needs no cluster; set placement.kind=ray")
     from treadle.placement.runtime import placed  # ray
 
     console = Console()
