@@ -24,6 +24,7 @@ class Fake(FakeEngine):
         super().__init__(lambda prompt, sampling: [name])
         self.is_down = False
         self.over: str | None = None
+        self.route = f"to {name}"
         self.lives = lives
         self.versions: list[int] = []
 
@@ -80,6 +81,13 @@ async def test_a_call_that_ends_every_engine_fails() -> None:
     pool.open_session("a")
     with pytest.raises(EngineEnded):
         await sampled(pool, "a")
+
+
+async def test_a_session_is_routed_to_its_engine() -> None:
+    pool = EnginePool([Fake(n) for n in range(2)])
+    for session in ("a", "b"):
+        pool.open_session(session)
+    assert [pool.route(session) for session in ("a", "b")] == ["to 0", "to 1"]
 
 
 async def test_an_engine_that_is_over_is_left_out() -> None:

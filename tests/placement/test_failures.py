@@ -47,8 +47,8 @@ def kill_later(run: Path, title: str, update: int) -> threading.Thread:
     return thread
 
 
-def play(run: Path, title: str) -> tuple[str, list[str]]:
-    config, progress = tiny(*SETTINGS), Quiet()
+def play(run: Path, title: str, *more: str) -> tuple[str, list[str]]:
+    config, progress = tiny(*SETTINGS, *more), Quiet()
     thread = kill_later(run, title, 3)
     summary = train_run(config, load_inputs(config), run, progress)
     thread.join(0)
@@ -64,7 +64,8 @@ def test_a_run_goes_on_from_the_last_checkpoint_when_a_rank_is_killed(tmp_path: 
     assert digest == start(tmp_path / "straight", *SETTINGS)["weights_sha256"]
 
 
-def test_a_run_goes_on_when_an_engine_is_killed(tmp_path: Path) -> None:
-    _, lines = play(tmp_path / "killed", "ray::EngineActor")
+@pytest.mark.parametrize("more", [(), ("placement.rollout.workers=2", "orchestration.max_staleness=1")])
+def test_a_run_goes_on_when_an_engine_is_killed(tmp_path: Path, more: tuple[str, ...]) -> None:
+    _, lines = play(tmp_path / "killed", "ray::EngineActor", *more)
     assert any(line.startswith("engine ") and "process ended with" in line for line in lines), lines
     assert not any("going on from the checkpoint" in line for line in lines)

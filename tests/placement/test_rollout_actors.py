@@ -8,14 +8,17 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from tests.worlds import END, PLAIN, Vowels, plain_ids, vowel_tasks
 from treadle.core.draws import Stream
+from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, EngineError
-from treadle.core.types import SamplingParams, Task, Trajectory, trajectory_id
+from treadle.core.types import Ids, SamplingParams, Task, Trajectory, trajectory_id
 from treadle.placement import rollout_actors
 from treadle.placement.reserve import Reservation
 from treadle.placement.rollout_actors import RolloutPool, open_workers
@@ -143,6 +146,41 @@ async def test_a_worker_that_is_lost_is_replaced_and_its_attempts_fail(
     assert line.startswith("rollout worker ") and line.endswith("; starting it again")
     assert ("no word for 8 s" in line) == (how is signal.SIGSTOP)
     await gone()
+
+
+class Elsewhere:
+    """An engine's actor, which says what `saying` says."""
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None
+    ) -> Completion:
+        engine = saying()
+        engine.open_session(session)
+        return await engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+
+
+class Routed(FakeEngine):
+    """Is reached by workers without the run's process."""
+
+    def __init__(self, actor: Any) -> None:
+        super().__init__(saying().reply)
+        self._actor = actor
+
+    def route(self, session: str) -> Any:
+        assert session in self.open
+        return self._actor
+
+
+async def test_workers_call_the_engine_themselves_until_its_process_ends(reservation: Reservation) -> None:
+    actor = ray.remote(Elsewhere).options(num_cpus=0).remote()
+    engine = Routed(actor)
+    async with workers(reservation, engine) as pool:
+        direct = await asyncio.gather(*start(pool, 2))
+        assert not engine.calls and not engine.open
+        ray.kill(actor)
+        passed_on = await asyncio.gather(*start(pool, 2))
+        assert engine.calls
+    assert facts(direct) == facts(passed_on)
 
 
 async def test_what_cannot_be_opened_is_told(reservation: Reservation) -> None:

@@ -30,7 +30,9 @@ def run(options: argparse.Namespace) -> int:
     """Print the place of each process; returns 0. Raises PlacementError for what is missing."""
     config = load_recipe(options.recipe, options.overrides)
     if config.placement.kind != "ray":
-        raise ConfigError(f"placement.kind is {config.placement.kind!r}, which needs no cluster; set placement.kind=ray")
+        raise ConfigError(
+            f"placement.kind is {config.placement.kind!r}, which needs no cluster; set placement.kind=ray"
+        )
     from treadle.placement.runtime import placed  # ray
 
     console = Console()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from treadle.core.engine import Completion, Engine
 from treadle.core.errors import EngineError
@@ -31,6 +31,11 @@ class Member(Engine, Protocol):
     @property
     def over(self) -> str | None:
         """Return why it will have no process any more; None if it may have one."""
+        ...
+
+    @property
+    def route(self) -> Any:
+        """Return what reaches it from other processes, without this one; None if nothing does."""
         ...
 
     async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:
@@ -81,6 +86,13 @@ class EnginePool:
                 if last:
                     raise
         raise AssertionError("unreachable")
+
+    def route(self, session: str) -> Any:
+        """Return what reaches the session's engine from other processes; None if nothing does.
+
+        It is for as long as that engine's process lives: who finds that it has ended calls `generate` here.
+        """
+        return self._sessions[session].route
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
         """Return the log-probability of ids[1:], from the engine with the fewest sessions."""

@@ -1,11 +1,13 @@
 """Engines that are Ray actors: `ProcessEngine` with an actor at the other end, and a pool of them.
 
 EnginePool -> ProcessEngine -> Link -> ActorChannel --(actor calls)--> EngineActor -> EngineServer -> TorchEngine
+                                        rollout workers --(generate)------^
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,10 +18,11 @@ from ray.exceptions import ActorDiedError, RayError
 from torch import Tensor
 from transformers.utils import logging as hf_logging
 
-from treadle.core.engine import Engine
+from treadle.core.engine import Completion, Engine
 from treadle.core.errors import ConfigError, EngineError
 from treadle.core.status import ProcessId
 from treadle.core.trainer import WeightSync
+from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig
 from treadle.engines.pool import EnginePool, PoolSync
 from treadle.engines.process.engine import ProcessEngine, connect_engine
@@ -35,6 +38,9 @@ from treadle.placement.reserve import Bundle, Reservation
 from treadle.placement.server_actors import open_servers
 from treadle.placement.stored_weights import ObjectStore
 from treadle.training.make import load_model
+
+_SIDE_BY_SIDE = 1_000_000  # calls at a time, of one actor
+_OPENING = 60.0  # seconds for a session to be opened that is called already: calls come from several processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._server: EngineServer | None = None
+        self._opened: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # session -> whether it is open
         self._early: dict[int, Sequence[Message]] = {}  # by number, what came before what it follows
         self._next = 0
         self._posted: list[Message] = []
@@ -71,6 +78,22 @@ class EngineActor:
     async def process(self) -> ProcessId:
         """Return which process this is."""
         return ProcessId.own()
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None
+    ) -> Completion:
+        """Sample for a rollout worker, in a session that the run's process has opened, or is about to.
+
+        Raises EngineError.
+        """
+        try:
+            async with asyncio.timeout(_OPENING):
+                await self._opened[session].wait()
+        except TimeoutError as error:
+            del self._opened[session]
+            raise EngineError(f"session {session!r} is not open") from error
+        assert self._server is not None
+        return await self._server.engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
 
     async def take(self, number: int, messages: Sequence[Message]) -> None:
         """Do what messages say, in the order of numbers, which Ray does not promise; the first one loads the engine."""
@@ -92,6 +115,10 @@ class EngineActor:
             self._post({"call": message["call"], **self._load(message["engine"])})
         elif self._server is not None:
             self._server.take(message)
+            if message["do"] == "open":
+                self._opened[message["session"]].set()
+            elif message["do"] == "close":
+                self._opened.pop(message["session"], None)
 
     def _load(self, engine: ActorEngine) -> Message:
         try:
@@ -115,7 +142,7 @@ class ActorChannel:
     """Reaches an `EngineActor` (a `Channel`). Made by `start`."""
 
     def __init__(self, actor: Any, process: ProcessId) -> None:
-        self._actor, self.process = actor, process
+        self.route, self.process = actor, process
         self.log = f"Ray's logs of process {process.pid} on {process.host}"
         self._messages: list[Message] = []
         self._sent = 0
@@ -125,7 +152,11 @@ class ActorChannel:
     async def start(cls, options: Mapping[str, Any]) -> ActorChannel:
         """Start an actor at a place. Raises EngineError."""
         for last in (False, True):  # the place may be on a node whose loss Ray has not noticed yet
-            actor = ray.remote(EngineActor).options(max_restarts=0, max_task_retries=0, **options).remote()
+            actor = (
+                ray.remote(EngineActor)
+                .options(max_restarts=0, max_task_retries=0, max_concurrency=_SIDE_BY_SIDE, **options)
+                .remote()
+            )
             try:
                 return cls(actor, await actor.process.remote())
             except RayError as error:
@@ -146,14 +177,14 @@ class ActorChannel:
         """Yield what the actor posts until it has ended."""
         while True:
             try:
-                messages: list[Message] = await self._actor.posted.remote()
+                messages: list[Message] = await self.route.posted.remote()
             except RayError as error:
                 self._ending = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 return
             yield messages
 
     def kill(self) -> None:
-        ray.kill(self._actor, no_restart=True)
+        ray.kill(self.route, no_restart=True)
 
     def abort(self) -> None:
         self.kill()
@@ -170,7 +201,7 @@ class ActorChannel:
 
     def _flush(self) -> None:
         messages, self._messages = self._messages, []
-        self._actor.take.remote(self._sent, messages)
+        self.route.take.remote(self._sent, messages)
         self._sent += 1
 
 

@@ -1,11 +1,12 @@
 """Rollout workers: environments and agent programs in processes of their own, whose calls the run's process passes on.
 
-    RolloutPool.start -> RolloutActor.play -> Rollouts -> Session -> PostedCalls --posted--> _Worker -> Engine
-                                                                         ^-------answers--------'
+    RolloutPool.start -> RolloutActor.play -> Rollouts -> Session -> WorkerCalls --posted--> _Worker -> Engine
+                                                                        |  ^-------answers--------'
+                                                                        '--(the session's route)--> EngineActor
 
-The run's process opens every session, in order, and hands out every completion. So engines in lock-step know their
-sessions, a session stays on its engine or moves, and no worker gets a token before a publication is through, wherever
-it is played. A worker imports neither torch nor transformers.
+The run's process opens every session, in order, and so chooses its engine. A worker calls that engine itself, where it
+has a `route` (an engine in lock-step has none: its waves are formed in the run's process); otherwise, and once that
+engine's process has ended, the run's process makes the call. A worker imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -63,10 +64,14 @@ class Answer:
     error: TreadleError | None = None
 
 
-class PostedCalls:
-    """Posts calls to the run's process: the `Engine` of a worker."""
+class WorkerCalls:
+    """Makes calls by the session's route, or has the run's process make them: the `Engine` of a worker.
+
+    routes: session -> the `EngineActor` that samples for it, while that is known to live.
+    """
 
     def __init__(self) -> None:
+        self.routes: dict[str, Any] = {}
         self._posted: list[Posted] = []
         self._any = asyncio.Event()
         self._numbers = count()
@@ -84,6 +89,16 @@ class PostedCalls:
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
         """Return the engine's completion; raises what it raises."""
+        if route := self.routes.get(session):
+            calling = route.generate.remote(prompt_ids, sampling, session, cache_salt)
+            try:
+                direct: Completion = await _result(calling)
+                return direct
+            except asyncio.CancelledError:
+                ray.cancel(calling)
+                raise
+            except RayActorError:  # the run's process knows where the session goes, and will close it
+                del self.routes[session]
         options = {"session": session, "cache_salt": cache_salt}
         completion: Completion = await self._call("generate", (prompt_ids, sampling), options)
         return completion
@@ -157,7 +172,7 @@ class RolloutActor:
     """Is one worker, in a process of its own."""
 
     def __init__(self) -> None:
-        self._calls = PostedCalls()
+        self._calls = WorkerCalls()
         self._opened = AsyncExitStack()
         self._rollouts: Rollouts | None = None
 
@@ -174,11 +189,19 @@ class RolloutActor:
         self._rollouts = await self._opened.enter_async_context(rollouts)
         return ProcessId.own()
 
-    async def play(self, group_id: str, task: Task, address: Address, sampling: SamplingParams | None) -> Trajectory:
-        """Play one attempt."""
+    async def play(
+        self, group_id: str, task: Task, address: Address, sampling: SamplingParams | None, route: Any
+    ) -> Trajectory:
+        """Play one attempt. route: of its session, if there is one."""
         assert self._rollouts is not None
-        [attempt] = self._rollouts.start(group_id, task, [address], sampling)
-        return await attempt
+        name = trajectory_id(group_id, address.attempt)
+        if route is not None:
+            self._calls.routes[name] = route
+        try:
+            [attempt] = self._rollouts.start(group_id, task, [address], sampling)
+            return await attempt
+        finally:
+            self._calls.routes.pop(name, None)
 
     async def check(self, tasks: Sequence[Task]) -> None:
         """Check that the drivers can play; see `Rollouts.check`."""
@@ -196,6 +219,15 @@ class RolloutActor:
     async def close(self) -> None:
         """End what it plays with."""
         await self._opened.aclose()
+
+
+@runtime_checkable
+class Routed(Protocol):
+    """Is an engine that other processes can call by themselves: `EnginePool`."""
+
+    def route(self, session: str) -> Any:
+        """Return the session's `EngineActor`; None if its calls are to be made here."""
+        ...
 
 
 class RolloutPool:
@@ -320,7 +352,8 @@ class _Worker:
     ) -> Trajectory:
         began = time.perf_counter()
         actor = await self.ready()
-        playing = actor.play.remote(group_id, task, address, sampling)
+        route = self._engine.route(name) if isinstance(self._engine, Routed) else None
+        playing = actor.play.remote(group_id, task, address, sampling, route)
         try:
             trajectory: Trajectory = await _result(playing)
         except asyncio.CancelledError:

@@ -186,6 +186,11 @@ class ProcessEngine:
         """Return why it will have no process any more; None if it may have one."""
         return self._over
 
+    @property
+    def route(self) -> Any:
+        """Return what reaches the engine from other processes; None if nothing does, or waves are formed here."""
+        return None if self._lock_step else self._link.channel.route
+
     def open_session(self, session: str) -> None:
         """Announce a session; in lock-step no wave starts before it waits or closes."""
         if session in self._sessions:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from treadle.core.child_process import exit_in_words, start_child
 from treadle.core.errors import EngineError
@@ -40,6 +40,11 @@ class Channel(Protocol):
     @property
     def log(self) -> str:
         """Return where the process writes its output."""
+        ...
+
+    @property
+    def route(self) -> Any:
+        """Return what reaches the process from other ones, without this one; None if nothing does."""
         ...
 
     def post(self, message: Message) -> None:
@@ -188,6 +193,10 @@ class ChildChannel:
     @property
     def log(self) -> str:
         return str(self._log)
+
+    @property
+    def route(self) -> None:
+        return None
 
     def post(self, message: Message) -> None:
         self._outbox.post(message)

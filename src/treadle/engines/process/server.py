@@ -22,16 +22,16 @@ class EngineServer:
     """Hands messages (`process.protocol`) to the engine and posts its answers."""
 
     def __init__(self, engine: TorchEngine, post: Callable[[Message], None], fetch: FetchWeights) -> None:
-        self._engine, self._post, self._fetch = engine, post, fetch
+        self.engine, self._post, self._fetch = engine, post, fetch
         self._tasks: dict[int, asyncio.Task[Message]] = {}
 
     def take(self, message: Message) -> None:
         """Do what a message says; answers are posted later."""
         match message["do"]:
             case "open":
-                self._engine.open_session(message["session"])
+                self.engine.open_session(message["session"])
             case "close":
-                self._engine.close_session(message["session"])
+                self.engine.close_session(message["session"])
             case "ping":
                 self._post({"do": "pong"})
             case "cancel":
@@ -46,12 +46,12 @@ class EngineServer:
         """Cancel what runs, and close the engine."""
         for task in self._tasks.values():
             task.cancel()
-        await self._engine.close()
+        await self.engine.close()
 
     async def _answer(self, message: Message) -> Message:
         match message["do"]:
             case "generate":
-                completion = await self._engine.generate(
+                completion = await self.engine.generate(
                     np.array(message["prompt"], np.int32),
                     sampling_of(message["sampling"]),
                     session=message["session"],
@@ -60,10 +60,10 @@ class EngineServer:
                 return {"completion": completion_message(completion)}
             case "score":
                 ids = np.array(message["ids"], np.int32)
-                return {"logprobs": (await self._engine.score(ids, temperature=message["temperature"])).tolist()}
+                return {"logprobs": (await self.engine.score(ids, temperature=message["temperature"])).tolist()}
             case _:
-                await self._engine.update_weights(await self._fetch(message), message["version"])
-                return {"logprobs": (await self._engine.score(np.array(message["probe"], np.int32))).tolist()}
+                await self.engine.update_weights(await self._fetch(message), message["version"])
+                return {"logprobs": (await self.engine.score(np.array(message["probe"], np.int32))).tolist()}
 
     def _finished(self, call: int, task: asyncio.Task[Message]) -> None:
         del self._tasks[call]
