@@ -2,26 +2,32 @@
 
     .venv/bin/python benchmarks/many_sessions.py                  10,000 sessions, 50 trajectories a second, one minute
     .venv/bin/python benchmarks/many_sessions.py --rate 100
+    .venv/bin/python benchmarks/many_sessions.py --through ray --rate 10 20 50
 
     4 workers --(pickled trajectories)--> RolloutScheduler -> GroupIntake -> RunStore -> ReplayBuffer -> batches
 
 Real: the loop, the ledger, the files, the channels. Simplified: workers only let time pass, about as long for all
 attempts of a group, and then send a trajectory of 8 steps x 4,096 tokens each; the groups that are there at first are
 at any point of their course, so that as many end at any time. The learner takes no time and writes no weights.
+
+--through ray: workers and engines are those of `placement.kind=ray`, and workers play; only what computes in an engine
+is replaced, by something that lets time pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import pickle
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,21 +36,35 @@ from typing import Any
 import numpy as np
 
 from treadle.benchmarks.report import machine
-from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
+from treadle.core.engine import Completion, VersionSpan
+from treadle.core.rewards import Reward
+from treadle.core.types import Group, Ids, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
+from treadle.engines.limits import Limits
+from treadle.engines.pool import EnginePool
+from treadle.engines.process.engine import ProcessEngine, connect_engine
+from treadle.engines.process.rpc import Link
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.loop.assembly import StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks
+from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.orchestration.setup.inputs import Inputs
 from treadle.orchestration.stop_request import StopRequest
 from treadle.orchestration.store.ledger import Ledger, LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import RunStore
-from treadle.rollout.session import Address
+from treadle.rollout.attempt import Players, RolloutRunner
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.drivers.driver import AttemptDriver
+from treadle.rollout.drivers.outcome import Outcome, outcome_of
+from treadle.rollout.isolation.user_code import UserCode
+from treadle.rollout.rewards import RewardsConfig
+from treadle.rollout.session import Address, Session
 from treadle.testing import FakeEngine, FakeTrainer
 
 RESULTS = Path(__file__).parent / "results" / "many_sessions.json"
-WORKERS, STEPS, TOKENS, SAMPLED = 4, 8, 4096, 256  # tokens: of a step, prompt and completion
+WORKERS, ENGINES, STEPS, TOKENS, SAMPLED = 4, 2, 8, 4096, 256  # tokens: of a step, prompt and completion
 GROUP, TASKS = 8, 32
+_VOCABULARY = 700  # of the recipe's tokenizer, about
 SETTLE, LOOK = 20.0, 0.01  # seconds before measuring; between two looks at the event loop
 
 
@@ -92,6 +112,89 @@ def _step(rng: np.random.Generator, version: int, seconds: float) -> Step:
         stop_reason=StopReason.STOP,
         seconds=seconds,
     )
+
+
+class Caller(AttemptDriver[Session]):
+    """Makes one call after the other, with prompts of random ids."""
+
+    async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
+        """Make the calls."""
+        rng = np.random.default_rng(list(session.name.encode()))
+        for _ in range(STEPS):
+            await session.complete(rng.integers(0, _VOCABULARY, TOKENS - SAMPLED).tolist())
+        session.reward_last(Reward.of(float(rng.integers(2))))
+        return outcome_of(session.steps, None, user.cause)
+
+
+class SimulatedEngine(FakeEngine):
+    """Answers with random ids after a while, about as long for all calls of a group. Keeps no prompt.
+
+    mean: seconds of an attempt. at_first: groups that have begun before.
+    """
+
+    limits = Limits(_VOCABULARY, 2 * TOKENS)
+
+    def __init__(self, mean: float, at_first: int) -> None:
+        super().__init__(lambda prompt, sampling: ())
+        self._mean, self._at_first = mean, at_first
+        self._rng = np.random.default_rng(0)
+        self._ids = self._rng.integers(0, _VOCABULARY, SAMPLED, dtype=np.int32)
+        self._logprobs = np.full(SAMPLED, -0.5, np.float32)
+        self._seconds: dict[str, float] = {}  # of a group's attempts
+
+    def open_session(self, session: str) -> None:
+        """Decide how long the group takes."""
+        group = session.rpartition(".")[0]
+        if group not in self._seconds:
+            began = len(self._seconds) < self._at_first
+            self._seconds[group] = self._mean * (float(self._rng.random()) if began else 1.0)
+
+    def close_session(self, session: str) -> None:
+        """Do nothing."""
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
+        """Return the same ids each time."""
+        seconds = self._seconds[session.rpartition(".")[0]] * float(self._rng.uniform(0.9, 1.1))
+        await asyncio.sleep(seconds / STEPS)
+        return Completion(self._ids, self._logprobs, StopReason.STOP, (VersionSpan(self.version, 0, SAMPLED),))
+
+
+@dataclass(frozen=True, slots=True)
+class MakeSimulated:
+    """Makes a `SimulatedEngine` in an actor; see there."""
+
+    mean: float
+    at_first: int
+
+    def make(self) -> SimulatedEngine:
+        """Return the engine."""
+        return SimulatedEngine(self.mean, self.at_first)
+
+
+class Counted:
+    """Counts what a runner has played (a `RolloutRunner`)."""
+
+    def __init__(self, runner: RolloutRunner) -> None:
+        self._runner, self.sampling = runner, runner.sampling
+        self.received = self.open = 0
+
+    def start(
+        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
+    ) -> list[asyncio.Future[Trajectory]]:
+        """Start the attempts."""
+        attempts = self._runner.start(group_id, task, addresses, sampling)
+        self.open += len(attempts)
+        for attempt in attempts:
+            attempt.add_done_callback(self._played)
+        return attempts
+
+    def _played(self, attempt: asyncio.Future[Trajectory]) -> None:
+        self.open -= 1
+        if not attempt.cancelled():
+            assert attempt.result().failure is None, attempt.result().failure
+            self.received += 1
 
 
 class WorkerRunner:
@@ -143,9 +246,15 @@ def _config(sessions: int) -> RunConfig:
     return load_recipe("demo", [f"{key}={value}" for key, value in settings.items()])
 
 
-async def _measure(channels: Sequence[Connection], sessions: int, seconds: float, folder: Path) -> dict[str, Any]:
-    engine, stop = FakeEngine(lambda prompt, sampling: ()), StopRequest()
-    runner, batches = WorkerRunner(channels, engine), list[int]()
+async def _measure(opening: OpenRunner, sessions: int, settle: float, seconds: float, folder: Path) -> dict[str, Any]:
+    async with opening() as (runner, engine):
+        return await _measured(runner, engine, sessions, settle, seconds, folder)
+
+
+async def _measured(
+    runner: WorkerRunner | Counted, engine: FakeEngine, sessions: int, settle: float, seconds: float, folder: Path
+) -> dict[str, Any]:
+    stop, batches = StopRequest(), list[int]()
     run = RunDirectory(folder)
     for directory in (run.rollouts, run.traces, run.checkpoints):
         directory.mkdir()
@@ -156,7 +265,7 @@ async def _measure(channels: Sequence[Connection], sessions: int, seconds: float
     with closing(Ledger(run.ledger_file)) as ledger:
         loop = make_loop(
             _config(sessions),
-            Inputs([Task(f"task-{number}") for number in range(1024)], []),
+            Inputs([Task(f"task-{number}", driver="caller") for number in range(1024)], []),
             FakeTrainer(0.0, trained),
             engine,
             runner,
@@ -165,7 +274,7 @@ async def _measure(channels: Sequence[Connection], sessions: int, seconds: float
             StartingPoint(),
         )
         training = asyncio.ensure_future(loop.run(LoopState()))
-        await asyncio.sleep(SETTLE)
+        await asyncio.sleep(settle)
         before, first, played = time.process_time(), time.perf_counter(), runner.received
         lags = await _lags(seconds, training)
         cpu, wall = time.process_time() - before, time.perf_counter() - first
@@ -175,7 +284,7 @@ async def _measure(channels: Sequence[Connection], sessions: int, seconds: float
         [rows] = ledger.query("SELECT count(*) AS n FROM steps")
     return {
         "sessions": opened,
-        "workers": len(channels),
+        "workers": WORKERS,
         "trajectories/s": finished / wall,
         "cpu_share": cpu / wall,
         "cpu_ms_per_trajectory": 1e3 * cpu / finished,
@@ -199,8 +308,12 @@ async def _lags(seconds: float, training: asyncio.Future[Any]) -> list[float]:
     return lags
 
 
-def measure(sessions: int, rate: float, seconds: float) -> dict[str, Any]:
-    """Return the figures of so many open sessions, of which `rate` end a second."""
+OpenRunner = Callable[[], AbstractAsyncContextManager[tuple[WorkerRunner | Counted, FakeEngine]]]
+
+
+@contextmanager
+def forked(sessions: int, rate: float) -> Iterator[OpenRunner]:
+    """Have workers that send whole trajectories."""
     context, channels, processes = multiprocessing.get_context("fork"), [], []
     for number in range(WORKERS):
         here, there = context.Pipe()
@@ -211,9 +324,14 @@ def measure(sessions: int, rate: float, seconds: float) -> dict[str, Any]:
         there.close()
         channels.append(here)
         processes.append(process)
+
+    @asynccontextmanager
+    async def opening() -> AsyncIterator[tuple[WorkerRunner, FakeEngine]]:
+        engine = FakeEngine(lambda prompt, sampling: ())
+        yield WorkerRunner(channels, engine), engine
+
     try:
-        with tempfile.TemporaryDirectory(prefix="treadle-sessions-") as folder:
-            return asyncio.run(_measure(channels, sessions, seconds, Path(folder)))
+        yield opening
     finally:
         for channel, process in zip(channels, processes, strict=True):
             channel.close()
@@ -221,17 +339,66 @@ def measure(sessions: int, rate: float, seconds: float) -> dict[str, Any]:
             process.join()
 
 
+@contextmanager
+def over_ray(sessions: int, rate: float) -> Iterator[OpenRunner]:
+    """Have the workers and engines of a local cluster."""
+    from treadle.placement.cluster import connected
+    from treadle.placement.engine_actors import ActorChannel
+    from treadle.placement.reserve import Bundle, reserve
+    from treadle.placement.rollout_actors import open_workers
+
+    workers = [Bundle("rollout worker", number, {"CPU": 1}) for number in range(WORKERS)]
+    engines = [Bundle("engine", number, {"CPU": 1}) for number in range(ENGINES)]
+    config = load_recipe("demo", []).model
+    load = {"do": "load", "engine": MakeSimulated(sessions / rate, sessions // GROUP // ENGINES)}
+    rollout = RolloutConfig(max_input_tokens=TOKENS, max_completion_tokens=SAMPLED, trajectory_timeout=1e6)
+    with connected(None, [*workers, *engines], print), reserve([*workers, *engines], 60) as reservation:
+
+        async def connect(bundle: Bundle) -> ProcessEngine:
+            async def start() -> Link:
+                return Link(await ActorChannel.start(reservation.options(bundle)))
+
+            return await connect_engine(start, load, lock_step=False, tolerance=1.0, name=str(bundle))
+
+        @asynccontextmanager
+        async def opening() -> AsyncIterator[tuple[Counted, FakeEngine]]:
+            pool = EnginePool([await connect(bundle) for bundle in engines])
+            players = Players(drivers={"caller": Caller})
+            renderer = load_chat_interface(config).renderer
+            try:
+                async with open_workers(
+                    reservation, pool, renderer, players, rollout, RewardsConfig(), print, None
+                ) as runner:
+                    yield Counted(runner), FakeEngine(lambda prompt, sampling: ())
+            finally:
+                await pool.close()
+
+        yield opening
+
+
+THROUGH = {"pipes": forked, "ray": over_ray}
+
+
+def measure(through: str, sessions: int, rate: float, settle: float, seconds: float) -> dict[str, Any]:
+    """Return the figures of so many open sessions, of which `rate` end a second."""
+    with THROUGH[through](sessions, rate) as opening, tempfile.TemporaryDirectory(prefix="treadle-sessions-") as folder:
+        return {"through": through, **asyncio.run(_measure(opening, sessions, settle, seconds, Path(folder)))}
+
+
 def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=10_000)
     parser.add_argument("--rate", type=float, nargs="+", default=[50.0], help="trajectories a second")
+    parser.add_argument("--through", choices=THROUGH, nargs="+", default=["pipes"])
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--settle", type=float, default=SETTLE, help="seconds before measuring")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    rows = [measure(options.sessions, rate, options.seconds) for rate in options.rate]
-    for row in rows:
-        print(json.dumps(row))
+    rows = []
+    for through, rate in itertools.product(options.through, options.rate):
+        rows.append(measure(through, options.sessions, rate, options.settle, options.seconds))
+        print(json.dumps(rows[-1]))
     note = f"{STEPS} steps of {TOKENS} tokens, {SAMPLED} of them sampled"
     data = {"benchmark": "many_sessions", "note": note, "machine": machine(), "rows": rows}
     options.output.write_text(json.dumps(data) + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
 """What is checked at each place before anything is loaded."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from treadle.placement import checks
 from treadle.placement.checks import Place, check_places, problems, versions
 from treadle.placement.reserve import Bundle, Reservation
 from treadle.placement.runtime import Placement, check_transfer
+from treadle.rollout.gateway.address import GatewayConfig
 
 HERE = {"Python": "3.11.7", "torch": "2.13.0"}
 RANK = Bundle("learner rank", 1, {"CPU": 1, "GPU": 1})
@@ -30,6 +32,10 @@ RANK = Bundle("learner rank", 1, {"CPU": 1, "GPU": 1})
         (
             Place("10.0.0.2", HERE, False, 1),
             ["learner rank 1 on 10.0.0.2: does not see /runs; put runs where all nodes see them (--runs)"],
+        ),
+        (
+            Place("10.0.0.2", HERE, True, 1, "rollout.gateway.port=80 needs special rights"),
+            ["learner rank 1 on 10.0.0.2: rollout.gateway.port=80 needs special rights"],
         ),
         (
             Place("10.0.0.2", HERE, True, 0),
@@ -58,8 +64,22 @@ def test_a_file_of_weights_stays_on_its_node() -> None:
 
 @pytest.mark.xdist_group("ray")
 def test_places_are_looked_at(reservation: Reservation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_places(reservation, tmp_path / "runs") == [Place("127.0.0.1", versions(), True, None)] * 6
+    assert (
+        check_places(reservation, tmp_path / "runs", GatewayConfig())
+        == [Place("127.0.0.1", versions(), True, None)] * 6
+    )
     assert list((tmp_path / "runs").iterdir()) == []
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(PlacementError) as raised:
+            check_places(reservation, tmp_path, GatewayConfig(port=port))
+    first, second, both = str(raised.value).splitlines()
+    assert first == (
+        f"rollout worker 0 on 127.0.0.1: rollout.gateway.port={port} is in use; choose another, or "
+        "rollout.gateway.port=0 for any free one"
+    )
+    assert second.startswith("rollout worker 1 on ")
+    assert both.startswith(f"2 rollout workers on 127.0.0.1 cannot all listen on rollout.gateway.port={port}; set")
     monkeypatch.setattr(checks, "versions", lambda: {**versions(), "treadle": "0.0"})
     with pytest.raises(PlacementError, match=r"(?m)^engine 1 on 127\.0\.0\.1: treadle is .*, here it is 0\.0; install"):
-        check_places(reservation, tmp_path)
+        check_places(reservation, tmp_path, GatewayConfig())

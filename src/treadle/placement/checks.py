@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from pathlib import Path
 from uuid import uuid4
 
 import treadle
-from treadle.core.errors import PlacementError
+from treadle.core.errors import ConfigError, PlacementError
 from treadle.placement.reserve import Bundle, Reservation
+from treadle.rollout.gateway.address import GatewayConfig, listen
 
 _LIMIT = 120.0  # seconds for all places to answer
 _COMPUTES = ("torch", "transformers")  # packages that rollout workers do without
@@ -23,12 +25,14 @@ class Place:
     """Describes where a bundle is. versions: of what must be equal everywhere; "" for what is missing.
 
     sees_directory: whether the run's directory is the same one. gpus: that torch sees; None if none is needed.
+    gateway: why the gateway cannot listen there; "" if it can, or is not needed.
     """
 
     node: str
     versions: dict[str, str]
     sees_directory: bool
     gpus: int | None
+    gateway: str = ""
 
 
 def versions() -> dict[str, str]:
@@ -42,8 +46,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def look(nonce: Path, needs_gpu: bool) -> Place:
-    """Return what is found in this process. nonce: a file of the run's directory that holds its own name."""
+def look(nonce: Path, needs_gpu: bool, gateway: GatewayConfig | None) -> Place:
+    """Return what is found in this process.
+
+    nonce: a file of the run's directory that holds its own name. gateway: which is to listen here.
+    """
     import ray
 
     try:
@@ -55,7 +62,15 @@ def look(nonce: Path, needs_gpu: bool) -> Place:
         import torch
 
         gpus = torch.cuda.device_count()
-    return Place(ray.util.get_node_ip_address(), versions(), sees, gpus)
+    return Place(ray.util.get_node_ip_address(), versions(), sees, gpus, "" if gateway is None else _unheard(gateway))
+
+
+def _unheard(gateway: GatewayConfig) -> str:
+    try:
+        listen(gateway).close()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def problems(bundle: Bundle, place: Place, here: dict[str, str], directory: Path) -> list[str]:
@@ -68,6 +83,8 @@ def problems(bundle: Bundle, place: Place, here: dict[str, str], directory: Path
     ]
     if not place.sees_directory:
         found.append(f"{where}: does not see {directory}; put runs where all nodes see them (--runs)")
+    if place.gateway:
+        found.append(f"{where}: {place.gateway}")
     wanted = bundle.resources.get("GPU", 0)
     if place.gpus is not None and place.gpus < wanted:
         found.append(
@@ -76,14 +93,19 @@ def problems(bundle: Bundle, place: Place, here: dict[str, str], directory: Path
     return found
 
 
-def check_places(reservation: Reservation, directory: Path) -> list[Place]:
-    """Return what is found at each bundle's place. directory: where runs are. Raises PlacementError for problems."""
+def check_places(reservation: Reservation, directory: Path, gateway: GatewayConfig) -> list[Place]:
+    """Return what is found at each bundle's place. directory: where runs are. gateway: of each rollout worker.
+
+    Raises PlacementError for problems.
+    """
     import ray
 
     with _nonce(directory) as nonce:
         task = ray.remote(look)
         asked = [
-            task.options(**reservation.options(bundle), max_retries=0).remote(nonce, "GPU" in bundle.resources)
+            task.options(**reservation.options(bundle), max_retries=0).remote(
+                nonce, "GPU" in bundle.resources, gateway if bundle.role == "rollout worker" else None
+            )
             for bundle in reservation.bundles
         ]
         try:
@@ -100,6 +122,13 @@ def check_places(reservation: Reservation, directory: Path) -> list[Place]:
         problem
         for bundle, place in zip(reservation.bundles, places, strict=True)
         for problem in problems(bundle, place, here, directory)
+    ]
+    workers = Counter(p.node for b, p in zip(reservation.bundles, places, strict=True) if b.role == "rollout worker")
+    found += [
+        f"{number} rollout workers on {node} cannot all listen on rollout.gateway.port={gateway.port}; set it to "
+        "0, for any free one"
+        for node, number in workers.items()
+        if number > 1 and gateway.port
     ]
     if found:
         raise PlacementError("\n".join(found))

@@ -34,7 +34,7 @@ def placed(config: RunConfig, directory: Path, log: Callable[[str], None]) -> It
     section = config.placement
     bundles = bundles_of(section)
     with connected(section.address, bundles, log), reserve(bundles, section.wait) as reservation:
-        placement = Placement(reservation, check_places(reservation, directory))
+        placement = Placement(reservation, check_places(reservation, directory, config.rollout.gateway))
         check_transfer(config, placement)
         yield placement
 
