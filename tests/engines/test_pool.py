@@ -25,6 +25,7 @@ class Fake(FakeEngine):
         self.is_down = False
         self.over: str | None = None
         self.route = f"to {name}"
+        self.asleep = False
         self.lives = lives
         self.versions: list[int] = []
 
@@ -42,6 +43,12 @@ class Fake(FakeEngine):
             raise EngineEnded("it has ended")
         await stage()
         self.versions.append(version)
+
+    async def sleep(self) -> None:
+        self.asleep = True
+
+    async def wake(self) -> None:
+        self.asleep = False
 
 
 async def sampled(pool: EnginePool, session: str) -> int:

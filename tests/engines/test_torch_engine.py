@@ -631,6 +631,38 @@ def moved(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.parametrize("lock_step", [True, False])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
+async def test_an_engine_that_has_slept_samples_as_before(family: str, lock_step: bool) -> None:
+    model = tiny(family)
+    async with serving(model, lock_step=lock_step) as engine:
+        engine.open_session("a")
+        before = await engine.generate(PROMPT, sampling(), session="a")
+        for _ in range(2):  # twice is as good as once
+            await engine.sleep()
+        held = unique_weights(engine._model.model).values()
+        assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
+        assert engine.status()[0].cache == 0
+        for call in (engine.generate(PROMPT, sampling(), session="a"), engine.score(PROMPT)):
+            with pytest.raises(EngineError, match="sleeps, without weights; publish some"):
+                await call
+        await publish(engine, unique_weights(model), 1)
+        after = await engine.generate(PROMPT, sampling(), session="a")
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    assert after.logprobs.tolist() == before.logprobs.tolist()
+
+
+async def test_an_engine_does_not_sleep_while_calls_run() -> None:
+    async with serving(lock_step=False) as engine:
+        engine.open_session("a")
+        call = asyncio.create_task(engine.generate(PROMPT, sampling(max_tokens=40), session="a"))
+        while not engine.status()[0].running:
+            await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="1 calls run: the engine cannot sleep"):
+            await engine.sleep()
+        await call
+
+
 @pytest.mark.parametrize("family", list(FAMILIES))
 async def test_publication_swaps_every_weight_and_drops_caches(family: str) -> None:
     old, new = tiny(family), moved(tiny(family))

@@ -27,7 +27,7 @@ SETTINGS = (
     "training.threads=1",
     "evaluation.every=0",
     "orchestration.checkpoint_every=1",
-    f"orchestration.updates={KILLS + 4}",
+    f"orchestration.updates={2 * KILLS + 10}",
     "data.train.options.seconds=0.1",
 )
 

@@ -39,6 +39,14 @@ def test_the_same_seed_gives_the_same_bits_wherever_it_is_played_also_when_resum
     assert losses[0] == losses[1]
 
 
+def test_taking_turns_changes_no_bit(tmp_path: Path) -> None:
+    settings = (*SETTINGS, "orchestration.updates=2", "evaluation.every=1")
+    apart = start(tmp_path / "apart", *settings)
+    colocated = start(tmp_path / "colocated", *settings, "placement.colocate=true")
+    check_finished(tmp_path / "colocated")
+    assert colocated["weights_sha256"] == apart["weights_sha256"]
+
+
 DRIVER = """
 import sys
 from pathlib import Path

@@ -42,6 +42,14 @@ class Member(Engine, Protocol):
         """Serve what `stage` returns as this version. Raises EngineError."""
         ...
 
+    async def sleep(self) -> None:
+        """Give back memory until weights are published, or `wake`. Raises EngineError."""
+        ...
+
+    async def wake(self) -> None:
+        """Serve again what was published last. Raises EngineError."""
+        ...
+
 
 class EnginePool:
     """Spreads sessions over engines: an `Engine`.
@@ -116,6 +124,14 @@ class EnginePool:
                 raise error
         if not left:
             self._least_busy()
+
+    async def sleep(self) -> None:
+        """Have every engine give back its memory until weights are published, or `wake`. Raises EngineError."""
+        await asyncio.gather(*(engine.sleep() for engine in self._engines if engine.over is None))
+
+    async def wake(self) -> None:
+        """Have every engine serve again what was published last. Raises EngineError."""
+        await asyncio.gather(*(engine.wake() for engine in self._engines if engine.over is None))
 
     def status(self) -> list[ComponentStatus]:
         """Return what each engine does now, by number."""

@@ -128,6 +128,10 @@ class PlacementConfig(Config):
     rollout: RolloutPlacement = Field(
         RolloutPlacement(), description="kind ray: what plays environments and agent programs"
     )
+    colocate: bool = Field(
+        False,
+        description="kind ray: engine n shares the device of rank n, and they take turns; for synchronous runs",
+    )
     address: str | None = Field(
         None, description="kind ray: of a running cluster; default: one of this machine's own, which ends with the run"
     )
@@ -146,12 +150,17 @@ class PlacementConfig(Config):
     @model_validator(mode="after")
     def _embedded_is_here(self) -> PlacementConfig:
         if self.kind == "embedded":
-            own = ("engines", "rollout", "address", "wait", "restarts")
+            own = ("engines", "rollout", "colocate", "address", "wait", "restarts")
             if given := [name for name in own if getattr(self, name) != type(self).model_fields[name].default]:
                 raise ValueError(
                     f"placement.{given[0]} is set, but placement.kind 'embedded' has no cluster; leave it out, or set "
                     "placement.kind=ray"
                 )
+        if self.colocate and (self.engines.count != self.learner.ranks or self.engines.gpus):
+            raise ValueError(
+                f"placement.colocate gives each of {self.learner.ranks} ranks an engine on its device; set "
+                f"placement.engines.count={self.learner.ranks}, and leave placement.engines.gpus out"
+            )
         return self
 
 

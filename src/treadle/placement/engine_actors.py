@@ -37,6 +37,7 @@ from treadle.orchestration.setup.engines import EngineSpec, torch_options
 from treadle.placement.reserve import Bundle, Reservation
 from treadle.placement.server_actors import open_servers
 from treadle.placement.stored_weights import ObjectStore
+from treadle.placement.turns import ColocatedPool, ColocatedTrainer
 from treadle.training.make import load_model
 
 _SIDE_BY_SIDE = 1_000_000  # calls at a time, of one actor
@@ -45,7 +46,7 @@ _OPENING = 60.0  # seconds for a session to be opened that is called already: ca
 
 @dataclass(frozen=True, slots=True)
 class ActorEngine:
-    """Holds what an actor makes its engine from. threads, deterministic: how it computes."""
+    """Holds what an actor makes its engine from. threads, deterministic, device: how and where it computes."""
 
     config: EngineConfig
     model: ModelConfig
@@ -53,6 +54,7 @@ class ActorEngine:
     routing: bool
     threads: int
     deterministic: bool
+    device: str
 
     def make(self) -> TorchEngine:
         """Return the engine, in this process. Raises what loading raises."""
@@ -61,7 +63,9 @@ class ActorEngine:
         torch.use_deterministic_algorithms(self.deterministic)
         chat = load_chat_interface(self.model)
         options = torch_options(self.config, chat, self.routing)
-        return TorchEngine(load_model(self.model, self.seed), options, decode=chat.decode)
+        model = load_model(self.model, self.seed)
+        model.to(self.device)  # type: ignore[arg-type]  # a wrapper hides the signature
+        return TorchEngine(model, options, decode=chat.decode)
 
 
 class EngineActor:
@@ -206,7 +210,10 @@ class ActorChannel:
 
 
 async def open_engines(config: RunConfig, reservation: Reservation, spec: EngineSpec) -> tuple[Engine, WeightSync]:
-    """Open an engine at each of its places; see `OpenEngine`. config: whose model they serve."""
+    """Open an engine at each of its places; see `OpenEngine`. config: whose model they serve.
+
+    Beside a trainer that takes turns, they are loaded in theirs.
+    """
     if spec.config.kind == "vllm":
         return await open_servers(config, reservation, spec)
     if spec.config.kind != "torch":
@@ -221,10 +228,21 @@ async def open_engines(config: RunConfig, reservation: Reservation, spec: Engine
         spec.routing,
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
+        "cuda" if "GPU" in reservation.of("engine")[0].resources else "cpu",
     )
+    destination = ObjectStore(getattr(torch, spec.config.dtype))
+    if isinstance(spec.source, ColocatedTrainer):
+        async with spec.source.turns.of("engines"):
+            pool: EnginePool = ColocatedPool(await _open_all(engine, reservation, spec), spec.source.turns)
+    else:
+        pool = EnginePool(await _open_all(engine, reservation, spec))
+    return pool, PoolSync(spec.source, pool, destination)
+
+
+async def _open_all(engine: ActorEngine, reservation: Reservation, spec: EngineSpec) -> list[ProcessEngine]:
     starting = [asyncio.create_task(_open(engine, reservation, b, spec)) for b in reservation.of("engine")]
     try:
-        pool = EnginePool(await asyncio.gather(*starting))
+        return await asyncio.gather(*starting)
     except BaseException:
         for task in starting:
             task.cancel()
@@ -232,7 +250,6 @@ async def open_engines(config: RunConfig, reservation: Reservation, spec: Engine
             if isinstance(found, ProcessEngine):
                 await found.close()
         raise
-    return pool, PoolSync(spec.source, pool, ObjectStore(getattr(torch, spec.config.dtype)))
 
 
 async def _open(engine: ActorEngine, reservation: Reservation, bundle: Bundle, spec: EngineSpec) -> ProcessEngine:

@@ -18,7 +18,9 @@ from torch._C._distributed_c10d import TCPStore
 from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import RankError
+from treadle.core.trainer import Trainer
 from treadle.placement.reserve import Reservation
+from treadle.placement.turns import ColocatedTrainer
 from treadle.training.config import TrainerSpec
 from treadle.training.rank_calls import CalledRanks, RankAnswer, RankService
 from treadle.training.rank_group import RankGroup, make_rank_trainer
@@ -173,10 +175,13 @@ class _Rank:
         return f"learner rank {self._number} ended: {error}"
 
 
-def make_trainer(reservation: Reservation, spec: TrainerSpec) -> RankGroup:
-    """Return a trainer whose ranks are actors. Raises what making a trainer raises, and RankError."""
+def make_trainer(reservation: Reservation, spec: TrainerSpec) -> Trainer:
+    """Return a trainer whose ranks are actors; it takes turns with engines beside it.
+
+    Raises what making a trainer raises, and RankError.
+    """
     section = spec.placement
-    return RankGroup(
+    group = RankGroup(
         RankActors(
             partial(make_rank_trainer, spec),
             [reservation.options(bundle) for bundle in reservation.of("learner rank")],
@@ -185,3 +190,5 @@ def make_trainer(reservation: Reservation, spec: TrainerSpec) -> RankGroup:
             limit=section.collective_timeout,
         )
     )
+    colocated = any(bundle.beside is not None for bundle in reservation.bundles)
+    return ColocatedTrainer(group) if colocated else group

@@ -7,6 +7,7 @@ either there in time or an error that names the process and what it lacks.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +25,15 @@ _SURE = 2.0  # seconds for which Ray must find a group infeasible: nodes may jus
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Says what one process needs, on one node: `Bundle("learner rank", 1, {"CPU": 4, "GPU": 1})`."""
+    """Says what one process needs, on one node: `Bundle("learner rank", 1, {"CPU": 4, "GPU": 1})`.
+
+    beside: the number of the rank whose place it shares, if it does.
+    """
 
     role: Role
     number: int
     resources: Resources
+    beside: int | None = None
 
     def __str__(self) -> str:
         return f"{self.role} {self.number}"
@@ -37,13 +42,24 @@ class Bundle:
 def bundles_of(config: PlacementConfig) -> list[Bundle]:
     """Return what a run needs: learner ranks first, then engines, then rollout workers."""
     learner, engines, rollout = config.learner, config.engines, config.rollout
-    gpu = {"GPU": 1.0} if learner.device == "cuda" else {}
-    of_engine = {"CPU": float(engines.cpus)} | ({"GPU": float(engines.gpus)} if engines.gpus else {})
+    gpus = (1.0 if learner.device == "cuda" else 0.0), float(engines.gpus)
+    if config.colocate:
+        gpus = gpus[0] / 2, gpus[0] / 2
+    of_rank, of_engine = (
+        {"CPU": float(cpus)} | ({"GPU": own} if own else {})
+        for cpus, own in zip((learner.cpus, engines.cpus), gpus, strict=True)
+    )
     return [
-        *(Bundle("learner rank", number, {"CPU": float(learner.cpus), **gpu}) for number in range(learner.ranks)),
-        *(Bundle("engine", number, of_engine) for number in range(engines.count)),
+        *(Bundle("learner rank", number, of_rank) for number in range(learner.ranks)),
+        *(Bundle("engine", n, of_engine, beside=n if config.colocate else None) for n in range(engines.count)),
         *(Bundle("rollout worker", number, {"CPU": float(rollout.cpus)}) for number in range(rollout.workers)),
     ]
+
+
+def places_of(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
+    """Return the bundles of each place: those that share one are a rank and the engine beside it."""
+    alone = [bundle for bundle in bundles if bundle.beside is None]
+    return [[own, *(b for b in bundles if own.role == "learner rank" and b.beside == own.number)] for own in alone]
 
 
 class Reservation:
@@ -56,7 +72,7 @@ class Reservation:
         """Return the options of a Ray actor or task that takes the bundle's place."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        index = self.bundles.index(bundle)
+        [index] = [number for number, place in enumerate(places_of(self.bundles)) if bundle in place]
         return {
             "num_cpus": bundle.resources.get("CPU", 0),
             "num_gpus": bundle.resources.get("GPU", 0),
@@ -73,7 +89,8 @@ def reserve(bundles: Sequence[Bundle], wait: float | None) -> Iterator[Reservati
     """Hold the bundles within. wait: see `PlacementConfig`. Raises PlacementError."""
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-    group = placement_group([dict(bundle.resources) for bundle in bundles], strategy="PACK")
+    wanted = [sum((Counter(bundle.resources) for bundle in place), Counter()) for place in places_of(bundles)]
+    group = placement_group([dict(resources) for resources in wanted], strategy="PACK")
 
     def is_infeasible() -> bool:
         return bool(placement_group_table(group)["stats"]["scheduling_state"] == "INFEASIBLE")

@@ -307,6 +307,16 @@ class Learner:
         half = self.training.precision == "bfloat16"
         return Forward(reference.requires_grad_(False), self.training.max_tokens_per_microbatch, half=half)
 
+    def move(self, device: torch.device) -> None:
+        """Move models, value head and the optimizer's moments, or this rank's shards of them, to another device."""
+        for forward in (self.forward, self.reference):
+            if forward is not None:
+                forward.scorer.to(device)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim:  # a count of steps stays where it is
+                    state[name] = value.to(device)
+
     def begin_here(self) -> None:
         """Note that something else than an update changed the weights: a reference that is a copy is copied anew."""
         if self._own_reference:

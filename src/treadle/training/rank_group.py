@@ -118,6 +118,14 @@ class RankGroup:
     async def load(self, saved: Manifest) -> None:
         await self._call("load", saved)
 
+    async def offload(self) -> None:
+        """Have all ranks move what they hold to the host's memory, until `reload`."""
+        await self._call("offload")
+
+    async def reload(self) -> None:
+        """Have all ranks move it back to where they compute."""
+        await self._call("reload")
+
     def status(self) -> list[ComponentStatus]:
         busy = int(self._processes.busy)
         return [

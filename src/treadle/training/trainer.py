@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -84,6 +85,7 @@ class EmbeddedTrainer(EmbeddedSource):
         super().__init__(learner.model, tokenizer, compute, learner.forward, learner.ranks)
         self._learner, self._warm_start = learner, warm_start
         self._supervised: Supervised | None = None
+        self._device = learner.model.device
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -103,6 +105,14 @@ class EmbeddedTrainer(EmbeddedSource):
 
     async def load(self, saved: Manifest) -> None:
         await self._compute.run(load_checkpoint, saved, self._learner, self._tokenizer)
+
+    async def offload(self) -> None:
+        """Move everything to the host's memory: what else is on the device needs the room. `reload` ends it."""
+        await self._compute.run(self._learner.move, torch.device("cpu"))
+
+    async def reload(self) -> None:
+        """Move everything back to where it is computed with."""
+        await self._compute.run(self._learner.move, self._device)
 
     def status(self) -> list[ComponentStatus]:
         return [ComponentStatus("learner", "0", running=self._compute.running)]

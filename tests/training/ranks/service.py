@@ -132,6 +132,20 @@ class Parity:
             digests.append(weights_digest(published(shared.model)))
         return len(set(digests)) == 1
 
+    def same_when_moved(self, case: Case) -> bool:
+        """Whether training goes on with the same bits after everything was moved to the host and back."""
+        digests = []
+        for moved in (False, True):
+            _, shared = self._learners(case)
+            shared.train_batch(case.groups)
+            if moved:
+                device = shared.model.device
+                for where in (torch.device("cpu"), device):
+                    shared.move(where)
+            shared.train_batch(case.groups)
+            digests.append(weights_digest(published(shared.model)))
+        return len(set(digests)) == 1
+
     def passes(self, case: Case) -> list[tuple[int, int]]:
         """(trees, passes) of each slot of this batch."""
         _, shared = self._learners(case)

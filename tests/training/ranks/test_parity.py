@@ -221,6 +221,12 @@ def test_the_same_seed_gives_the_same_bits(pair: RankProcesses) -> None:
     assert pair.call("same_seed_twice", case) == [True, True]
 
 
+def test_training_goes_on_after_a_stay_in_the_hosts_memory(pair: RankProcesses) -> None:
+    algorithm = {"advantage": "gae", "kl": {"coef": 0.1}}
+    case = Case(MANY, double=False, training=budget(25), algorithm=algorithm)
+    assert pair.call("same_when_moved", case) == [True, True]
+
+
 def test_the_cases_are_what_they_say(pair: RankProcesses) -> None:
     """One tree in several passes beside one that needs a single one; a slot with fewer trees than ranks."""
     (slots, others) = pair.call("passes", CASES["one tree in many chunks beside single ones"])

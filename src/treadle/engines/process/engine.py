@@ -259,6 +259,18 @@ class ProcessEngine:
         finally:
             self._start()
 
+    async def sleep(self) -> None:
+        """Have the other engine give back the memory of its weights and cache, until weights are published or `wake`.
+
+        Raises EngineError while calls run.
+        """
+        await self._call({"do": "sleep"}, again=True)
+
+    async def wake(self) -> None:
+        """Have the other engine serve again what was published last, proven by its scores. Raises EngineError."""
+        answer = await self._in_time(self._call(self._orders[-1], again=True))
+        self._check_scores(answer["logprobs"], "before it slept")
+
     def status(self) -> list[ComponentStatus]:
         """Return what it does now; how full its cache is only its process knows."""
         waiting = len(self._waiting)
@@ -350,14 +362,21 @@ class ProcessEngine:
     async def _proven(self, link: Link, answers: Sequence[Message]) -> Link:
         """Return the process if it scores the probe as the one before it did. Raises EngineError."""
         if self._scores:
-            gap = float(np.abs(np.subtract(answers[-1]["logprobs"], self._scores)).mean())
-            if not gap <= self._tolerance:
+            try:
+                self._check_scores(answers[-1]["logprobs"], "of the process before it")
+            except EngineError:
                 await link.close(_CLOSED)
-                raise EngineError(
-                    f"its log-probabilities differ by {gap:.2e} on average from those of the process before it, which "
-                    f"had the same weights (at most {self._tolerance:g})"
-                )
+                raise
         return link
+
+    def _check_scores(self, scores: Sequence[float], whose: str) -> None:
+        """Raise EngineError for scores of the probe that are not those of the same weights."""
+        gap = float(np.abs(np.subtract(scores, self._scores)).mean())
+        if not gap <= self._tolerance:
+            raise EngineError(
+                f"its log-probabilities differ by {gap:.2e} on average from those {whose}, with the same weights (at "
+                f"most {self._tolerance:g})"
+            )
 
     def _note(self, line: str) -> None:
         self._link.channel.note(line)

@@ -61,6 +61,9 @@ class EngineServer:
             case "score":
                 ids = np.array(message["ids"], np.int32)
                 return {"logprobs": (await self.engine.score(ids, temperature=message["temperature"])).tolist()}
+            case "sleep":
+                await self.engine.sleep()
+                return {}
             case _:
                 await self.engine.update_weights(await self._fetch(message), message["version"])
                 return {"logprobs": (await self.engine.score(np.array(message["probe"], np.int32))).tolist()}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, VersionSpan
+from treadle.core.errors import EngineError
 from treadle.core.prefix import common_prefix
 from treadle.core.types import Ids, Routing, SamplingParams, StopReason
 from treadle.engines.sampling import Rules, rules, sample
@@ -186,6 +187,13 @@ class Batch:
             for part in self._model.parts(live, lambda row: len(row.call.prompt) + len(row.tokens) - 1):
                 where = self._where([row.cached.row for row in part])
                 self._model.extend(self._cached.cache, where, [row.cached_ids() for row in part], [0] * len(part))
+
+    def sleep(self) -> None:
+        """Give back the memory of cache and weights until others are published. Raises EngineError while calls run."""
+        if self.live:
+            raise EngineError(f"{len(self.live)} calls run: the engine cannot sleep")
+        self.clear()
+        self._model.release()
 
     def forget(self, sessions: Sequence[int]) -> None:
         """Drop what these sessions left in the cache; they have no calls here and make no more."""

@@ -78,7 +78,7 @@ class TorchEngine:
         )
         self._can_decode = decode is not None
         self._lock_step, self._recompute = options.lock_step, options.in_flight == "recompute"
-        self._closed = False
+        self._closed = self._asleep = False
         self._opened = 0
         self._sessions: dict[str, int] = {}  # name -> number, in the order of opening
         self._gone: list[int] = []  # closed sessions that the batch has not forgotten yet
@@ -138,7 +138,7 @@ class TorchEngine:
 
         Raises EngineError: ids outside the vocabulary, more than the model's context, or temperature 0.
         """
-        self._check_open()
+        self._check_awake()
         self.limits.check_ids(ids, "ids to score")
         if len(ids) > self.limits.context:
             raise EngineError(f"{len(ids)} tokens exceed the model's context of {self.limits.context}")
@@ -154,6 +154,16 @@ class TorchEngine:
         """
         self._check_open()
         await self._between_tokens(self._batch.publish, weights, version, recompute=self._recompute)
+        self._asleep = False
+
+    async def sleep(self) -> None:
+        """Give back the memory of cache and weights; `update_weights` wakes the engine. Sessions stay open.
+
+        Raises EngineError while calls run, and so do calls while it sleeps. Idempotent.
+        """
+        self._check_open()
+        await self._between_tokens(self._batch.sleep)
+        self._asleep = True
 
     def status(self) -> list[ComponentStatus]:
         """Return what it does now."""
@@ -185,7 +195,7 @@ class TorchEngine:
     # --- requests ------------------------------------------------------------------------------------------------
 
     def _check(self, prompt: Ids, sampling: SamplingParams, session: str) -> None:
-        self._check_open()
+        self._check_awake()
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
         self.limits.check_call(prompt, sampling, session)
@@ -195,6 +205,11 @@ class TorchEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine was closed")
+
+    def _check_awake(self) -> None:
+        self._check_open()
+        if self._asleep:
+            raise EngineError("the engine sleeps, without weights; publish some to wake it")
 
     def _fail_waiting(self, reason: str, session: str | None = None) -> None:
         for request in [r for r in self._waiting.values() if session in (None, r.session)]:

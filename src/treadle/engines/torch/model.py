@@ -137,7 +137,13 @@ class CachedModel:
                 f"publication of version {version} lacks {unfit[:3]} in the engine's shapes ({len(unfit)} weights)"
             )
         for name, tensor in mine.items():
+            tensor.untyped_storage().resize_(tensor.nbytes)  # of no effect but after `release`
             tensor.copy_(weights[name])
+
+    def release(self) -> None:
+        """Give back the memory of the weights, which are lost until others are loaded. Shapes stay."""
+        for tensor in unique_weights(self.model).values():
+            tensor.untyped_storage().resize_(0)
 
 
 def _copy_in(dtype: torch.dtype, model: PreTrainedModel) -> PreTrainedModel:

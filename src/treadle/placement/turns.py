@@ -1,0 +1,168 @@
+"""Colocated mode: learner ranks and engines take turns on the same devices.
+
+    train, stage, save, ... -> learner's turn: engines sleep -> ranks reload -> the call
+    generate, publish       -> engines' turn:  ranks offload -> engines wake: weights, load, proof, cache -> the call
+
+The turn passes when it is asked for, so that the loop need not know. It is for synchronous runs: nothing is sampled
+while the learner works, and a call of one side waits for those of the other to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from treadle.core.engine import Completion
+from treadle.core.manifest import Manifest
+from treadle.core.status import ComponentStatus
+from treadle.core.trainer import Conversation, ModelInfo, Trainer, UpdateResult, WeightsDestination
+from treadle.core.types import Floats, Group, Ids, SamplingParams
+from treadle.engines.pool import EnginePool, Member
+from treadle.engines.staging import Staged
+
+R = TypeVar("R")
+Side = Literal["learner", "engines"]
+
+
+class Moving(Trainer, Protocol):
+    """Is a trainer that can leave its device: `RankGroup`."""
+
+    async def offload(self) -> None:
+        """Move everything to the host's memory."""
+        ...
+
+    async def reload(self) -> None:
+        """Move everything back."""
+        ...
+
+
+class Turns:
+    """Decides which side has the devices. The learner begins.
+
+    offload, reload: what the learner does when its turn ends and begins. sleep, wake: the same of the engines, once
+    there are some.
+    """
+
+    def __init__(self, offload: Callable[[], Awaitable[None]], reload: Callable[[], Awaitable[None]]) -> None:
+        self._offload, self._reload = offload, reload
+        self.sleep: Callable[[], Awaitable[None]] | None = None
+        self.wake: Callable[[], Awaitable[None]] | None = None
+        self._whose: Side | None = "learner"  # None while the turn passes
+        self._asleep = False
+        self._calls = 0  # of the side whose turn it is
+        self._passing, self._idle = asyncio.Lock(), asyncio.Event()
+
+    @asynccontextmanager
+    async def of(self, side: Side, wake: bool = True) -> AsyncIterator[None]:
+        """Have the turn of a side within, with others of that side. wake: engines need the weights published last."""
+        if self._whose != side or (side == "engines" and wake and self._asleep):
+            await self._pass_to(side, wake)
+        self._calls += 1  # nothing was awaited since it is this side's turn
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._idle.set()
+
+    async def _pass_to(self, side: Side, wake: bool) -> None:
+        async with self._passing:
+            while self._whose != side and self._calls:
+                self._idle.clear()
+                await self._idle.wait()
+            if self._whose != side:
+                self._whose = None
+                await (self._begin_learning() if side == "learner" else self._offload())
+                self._whose = side
+            if side == "engines" and wake and self._asleep:
+                assert self.wake is not None
+                await self.wake()
+                self._asleep = False
+
+    async def _begin_learning(self) -> None:
+        if self.sleep is not None:
+            await self.sleep()
+            self._asleep = True
+        await self._reload()
+
+    def woken(self) -> None:
+        """Note that engines have got weights, which wakes them."""
+        self._asleep = False
+
+
+class ColocatedTrainer:
+    """Makes each call of a trainer in the learner's turn: a `Trainer`."""
+
+    def __init__(self, trainer: Moving) -> None:
+        self._trainer, self.turns = trainer, Turns(trainer.offload, trainer.reload)
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._trainer.model
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self._trainer.checkpoint_bytes
+
+    async def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
+        return await self._in_turn(self._trainer.train_batch, groups)
+
+    async def supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:
+        return await self._in_turn(self._trainer.supervised_step, conversations, step)
+
+    async def stage(self, destination: WeightsDestination[R]) -> R:
+        return await self._in_turn(self._trainer.stage, destination)
+
+    async def score(self, ids: Ids) -> Floats:
+        return await self._in_turn(self._trainer.score, ids)
+
+    async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
+        await self._in_turn(self._trainer.export, directory, more)
+
+    async def digest(self) -> str:
+        return await self._in_turn(self._trainer.digest)
+
+    async def save(self, directory: Path) -> str:
+        return await self._in_turn(self._trainer.save, directory)
+
+    async def load(self, saved: Manifest) -> None:
+        await self._in_turn(self._trainer.load, saved)
+
+    def status(self) -> Sequence[ComponentStatus]:
+        return self._trainer.status()
+
+    def close(self) -> None:
+        self._trainer.close()
+
+    async def _in_turn(self, work: Callable[..., Awaitable[R]], *arguments: Any) -> R:
+        async with self.turns.of("learner"):
+            return await work(*arguments)
+
+
+class ColocatedPool(EnginePool):
+    """Makes each call of the engines in their turn. Workers' calls come through the run's process, too."""
+
+    def __init__(self, engines: Sequence[Member], turns: Turns) -> None:
+        super().__init__(engines)
+        self._turns = turns
+        turns.sleep, turns.wake = self.sleep, self.wake
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
+        async with self._turns.of("engines"):
+            return await super().generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+
+    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+        async with self._turns.of("engines"):
+            return await super().score(ids, temperature=temperature)
+
+    async def update_weights(self, staged: Staged, version: int) -> None:
+        async with self._turns.of("engines", wake=False):
+            await super().update_weights(staged, version)
+            self._turns.woken()
+
+    def route(self, session: str) -> Any:
+        return None
