@@ -281,6 +281,8 @@ async def test_a_process_that_is_stopped_is_killed_and_started_again(tmp_path: P
         await sampled(engine, "a")
         await asyncio.sleep(6)  # longer than that, with answers to pings alone
         assert not said
+        [status] = engine.status()
+        assert status.running == status.waiting == 0 and status.cache is not None and status.cache > 0
         stopped = engine.pid
         os.kill(stopped, signal.SIGSTOP)
         call = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))

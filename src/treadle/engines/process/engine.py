@@ -272,16 +272,18 @@ class ProcessEngine:
         self._check_scores(answer["logprobs"], "before it slept")
 
     def status(self) -> list[ComponentStatus]:
-        """Return what it does now; how full its cache is only its process knows."""
-        waiting = len(self._waiting)
+        """Return what it does now. How full its cache is, and what others call it for, its process said a while ago."""
+        waiting, said = len(self._waiting), self._link.said
+        others = said if self.route is not None else {}
         return [
             ComponentStatus(
                 "engine",
                 "process",
                 process=self._link.channel.process,
-                running=max(0, self._calls - waiting),
-                waiting=waiting,
+                running=max(0, self._calls - waiting, others.get("running", 0)),
+                waiting=max(waiting, others.get("waiting", 0)),
                 sessions=len(self._sessions),
+                cache=said.get("cache"),
                 version=self._orders[-1].get("version"),
                 error=self._over or "",
             )

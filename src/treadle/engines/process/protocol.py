@@ -8,8 +8,9 @@ A line is a list of messages, sent in one turn of the sender's event loop and ha
     -> {do: generate, call, session, prompt, sampling, salt}               <- {call, completion}
     -> {do: score, call, ids, temperature}                                 <- {call, logprobs}
     -> {do: publish, call, path, version, probe}                           <- {call, logprobs}  of the probe's ids
+    -> {do: sleep, call}                                                   <- {call}  `publish` ends it
     -> {do: cancel, call}                                                  any call that failed: <- {call, error}
-    -> {do: ping}                                                          <- {do: pong}
+    -> {do: ping}                                         <- {do: pong, running, waiting, cache}
 """
 
 from __future__ import annotations

@@ -80,13 +80,14 @@ class Link:
     """Holds the channel to a process that answers calls (`process.protocol`).
 
     ended: once the process has ended, why; from then on every call fails with that. answered: how many calls it has
-    answered. exit_code: in words, once the process has ended.
+    answered. exit_code: in words, once the process has ended. said: its last answer to a ping.
     """
 
     def __init__(self, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = loop.create_future()
         self.answered, self.exit_code = 0, ""
+        self.said: Message = {}
         self.channel = channel
         self._numbers = count()
         self._calls: dict[int, asyncio.Future[Message]] = {}
@@ -145,6 +146,7 @@ class Link:
     def _take(self, message: Message) -> None:
         self._unanswered = 0
         if "call" not in message:  # it answers a ping
+            self.said = message
             return
         self.answered += 1
         answer = self._calls.get(message["call"])

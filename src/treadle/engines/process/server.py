@@ -33,7 +33,8 @@ class EngineServer:
             case "close":
                 self.engine.close_session(message["session"])
             case "ping":
-                self._post({"do": "pong"})
+                [own] = self.engine.status()
+                self._post({"do": "pong", "running": own.running, "waiting": own.waiting, "cache": own.cache})
             case "cancel":
                 if message["call"] in self._tasks:
                     self._tasks[message["call"]].cancel()
