@@ -7,6 +7,7 @@ import pytest
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, PlacementError
 from treadle.orchestration.config import PlacementConfig
+from treadle.placement.cluster import connected
 from treadle.placement.reserve import Bundle, bundles_of, reserve, shortage
 
 CPU = {"CPU": 1.0}
@@ -41,6 +42,22 @@ def test_the_first_shortage_is_named(nodes: dict[str, dict[str, float]], expecte
 
 
 @pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (
+            "127.0.0.1:9",
+            r"'127\.0\.0\.1:9': nobody answers there: .*refused; start the cluster with `ray start --head`",
+        ),
+        ("auto", "'auto' is no address and port; write it as 10.0.0.1:6379"),
+        ("10.0.0.1:", "is no address and port"),
+    ],
+)
+def test_an_address_without_a_cluster_is_told_at_once(address: str, message: str) -> None:
+    with pytest.raises(PlacementError, match=message), connected(address, [], print):
+        pass
+
+
 class TestOnACluster:
     def test_what_no_node_has_is_told_at_once(self, cluster: None) -> None:
         before = time.monotonic()

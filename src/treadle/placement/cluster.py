@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from treadle.core.errors import PlacementError
 from treadle.placement.reserve import Bundle
 from treadle.placement.warden import VARIABLE, warden
 
+_CONNECTING = 5.0  # seconds
 _OBJECT_STORE = 200 * 2**20  # bytes; what exceeds it goes to disk
 _QUIET: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -39,6 +41,7 @@ def connected(address: str | None, bundles: Sequence[Bundle], log: Callable[[str
         with _local(bundles, log):
             yield
         return
+    _check_listens(address)
     import ray
 
     try:
@@ -46,12 +49,27 @@ def connected(address: str | None, bundles: Sequence[Bundle], log: Callable[[str
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise PlacementError(
             f"placement.address {address!r}: no connection to a Ray cluster there: {error}; correct it, or leave it "
-            "out for one of this machine's own"
+            "out for one of this machine's own; if it asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+            "~/.ray/auth_token to the cluster's"
         ) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_listens(address: str) -> None:
+    """Raise PlacementError where nobody listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise PlacementError(f"placement.address {address!r} is no address and port; write it as 10.0.0.1:6379")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
+    except OSError as error:
+        raise PlacementError(
+            f"placement.address {address!r}: nobody answers there: {error}; start the cluster with `ray start --head`, "
+            "correct the address, or leave it out for a cluster of this machine's own"
+        ) from error
 
 
 @contextmanager
