@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from treadle.core.errors import PlacementError
-from treadle.placement.reserve import Bundle
+from treadle.placement.reserve import Bundle, shortage
 from treadle.placement.warden import VARIABLE, warden
 
 _CONNECTING = 5.0  # seconds
@@ -74,6 +74,11 @@ def _check_listens(address: str) -> None:
 
 @contextmanager
 def _local(bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[None]:
+    if any(bundle.resources.get("GPU") for bundle in bundles):
+        from torch.cuda import device_count  # what ranks and engines will see
+
+        if lacking := shortage(bundles, {"this machine": {"CPU": float("inf"), "GPU": device_count()}}):
+            raise PlacementError(f"{lacking}; lower `placement`, or set placement.address to a cluster that has it")
     mark = uuid4().hex
     folder = _folder()
     with _environment({**_QUIET, VARIABLE: mark}):
