@@ -58,6 +58,14 @@ def test_an_address_without_a_cluster_is_told_at_once(address: str, message: str
         pass
 
 
+def test_a_gpu_that_this_machine_lacks_is_told_before_a_cluster_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    ranks = [Bundle("learner rank", number, {"CPU": 64, "GPU": 1}) for number in range(2)]
+    told = r"^learner rank 1 needs 64 CPU, 1 GPU, .* beside the 1 before it \(this machine: inf CPU, 0 GPU\); lower"
+    with pytest.raises(PlacementError, match=told), connected(None, ranks, print):
+        pass
+
+
 class TestOnACluster:
     def test_what_no_node_has_is_told_at_once(self, cluster: None) -> None:
         before = time.monotonic()
