@@ -1,13 +1,18 @@
 """Training whose rollouts real servers sample."""
 
 import asyncio
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.engines.vllm.conftest import SIZES, Served, python_with_vllm, started
-from tests.orchestration.runs import check_finished, query, start
+from tests.orchestration.runs import check_finished, query, start, updates
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError
 from treadle.orchestration.evaluate_model import Subject, evaluate_model
@@ -40,6 +45,53 @@ def test_a_run_without_vllm_is_refused_before_it_is_made(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="'/nowhere/python' is no interpreter"):
         start(tmp_path / "run", *overrides(python="/nowhere/python"))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transfer", ["shared_memory", "collective"])
+def test_a_run_goes_on_with_servers_that_are_started_again(transfer: str, tmp_path: Path) -> None:
+    run, progress = tmp_path / "run", Quiet()
+    again = threading.Event()
+
+    def kill_both() -> None:
+        """One after the other, each while the other serves."""
+        for update, number in ((1, 0), (3, 1)):
+            while not (run / "metrics.jsonl").is_file() or len(updates(run)) < update:
+                time.sleep(0.05)
+            end_group_of(run / f"vllm-{number}.log")
+            while len([line for line in progress.lines if line.endswith("was started again")]) <= number:
+                time.sleep(0.05)
+        again.set()
+
+    thread = threading.Thread(target=kill_both, daemon=True)
+    thread.start()
+    settings = overrides(python=python_with_vllm(), servers=2, transfer=transfer)
+    start(
+        run,
+        *settings,
+        "engine.batch=16",
+        "orchestration.updates=100",
+        "orchestration.max_staleness=1",
+        "data.train.options.seconds=1.0",
+        progress=progress,
+    )
+    thread.join(10)
+    assert again.is_set(), progress.lines
+    check_finished(run)  # what was sampled has the learner's log-probabilities to 1e-4
+    lost = [line for line in progress.lines if line.endswith("; starting it again")]
+    assert len(lost) == 2 and all(line.startswith("vLLM server http://") for line in lost), progress.lines
+
+
+def end_group_of(log: Path) -> None:
+    """Kill the server that writes a log, with its children."""
+    for process in psutil.process_iter():
+        try:
+            if any(Path(file.path) == log for file in process.open_files()):
+                os.killpg(os.getpgid(process.pid), signal.SIGKILL)
+                return
+        except (psutil.Error, ProcessLookupError):
+            continue
+    raise AssertionError(f"nobody writes {log}")
 
 
 @pytest.mark.slow

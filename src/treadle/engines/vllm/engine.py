@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from treadle.engines.vllm.publication import Publication
 from treadle.engines.vllm.server import Server, ServerLost
 
 _COLDEST = 0.01  # lowest temperature above 0 at which vLLM samples
+_LOOK = 0.2  # seconds between looks at whether a server has been started again
 _HEALTH_PERIOD = 5.0  # seconds between health checks
 _HEALTH_MISSES = 3  # failed ones in a row after which a server is given up
 _SILENCE = 150.0  # seconds that an engine may take to answer, amid a long prefill or while it loads weights
@@ -26,7 +27,8 @@ _SILENCES = 2  # times in a row that it takes longer after which its server is g
 class VLLMEngine:
     """Samples on vLLM servers. Sessions stay on the server that has their prefixes, until it is lost.
 
-    Calls that a lost server had not answered are made again on another one.
+    Calls that a lost server had not answered are made again on another one. One that was started for this engine is
+    started again, by number, and joins once it serves the admitted weights; calls wait for it where no other is left.
 
     stop_token_ids: tokens that end a completion (they are part of it); nothing else does, whatever the model's own
     configuration says. on_close: called last.
@@ -36,22 +38,22 @@ class VLLMEngine:
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: MutableSequence[Server],
         publication: Publication,
         *,
         stop_token_ids: Sequence[int],
+        restart: Callable[[int], Awaitable[Server]] | None = None,
+        notify: Callable[[str], None] = lambda line: None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._servers, self._publication = servers, publication
         self._stop, self._on_close = sorted(stop_token_ids), on_close
+        self._restart, self._notify = restart, notify
         self._sessions: dict[str, Server | None] = {}  # None until its first call
         self._closed = False
         create_task = asyncio.get_running_loop().create_task
-        self._watches = [
-            create_task(self._watch_health()),
-            *(create_task(_watch_engine(s)) for s in servers),
-            *(create_task(_watch_metrics(s)) for s in servers),
-        ]
+        self._kept = {n: create_task(self._keep(n)) for n in range(len(servers))}  # those that serve, or will again
+        self._watches = [create_task(self._watch_health()), *self._kept.values()]
 
     def open_session(self, session: str) -> None:
         if session in self._sessions:
@@ -70,17 +72,20 @@ class VLLMEngine:
         change silently, a request that the server refuses, no server left.
         """
         self._check(len(prompt_ids), sampling, session)
-        while True:
+        for losses in count(1):
             await self._publication.settled()  # a completion that begins now is of the new weights
-            server = self._server(session)
+            server = await self._server(session)
             body = {
                 "token_ids": np.asarray(prompt_ids).tolist(),
                 "sampling_params": _sampling_body(sampling, self._stop),
                 "cache_salt": self._publication.salt(cache_salt),
             }
-            with suppress(ServerLost):  # then try another server, or raise an error that names all lost ones
+            try:
                 answer = await server.post("/inference/v1/generate", body)
                 break
+            except ServerLost:  # then try another server; a call that ends one after the other may be the reason
+                if losses >= max(2, len(self._servers)):
+                    raise
         await self._publication.settled()  # one that ends now may hold tokens of weights that are not admitted yet
         return self._completion(answer["choices"][0], sampling)
 
@@ -92,7 +97,7 @@ class VLLMEngine:
         if temperature < _COLDEST:
             raise EngineError(f"vLLM scores at temperatures of at least {_COLDEST}, not at {temperature}")
         await self._publication.settled()
-        return await self._least_busy().score(np.asarray(ids), temperature, self._publication.salt(None))
+        return await (await self._least_busy()).score(np.asarray(ids), temperature, self._publication.salt(None))
 
     def status(self) -> list[ComponentStatus]:
         """Return what each server does, as it said some seconds ago."""
@@ -119,6 +124,7 @@ class VLLMEngine:
         self._closed = True
         for watch in self._watches:
             watch.cancel()
+        await asyncio.wait(self._watches)
         await asyncio.gather(*(server.close() for server in self._servers))
         self._publication.close()
         self._on_close()
@@ -135,18 +141,26 @@ class VLLMEngine:
             told = sampling.temperature
             raise EngineError(f"told temperature {told}, vLLM samples at {_COLDEST}; use 0 or at least that")
 
-    def _server(self, session: str) -> Server:
+    async def _server(self, session: str) -> Server:
         """Return the session's server; another one if that is lost."""
-        if session not in self._sessions:
-            raise EngineError(f"session {session!r} was closed while its call waited")
-        server = self._sessions[session]
+        server = self._sessions.get(session)
         if server is None or server.is_lost:
-            server = self._sessions[session] = self._least_busy()
+            server = await self._least_busy()
+            if session not in self._sessions:
+                raise EngineError(f"session {session!r} was closed while its call waited")
+            self._sessions[session] = server
         return server
 
-    def _least_busy(self) -> Server:
-        """Return the server with the fewest open sessions. Raises EngineError, naming all, if every one is lost."""
-        left = [server for server in self._servers if not server.is_lost]
+    async def _least_busy(self) -> Server:
+        """Return the server with the fewest open sessions; if every one is lost, wait for one to be started again.
+
+        Raises EngineError, naming all, if none will be.
+        """
+        while not (left := [server for server in self._servers if not server.is_lost]):
+            coming = [keeping for keeping in self._kept.values() if not keeping.done()]
+            if not coming or self._closed:
+                break
+            await asyncio.sleep(_LOOK)
         if not left:
             raise EngineError("no server is left: " + "; ".join(str(server.error()) for server in self._servers))
         sessions = list(self._sessions.values())
@@ -172,6 +186,35 @@ class VLLMEngine:
                 misses[server] = 0 if well else misses[server] + 1
                 if misses[server] >= _HEALTH_MISSES:
                     server.lose(f"it failed {_HEALTH_MISSES} health checks in a row")
+
+    async def _keep(self, number: int) -> None:
+        """Watch the server of a number, and put another one in its place whenever it is lost."""
+        while True:
+            server = self._servers[number]
+            watches = [asyncio.ensure_future(watch(server)) for watch in (_watch_engine, _watch_metrics)]
+            try:
+                await server.end()
+            finally:
+                for watch in watches:
+                    watch.cancel()
+            if self._restart is None or self._closed:
+                return
+            self._notify(f"{server.error()}; starting it again")
+            await server.close()
+            try:
+                another = await self._restart(number)
+            except (EngineError, OSError) as error:
+                self._notify(f"vLLM server {number} was started again in vain: {error}")
+                return
+            try:
+                await self._publication.join(another, number)
+            except BaseException as error:
+                await another.close()
+                if not isinstance(error, EngineError):
+                    raise
+                self._notify(f"vLLM server {number} was started again in vain: {error}")
+                return
+            self._notify(f"{another} was started again")
 
 
 async def _watch_engine(server: Server) -> None:

@@ -153,7 +153,7 @@ class ServerProcess:
         self.url, self.log = f"http://{host}:{port}", log
         arguments = command(find_python(config.vllm.python), model, host, port, config)
         launcher = [sys.executable, str(WORKER / "treadle_launch.py")]
-        with log.open("wb") as output:
+        with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*launcher, *arguments],
                 env=environment(config),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
@@ -45,14 +45,15 @@ class Probe:
 class Publication:
     """Keeps track of the weights that vLLM's servers have, and brings them new ones (a `WeightSync`).
 
-    source: whose weights are published. probe: ids that new weights are proven with; None: they are not.
+    servers: one that is started anew takes the place of a lost one (`join`). source: whose weights are published.
+    probe: ids that new weights are proven with; None: they are not.
     Every swap gets a label of its own, which the servers report for each token and which salts their prefix caches. A
     label that this object did not hand out shows that something else changed the weights.
     """
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: MutableSequence[Server],
         transfer: Transfer,
         source: WeightSource,
         *,
@@ -65,6 +66,7 @@ class Publication:
         self._admitted: dict[str, int] = {}  # label -> version
         self._label = ""
         self._staged: Staged | None = None  # the admitted weights, to go back to
+        self._expected: Floats | None = None  # scores of the probe under them
         self._connected: list[Server] = []  # those that the transfer was agreed with
         self._one = asyncio.Lock()
         self._gate = asyncio.Event()
@@ -119,6 +121,23 @@ class Publication:
                     staged.discard()
                 self._gate.set()
 
+    async def join(self, server: Server, number: int) -> None:
+        """Have a server that was started anew serve the admitted weights, in place of the one of that number.
+
+        Raises EngineError if it cannot take or prove them; then the lost one stays in its place.
+        """
+        async with self._one:
+            if self._staged is not None:
+                self._connected = []  # the others are agreed with again before the next load
+                await self._transfer.connect([server])
+                await server.post("/pause", mode="keep", clear_cache="true")
+                await self._staged.load([server], self._label)
+                await server.post("/resume")
+                await self._prove_one(server, self._expected)
+            else:
+                await server.post("/update_weight_version", {"new_version": self._label})
+            self._servers[number] = server
+
     def close(self) -> None:
         """Release what was staged."""
         if self._staged is not None:
@@ -151,6 +170,7 @@ class Publication:
             self._give_up(f"publication of version {version} was interrupted")
             raise
         self._admit(label, version)
+        self._expected = expected
         old, self._staged = self._staged, staged
         if old is not None:
             old.discard()
@@ -178,19 +198,17 @@ class Publication:
         await self._each(lambda server: server.post("/resume"))
 
     async def _prove(self, expected: Floats | None) -> None:
+        await self._each(lambda server: self._prove_one(server, expected))
+
+    async def _prove_one(self, server: Server, expected: Floats | None) -> None:
         if self._probe is None or expected is None:
             return
-        ids, tolerance = self._probe.ids, self._probe.tolerance
-
-        async def prove(server: Server) -> None:
-            gap = float(np.abs(await server.score(ids) - expected).mean())
-            if not gap <= tolerance:
-                raise EngineError(
-                    f"{server} scores the new weights otherwise than the learner, by {gap:.2e} on average "
-                    f"({tolerance:.0e} is allowed)"
-                )
-
-        await self._each(prove)
+        gap = float(np.abs(await server.score(self._probe.ids) - expected).mean())
+        if not gap <= self._probe.tolerance:
+            raise EngineError(
+                f"{server} scores the new weights otherwise than the learner, by {gap:.2e} on average "
+                f"({self._probe.tolerance:.0e} is allowed)"
+            )
 
     async def _go_back(self, version: int, error: EngineError, in_flight: Literal["keep", "abort"]) -> None:
         """Load the admitted weights again."""

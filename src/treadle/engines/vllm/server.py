@@ -45,7 +45,7 @@ class ServerLost(EngineError):
 class Server:
     """Calls one server, which may be a process that Treadle started.
 
-    Invariant: a server that is lost stays lost. It would come back with outdated weights.
+    Invariant: a server that is lost stays lost. It would come back with outdated weights; another one takes its place.
     """
 
     def __init__(self, url: str, process: Started | None = None) -> None:
@@ -65,6 +65,10 @@ class Server:
     def is_lost(self) -> bool:
         """Return whether the server is lost for good."""
         return self._lost.done()
+
+    async def end(self) -> None:
+        """Wait until the server is lost."""
+        await asyncio.wait([self._lost])
 
     def lose(self, reason: str) -> None:
         """Give the server up: its calls fail now, and no more are made."""

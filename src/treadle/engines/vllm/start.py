@@ -27,35 +27,55 @@ async def open_engine(
     serve: Callable[[int], Started] | None,
     stop_token_ids: Sequence[int],
     probe: Probe | None = None,
+    notify: Callable[[str], None] = lambda line: None,
     on_close: Callable[[], None] = lambda: None,
 ) -> tuple[VLLMEngine, Publication]:
     """Return an engine whose servers answer, at version 0, and the publication of the weights of `source` to them.
 
-    serve: starts a server, by number; None: they run already. probe: what new weights are proven with. Raises
-    EngineError with the end of the log for a server that does not start, is no match for this engine or cannot take
-    weights; ConfigError without vLLM.
+    serve: starts a server, by number, also when one is lost; None: they run already. probe: what new weights are proven
+    with. notify: gets a line for a server that is lost. Raises EngineError with the end of the log for a server that
+    does not start, is no match for this engine or cannot take weights; ConfigError without vLLM.
     """
-    servers: list[Server] = []
-    try:
-        if config.vllm.urls:
-            servers += [Server(url) for url in config.vllm.urls]
-        else:
-            assert serve is not None, "servers are named, or started"
-            for number in range(config.vllm.servers):
-                process = serve(number)
-                servers.append(Server(process.url, process))
-        await asyncio.gather(*(wait_for(server, config.vllm.start_timeout) for server in servers))
-        await asyncio.gather(*(_connect(server) for server in servers))
-        if config.vllm.transfer == "collective":
-            for server in servers:
+
+    async def open_server(number: int) -> Server:
+        server = Server(config.vllm.urls[number]) if serve is None else await _started(serve, number)
+        try:
+            await wait_for(server, config.vllm.start_timeout)
+            await _connect(server)
+            if config.vllm.transfer == "collective":
                 server.workers = int((await server.get("/get_world_size"))["world_size"])
+        except BaseException:
+            await server.close()
+            raise
+        return server
+
+    servers: list[Server] = []
+    opening = [asyncio.ensure_future(open_server(number)) for number in range(config.count)]
+    try:
+        servers += await asyncio.gather(*opening)
         publication = Publication(servers, _transfer(config), source, in_flight=config.in_flight, probe=probe)
         await publication.begin(version=0)
     except BaseException:
-        await asyncio.gather(*(server.close() for server in servers))
+        for task in opening:
+            task.cancel()
+        found = await asyncio.gather(*opening, return_exceptions=True)
+        await asyncio.gather(*(server.close() for server in found if isinstance(server, Server)))
         on_close()
         raise
-    return VLLMEngine(servers, publication, stop_token_ids=stop_token_ids, on_close=on_close), publication
+    engine = VLLMEngine(
+        servers,
+        publication,
+        stop_token_ids=stop_token_ids,
+        restart=None if serve is None else open_server,
+        notify=notify,
+        on_close=on_close,
+    )
+    return engine, publication
+
+
+async def _started(serve: Callable[[int], Started], number: int) -> Server:
+    process = await asyncio.to_thread(serve, number)
+    return Server(process.url, process)
 
 
 def _transfer(config: EngineConfig) -> Transfer:

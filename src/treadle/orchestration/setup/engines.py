@@ -171,7 +171,7 @@ async def open_vllm(
     config, known = spec.config, spec.source.model
     ids = np.random.default_rng(0).integers(0, known.vocabulary, min(_PROBE, known.context - 1)).astype(np.int32)
     probe, stop = Probe(ids, config.tolerance), spec.chat.stop_token_ids
-    connected = partial(start, config, spec.source, stop_token_ids=stop, probe=probe)
+    connected = partial(start, config, spec.source, stop_token_ids=stop, probe=probe, notify=spec.log)
     if config.vllm.urls:  # servers that have a model
         return await connected(serve=None)
     logs = spec.log_directory()
