@@ -5,8 +5,11 @@ from contextlib import suppress
 
 import pytest
 
+from tests.sources import FixedWeights
 from treadle.core.errors import EngineError
 from treadle.engines.vllm import engine as vllm_engine
+from treadle.engines.vllm.engine import VLLMEngine
+from treadle.engines.vllm.publication import Publication
 from treadle.engines.vllm.server import Server
 
 
@@ -51,5 +54,45 @@ async def test_a_server_is_given_up_when_its_engine_falls_silent(silent: bool, m
     await asyncio.wait({watch, stuck})
     await server.disconnect()
     listening.close()
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+
+
+class NoTransfer:
+    """Is never used: nothing is published."""
+
+    def close(self) -> None:
+        pass
+
+
+async def test_a_server_that_took_the_place_of_a_lost_one_is_watched_and_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_engine, "_HEALTH_PERIOD", 0.01)
+    listening = [await serve(set()) for _ in range(3)]
+    started, said = [Server(url) for _, url in listening], list[str]()
+    servers = started[:1]
+    publication = Publication(servers, NoTransfer(), FixedWeights(), in_flight="keep")  # type: ignore[arg-type]
+    await publication.begin(version=0)
+
+    async def restart(number: int) -> Server:
+        if publication.is_refused:
+            raise AssertionError("nothing is started for an engine that is refused")
+        return started[len([line for line in said if line.endswith("starting it again")])]
+
+    engine = VLLMEngine(servers, publication, stop_token_ids=[], restart=restart, notify=said.append)
+    for number in range(2):
+        listening[number][0].close()  # which the health checks find
+        async with asyncio.timeout(10):
+            while servers[0] is not started[number + 1]:
+                await asyncio.sleep(0.01)
+        assert await engine._least_busy() is started[number + 1]
+    assert [line.rpartition(" ")[2] for line in said] == ["again"] * 4
+    publication._give_up("made up")
+    with pytest.raises(EngineError, match=r"no server is left: .* is lost: made up"):
+        async with asyncio.timeout(10):
+            await engine._least_busy()
+    await engine.close()
+    listening[2][0].close()
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)

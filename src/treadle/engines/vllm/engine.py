@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
 from itertools import count
 from typing import Any
@@ -178,7 +179,7 @@ class VLLMEngine:
 
     async def _watch_health(self) -> None:
         """Give up servers that stopped answering: a machine that is switched off closes no connection."""
-        misses = dict.fromkeys(self._servers, 0)
+        misses: defaultdict[Server, int] = defaultdict(int)
         while True:
             await asyncio.sleep(_HEALTH_PERIOD)
             left = [server for server in self._servers if not server.is_lost]
@@ -197,7 +198,7 @@ class VLLMEngine:
             finally:
                 for watch in watches:
                     watch.cancel()
-            if self._restart is None or self._closed:
+            if self._restart is None or self._closed or self._publication.is_refused:
                 return
             self._notify(f"{server.error()}; starting it again")
             await server.close()

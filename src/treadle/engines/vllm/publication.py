@@ -68,6 +68,7 @@ class Publication:
         self._staged: Staged | None = None  # the admitted weights, to go back to
         self._expected: Floats | None = None  # scores of the probe under them
         self._connected: list[Server] = []  # those that the transfer was agreed with
+        self.is_refused = False  # nobody knows what the servers have, and none is to be started again
         self._one = asyncio.Lock()
         self._gate = asyncio.Event()
 
@@ -229,6 +230,7 @@ class Publication:
         await on_each(self._servers, call)
 
     def _give_up(self, reason: str) -> None:
+        self.is_refused = True
         for server in self._servers:
             server.lose(reason)
 

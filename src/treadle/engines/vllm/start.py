@@ -74,7 +74,12 @@ async def open_engine(
 
 
 async def _started(serve: Callable[[int], Started], number: int) -> Server:
-    process = await asyncio.to_thread(serve, number)
+    starting = asyncio.ensure_future(asyncio.to_thread(serve, number))
+    try:
+        process = await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await (await starting).stop()
+        raise
     return Server(process.url, process)
 
 
