@@ -653,14 +653,17 @@ async def test_an_engine_that_has_slept_samples_as_before(family: str, lock_step
 
 
 async def test_an_engine_does_not_sleep_while_calls_run() -> None:
-    async with serving(lock_step=False) as engine:
+    gate = Gate()
+    async with serving(decode=gate, lock_step=False) as engine:
         engine.open_session("a")
-        call = asyncio.create_task(engine.generate(PROMPT, sampling(max_tokens=40), session="a"))
-        while not engine.status()[0].running:
-            await asyncio.sleep(0)
+        call = asyncio.create_task(engine.generate(PROMPT, STOPPING, session="a"))
+        await gate.reached()
+        asleep = asyncio.create_task(engine.sleep())
+        await settle(engine)  # sleep takes the turn between this token and the next
+        gate.leave.set()
         with pytest.raises(EngineError, match="1 calls run: the engine cannot sleep"):
-            await engine.sleep()
-        await call
+            await asleep
+        assert len((await call).token_ids) == 3
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
