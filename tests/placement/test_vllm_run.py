@@ -21,6 +21,7 @@ def test_two_servers_are_fed_from_two_ranks(tmp_path: Path) -> None:
         "placement.kind=ray",
         "placement.learner.ranks=2",
         "placement.engines.count=2",
+        "placement.rollout.workers=2",
         "training.threads=1",
         "engine.kind=vllm",
         "engine.batch=16",

@@ -2,7 +2,7 @@
 
     RolloutPool.start -> RolloutActor.play -> Rollouts -> Session -> WorkerCalls --posted--> _Worker -> Engine
                                                                         |  ^-------answers--------'
-                                                                        '--(the session's route)--> EngineActor
+                                                                        '--(the session's route)--> its engine's actor
 
 The run's process opens every session, in order, and so chooses its engine. A worker calls that engine itself, where it
 has a `route` (an engine in lock-step has none: its waves are formed in the run's process); otherwise, and once that
@@ -28,6 +28,7 @@ from treadle.core.engine import Completion, Engine
 from treadle.core.errors import Cause, EngineError, PlacementError, TreadleError
 from treadle.core.status import ComponentStatus, ProcessId
 from treadle.core.types import Failure, Floats, Ids, SamplingParams, Status, Task, Trajectory, trajectory_id
+from treadle.engines.vllm.server import ServerLost
 from treadle.placement.reserve import Reservation
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, Rollouts, open_rollouts
@@ -67,7 +68,7 @@ class Answer:
 class WorkerCalls:
     """Makes calls by the session's route, or has the run's process make them: the `Engine` of a worker.
 
-    routes: session -> the `EngineActor` that samples for it, while that is known to live.
+    routes: session -> the `EngineActor` or `ServerActor` that samples for it, while that is known to live.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ class WorkerCalls:
             except asyncio.CancelledError:
                 ray.cancel(calling)
                 raise
-            except RayActorError:  # the run's process knows where the session goes, and will close it
+            except (RayActorError, ServerLost):  # the run's process knows where the session goes, and will close it
                 del self.routes[session]
         options = {"session": session, "cache_salt": cache_salt}
         completion: Completion = await self._call("generate", (prompt_ids, sampling), options)
@@ -223,10 +224,10 @@ class RolloutActor:
 
 @runtime_checkable
 class Routed(Protocol):
-    """Is an engine that other processes can call by themselves: `EnginePool`."""
+    """Is an engine that other processes can call by themselves: `EnginePool`, `VLLMEngine`."""
 
     def route(self, session: str) -> Any:
-        """Return the session's `EngineActor`; None if its calls are to be made here."""
+        """Return the actor that makes the session's calls; None if they are to be made here."""
         ...
 
 

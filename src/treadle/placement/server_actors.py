@@ -1,62 +1,107 @@
-"""vLLM servers on a cluster: each is started by an actor at its engine's place, and called over HTTP as any other."""
+"""vLLM servers on a cluster: each is started by an actor at its engine's place, and called over HTTP as any other.
+
+The run's process publishes to it and calls it; rollout workers call it through the actor (`ServerActor.generate`), so
+that the run's process has no part in their calls.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
-from treadle.core.engine import Engine
+from treadle.core.engine import Completion, Engine
 from treadle.core.errors import ConfigError, EngineError
 from treadle.core.trainer import WeightSync
+from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig
+from treadle.engines.vllm.admission import Admission, Admitted
+from treadle.engines.vllm.calls import check_call, sample
 from treadle.engines.vllm.launch import ServerProcess, tail
+from treadle.engines.vllm.server import Server
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.engines import EngineSpec, open_vllm
 from treadle.placement.reserve import Reservation
 
 _LOOK = 1.0  # seconds between looks at whether the server runs
+_SIDE_BY_SIDE = 1_000_000  # calls at a time, of one actor
 _STOPPING = 30.0  # seconds for a server to end by itself
 
 
 class ServerActor:
-    """Has a server as its child, which ends when this process does."""
+    """Has a server as its child, which ends when this process does, and makes rollout workers' calls of it.
 
-    def __init__(self, model: Path, config: EngineConfig, log: Path) -> None:
-        self._server = ServerProcess(model, config, log, ray.util.get_node_ip_address())
+    stop_token_ids: tokens that end a completion. Invariant: calls begin and return only while it is told to be open.
+    """
+
+    def __init__(self, model: Path, config: EngineConfig, log: Path, stop_token_ids: Sequence[int]) -> None:
+        self._process = ServerProcess(model, config, log, ray.util.get_node_ip_address())
+        self._stop = sorted(stop_token_ids)
+        self._admission = Admission()
+        self._server: Server | None = None  # once it serves
 
     async def url(self) -> str:
         """Return where the server is reached."""
-        return self._server.url
+        return self._process.url
+
+    async def hold(self) -> None:
+        """Let no call begin or return until `open`."""
+        self._admission.hold()
+
+    async def open(self, admitted: Admitted) -> None:
+        """Let calls go on, under these weights. Raises EngineError."""
+        if self._server is None:
+            server = Server(self._process.url, self._process)
+            await server.read_context()
+            self._server = server
+        self._admission.open(admitted)
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None
+    ) -> Completion:
+        """Sample for a rollout worker. Raises EngineError; ServerLost if another server is to do it."""
+        await self._admission.settled()
+        assert self._server is not None
+        check_call(len(prompt_ids), sampling, self._server.context)
+        return await sample(self._server, self._admission, prompt_ids, sampling, self._stop, cache_salt)
 
     async def ended(self) -> None:
-        """Return once the server has ended."""
-        while self._server.running:
+        """Return once the server has ended, or calls of it fail."""
+        while self._process.running and not (self._server and self._server.is_lost):
             await asyncio.sleep(_LOOK)
 
     async def stop(self) -> None:
         """End the server."""
-        await self._server.stop()
+        await self._process.stop()
 
 
 class PlacedServer:
     """Is a server that an actor started (`Started`). log: in a directory that all nodes see."""
 
-    def __init__(self, options: Mapping[str, Any], model: Path, config: EngineConfig, log: Path) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        model: Path,
+        config: EngineConfig,
+        log: Path,
+        stop_token_ids: Sequence[int],
+    ) -> None:
         log.touch()
         self.log = log
-        self._actor = ray.remote(ServerActor).options(max_restarts=0, max_task_retries=0, **options)
-        self._actor = self._actor.remote(model.absolute(), config, log.absolute())
+        made = ray.remote(ServerActor).options(
+            max_restarts=0, max_task_retries=0, max_concurrency=_SIDE_BY_SIDE, **options
+        )
+        self.route = made.remote(model.absolute(), config, log.absolute(), stop_token_ids)
         try:
-            self.url: str = ray.get(self._actor.url.remote())
+            self.url: str = ray.get(self.route.url.remote())
         except RayError as error:
             raise EngineError(f"a vLLM server was not started: {error}") from error
-        self._ended = self._actor.ended.remote()
+        self._ended = self.route.ended.remote()
 
     @property
     def running(self) -> bool:
@@ -68,14 +113,22 @@ class PlacedServer:
         """Return the last lines of the log."""
         return tail(self.log)
 
+    async def hold(self) -> None:
+        """Have the actor let no call begin or return until `open`. Raises EngineError."""
+        await _result(self.route.hold.remote())
+
+    async def open(self, admitted: Admitted) -> None:
+        """Have the actor let calls go on, under these weights. Raises EngineError."""
+        await _result(self.route.open.remote(admitted))
+
     async def stop(self) -> None:
         """End the server, and the actor. Idempotent."""
         await asyncio.wait([asyncio.ensure_future(self._stopped())], timeout=_STOPPING)
-        ray.kill(self._actor)
+        ray.kill(self.route)
 
     async def _stopped(self) -> None:
         try:
-            await self._actor.stop.remote()
+            await self.route.stop.remote()
         except RayError:
             return
 
@@ -92,7 +145,16 @@ async def open_servers(config: RunConfig, reservation: Reservation, spec: Engine
     vllm = spec.config.vllm.model_copy(update={"servers": len(places), "args": args})
 
     def serve(number: int, model: Path, config: EngineConfig, log: Path) -> PlacedServer:
-        return PlacedServer(places[number], model, config, log)
+        return PlacedServer(places[number], model, config, log, spec.chat.stop_token_ids)
 
     spec = replace(spec, config=spec.config.model_copy(update={"vllm": vllm}))
     return await open_vllm(spec, serve, spec.log_directory())
+
+
+async def _result(reference: Any) -> None:
+    try:
+        await reference
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, EngineError) else EngineError(str(error))) from None
+    except RayError as error:
+        raise EngineError(str(error).splitlines()[0]) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Awaitable, Callable, MutableSequence, Sequence
 from itertools import count
 from typing import Any
 
@@ -13,11 +13,11 @@ import numpy as np
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.status import ComponentStatus
-from treadle.core.types import Floats, Ids, SamplingParams, StopReason
+from treadle.core.types import Floats, Ids, SamplingParams
+from treadle.engines.vllm.calls import COLDEST, check_call, sample
 from treadle.engines.vllm.publication import Publication
-from treadle.engines.vllm.server import Server, ServerLost
+from treadle.engines.vllm.server import Server, ServerLost, left
 
-_COLDEST = 0.01  # lowest temperature above 0 at which vLLM samples
 _LOOK = 0.2  # seconds between looks at whether a server has been started again
 _HEALTH_PERIOD = 5.0  # seconds between health checks
 _HEALTH_MISSES = 3  # failed ones in a row after which a server is given up
@@ -72,33 +72,39 @@ class VLLMEngine:
         Raises EngineError: unknown session, a prompt that leaves no room for `max_tokens`, sampling that vLLM would
         change silently, a request that the server refuses, no server left.
         """
-        self._check(len(prompt_ids), sampling, session)
+        self._check_open(session)
+        check_call(len(prompt_ids), sampling, min(server.context for server in self._servers))
         for losses in count(1):
-            await self._publication.settled()  # a completion that begins now is of the new weights
+            await self._publication.admission.settled()
             server = await self._server(session)
-            body = {
-                "token_ids": np.asarray(prompt_ids).tolist(),
-                "sampling_params": _sampling_body(sampling, self._stop),
-                "cache_salt": self._publication.salt(cache_salt),
-            }
             try:
-                answer = await server.post("/inference/v1/generate", body)
-                break
+                return await sample(server, self._publication.admission, prompt_ids, sampling, self._stop, cache_salt)
             except ServerLost:  # then try another server; a call that ends one after the other may be the reason
                 if losses >= max(2, len(self._servers)):
                     raise
-        await self._publication.settled()  # one that ends now may hold tokens of weights that are not admitted yet
-        return self._completion(answer["choices"][0], sampling)
+        raise AssertionError("unreachable")
+
+    def route(self, session: str) -> Any:
+        """Return what makes the session's calls in another process; None if they are to be made here.
+
+        It is for as long as its server lasts: who finds that it is lost calls `generate` here.
+        """
+        self._check_open(session)
+        server = self._settled_on(session)
+        return None if server is None or server.process is None else server.process.route
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
         """Return the log-probability of ids[1:], each given what precedes it: int32[T] -> float32[T - 1].
 
         Raises EngineError: no server left, more ids than the context, or a temperature at which vLLM does not sample.
         """
-        if temperature < _COLDEST:
-            raise EngineError(f"vLLM scores at temperatures of at least {_COLDEST}, not at {temperature}")
-        await self._publication.settled()
-        return await (await self._least_busy()).score(np.asarray(ids), temperature, self._publication.salt(None))
+        if temperature < COLDEST:
+            raise EngineError(f"vLLM scores at temperatures of at least {COLDEST}, not at {temperature}")
+        admission = self._publication.admission
+        await admission.settled()
+        while (server := self._least_busy()) is None:
+            await self._until_some_are_left()
+        return await server.score(np.asarray(ids), temperature, admission.now.salt(None))
 
     def status(self) -> list[ComponentStatus]:
         """Return what each server does, as it said some seconds ago."""
@@ -114,7 +120,7 @@ class VLLMEngine:
             waiting=None if metrics is None else metrics.waiting,
             sessions=sessions,
             cache=None if metrics is None else metrics.cache,
-            version=self._publication.version,
+            version=self._publication.admission.now.version,
             error=str(server.error()) if server.is_lost else "",
         )
 
@@ -130,60 +136,43 @@ class VLLMEngine:
         self._publication.close()
         self._on_close()
 
-    def _check(self, prompt: int, sampling: SamplingParams, session: str) -> None:
+    def _check_open(self, session: str) -> None:
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
-        context = min(server.context for server in self._servers)
-        if prompt + sampling.max_tokens > context:  # vLLM would silently cut the completion short
-            raise EngineError(
-                f"prompt of {prompt} + max_tokens {sampling.max_tokens} exceeds the servers' context of {context}"
-            )
-        if 0 < sampling.temperature < _COLDEST:
-            told = sampling.temperature
-            raise EngineError(f"told temperature {told}, vLLM samples at {_COLDEST}; use 0 or at least that")
 
     async def _server(self, session: str) -> Server:
-        """Return the session's server; another one if that is lost."""
-        server = self._sessions.get(session)
-        if server is None or server.is_lost:
-            server = await self._least_busy()
-            if session not in self._sessions:
-                raise EngineError(f"session {session!r} was closed while its call waited")
-            self._sessions[session] = server
+        """Return the session's server; another one if that is lost, once there is one."""
+        while (server := self._settled_on(session)) is None:
+            await self._until_some_are_left()
+            self._check_open(session)
         return server
 
-    async def _least_busy(self) -> Server:
-        """Return the server with the fewest open sessions; if every one is lost, wait for one to be started again.
+    def _settled_on(self, session: str) -> Server | None:
+        """Return the session's server; another one if that is lost; None if all are."""
+        server = self._sessions.get(session)
+        if server is None or server.is_lost:
+            server = self._sessions[session] = self._least_busy()
+        return server
 
-        Raises EngineError, naming all, if none will be.
-        """
-        while not (left := [server for server in self._servers if not server.is_lost]):
-            coming = [keeping for keeping in self._kept.values() if not keeping.done()]
-            if not coming or self._closed:
-                break
-            await asyncio.sleep(_LOOK)
-        if not left:
-            raise EngineError("no server is left: " + "; ".join(str(server.error()) for server in self._servers))
+    def _least_busy(self) -> Server | None:
+        """Return the server with the fewest open sessions; None if all are lost."""
         sessions = list(self._sessions.values())
-        return min(left, key=sessions.count)
+        return min(left(self._servers), key=sessions.count, default=None)
 
-    def _completion(self, choice: Mapping[str, Any], sampling: SamplingParams) -> Completion:
-        ids = np.array(choice["token_ids"], np.int32)
-        logprobs = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]], np.float32)
-        return Completion(
-            token_ids=ids,
-            logprobs=np.zeros_like(logprobs) if sampling.temperature == 0 else np.minimum(logprobs, 0.0),
-            stop_reason=StopReason(choice["finish_reason"]),
-            policy_versions=self._publication.spans(choice["weight_versions"] or []),
-        )
+    async def _until_some_are_left(self) -> None:
+        """Wait for a server to be started again, if all are lost. Raises EngineError, naming all, if none will be."""
+        while not left(self._servers):
+            if self._closed or self._publication.is_refused or all(keeping.done() for keeping in self._kept.values()):
+                raise EngineError("no server is left: " + "; ".join(str(server.error()) for server in self._servers))
+            await asyncio.sleep(_LOOK)
 
     async def _watch_health(self) -> None:
         """Give up servers that stopped answering: a machine that is switched off closes no connection."""
         misses: defaultdict[Server, int] = defaultdict(int)
         while True:
             await asyncio.sleep(_HEALTH_PERIOD)
-            left = [server for server in self._servers if not server.is_lost]
-            for server, well in zip(left, await asyncio.gather(*(s.is_well() for s in left)), strict=True):
+            looked = left(self._servers)
+            for server, well in zip(looked, await asyncio.gather(*(s.is_well() for s in looked)), strict=True):
                 misses[server] = 0 if well else misses[server] + 1
                 if misses[server] >= _HEALTH_MISSES:
                     server.lose(f"it failed {_HEALTH_MISSES} health checks in a row")
@@ -198,7 +187,10 @@ class VLLMEngine:
             finally:
                 for watch in watches:
                     watch.cancel()
-            if self._restart is None or self._closed or self._publication.is_refused:
+            if self._closed:
+                return
+            if self._restart is None or self._publication.is_refused:
+                await server.close()  # calls that it holds elsewhere fail, too
                 return
             self._notify(f"{server.error()}; starting it again")
             await server.close()
@@ -232,22 +224,3 @@ async def _watch_metrics(server: Server) -> None:
     while not server.is_lost:
         await server.read_metrics()
         await asyncio.sleep(_HEALTH_PERIOD)
-
-
-def _sampling_body(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return vLLM's sampling parameters. Everything that could have a default on the server is set."""
-    return {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "seed": sampling.seed,
-        "logprobs": 0,  # of the sampled token alone
-        "ignore_eos": True,  # which would be the server's idea of it
-        "stop_token_ids": list(stop_token_ids),
-        "stop": list(sampling.stop),
-        "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
-    }

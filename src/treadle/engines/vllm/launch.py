@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from treadle.core.errors import ConfigError
 from treadle.engines.config import EngineConfig
+from treadle.engines.vllm.admission import Admitted
 
 WORKER = Path(__file__).parent / "worker"
 """What a server needs on its PYTHONPATH."""
@@ -138,6 +139,16 @@ class Started(Protocol):
     def tail(self) -> str:
         """Return the last lines of the log."""
 
+    @property
+    def route(self) -> Any:
+        """Return what makes its calls in another process; None if nothing does, and then there is nothing to hold."""
+
+    async def hold(self) -> None:
+        """Let no call begin or return there until `open`. Raises EngineError."""
+
+    async def open(self, admitted: Admitted) -> None:
+        """Let calls go on there, under these weights. Raises EngineError."""
+
     async def stop(self) -> None:
         """End it. Idempotent."""
 
@@ -176,6 +187,17 @@ class ServerProcess:
     def tail(self) -> str:
         """Return the last lines of the log."""
         return tail(self.log)
+
+    @property
+    def route(self) -> None:
+        """Return None: the process that started it makes its calls."""
+        return None
+
+    async def hold(self) -> None:
+        """Do nothing."""
+
+    async def open(self, admitted: Admitted) -> None:
+        """Do nothing."""
 
     async def stop(self) -> None:
         """End the server and its children. Idempotent."""

@@ -11,19 +11,19 @@ answer that holds tokens of weights that were not admitted is an error.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableSequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
 
 import numpy as np
 
-from treadle.core.engine import VersionSpan
 from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
 from treadle.core.types import Floats, Ids
 from treadle.engines.config import InFlight
+from treadle.engines.vllm.admission import Admission, Admitted
 from treadle.engines.vllm.server import Server, left, on_each
 from treadle.engines.vllm.transfer import Staged, Transfer
 
@@ -63,46 +63,20 @@ class Publication:
         self._servers, self._transfer, self._source = servers, transfer, source
         self._in_flight, self._probe = in_flight, probe
         self._owner, self._swaps = uuid4().hex[:8], 0
-        self._admitted: dict[str, int] = {}  # label -> version
-        self._label = ""
+        self.admission = Admission()  # of the calls that this process makes
+        self._admitted = Admitted()
         self._staged: Staged | None = None  # the admitted weights, to go back to
         self._expected: Floats | None = None  # scores of the probe under them
         self._connected: list[Server] = []  # those that the transfer was agreed with
         self.is_refused = False  # nobody knows what the servers have, and none is to be started again
         self._one = asyncio.Lock()
-        self._gate = asyncio.Event()
-
-    @property
-    def version(self) -> int | None:
-        """Return the version that was admitted last; None before the first."""
-        return self._admitted.get(self._label)
 
     async def begin(self, version: int) -> None:
         """Admit the weights that the servers have already, as this version. Raises EngineError."""
         label = self._next_label()
         await self._each(lambda server: server.post("/update_weight_version", {"new_version": label}))
-        self._admit(label, version)
-        self._gate.set()
-
-    async def settled(self) -> None:
-        """Wait until no publication is under way."""
-        await self._gate.wait()
-
-    def salt(self, own: str | None) -> str:
-        """Return a salt that separates the cached prefixes of these weights and of this `own` salt from all others."""
-        return hashlib.sha256(f"{self._label}|{own or ''}".encode()).hexdigest()[:32]
-
-    def spans(self, reported: Sequence[Mapping[str, object]]) -> tuple[VersionSpan, ...]:
-        """Return the version spans that a server reported, with labels replaced by policy versions.
-
-        Raises EngineError for weights that were not admitted."""
-        spans = []
-        for span in reported:
-            label = str(span["version"])
-            if label not in self._admitted:
-                raise EngineError(f"weights {label!r} sampled tokens and were never admitted; sample them again")
-            spans.append(VersionSpan(self._admitted[label], int(str(span["start"])), int(str(span["end"]))))
-        return tuple(spans)
+        self._admitted = self._admitted.then(label, version)
+        await self._open()
 
     async def publish(self, version: int) -> None:
         """Swap the weights in, during the completions in flight; returns when they are proven and admitted.
@@ -115,12 +89,11 @@ class Publication:
             try:
                 self._check_shapes(staged, version)
                 expected = None if self._probe is None else await self._source.score(self._probe.ids)
-                self._gate.clear()
-                await self._swap(staged, expected, version)
+                async with self._closed():
+                    await self._swap(staged, expected, version)
             finally:
                 if staged is not self._staged:
                     staged.discard()
-                self._gate.set()
 
     async def join(self, server: Server, number: int) -> None:
         """Have a server that was started anew serve the admitted weights, in place of the one of that number.
@@ -132,11 +105,12 @@ class Publication:
                 self._connected = []  # the others are agreed with again before the next load
                 await self._transfer.connect([server])
                 await server.post("/pause", mode="keep", clear_cache="true")
-                await self._staged.load([server], self._label)
+                await self._staged.load([server], self._admitted.label)
                 await server.post("/resume")
                 await self._prove_one(server, self._expected)
             else:
-                await server.post("/update_weight_version", {"new_version": self._label})
+                await server.post("/update_weight_version", {"new_version": self._admitted.label})
+            await server.open(self._admitted)
             self._servers[number] = server
 
     def close(self) -> None:
@@ -145,6 +119,21 @@ class Publication:
             self._staged.discard()
             self._staged = None
         self._transfer.close()
+
+    @asynccontextmanager
+    async def _closed(self) -> AsyncIterator[None]:
+        """Let no call begin or return meanwhile, wherever it is made. Raises EngineError if all servers get lost."""
+        self.admission.hold()
+        try:
+            await self._each(Server.hold)
+            yield
+        finally:
+            await self._open()
+
+    async def _open(self) -> None:
+        """Let calls of the admitted weights go on, wherever they are made."""
+        self.admission.open(self._admitted)
+        await asyncio.gather(*(server.open(self._admitted) for server in left(self._servers)))
 
     def _check_shapes(self, staged: Staged, version: int) -> None:
         expected, given = self._source.model.shapes, staged.shapes
@@ -165,12 +154,12 @@ class Publication:
         except EngineError as error:
             await self._go_back(version, error, in_flight)
             raise EngineError(
-                f"publication of version {version} failed: {error}; version {self._admitted[self._label]} serves on"
+                f"publication of version {version} failed: {error}; version {self._admitted.version} serves on"
             ) from error
         except BaseException:
             self._give_up(f"publication of version {version} was interrupted")
             raise
-        self._admit(label, version)
+        self._admitted = self._admitted.then(label, version)
         self._expected = expected
         old, self._staged = self._staged, staged
         if old is not None:
@@ -216,7 +205,8 @@ class Publication:
         if self._staged is None:
             self._give_up(f"version {version} failed: {error}; there is no earlier publication to go back to")
             raise EngineError(f"publication of version {version} failed, and the engine is refused: {error}") from error
-        label, serving = self._next_label(), self._admitted[self._label]
+        label, serving = self._next_label(), self._admitted.version
+        assert serving is not None
         self._connected = []  # servers that took the new weights, of other names perhaps, are to take the old ones
         try:
             await self._load(self._staged, label, in_flight)
@@ -224,7 +214,7 @@ class Publication:
         except BaseException as second:
             self._give_up(f"version {version} failed: {error}; going back to version {serving} failed, too: {second!r}")
             raise
-        self._admit(label, serving)
+        self._admitted = self._admitted.then(label, serving)
 
     async def _each(self, call: Callable[[Server], Awaitable[object]]) -> None:
         await on_each(self._servers, call)
@@ -237,7 +227,3 @@ class Publication:
     def _next_label(self) -> str:
         self._swaps += 1
         return f"{self._owner}.{self._swaps}"
-
-    def _admit(self, label: str, version: int) -> None:
-        self._admitted[label] = version
-        self._label = label

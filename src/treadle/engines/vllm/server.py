@@ -13,10 +13,12 @@ import numpy as np
 
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids
+from treadle.engines.vllm.admission import Admitted
 from treadle.engines.vllm.launch import Started
 
 _METRICS = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 _METRIC = r"^vllm:%s(?:\{.*\})? (\S+)$"
+_TELLING = 30.0  # seconds for a process that makes calls to answer
 _EXCERPT = 500  # characters of an answer that an error shows
 
 
@@ -90,11 +92,11 @@ class Server:
                 response = await self._unless_lost(self._http.post(path, json=body, params=query))
             except httpx.TransportError as error:
                 reason = f"{type(error).__name__} {error}".strip()
-                if last or not await self.is_well():
+                if last or self.is_lost or not await self.is_well():
                     self.lose(reason)
                     raise self.error() from error
                 continue
-            if response.status_code >= 500 and not await self.is_well():
+            if response.status_code >= 500 and (self.is_lost or not await self.is_well()):
                 self.lose(f"it answered {response.status_code}: {response.text:.{_EXCERPT}}")
                 raise self.error()
             if response.status_code != 200:
@@ -184,6 +186,21 @@ class Server:
         await self.post("/update_weights", {"update_info": update})
         await self.post("/finish_weight_update", {"weight_version": label})
 
+    async def read_context(self) -> None:
+        """Learn the context's length. Raises EngineError."""
+        [model] = (await self.get("/v1/models"))["data"][:1]
+        self.context = int(model["max_model_len"])
+
+    async def hold(self) -> None:
+        """Let no call of it begin or return that is made in another process; if that does not answer, it is lost."""
+        if self.process is not None:
+            await self._told(self.process.hold())
+
+    async def open(self, admitted: Admitted) -> None:
+        """Let calls of it go on that are made in another process; if that does not answer, it is lost."""
+        if self.process is not None:
+            await self._told(self.process.open(admitted))
+
     async def disconnect(self) -> None:
         """Close connections."""
         await self._http.aclose()
@@ -194,6 +211,14 @@ class Server:
         await self.disconnect()
         if self.process is not None:
             await self.process.stop()
+
+    async def _told(self, telling: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(_TELLING):
+                await telling
+        except (EngineError, TimeoutError) as error:
+            reason = str(error) or f"no answer for {_TELLING:g} s"
+            self.lose(f"the process that makes rollout workers' calls of it: {reason}")
 
     async def _unless_lost(self, call: Any) -> httpx.Response:
         """Return the response, or raise ServerLost as soon as the server is given up."""

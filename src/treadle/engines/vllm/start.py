@@ -111,8 +111,7 @@ async def _connect(server: Server) -> None:
     if (await server.get("/weight_info"))["weight_version"] == LOADING:
         raise EngineError(f"{server} is half loaded: whoever published to it was interrupted; restart it")
     await server.post("/resume")  # it may have been left paused
-    [model] = (await server.get("/v1/models"))["data"][:1]
-    server.context = int(model["max_model_len"])
+    await server.read_context()
     certain = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True}
     answer = await server.post("/inference/v1/generate", {"token_ids": [0], "sampling_params": certain})
     logprob = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
