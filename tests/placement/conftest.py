@@ -1,9 +1,12 @@
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from treadle.placement.cluster import connected
 from treadle.placement.reserve import Bundle, Reservation, Role, reserve
+
+os.environ.setdefault("RAY_worker_niceness", "0")  # else they wait for the tests that run beside them, vLLM for minutes
 
 ROLES: tuple[Role, ...] = ("learner rank", "engine", "rollout worker")
 BUNDLES = [Bundle(role, number, {"CPU": 1}) for role in ROLES for number in range(2)]

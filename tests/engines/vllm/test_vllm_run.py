@@ -13,8 +13,9 @@ import pytest
 
 from tests.engines.vllm.conftest import SIZES, Served, python_with_vllm, started
 from tests.orchestration.runs import check_finished, query, start, updates
-from tests.worlds import Quiet, tiny
+from tests.worlds import Quiet, Vowels, tiny
 from treadle.core.errors import ConfigError
+from treadle.envs.base import EnvStep
 from treadle.orchestration.evaluate_model import Subject, evaluate_model
 from treadle.orchestration.setup.inputs import load_held_out
 
@@ -47,11 +48,31 @@ def test_a_run_without_vllm_is_refused_before_it_is_made(tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
+class Patient(Vowels):
+    """Of late updates, it waits until both servers were started again, however long a busy machine takes."""
+
+    late = threading.Event()
+    again = threading.Event()
+
+    async def step(self, text: str) -> EnvStep:
+        while self.late.is_set() and not self.again.is_set():
+            await asyncio.sleep(0.1)
+        return await super().step(text)
+
+
+class Watching(Quiet):
+    def updated(self, row: Any, updates: int) -> None:
+        super().updated(row, updates)
+        if len(self.rows) == 60:
+            Patient.late.set()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transfer", ["shared_memory", "collective"])
 def test_a_run_goes_on_with_servers_that_are_started_again(transfer: str, tmp_path: Path) -> None:
-    run, progress = tmp_path / "run", Quiet()
-    again = threading.Event()
+    run, progress = tmp_path / "run", Watching()
+    Patient.late.clear()
+    Patient.again.clear()
 
     def kill_both() -> None:
         """One after the other, each while the other serves."""
@@ -61,7 +82,7 @@ def test_a_run_goes_on_with_servers_that_are_started_again(transfer: str, tmp_pa
             end_group_of(run / f"vllm-{number}.log")
             while len([line for line in progress.lines if line.endswith("was started again")]) <= number:
                 time.sleep(0.05)
-        again.set()
+        Patient.again.set()
 
     thread = threading.Thread(target=kill_both, daemon=True)
     thread.start()
@@ -70,13 +91,15 @@ def test_a_run_goes_on_with_servers_that_are_started_again(transfer: str, tmp_pa
         run,
         *settings,
         "engine.batch=16",
-        "orchestration.updates=100",
+        "environment=tests.engines.vllm.test_vllm_run:Patient",
+        "rollout.environment_timeout=900",
+        "orchestration.updates=80",
         "orchestration.max_staleness=1",
         "data.train.options.seconds=1.0",
         progress=progress,
     )
     thread.join(10)
-    assert again.is_set(), progress.lines
+    assert Patient.again.is_set(), progress.lines
     check_finished(run)  # what was sampled has the learner's log-probabilities to 1e-4
     lost = [line for line in progress.lines if line.endswith("; starting it again")]
     assert len(lost) == 2 and all(line.startswith("vLLM server http://") for line in lost), progress.lines
