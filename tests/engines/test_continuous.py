@@ -3,6 +3,7 @@ flight changes exactly what comes after it; whatever ends leaves nothing behind.
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,9 +29,17 @@ PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 NO_SHRINKING = [Phase.explicit, Phase.reuse, Phase.generate]  # it would take minutes
 
 
+NEVER = ("never",)  # as stop strings, they make each token of a call take a while: it lasts on a busy machine, too
+
+
+def decode(tokens: Sequence[int]) -> str:
+    time.sleep(0.002)
+    return ""
+
+
 @asynccontextmanager
 async def serving(model: PreTrainedModel | None = None, **options: Any) -> AsyncIterator[TorchEngine]:
-    engine = make_engine(model or tiny(), **{"stop_token_ids": [0], **options})
+    engine = make_engine(model or tiny(), decode=decode, **{"stop_token_ids": [0], **options})
     try:
         yield engine
     finally:
@@ -200,7 +209,7 @@ async def test_calls_join_and_leave_between_tokens() -> None:
     async with serving(stop_token_ids=[]) as engine:
         engine.open_session("a")
         engine.open_session("idle")  # nobody waits for it
-        long = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=240), session="a"))
+        long = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=240, stop=NEVER), session="a"))
         while engine.counters.sampled < 3:
             await asyncio.sleep(0.001)
         short = await engine.generate(PROMPT, SamplingParams(max_tokens=3), session="a")
@@ -213,7 +222,7 @@ async def test_calls_join_and_leave_between_tokens() -> None:
 async def test_a_cancelled_call_frees_its_row_at_the_next_token(lock_step: bool) -> None:
     async with serving(stop_token_ids=[], lock_step=lock_step) as engine:
         engine.open_session("a")
-        call = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=250), session="a"))
+        call = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=250, stop=NEVER), session="a"))
         while engine.counters.sampled < 3:
             await asyncio.sleep(0.001)
         call.cancel()
@@ -252,7 +261,7 @@ async def test_a_session_that_closes_before_its_call_joins_leaves_nothing_in_the
     async with serving(stop_token_ids=[], max_batch=1) as engine:
         for name in "abc":
             engine.open_session(name)
-        first = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=100), session="a"))
+        first = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=100, stop=NEVER), session="a"))
         while engine.counters.sampled < 3:
             await asyncio.sleep(0.001)
         second = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=2), session="b"))
@@ -289,7 +298,7 @@ class Turn:
 async def test_what_comes_during_a_publication_does_not_wait_for_calls_in_flight(what: str) -> None:
     async with serving(stop_token_ids=[]) as engine:
         engine.open_session("a")
-        long = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=250), session="a"))
+        long = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=250, stop=NEVER), session="a"))
         while engine.counters.sampled < 3:
             await asyncio.sleep(0.001)
         turn = Turn(engine)
@@ -324,10 +333,11 @@ async def test_closing_waits_for_a_publication_and_refuses_the_next_one() -> Non
 
 
 async def test_closing_fails_calls_in_flight_without_waiting_for_their_end() -> None:
-    engine = make_engine(tiny(), stop_token_ids=[], max_batch=1)
+    engine = make_engine(tiny(), decode=decode, stop_token_ids=[], max_batch=1)
     engine.open_session("a")
     calls = [
-        asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=250), session="a")) for _ in range(2)
+        asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=250, stop=NEVER), session="a"))
+        for _ in range(2)
     ]
     while engine.counters.sampled < 3:
         await asyncio.sleep(0.001)
@@ -376,7 +386,9 @@ async def swapped(engine: TorchEngine, models: Sequence[PreTrainedModel], prompt
         engine.open_session(f"s{number}")
     calls = [
         asyncio.create_task(
-            engine.generate(prompt, SamplingParams(max_tokens=120 + number, seed=number), session=f"s{number}")
+            engine.generate(
+                prompt, SamplingParams(max_tokens=120 + number, seed=number, stop=NEVER), session=f"s{number}"
+            )
         )
         for number, prompt in enumerate(prompts)
     ]
