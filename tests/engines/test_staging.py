@@ -18,11 +18,13 @@ from safetensors.torch import load_file
 
 from tests.sources import FixedWeights
 from treadle.core.errors import EngineError
-from treadle.engines.staging import StagedFile, WeightsFile, new_directory, new_name, stage_file
+from treadle.engines.staging import StagedFile, WeightsFile, stage_file
+from treadle.engines.temporary import new_directory, new_name
 
 LEFT_BEHIND = """
 import os, signal, torch
-from treadle.engines.staging import WeightsFile, new_name
+from treadle.engines.staging import WeightsFile
+from treadle.engines.temporary import new_name
 
 weights = {"w": torch.ones(2)}
 print(WeightsFile(new_name()).write(weights, weights.items()).path, flush=True)

@@ -2,17 +2,15 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from uuid import uuid4
 
-import psutil
 import pytest
 
 from tests.orchestration.runs import check_finished, resume, start, updates
-from tests.worlds import ROOT, Quiet, tiny
+from tests.placement.drivers import of_test, start_driver, wait_for_updates
+from tests.worlds import Quiet, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -47,39 +45,11 @@ def test_taking_turns_changes_no_bit(tmp_path: Path) -> None:
     assert colocated["weights_sha256"] == apart["weights_sha256"]
 
 
-DRIVER = """
-import sys
-from pathlib import Path
-from tests.orchestration.runs import start
-start(Path(sys.argv[1]), *sys.argv[2:])
-"""
-
-
-def of_test(mark: str) -> list[str]:
-    """Command lines of the processes that inherited a mark."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("TREADLE_TEST") == mark:
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return found
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_a_driver_that_is_ended(tmp_path: Path, how: signal.Signals) -> None:
     mark, run = uuid4().hex, tmp_path / "run"
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(run), *SETTINGS, "orchestration.updates=1000"],
-        cwd=ROOT,
-        env={**os.environ, "TREADLE_TEST": mark, "PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 300
-    while not (run / "metrics.jsonl").is_file() or len(updates(run)) < 2:
-        assert driver.poll() is None and time.monotonic() < deadline
-        time.sleep(0.5)
+    driver = start_driver(run, mark, *SETTINGS, "orchestration.updates=1000")
+    wait_for_updates(driver, run, 2)
     assert len(of_test(mark)) > 4
     if how is signal.SIGINT:
         os.killpg(driver.pid, how)  # as a terminal does: all its processes

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
+from treadle.engines.temporary import remove_orphans
 from treadle.models.tensor_file import write_tensors
 
-_PREFIX = f"treadle_weights-{socket.gethostname()}-"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -80,7 +78,7 @@ class WeightsFile:
         """Write the file, in the process that has the weights, one after the other. Raises EngineError."""
         written = {name: _as_written(tensor, self.dtype) for name, tensor in described.items()}
         folder = self._folder(sum(tensor.numel() * tensor.element_size() for tensor in written.values()))
-        _remove_orphans(folder)
+        remove_orphans(folder)
         path = folder / self.name / "weights.safetensors"
         try:
             path.parent.mkdir(mode=0o700 if self.private else 0o777)
@@ -118,19 +116,6 @@ async def stage_file(source: WeightSource, file: WeightsFile) -> StagedFile:
         raise
 
 
-def new_name() -> str:
-    """Return a unique name for a directory that lives as long as this process at most."""
-    return f"{_PREFIX}{os.getpid()}-{uuid4().hex}"
-
-
-def new_directory(folder: Path) -> Path:
-    """Make a directory that only this user can read, and remove those of processes that were killed."""
-    _remove_orphans(folder)
-    directory = folder / new_name()
-    directory.mkdir(mode=0o700)
-    return directory
-
-
 def _as_written(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return type and shape of what `to_host` makes of a tensor, in no memory."""
     kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -140,14 +125,3 @@ def _as_written(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def to_host(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return the tensor on the CPU, contiguous, a floating-point one in `dtype`; no copy if it is all this already."""
     return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
-
-
-def _remove_orphans(folder: Path) -> None:
-    """Remove what killed processes of this machine left."""
-    for path in folder.glob(f"{_PREFIX}*-*"):
-        try:
-            os.kill(int(path.name.removeprefix(_PREFIX).split("-")[0]), 0)
-        except ProcessLookupError:
-            shutil.rmtree(path, ignore_errors=True)
-        except PermissionError:  # another user's, and alive
-            continue

@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 
 from treadle.core.trainer import WeightSource
 from treadle.engines.process.engine import ProcessEngine
-from treadle.engines.staging import InProcess, WeightsFile, new_name, stage_file
+from treadle.engines.staging import InProcess, WeightsFile, stage_file
+from treadle.engines.temporary import new_name
 from treadle.engines.torch.engine import TorchEngine
 
 

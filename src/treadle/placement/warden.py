@@ -2,7 +2,7 @@
 
 Ray's agents outlive a driver that was killed by minutes. All processes of a local cluster, and all that they start,
 inherit an environment variable with a mark. This process waits until its standard input closes, which happens however
-the driver ends, and then kills those that have the mark.
+the driver ends, and then kills those that have the mark, and removes the shared memory that they had.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
+
+from treadle.engines.temporary import remove_orphans
+from treadle.engines.vllm.worker.treadle_launch import is_tracker, remove, shared_memory
 
 VARIABLE = "TREADLE_LOCAL_CLUSTER"
 _GRACE = 1.0  # seconds for processes to end by themselves
@@ -51,17 +56,22 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def _end(mark: str) -> None:
+    memory = shared_memory(process.pid for process in marked(mark))
     time.sleep(_GRACE)
     for _ in range(_ROUNDS):
         left = marked(mark)
-        for process in left:
+        memory |= shared_memory(process.pid for process in left)
+        for process in [each for each in left if not is_tracker(each.pid)] or left:
             try:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
         if not left:
-            return
+            break
         psutil.wait_procs(left, timeout=1)
+    remove(memory)
+    remove_orphans(Path("/dev/shm"))
+    remove_orphans(Path(tempfile.gettempdir()))
 
 
 if __name__ == "__main__":

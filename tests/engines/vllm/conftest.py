@@ -84,7 +84,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
         started[name] = Served(ServerProcess(folder / name, config, folder / f"{name}.log"), family)
     yield started
     for served in started.values():
-        served.process.kill()
+        asyncio.run(served.process.stop())
 
 
 Connect = Callable[..., AbstractAsyncContextManager[VLLMEngine]]

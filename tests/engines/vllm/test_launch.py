@@ -170,6 +170,28 @@ time.sleep(60)
         process.kill()
 
 
+SHARING = """
+import signal, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+memory = SharedMemory(create=True, size=10)
+print(memory.name, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no files")
+async def test_shared_memory_goes_with_the_server(tmp_path: Path) -> None:
+    (tmp_path / "sharing.py").write_text(SHARING)
+    python = interpreter(tmp_path, f"exec {sys.executable} {tmp_path / 'sharing.py'}")
+    server = ServerProcess(tmp_path, config(python=python), tmp_path / "log")
+    while not (name := server.log.read_text().strip()):
+        await asyncio.sleep(0.02)
+    assert (Path("/dev/shm") / name).is_file()
+    await server.stop()  # which has to kill it, and so keeps Python from removing it
+    assert not (Path("/dev/shm") / name).exists() and gone(server.group, 0)
+
+
 async def test_stopping_leaves_nothing_running(tmp_path: Path) -> None:
 
     server = ServerProcess(tmp_path, config(python=interpreter(tmp_path, "sleep 60")), tmp_path / "log")

@@ -117,8 +117,15 @@ def end_group_of(log: Path) -> None:
     raise AssertionError(f"nobody writes {log}")
 
 
+def shared_memory() -> set[str]:
+    """Files that vLLM, which is nobody else's here, makes for its processes."""
+    return {path.name for path in Path("/dev/shm").glob("psm_*")}
+
+
 @pytest.mark.slow
 def test_a_run_starts_its_own_servers_and_stops_them(tmp_path: Path) -> None:
+    before = shared_memory()
     start(tmp_path / "run", *overrides(python=python_with_vllm(), servers=2, transfer="collective"), "engine.batch=16")
+    assert not shared_memory() - before
     check_finished(tmp_path / "run")
     assert "POST /update_weights" in (tmp_path / "run" / "vllm-1.log").read_text()

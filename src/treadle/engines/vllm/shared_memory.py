@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from treadle.core.trainer import WeightSource
-from treadle.engines.staging import StagedFile, WeightsFile, new_name, stage_file
+from treadle.engines.staging import StagedFile, WeightsFile, stage_file
+from treadle.engines.temporary import new_name
 from treadle.engines.vllm.server import Server, on_each
 
 
