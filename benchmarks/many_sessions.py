@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/many_sessions.py                  10,000 sessions, 50 trajectories a second, one minute
     .venv/bin/python benchmarks/many_sessions.py --rate 100
-    .venv/bin/python benchmarks/many_sessions.py --through ray --rate 10 20 50
+    .venv/bin/python benchmarks/many_sessions.py --through ray --sessions 2000 --rate 50 80
 
     4 workers --(pickled trajectories)--> RolloutScheduler -> GroupIntake -> RunStore -> ReplayBuffer -> batches
 
@@ -147,7 +147,8 @@ class SimulatedEngine(FakeEngine):
         group = session.rpartition(".")[0]
         if group not in self._seconds:
             began = len(self._seconds) < self._at_first
-            self._seconds[group] = self._mean * (float(self._rng.random()) if began else 1.0)
+            share = float(np.random.default_rng(list(group.encode())).random())  # the same in every engine
+            self._seconds[group] = self._mean * (share if began else 1.0)
 
     def close_session(self, session: str) -> None:
         """Do nothing."""
@@ -350,7 +351,7 @@ def over_ray(sessions: int, rate: float) -> Iterator[OpenRunner]:
     workers = [Bundle("rollout worker", number, {"CPU": 1}) for number in range(WORKERS)]
     engines = [Bundle("engine", number, {"CPU": 1}) for number in range(ENGINES)]
     config = load_recipe("demo", []).model
-    load = {"do": "load", "engine": MakeSimulated(sessions / rate, sessions // GROUP // ENGINES)}
+    load = {"do": "load", "engine": MakeSimulated(sessions / rate, sessions // GROUP)}
     rollout = RolloutConfig(max_input_tokens=TOKENS, max_completion_tokens=SAMPLED, trajectory_timeout=1e6)
     with connected(None, [*workers, *engines], print), reserve([*workers, *engines], 60) as reservation:
 

@@ -366,7 +366,8 @@ def wanted_logprobs(models: Sequence[PreTrainedModel], prompt: Ids, answer: Comp
     feed, found = prompt.astype(np.int64), []
     with torch.no_grad():
         for token, version in zip(answer.token_ids, versions, strict=True):
-            logits = models[version](torch.from_numpy(feed)[None], past_key_values=cache, use_cache=True).logits[0, -1]
+            # by position: its name changes in transformers 5
+            logits = models[version](torch.from_numpy(feed)[None], None, None, cache, use_cache=True).logits[0, -1]
             found.append(float(logits.log_softmax(-1)[token]))
             feed = np.array([token], np.int64)
     return full(torch.tensor(found))

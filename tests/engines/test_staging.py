@@ -19,26 +19,25 @@ from safetensors.torch import load_file
 from tests.sources import FixedWeights
 from treadle.core.errors import EngineError
 from treadle.engines.staging import StagedFile, WeightsFile, stage_file
-from treadle.engines.temporary import new_directory, new_name
+from treadle.engines.temporary import new_directory
 
 LEFT_BEHIND = """
 import os, signal, torch
 from treadle.engines.staging import WeightsFile
-from treadle.engines.temporary import new_name
 
 weights = {"w": torch.ones(2)}
-print(WeightsFile(new_name()).write(weights, weights.items()).path, flush=True)
+print(WeightsFile().write(weights, weights.items()).path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 async def staged(**options: Any) -> StagedFile:
-    return await stage_file(FixedWeights({"w": torch.ones(1000)}), WeightsFile(new_name(), **options))
+    return await stage_file(FixedWeights({"w": torch.ones(1000)}), WeightsFile(**options))
 
 
 async def test_a_file_holds_the_weights_until_it_is_discarded() -> None:
     weights = {"w": torch.randn(3, 4).t(), "half": torch.randn(2).bfloat16(), "steps": torch.tensor([3])}
-    destination: WeightsFile = pickle.loads(pickle.dumps(WeightsFile(new_name())))
+    destination: WeightsFile = pickle.loads(pickle.dumps(WeightsFile()))
     file = await stage_file(FixedWeights(weights), destination)
     assert file.path.is_relative_to("/dev/shm") and file.path.parent.stat().st_mode & 0o777 == 0o700
     found = load_file(file.path)
@@ -51,7 +50,7 @@ async def test_a_file_holds_the_weights_until_it_is_discarded() -> None:
 
 async def test_floating_point_weights_are_written_in_the_engines_type_where_it_reads(tmp_path: Path) -> None:
     weights = {"w": torch.arange(4.0), "steps": torch.tensor([3])}
-    destination = WeightsFile(new_name(), torch.bfloat16, str(tmp_path), private=False)
+    destination = WeightsFile(torch.bfloat16, str(tmp_path), private=False)
     file = await stage_file(FixedWeights(weights), destination)
     assert file.path.is_relative_to(tmp_path) and file.path.parent.stat().st_mode & 0o055 == 0o055
     found = load_file(file.path)
@@ -60,9 +59,15 @@ async def test_floating_point_weights_are_written_in_the_engines_type_where_it_r
     assert not list(tmp_path.iterdir())
 
 
-async def test_what_a_killed_process_left_is_removed_and_nothing_else() -> None:
-    killed = subprocess.run([sys.executable, "-c", LEFT_BEHIND], check=False, capture_output=True, text=True)
-    left = Path(killed.stdout.strip())
+@pytest.mark.parametrize("waited_for", [True, False])
+async def test_what_a_killed_process_left_is_removed_and_nothing_else(
+    waited_for: bool, request: pytest.FixtureRequest
+) -> None:
+    killed = subprocess.Popen([sys.executable, "-c", LEFT_BEHIND], stdout=subprocess.PIPE, text=True)
+    request.addfinalizer(killed.communicate)
+    assert killed.stdout is not None
+    left = Path(killed.stdout.readline().strip())
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | (0 if waited_for else os.WNOWAIT))
     assert left.is_file()
     elsewhere = left.parent.with_name(f"treadle_weights-elsewhere-{os.getpid()}-x")
     elsewhere.mkdir()

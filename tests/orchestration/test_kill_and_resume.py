@@ -61,7 +61,7 @@ def read_until(process: "subprocess.Popen[str]", pattern: str) -> re.Match[str]:
 
 
 def expect(process: "subprocess.Popen[str]", status: int) -> str:
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == status, output
     return output
 

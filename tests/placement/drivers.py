@@ -10,6 +10,8 @@ import psutil
 
 from tests.orchestration.runs import updates
 from tests.worlds import ROOT
+from treadle.engines.temporary import is_running
+from treadle.engines.vllm.worker.treadle_launch import FOLDER, shared_memory
 
 DRIVER = """
 import sys
@@ -46,3 +48,16 @@ def of_test(mark: str) -> list[str]:
         except psutil.Error:
             continue
     return found
+
+
+def orphans() -> set[str]:
+    """Files of shared memory that no process has any longer; other tests may have some at the same time."""
+    kept = {Path(path).name for path in shared_memory(psutil.pids())}
+    kinds = ("plasma", "ray", "treadle", "psm_", "sem.", "vllm")
+    left = {name for name in os.listdir(FOLDER) if name.startswith(kinds)} - kept
+    return {name for name in left if not name.startswith("treadle") or not is_running(_writer(name))}
+
+
+def _writer(name: str) -> int:
+    """The process that staged weights under a name."""
+    return int(name.split("-")[-2])

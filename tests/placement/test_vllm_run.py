@@ -1,17 +1,19 @@
 """A run whose learner is two ranks and whose engines are two vLLM servers, all of them on a cluster."""
 
 import json
-import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
+import psutil
 import pytest
 
 from tests.engines.vllm.conftest import SIZES, python_with_vllm
 from tests.orchestration.runs import check_finished, query, start, updates
-from tests.placement.drivers import of_test, start_driver, wait_for_updates
+from tests.placement.drivers import of_test, orphans, start_driver, wait_for_updates
 from tests.worlds import Quiet
+from treadle.engines.vllm.worker.treadle_launch import shared_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
@@ -30,22 +32,46 @@ def settings() -> list[str]:
     ]
 
 
-def shared_memory() -> set[str]:
-    return {
-        name for name in os.listdir("/dev/shm") if name.startswith(("plasma", "ray", "treadle", "psm_", "sem.", "vllm"))
-    }
-
-
-def test_nothing_is_left_of_servers_whose_run_is_killed(tmp_path: Path) -> None:
-    before, mark, run = shared_memory(), uuid4().hex, tmp_path / "run"
-    driver = start_driver(run, mark, *settings(), "orchestration.updates=1000")
+@pytest.mark.parametrize("address", ["a_cluster_of_its_own", "a_given_cluster"])
+def test_nothing_is_left_of_servers_whose_run_is_killed(
+    tmp_path: Path, request: pytest.FixtureRequest, address: str
+) -> None:
+    mark, run = uuid4().hex, tmp_path / "run"
+    placed = request.getfixturevalue(address)(mark)
+    before, cluster = orphans(), of_test(mark)
+    driver = start_driver(run, mark, *settings(), *placed, "orchestration.updates=1000")
     wait_for_updates(driver, run, 2)
-    assert len(of_test(mark)) > 8 and shared_memory() - before
+    assert len(of_test(mark)) > len(cluster) + 8 and shared_memory(psutil.pids())
     driver.kill()
     driver.wait()
     time.sleep(10)
-    assert of_test(mark) == []
-    assert not shared_memory() - before
+    assert [each for each in of_test(mark) if each not in cluster and not each.startswith("ray::IDLE")] == []
+    assert not orphans() - before
+
+
+@pytest.fixture
+def a_cluster_of_its_own() -> Callable[[str], list[str]]:
+    return lambda mark: []
+
+
+@pytest.fixture
+def a_given_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[str]]]:
+    """A cluster on this machine, whose processes have the mark."""
+    from ray.cluster_utils import Cluster
+
+    clusters = []
+
+    def given(mark: str) -> list[str]:
+        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
+        monkeypatch.setenv("TREADLE_TEST", mark)
+        options = {"num_cpus": 8, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+        clusters.append(Cluster(initialize_head=True, head_node_args=options))
+        return [f"placement.address={clusters[0].address}"]
+
+    yield given
+    for cluster in clusters:
+        cluster.shutdown()
 
 
 def test_two_servers_are_fed_from_two_ranks(tmp_path: Path) -> None:

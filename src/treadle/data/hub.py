@@ -74,8 +74,8 @@ def _load(datasets: Any, source: str, options: Mapping[str, Any], setting: str) 
 
 def _why_offline(datasets: Any) -> str | None:
     """Return why nothing can be downloaded; None if the hub answers, which is tried once."""
-    from httpx import HTTPError
     from huggingface_hub import constants, get_session  # what `datasets` needs itself
+    from huggingface_hub.errors import HTTPError  # httpx's, or httpx2's from its version 2 on
 
     if constants.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE:
         return "nothing is downloaded while HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, as in a dry run"

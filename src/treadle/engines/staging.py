@@ -6,16 +6,17 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
-from treadle.engines.temporary import remove_orphans
+from treadle.engines.temporary import new_directory, with_key
 from treadle.models.tensor_file import write_tensors
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -63,36 +64,35 @@ class StagedFile:
 class WeightsFile:
     """Writes weights to one safetensors file, complete or absent (a `WeightsDestination`).
 
-    name: of the directory made for it alone. dtype: that floating-point weights are written in; None: their own.
-    directory: where it lies; None: in shared memory, or with temporary files where that lacks room or does not exist.
-    private: other users of the machine cannot read it. remedy: ends the message about a file that cannot be written.
+    dtype: that floating-point weights are written in; None: their own. directory: where it lies; None: in shared
+    memory, or with temporary files where that lacks room or does not exist. private: other users of the machine cannot
+    read it. remedy: ends the message about a file that cannot be written. key: of the directory made for it alone.
     """
 
-    name: str
     dtype: torch.dtype | None = None
     directory: str | None = None
     private: bool = True
     remedy: str = "make room there, or set TMPDIR"
+    key: str = field(default_factory=lambda: uuid4().hex)
 
     def write(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> StagedFile:
         """Write the file, in the process that has the weights, one after the other. Raises EngineError."""
         written = {name: _as_written(tensor, self.dtype) for name, tensor in described.items()}
         folder = self._folder(sum(tensor.numel() * tensor.element_size() for tensor in written.values()))
-        remove_orphans(folder)
-        path = folder / self.name / "weights.safetensors"
         try:
-            path.parent.mkdir(mode=0o700 if self.private else 0o777)
+            path = new_directory(folder, self.key, 0o700 if self.private else 0o777) / "weights.safetensors"
             write_tensors(
                 path, written, ((name, to_host(tensor, self.dtype)) for name, tensor in weights), {"format": "pt"}
             )
         except OSError as error:
-            raise EngineError(f"could not write weights to {path}: {error}; {self.remedy}") from error
+            raise EngineError(f"could not write weights to {folder}: {error}; {self.remedy}") from error
         return StagedFile(path, {name: tuple(tensor.shape) for name, tensor in written.items()})
 
     def discard(self) -> None:
         """Remove what was written of the file."""
         for folder in self._folders():
-            shutil.rmtree(folder / self.name, ignore_errors=True)
+            for directory in with_key(folder, self.key):
+                shutil.rmtree(directory, ignore_errors=True)
 
     def _folders(self) -> Iterator[Path]:
         if self.directory is not None:

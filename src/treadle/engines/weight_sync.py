@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from treadle.core.trainer import WeightSource
 from treadle.engines.process.engine import ProcessEngine
 from treadle.engines.staging import InProcess, WeightsFile, stage_file
-from treadle.engines.temporary import new_name
 from treadle.engines.torch.engine import TorchEngine
 
 
@@ -37,7 +36,7 @@ class FileSync:
 
         Weights that do not fit, or cannot be written, change nothing.
         """
-        file = await stage_file(self.source, WeightsFile(new_name()))
+        file = await stage_file(self.source, WeightsFile())
         try:
             await self.engine.update_weights(load_file(file.path), version)
         finally:
@@ -56,4 +55,4 @@ class SharedMemorySync:
 
         Weights that do not fit, or cannot be written, change nothing.
         """
-        await self.engine.update_weights(lambda: stage_file(self.source, WeightsFile(new_name())), version)
+        await self.engine.update_weights(lambda: stage_file(self.source, WeightsFile()), version)

@@ -9,9 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from httpx import HTTPError
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # httpx's, or httpx2's from its version 2 on
+    LocalEntryNotFoundError,
+)
 from tqdm.auto import tqdm
 
 from treadle.core.errors import ConfigError, DownloadError

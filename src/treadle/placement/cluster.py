@@ -15,18 +15,21 @@ from typing import Any
 from uuid import uuid4
 
 from treadle.core.errors import PlacementError
+from treadle.engines.temporary import is_running
 from treadle.placement.reserve import Bundle, shortage
 from treadle.placement.warden import VARIABLE, warden
 
 _CONNECTING = 5.0  # seconds
 _OBJECT_STORE = 200 * 2**20  # bytes; what exceeds it goes to disk
-_QUIET: Mapping[str, str] = {
+_SETTINGS: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     # Ray ends processes of the cluster where a machine runs short of memory, whoever's programs use it
     "RAY_memory_monitor_refresh_ms": "0",
     # the default of macOS, and of nothing else: every server binds the loopback interface
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # trajectories come with the answers (bytes): the object store takes the driver longer than a copy
+    "RAY_max_direct_call_object_size": str(4 << 20),
 }
 
 
@@ -81,17 +84,18 @@ def _local(bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[No
             raise PlacementError(f"{lacking}; lower `placement`, or set placement.address to a cluster that has it")
     mark = uuid4().hex
     folder = _folder()
-    with _environment({**_QUIET, VARIABLE: mark}):
+    with _environment({**_SETTINGS, VARIABLE: mark}):
         import ray
         from ray._private import ray_constants
 
         logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell that it made a token, which it asks for
-        ray_constants.ENABLE_RAY_CLUSTER = False  # read from its variable when ray was imported, perhaps before
+        before = ray_constants.ENABLE_RAY_CLUSTER
         cores, wanted = os.cpu_count() or 1, int(sum(bundle.resources.get("CPU", 0) for bundle in bundles))
         if wanted > cores:
             log(f"placement wants {wanted} cores, and this machine has {cores}: processes take turns")
         with warden(mark):
             try:
+                ray_constants.ENABLE_RAY_CLUSTER = False  # read from its variable when ray was imported, perhaps before
                 ray.init(
                     address="local",
                     num_cpus=max(cores, wanted),
@@ -103,6 +107,7 @@ def _local(bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[No
                 yield
             finally:
                 ray.shutdown()
+                ray_constants.ENABLE_RAY_CLUSTER = before
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -112,7 +117,14 @@ def _common() -> dict[str, Any]:
     return {
         "log_to_driver": False,
         "logging_level": "ERROR",
-        "runtime_env": {"env_vars": {"PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}},
+        "runtime_env": {
+            "env_vars": {
+                "PYTHONPATH": path,
+                "OMP_WAIT_POLICY": "PASSIVE",
+                # Ray would kill children of a process that ends, but not theirs; Treadle's end what they have started
+                "RAY_kill_child_processes_on_worker_exit": "false",
+            }
+        },
     }
 
 
@@ -121,20 +133,12 @@ def _folder() -> Path:
     parent = Path(tempfile.gettempdir()) / f"treadle-ray-{os.getuid()}"
     parent.mkdir(mode=0o700, exist_ok=True)
     for left in parent.iterdir():
-        if left.name.isdigit() and not _is_running(int(left.name)):
+        if left.name.isdigit() and not is_running(int(left.name)):
             shutil.rmtree(left, ignore_errors=True)
     folder = parent / str(os.getpid())
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from treadle.core.errors import RankError
 from treadle.core.trainer import Trainer
 from treadle.placement.reserve import Reservation
 from treadle.placement.turns import ColocatedTrainer
+from treadle.placement.warden import start_warden
 from treadle.training.config import TrainerSpec
 from treadle.training.rank_calls import CalledRanks, RankAnswer, RankService
 from treadle.training.rank_group import RankGroup, make_rank_trainer
@@ -48,6 +49,7 @@ class RankActor:
         self._rank = rank
         self._service = RankService(rank, lambda answer: answer)
         self._store: TCPStore | None = None
+        self._warden = start_warden()  # of weights that it stages
 
     def open_store(self, size: int) -> tuple[str, int]:
         """Open the store where ranks meet, on a free port of this node's address; returns both."""

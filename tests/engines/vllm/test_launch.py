@@ -171,11 +171,13 @@ time.sleep(60)
 
 
 SHARING = """
-import signal, time
+import os, signal, time
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-memory = SharedMemory(create=True, size=10)
-print(memory.name, flush=True)
+memory, semaphore = SharedMemory(create=True, size=10), get_context("spawn").Semaphore()
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+print(memory.name, "sem." + semaphore._semlock.name.removeprefix("/"), flush=True)
 time.sleep(60)
 """
 
@@ -185,11 +187,12 @@ async def test_shared_memory_goes_with_the_server(tmp_path: Path) -> None:
     (tmp_path / "sharing.py").write_text(SHARING)
     python = interpreter(tmp_path, f"exec {sys.executable} {tmp_path / 'sharing.py'}")
     server = ServerProcess(tmp_path, config(python=python), tmp_path / "log")
-    while not (name := server.log.read_text().strip()):
+    while len(names := server.log.read_text().split()) < 2:
         await asyncio.sleep(0.02)
-    assert (Path("/dev/shm") / name).is_file()
-    await server.stop()  # which has to kill it, and so keeps Python from removing it
-    assert not (Path("/dev/shm") / name).exists() and gone(server.group, 0)
+    files = [Path("/dev/shm") / name for name in names]
+    assert all(file.is_file() for file in files)
+    await server.stop()  # which has to kill it, and so keeps Python from removing them
+    assert not any(file.exists() for file in files) and gone(server.group, 0)
 
 
 async def test_stopping_leaves_nothing_running(tmp_path: Path) -> None:

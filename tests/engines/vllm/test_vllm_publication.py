@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from tests.engines.vllm.conftest import (
     TOKENIZER,
@@ -47,10 +47,9 @@ def score(model: PreTrainedModel, ids: Ids, old: PreTrainedModel | None = None, 
     tokens = torch.from_numpy(ids.astype(np.int64))[None]
     with torch.no_grad():
         if old is not None and cached:
-            before = old(tokens[:, :cached], use_cache=True)
-            logits = torch.cat(
-                [before.logits, model(tokens[:, cached:], past_key_values=before.past_key_values).logits], 1
-            )
+            cache = DynamicCache(config=old.config)  # by position: its name changes in transformers 5
+            before = old(tokens[:, :cached], None, None, cache, use_cache=True)
+            logits = torch.cat([before.logits, model(tokens[:, cached:], None, None, cache).logits], 1)
         else:
             logits = model(tokens, use_cache=False).logits
     logprobs: NDArray[np.float64] = logits[0, :-1].double().log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
@@ -299,4 +298,4 @@ async def test_every_worker_of_a_tensor_parallel_server_gets_its_part(tmp_path: 
             np.testing.assert_allclose(await engine.score(PROBE), score(model, PROBE), atol=1e-4)
             await engine.close()
     finally:
-        process.kill()
+        await process.stop()

@@ -9,7 +9,6 @@ import torch
 
 from treadle.core.trainer import WeightSource
 from treadle.engines.staging import StagedFile, WeightsFile, stage_file
-from treadle.engines.temporary import new_name
 from treadle.engines.vllm.server import Server, on_each
 
 
@@ -45,7 +44,7 @@ class SharedMemory:
 
     async def stage(self, source: WeightSource) -> StagedInFile:
         remedy = "set engine.vllm.shared_directory"
-        file = WeightsFile(new_name(), self._dtype, self._directory, private=False, remedy=remedy)
+        file = WeightsFile(self._dtype, self._directory, private=False, remedy=remedy)
         return StagedInFile(await stage_file(source, file))
 
     def close(self) -> None:

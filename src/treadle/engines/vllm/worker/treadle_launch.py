@@ -16,6 +16,7 @@ from contextlib import suppress
 GRACE = 5.0  # seconds to end by themselves
 LOOK = 0.1  # seconds between looks at whether it is time to end
 TRACKER = "multiprocessing.resource_tracker"  # in the command of what removes semaphores, once all others have ended
+FOLDER = "/dev/shm/"
 MEMORY = ("psm_", "sem.mp-", "vllm_")  # how names of shared memory begin that Python and vLLM make
 
 
@@ -37,13 +38,17 @@ def is_member(pid: int) -> bool:
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
-    """Return the files of shared memory that these processes have mapped."""
-    found = set()
+    """Return the files of shared memory that these processes have mapped.
+
+    They are told by their inodes: who made a semaphore has it mapped under another name.
+    """
+    mapped = set()
     for pid in pids:
         with suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-            paths = [line.rstrip("\n").partition("/dev/shm/") for line in file]
-            found |= {folder + name for _, folder, name in paths if name.startswith(MEMORY)}
-    return found
+            mapped |= {int(line.split()[4]) for line in file if FOLDER in line}
+    with suppress(FileNotFoundError), os.scandir(FOLDER) as files:
+        return {file.path for file in files if file.name.startswith(MEMORY) and file.inode() in mapped}
+    return set()
 
 
 def remove(paths: Iterable[str]) -> None:

@@ -5,9 +5,8 @@ import ssl
 import threading
 from typing import Any
 
-import httpx
 import verifiers
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 from verifiers.clients import OpenAIChatCompletionsClient
 
 Json = dict[str, Any]
@@ -56,9 +55,9 @@ class Library:
 
     async def play(self, row: int, base_url: str, seconds: float) -> Json:
         """Play the row by the library's own rollout."""
-        limits = httpx.Timeout(seconds, connect=30.0)
+        limits = Timeout(seconds, connect=30.0)
         async with (
-            httpx.AsyncClient(verify=_TLS, trust_env=False, timeout=limits) as http,
+            DefaultAsyncHttpxClient(verify=_TLS, trust_env=False, timeout=limits) as http,
             AsyncOpenAI(base_url=base_url, api_key="unused", max_retries=0, http_client=http, timeout=limits) as client,
         ):
             output = await self._environment.run_rollout(
