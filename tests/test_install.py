@@ -67,7 +67,7 @@ class Place:
         """Of somebody who has that environment, and no clone."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TREADLE", "VIRTUAL_ENV"))}
         path = f"{self.venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
-        pip = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "PIP_NO_COMPILE": "1"}  # as quick as it can
+        pip = {"PIP_CONSTRAINT": str(ROOT / "locks" / "treadle.txt"), "PIP_NO_COMPILE": "1"}  # as quick as it can
         return {**kept, **pip, "PATH": path, "TREADLE_CACHE": str(self.folder / "cache")}
 
     def run(self, line: str, status: int = 0) -> str:

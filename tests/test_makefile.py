@@ -1,6 +1,7 @@
 """`make` on a fresh machine, with a Python that only pretends to install."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Notes when it begins and ends to make an environment or to install; the `treadle` it installs notes that it trains.
+# Notes when it begins and ends to make an environment or to install; installs itself as uv, too, and a `treadle` that
+# notes that it trains.
 FAKE_PYTHON = """#!{python}
 import os, shutil, sys, time
 words = sys.argv[1:]
@@ -28,9 +30,11 @@ if words[:2] == ["-m", "venv"]:
     shutil.copy(sys.argv[0], words[2] + "/bin/python")
 elif words == ["-m", "pip", "--version"] or "(3, 12) <= sys.version_info" in words[-1]:
     pass
-elif words[:2] == ["-m", "pip"]:
+elif words[:2] == ["-m", "pip"] or words[:2] == ["pip", "install"]:
     slowly("install " + words[-1])
     if os.path.exists(".venv"):
+        if words[0] == "-m":
+            shutil.copy(sys.argv[0], ".venv/bin/uv")
         with open(".venv/bin/treadle", "w") as file:
             file.write("#!/bin/sh\\necho train >> log\\n")
         os.chmod(".venv/bin/treadle", 0o755)
@@ -44,7 +48,8 @@ def clone(tmp_path: Path) -> Path:
     """What set-up needs of a clone."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for name in ("scripts", "locks"):
+        shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "python").write_text(FAKE_PYTHON.replace("{python}", sys.executable))
     (tmp_path / "python").chmod(0o755)
     return tmp_path
@@ -64,7 +69,7 @@ def test_make_demo_twice_at_once_sets_up_once_and_trains_twice(clone: Path) -> N
     assert [process.returncode for process in both] == [0, 0], outputs
     log = (clone / "log").read_text().splitlines()
     assert log.count("train") == 2
-    expected = [f"{when} {what}" for what in ("venv", "install torch", "install .[train]") for when in ("begin", "end")]
+    expected = [f"{when} {what}" for what in ("venv", "install uv", "install .[train]") for when in ("begin", "end")]
     assert [line for line in log if line != "train"] == expected
     again = start_make(clone, "demo", "PYTHON=./python")
     assert "set-up" not in again.communicate(timeout=60)[0] and again.returncode == 0
@@ -77,35 +82,44 @@ def test_an_old_python_is_told_before_anything_is_made(clone: Path) -> None:
 
 
 def test_libraries_get_pythons_of_their_own_which_keep_what_else_is_in_them(clone: Path) -> None:
-    """They are made once; where the script is newer, its requirements are installed into what is there."""
+    """They are made once; a lock that is newer is installed into what is there."""
 
     def made() -> list[str]:
-        process = start_make(clone, "verifiers-env", "LIBRARY_PYTHON=./python", "VERIFIERS_VENV=own", *other)
+        process = start_make(clone, "verifiers-env", "PYTHON=./python", "LIBRARY_PYTHON=./python", *places)
         output = process.communicate(timeout=60)[0]
         assert process.returncode == 0, output
         log = (clone / "log").read_text().splitlines()
         (clone / "log").write_text("")
         return [line for line in log if line.startswith("begin")]
 
-    other = ("VERIFIERS_CLASSIC_VENV=other",)
-    assert made() == ["begin venv", "begin install uv", "begin venv", "begin install verifiers==0.1.14"]
+    places = ("VERIFIERS_VENV=own", "VERIFIERS_CLASSIC_VENV=other")
+    own, other = "begin install locks/verifiers.txt", "begin install locks/verifiers-classic.txt"
+    assert made() == ["begin venv", "begin install uv", "begin venv", own, "begin venv", other]
     assert made() == []
     (clone / "own" / "an_environment").touch()
-    os.utime(clone / "scripts" / "library_env.sh", (2**32, 2**32))
-    assert made() == ["begin install uv", "begin install verifiers==0.1.14"]
+    os.utime(clone / "locks" / "verifiers.txt", (2**32, 2**32))
+    assert made() == [own]
     assert (clone / "own" / "an_environment").exists()
 
 
 def test_what_is_no_environment_is_left_as_it_is(clone: Path) -> None:
     (clone / "own").mkdir()
     (clone / "own" / "notes").touch()
-    process = start_make(clone, "openenv-env", "LIBRARY_PYTHON=./python", "OPENENV_VENV=own")
+    process = start_make(clone, "openenv-env", "PYTHON=./python", "LIBRARY_PYTHON=./python", "OPENENV_VENV=own")
     assert "'own' is there and is no virtual environment" in process.communicate(timeout=60)[0]
     assert process.returncode == 2 and (clone / "own" / "notes").exists()
 
 
+def test_locks_pin_every_package_and_name_no_place() -> None:
+    for lock in (ROOT / "locks").glob("*.txt"):
+        pins = [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
+        unpinned = [pin for pin in pins if not re.match(r"[\w.-]+(\[[\w,-]+\])?==[\w.+!]+( ;|$)", pin)]
+        assert lock.stem == "vllm-left-out" or (pins and not unpinned), (lock, unpinned)
+        assert "://" not in lock.read_text()
+
+
 def test_a_machine_without_a_python_for_libraries(clone: Path) -> None:
-    script = str(clone / "scripts" / "library_env.sh")
+    script = str(clone / "scripts" / "environment.sh")
     nowhere = {"PATH": str(clone / "nowhere"), "HOME": str(clone)}
     done = subprocess.run(["/bin/bash", script, "--find"], env=nowhere, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")

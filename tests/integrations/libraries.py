@@ -16,7 +16,7 @@ def library_python(variable: str, folder: str) -> str:
     """
     python = Path(os.environ.get(variable) or ROOT / folder) / "bin" / "python"
     if not python.exists():
-        found = subprocess.run([ROOT / "scripts" / "library_env.sh", "--find"], capture_output=True, check=False)
+        found = subprocess.run([ROOT / "scripts" / "environment.sh", "--find"], capture_output=True, check=False)
         missing = f"{python} is not there (make integrations-env)"
         if os.environ.get("CI") and found.returncode == 0:
             pytest.fail(f"{missing}, and continuous integration must have it")

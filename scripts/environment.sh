@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Sets up a library that Treadle runs in a Python of its own: library_env.sh VENV REQUIREMENT...
-# `library_env.sh --find` prints the interpreter that it would take, and fails where there is none. $LIBRARY_PYTHON names one.
+# Sets up a library that runs in a Python of its own: environment.sh UV PYTHON VENV LOCK
+# PYTHON: the interpreter to make it with; empty: any 3.12 or 3.13 ($LIBRARY_PYTHON names one), printed by `environment.sh --find`.
+# LOCK: every package that is installed. What else is in VENV stays. UV: the installer.
 set -euo pipefail
 
 find_python() {
@@ -20,16 +21,16 @@ if [[ "$1" == "--find" ]]; then
   find_python
   exit
 fi
-venv="$1"
+uv="$1" venv="$3" lock="$4"
 if [[ -n "$(ls -A "$venv" 2>/dev/null)" && ! -f "$venv/pyvenv.cfg" ]]; then
   echo "'$venv' is there and is no virtual environment; remove it, or choose another place" >&2
   exit 1
 fi
-if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # an environment that is whole keeps what else is in it
-  python="$(find_python)"
+python="${2:-$(find_python)}"
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   echo "set-up: creating $venv with $("$python" --version)"
   rm -rf "$venv"
   "$python" -m venv "$venv"
 fi
-echo "set-up: installing ${*:2} into $venv (500 MB, a minute or two, once)"
-"$venv/bin/python" -m pip --quiet --disable-pip-version-check --no-input install --no-compile "${@:2}"
+echo "set-up: installing $lock into $venv"
+"$uv" pip install --quiet --python "$venv/bin/python" --no-deps --requirement "$lock"
