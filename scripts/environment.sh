@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up a library that runs in a Python of its own: environment.sh UV PYTHON VENV LOCK
+# Sets up a library that runs in a Python of its own: environment.sh UV PYTHON VENV LOCK [PIP_ARGUMENT...]
 # PYTHON: the interpreter to make it with; empty: any 3.12 or 3.13 ($LIBRARY_PYTHON names one), printed by `environment.sh --find`.
-# LOCK: every package that is installed. What else is in VENV stays. UV: the installer.
+# LOCK: every package that uv, at UV, installs. PIP_ARGUMENTs: what pip installs before. What else is in VENV stays.
 set -euo pipefail
 
 find_python() {
@@ -33,4 +33,7 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   "$python" -m venv "$venv"
 fi
 echo "set-up: installing $lock into $venv"
+if (($# > 4)); then
+  "$venv/bin/python" -m pip --quiet --disable-pip-version-check --no-input install "${@:5}"
+fi
 "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --requirement "$lock"

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -40,7 +41,7 @@ def serving_hub(repository: str, folder: Path) -> Iterator[tuple[str, list[str]]
                     for name, file in names.items()
                 ]
                 self._send(200, json.dumps(tree).encode(), body)
-            elif (name := path.removeprefix(f"{root}/resolve/{COMMIT}/")) in names:
+            elif (name := re.sub(f"^{root}/resolve/({COMMIT}|main)/", "", path)) in names:
                 asked.append(name)
                 self._send(200, names[name].read_bytes(), body)
             else:

@@ -89,6 +89,33 @@ def test_a_tokenizer_comes_without_weights_and_is_no_model(place: Place) -> None
     assert held(place.look_up("acme/tiny").stdout) == set(WANTED)
 
 
+FETCH = "import sys; from huggingface_hub import hf_hub_download as f; [f('acme/tiny', name) for name in sys.argv[1:]]"
+INDEX = """{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"""
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("cached", "what"), [(("config.json", "tokenizer.json"), "model"), (("config.json",), "tokenizer")]
+)
+def test_files_that_transformers_left_in_the_cache_are_no_whole_snapshot(
+    place: Place, sharded: bool, cached: tuple[str, ...], what: str
+) -> None:
+    """As `AutoTokenizer` and `AutoConfig` leave them: files of their own, without the rest of the repository."""
+    if sharded:
+        served = place.path / "served"
+        (served / "model.safetensors").unlink()
+        (served / "model.safetensors.index.json").write_text(INDEX)
+        for number in (1, 2):
+            (served / f"model-{number}.safetensors").touch()
+        cached = (*cached, "model.safetensors.index.json", "model-1.safetensors")
+    place.run("-c", FETCH, *cached).check_returncode()
+    offline = place.look_up("acme/tiny", what, online=False)
+    assert offline.returncode and "'acme/tiny' is only in part in the cache" in offline.stderr
+    found = held(place.look_up("acme/tiny", what).stdout)
+    weights = {"model-1.safetensors", "model-2.safetensors"} if sharded else {"model.safetensors"}
+    assert "tokenizer.json" in found and (what == "tokenizer" or weights <= found)
+
+
 def test_without_a_network_the_error_names_the_cache_and_the_key(place: Place) -> None:
     words = ("train", "demo", "model.build=null", "model.path=acme/tiny", "model.tokenizer=null", "warm_start=null")
     failed = place.treadle(*words, online=False)

@@ -6,6 +6,7 @@ HF_TOKEN, HF_HUB_OFFLINE).
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,23 @@ def hub_directory(name: str, setting: str, weights: bool = True) -> Path:
     it is the directory of a tokenizer.
     """
     try:
-        return _snapshot(name, weights, local_files_only=True)
+        cached = _snapshot(name, weights, local_files_only=True)
     except LocalEntryNotFoundError:
         return download(name, setting, weights)
     except HFValidationError as error:
         raise ConfigError(f"{setting}: no directory {name!r}, and no name of the hub: {error}") from error
+    return download(name, setting, weights) if _missing(cached, weights) else cached
 
 
 def download(name: str, setting: str, weights: bool = True) -> Path:
     """Download what the cache lacks of a model, with a progress bar on standard error; return its directory.
 
-    Raises ConfigError, naming the setting, for a model that the hub does not give; DownloadError without a network.
+    Raises ConfigError, naming the setting, for a model that the hub does not give; DownloadError without a network,
+    also where the cache has a part of the model.
     """
     try:
-        return _snapshot(name, weights, tqdm_class=tqdm)  # huggingface_hub's own bars are switched off by the commands
+        # huggingface_hub's own bars are switched off by the commands
+        directory = _snapshot(name, weights, tqdm_class=tqdm)
     except HFValidationError as error:
         raise ConfigError(f"{setting}: no name of the hub: {error}") from error
     except HfHubHTTPError as error:
@@ -60,6 +64,23 @@ def download(name: str, setting: str, weights: bool = True) -> Path:
             f"{setting}: {name!r} is not in the cache {constants.HF_HUB_CACHE} (HF_HUB_CACHE), and {why}; run "
             f"`treadle models get {name}` where it can be reached and bring the cache here, or give a model directory"
         ) from error
+    if missing := _missing(directory, weights):  # without a network, huggingface_hub gives what the cache has
+        raise DownloadError(
+            f"{setting}: {name!r} is only in part in the cache {constants.HF_HUB_CACHE} (HF_HUB_CACHE), without "
+            f"{missing}; run `treadle models get {name}` where the hub can be reached, or give a model directory"
+        )
+    return directory
+
+
+def _missing(directory: Path, weights: bool) -> str | None:
+    """Return what a snapshot lacks; None if it is whole. `AutoTokenizer` and `AutoConfig` leave parts in the cache."""
+    if not weights:
+        return None if any(directory.glob("tokenizer*.json")) else "a tokenizer"
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return None if any(directory.glob("*.safetensors")) else "*.safetensors"
+    shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return next((shard for shard in shards if not (directory / shard).is_file()), None)
 
 
 def _snapshot(name: str, weights: bool, **options: Any) -> Path:
