@@ -112,15 +112,16 @@ def test_ranks_lost_engines_silence_and_the_last_message(
     told = {"message": "task t, trajectory g0.1: gone", "message_at": now - 60, "written": now - 30}
     told |= {"phase": "rollout", "done": 3, "total": 64, "since": now - 90, "trained": 4, "published": 3}
     (run / "status.json").write_text(json.dumps({**status, **told, "process": here, "components": components}))
+    monkeypatch.setattr(time, "time", lambda: now)
     holder = RunDirectory(run)
     holder.lock()
     try:
         out = treadle("top", run, "--once").out
     finally:
         holder.close()
-    assert "rollout 3/64 for 9" in out
+    assert "rollout 3/64 for 90 s" in out
     assert "versions: learner 4, published 3" in out
-    assert "no word for 3" in out
+    assert "no word for 30 s" in out
     assert "60 s ago: task t, trajectory g0.1: gone" in out
     assert "engine http://b: it was killed" in out
     [first, second] = [line.split() for line in out.splitlines() if line.startswith("learner")]
