@@ -74,7 +74,7 @@ class TestOnACluster:
             reserve([Bundle("engine", 0, {"CPU": 1, "GPU": 1})], None),
         ):
             pass
-        assert time.monotonic() - before < 10
+        assert time.monotonic() - before < 60
 
     def test_what_others_hold_is_waited_for(self, cluster: None) -> None:
         many = [Bundle("engine", number, CPU) for number in range(6)]
@@ -87,6 +87,6 @@ class TestOnACluster:
                 reserve(many[:1], 3),
             ):
                 pass
-            assert 3 <= time.monotonic() - before < 8
+            assert time.monotonic() - before >= 3
         with reserve(many, 30):
             pass

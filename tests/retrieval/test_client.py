@@ -74,16 +74,18 @@ async def test_an_outage_fails_the_attempt_and_is_no_text(answers: list[Answer],
 
 
 async def test_a_server_that_says_nothing_is_asked_again() -> None:
-    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(0.5)
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the other end gives up
         writer.close()
+        await writer.wait_closed()
 
     async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
-        client = RetrievalClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=0.1, patience=0.3)
+        client = RetrievalClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=1.0, patience=0.3)
         with pytest.raises(TrajectoryFailure, match=r"no answer for 0.3 s, at last: ReadTimeout"):
             await client.search("who?", 1)
         await client.close()
-        await asyncio.sleep(0.5)
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000/retrieve", "ftp://x/retrieve", "http://", "http://x:port/"])

@@ -308,7 +308,7 @@ FAILURES: list[tuple[AnyAgent, Cause, str, int]] = [
     (returning("1"), Cause.AGENT, "the agent returned '1'", 1),
     (returning(SystemExit(3)), Cause.AGENT, "the agent tried to exit the process (3)", 1),
     (returning(TrajectoryFailure(Cause.VERIFIER, "no tests")), Cause.VERIFIER, "no tests", 1),
-    (returning(hang), Cause.TIMEOUT, "the agent took longer than 2 s", 1),
+    (returning(hang), Cause.TIMEOUT, "the agent took longer than 8 s", 1),
     (silent, Cause.AGENT, "ended without a single answer of the model", 0),
     (elsewhere, Cause.AGENT, "the agent raised APIConnectionError", 0),
 ]
@@ -320,7 +320,7 @@ def test_a_failure_is_attributed_and_leaves_its_siblings_alone(
 ) -> None:
     tasks = [Task("t", (user("hello"),), agent=name) for name in ("well", "ill", "well")]
     before, failed, after = asyncio.run(
-        played({"well": once, "ill": agent}, saying("a"), tasks, agent_timeout=2.0 if cause is Cause.TIMEOUT else 20.0)
+        played({"well": once, "ill": agent}, saying("a"), tasks, agent_timeout=8.0 if cause is Cause.TIMEOUT else 300.0)
     )
     assert (failed.status, failed.reward, len(failed.steps)) == (Status.FAILED, None, steps)
     assert failed.failure is not None and failed.failure.cause is cause

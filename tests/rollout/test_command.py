@@ -157,7 +157,7 @@ def test_a_program_may_clean_up(tmp_path: Path) -> None:
         """,
         directory=tmp_path,
     )
-    trajectory = play(agent, agent_timeout=3.0)
+    trajectory = play(agent, agent_timeout=8.0)
     assert trajectory.failure is not None and trajectory.failure.cause is Cause.TIMEOUT
     assert (tmp_path / "left").exists()
 

@@ -14,12 +14,14 @@ from treadle.engines.vllm.publication import Publication
 from treadle.engines.vllm.server import Server
 
 
-async def serve(silent: set[str]) -> tuple[asyncio.Server, str]:
-    """Answers everything but requests for the silent paths."""
+async def serve(silent: set[str], answered: list[str] | None = None) -> tuple[asyncio.Server, str]:
+    """Answers everything but requests for the silent paths; notes which it answered."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
         if path not in silent:
+            if answered is not None:
+                answered.append(path)
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
         else:
             await reader.read()  # until the other end gives up
@@ -33,23 +35,24 @@ async def serve(silent: set[str]) -> tuple[asyncio.Server, str]:
 
 @pytest.mark.parametrize("silent", [True, False])
 async def test_a_server_is_given_up_when_its_engine_falls_silent(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("_HEALTH_PERIOD", 0.01), ("_SILENCE", 0.2)):
-        monkeypatch.setattr(vllm_engine, name, seconds)
-    paths: set[str] = set()
-    listening, url = await serve(paths)
+    monkeypatch.setattr(vllm_engine, "_HEALTH_PERIOD", 0.01)
+    monkeypatch.setattr(vllm_engine, "_SILENCE", 0.2 if silent else 300.0)
+    paths, answered = set[str](), list[str]()
+    listening, url = await serve(paths, answered)
     server = Server(url)
-    watch = asyncio.create_task(vllm_engine._watch_engine(server))
-    call = asyncio.create_task(server.post("/inference/v1/generate"))
-    assert await call == {}
+    assert await server.post("/inference/v1/generate") == {}
     if silent:
         paths |= {"/is_paused", "/inference/v1/generate"}
     stuck = asyncio.create_task(server.post("/inference/v1/generate"))
-    await asyncio.wait({watch}, timeout=1.5)
+    watch = asyncio.create_task(vllm_engine._watch_engine(server))
+    async with asyncio.timeout(300):
+        while not watch.done() and answered.count("/is_paused") < 20:
+            await asyncio.sleep(0.01)
     assert await server.is_well()
     assert server.is_lost == watch.done() == silent
     if silent:
         with pytest.raises(EngineError, match=r"is lost: its engine did not answer for 0\.4 s; it may be stopped"):
-            await asyncio.wait_for(stuck, 5)
+            await asyncio.wait_for(stuck, 300)
     watch.cancel()
     stuck.cancel()
     await asyncio.wait({watch, stuck})

@@ -56,7 +56,7 @@ def test_a_rank_that_raises_alone_ends_all_of_them_with_its_own_error(pair: Rank
     before = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)^rank 1 failed with ZeroDivisionError: made up.*in fail"):
         pair.call("fail", 1, "raise")
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 60
     assert not children()
     with pytest.raises(RankError, match="ZeroDivisionError"):
         pair.call("echo")
@@ -75,7 +75,7 @@ def test_other_ways_to_fail_alone(pair: RankProcesses, how: str, error: type[Exc
     before = time.monotonic()
     with pytest.raises(error, match=match):
         pair.call("fail", 0, how)
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 60
     assert pair.over is not None and not children()
 
 
