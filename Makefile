@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds lock vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all test-cluster lint lint-pages format dist clean tools-env train-env dev-env python-check
+.PHONY: help demo demo-seeds lock test-newest vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all test-cluster lint lint-pages format dist clean tools-env train-env dev-env python-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +61,12 @@ test: lint ## lint, types and the quick tests
 test-all: lint ## lint, types and every test
 	@$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
+test-newest: ## the quick tests with the newest version of everything, in .venv-newest; prints what changed
+	@mkdir -p .locks-newest
+	@$(MAKE) --no-print-directory lock LOCKED_IN=.locks-newest
+	@diff --unified=0 --ignore-blank-lines --recursive --exclude='*.in' --exclude=vllm-left-out.txt locks .locks-newest | grep '^[-+]' || echo "no newer version"
+	@$(MAKE) --no-print-directory test VENV=.venv-newest LOCKS=.locks-newest
+
 test-cluster: dev-env ## one run on a local Ray cluster, with twenty processes killed at random (many minutes)
 	@$(BIN)/python -m pytest -s tests/placement/random_kills.py $(ARGS)
 
@@ -84,7 +90,7 @@ dist: dev-env ## a wheel and an sdist in DIST, for machines without a clone
 	@$(BIN)/python -m hatchling build --directory $(DIST)
 
 clean: ## remove .venv, .venv-* and caches; run directories stay
-	rm -rf $(VENV) .venv-vllm .venv-verifiers .venv-verifiers-classic .venv-openenv .venv-harbor .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist .set-up.lock
+	rm -rf $(VENV) .venv-vllm .venv-verifiers .venv-verifiers-classic .venv-openenv .venv-harbor .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist .set-up.lock .venv-newest .locks-newest
 
 # Setting up. A stamp is written only when its phase has ended well. One `make` at a time sets up; another one that was
 # started meanwhile waits, and then looks again what is still to be done.
@@ -145,11 +151,12 @@ $(VLLM_VENV)/.installed: scripts/environment.sh $(LOCKS)/vllm.txt | tools-env
 	  echo "vLLM does not import:" >&2; $(VLLM_VENV)/bin/python -c 'import vllm'; exit 1; }
 	@touch $@
 
-# Locks: the newest versions that pyproject.toml and $(LOCKS)/*.in allow, for every platform (vLLM's CPU build has one).
+# Locks: the newest versions that pyproject.toml and locks/*.in allow, for every platform (vLLM's CPU build has one).
+LOCKED_IN ?= locks
 COMPILE := $(UV) pip compile --quiet --upgrade --no-annotate --custom-compile-command 'make lock'
 
 lock: tools-env ## the newest allowed version of every package, written to locks/
-	@$(COMPILE) --universal --python-version 3.11 --all-extras --constraint constraints.txt pyproject.toml locks/tools.in -o $(LOCKS)/treadle.txt
+	@$(COMPILE) --universal --python-version 3.11 --all-extras --constraint constraints.txt pyproject.toml locks/tools.in -o $(LOCKED_IN)/treadle.txt
 	@for name in harbor verifiers verifiers-classic openenv; do \
-	  $(COMPILE) --universal --python-version 3.12 locks/$$name.in -o $(LOCKS)/$$name.txt || exit; done
-	@$(COMPILE) --python-version 3.11 --python-platform x86_64-manylinux_2_28 --override locks/vllm-left-out.txt locks/vllm.in -o $(LOCKS)/vllm.txt
+	  $(COMPILE) --universal --python-version 3.12 locks/$$name.in -o $(LOCKED_IN)/$$name.txt || exit; done
+	@$(COMPILE) --python-version 3.11 --python-platform x86_64-manylinux_2_28 --override locks/vllm-left-out.txt locks/vllm.in -o $(LOCKED_IN)/vllm.txt
