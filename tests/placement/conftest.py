@@ -14,7 +14,9 @@ BUNDLES = [Bundle(role, number, {"CPU": 1}) for role in ROLES for number in rang
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """A local cluster of this module's tests, with six CPUs on any machine."""
+    """A local cluster of this module's tests, with six CPUs on any machine. Only slow tests start Ray: it gives its own
+    processes 30 seconds, whatever else the machine does.
+    """
     with connected(None, BUNDLES, lambda line: None):
         yield
 

@@ -62,6 +62,7 @@ def test_a_file_of_weights_stays_on_its_node() -> None:
         check("a", "a", "b")
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_places_are_looked_at(reservation: Reservation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (

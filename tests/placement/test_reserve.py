@@ -66,6 +66,7 @@ def test_a_gpu_that_this_machine_lacks_is_told_before_a_cluster_is_started(monke
         pass
 
 
+@pytest.mark.slow
 class TestOnACluster:
     def test_what_no_node_has_is_told_at_once(self, cluster: None) -> None:
         before = time.monotonic()
