@@ -14,7 +14,8 @@ BIN := $(VENV)/bin
 LOCKS := locks
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install
 UV := $(BIN)/uv
-UV_INSTALL := $(UV) pip install --quiet --python $(BIN)/python --constraint $(LOCKS)/treadle.txt --no-build-isolation
+# Compiled here, with libraries' SyntaxWarnings; else a test that imports one first would fail of it.
+UV_INSTALL := $(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --constraint $(LOCKS)/treadle.txt --no-build-isolation
 TOOLS := $(VENV)/.installed-tools
 TRAIN := $(VENV)/.installed-train
 DEV := $(VENV)/.installed-train-dev
