@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds lock test-newest vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all test-cluster lint lint-pages format dist clean tools-env train-env dev-env python-check
+.PHONY: help demo demo-seeds lock test-quick test-newest test-oldest vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all test-cluster lint lint-pages format dist clean tools-env train-env dev-env python-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -56,17 +56,29 @@ OXLINT := 1.94.0
 # With `loadgroup` a worker that crashes and is started again can leave the run waiting for ever: it ends instead.
 WORKERS := -n 6 --dist loadgroup --max-worker-restart 0
 
-test: lint ## lint, types and the quick tests
+test: dev-env ## lint, types and the quick tests
+	@$(MAKE) --no-print-directory --jobs 2 lint test-quick
+
+test-quick: dev-env
 	@$(BIN)/python -m pytest $(WORKERS) -m "not slow" --hypothesis-profile quick $(ARGS)
 
 test-all: lint ## lint, types and every test
 	@$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-test-newest: ## the quick tests with the newest version of everything, in .venv-newest; prints what changed
-	@mkdir -p .locks-newest
-	@$(MAKE) --no-print-directory lock LOCKED_IN=.locks-newest
-	@diff --unified=0 --ignore-blank-lines --recursive --exclude='*.in' --exclude=vllm-left-out.txt locks .locks-newest | grep '^[-+]' || echo "no newer version"
-	@$(MAKE) --no-print-directory test VENV=.venv-newest LOCKS=.locks-newest
+test-newest: RESOLUTION := highest
+test-newest: beside-newest ## the quick tests with the newest version of everything, in .venv-newest*; prints what changed
+
+test-oldest: RESOLUTION := lowest-direct
+test-oldest: beside-oldest ## the quick tests with the oldest versions that pyproject.toml allows, in .venv-oldest*
+
+beside-%: tools-env
+	@mkdir -p .locks-$*
+	@$(MAKE) --no-print-directory lock LOCKED_IN=.locks-$* RESOLUTION=$(RESOLUTION)
+	@diff --unified=0 --recursive --exclude='*.in' --exclude=vllm-left-out.txt locks .locks-$* | grep '^[-+]' || echo "the same versions"
+	@$(MAKE) --no-print-directory vllm-env $(if $(shell scripts/environment.sh --find 2>/dev/null),integrations-env) test-quick \
+	  VENV=.venv-$* LOCKS=.locks-$* TREADLE_VLLM_VENV=$(CURDIR)/.venv-$*-vllm \
+	  TREADLE_VERIFIERS_VENV=$(CURDIR)/.venv-$*-verifiers TREADLE_VERIFIERS_CLASSIC_VENV=$(CURDIR)/.venv-$*-verifiers-classic \
+	  TREADLE_OPENENV_VENV=$(CURDIR)/.venv-$*-openenv TREADLE_HARBOR_VENV=$(CURDIR)/.venv-$*-harbor
 
 test-cluster: dev-env ## one run on a local Ray cluster, with twenty processes killed at random (many minutes)
 	@$(BIN)/python -m pytest -s tests/placement/random_kills.py $(ARGS)
@@ -91,7 +103,7 @@ dist: dev-env ## a wheel and an sdist in DIST, for machines without a clone
 	@$(BIN)/python -m hatchling build --directory $(DIST)
 
 clean: ## remove .venv, .venv-* and caches; run directories stay
-	rm -rf $(VENV) .venv-vllm .venv-verifiers .venv-verifiers-classic .venv-openenv .venv-harbor .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist .set-up.lock .venv-newest .locks-newest
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist .set-up.lock .locks-*
 
 # Setting up. A stamp is written only when its phase has ended well. One `make` at a time sets up; another one that was
 # started meanwhile waits, and then looks again what is still to be done.
@@ -154,7 +166,8 @@ $(VLLM_VENV)/.installed: scripts/environment.sh $(LOCKS)/vllm.txt | tools-env
 
 # Locks: the newest versions that pyproject.toml and locks/*.in allow, for every platform (vLLM's CPU build has one).
 LOCKED_IN ?= locks
-COMPILE := $(UV) pip compile --quiet --upgrade --no-annotate --custom-compile-command 'make lock'
+RESOLUTION ?= highest
+COMPILE = $(UV) pip compile --quiet --upgrade --resolution $(RESOLUTION) --no-annotate --custom-compile-command 'make lock'
 
 lock: tools-env ## the newest allowed version of every package, written to locks/
 	@$(COMPILE) --universal --python-version 3.11 --all-extras --constraint constraints.txt pyproject.toml locks/tools.in -o $(LOCKED_IN)/treadle.txt

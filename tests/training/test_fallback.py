@@ -1,5 +1,6 @@
 """A model whose layers cannot share prefixes says so once and trains each step as a row of its own."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_packing_matters_to_these_models() -> None:
         ("falcon_mamba", {}, "linear_attention"),
         ("jamba", {}, "linear_attention"),
         ("bamba", {}, "linear_attention"),
-        ("recurrent_gemma", {}, "linear_attention"),
+        ("recurrent_gemma", {}, "linear_attention|recurrent layers"),
         ("minimax", {}, "linear_attention"),
         ("qwen3_5_text", {}, "linear_attention"),
         ("rwkv", {}, "model_type is rwkv"),
@@ -165,7 +166,7 @@ def test_packing_matters_to_these_models() -> None:
 def test_layers_that_cannot_share_prefixes_are_told_from_the_configuration(
     model_type: str, fields: dict[str, Any], reason: str
 ) -> None:
-    assert reason in (why_not_packable(AutoConfig.for_model(model_type, **fields)) or "")
+    assert re.search(reason, why_not_packable(AutoConfig.for_model(model_type, **fields)) or "")
 
 
 @pytest.mark.parametrize(
