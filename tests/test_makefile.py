@@ -69,7 +69,7 @@ def test_make_demo_twice_at_once_sets_up_once_and_trains_twice(clone: Path) -> N
     assert [process.returncode for process in both] == [0, 0], outputs
     log = (clone / "log").read_text().splitlines()
     assert log.count("train") == 2
-    expected = [f"{when} {what}" for what in ("venv", "install uv", "install .[train]") for when in ("begin", "end")]
+    expected = [f"{when} {what}" for what in ("venv", "install uv>=0.13", "install .[train]") for when in ("begin", "end")]
     assert [line for line in log if line != "train"] == expected
     again = start_make(clone, "demo", "PYTHON=./python")
     assert "set-up" not in again.communicate(timeout=60)[0] and again.returncode == 0
@@ -94,7 +94,7 @@ def test_libraries_get_pythons_of_their_own_which_keep_what_else_is_in_them(clon
 
     places = ("VERIFIERS_VENV=own", "VERIFIERS_CLASSIC_VENV=other")
     own, other = "begin install locks/verifiers.txt", "begin install locks/verifiers-classic.txt"
-    assert made() == ["begin venv", "begin install uv", "begin venv", own, "begin venv", other]
+    assert made() == ["begin venv", "begin install uv>=0.13", "begin venv", own, "begin venv", other]
     assert made() == []
     (clone / "own" / "an_environment").touch()
     os.utime(clone / "locks" / "verifiers.txt", (2**32, 2**32))
