@@ -1,0 +1,22 @@
+"""Waiting for a state. Tests wait for what they need, not for a time; the ceiling is reached by what hangs only."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+CEILING = 300.0  # seconds
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until the condition holds; what runs in this event loop goes on meanwhile."""
+    async with asyncio.timeout(CEILING):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until the condition holds, where no event loop runs."""
+    deadline = time.monotonic() + CEILING
+    while not condition():
+        assert time.monotonic() < deadline, "waited for five minutes"
+        time.sleep(0.005)
