@@ -3,16 +3,20 @@
 import ast
 import importlib.metadata
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from treadle.core.extras import extra_of, how_to_install
 
 ROOT = Path(__file__).parents[2]
+LOCK = ROOT / "locks" / "treadle.txt"
 
 
 @pytest.mark.parametrize(
@@ -67,11 +71,11 @@ def test_every_extra_that_is_mentioned_exists() -> None:
     assert {"train", "agents", "gateway", "vllm"} <= mentioned <= extras.keys()
 
 
-# Where a module lies -> the extra that its users have installed; the longest path counts. Others need Treadle alone.
+# Where a module lies -> the extras that its users have installed; the longest path counts. Others need Treadle alone.
 EXTRAS = {
     "algorithms": "train",
     "benchmarks": "train",
-    "benchmarks/gateway.py": "gateway",
+    "benchmarks/gateway.py": "train,gateway",
     "cli/retrieve.py": "search",
     "cli/show.py": "train",
     "cli/view.py": "view",
@@ -88,7 +92,6 @@ EXTRAS = {
     "orchestration": "train",
     "placement": "ray",
     "recipes": "agents",
-    "recipes/build_tokenizer.py": "train",
     "retrieval": "search",
     "retrieval/flat.py": "dense",
     "rollout/agents": "agents",
@@ -96,17 +99,19 @@ EXTRAS = {
     "training": "train",
     "view": "view",
 }
-# In Pythons of their own, with the library's packages
+# In Pythons of their own, with the library's packages; an example for users of that client; a script of ours
 ELSEWHERE = (
     "engines/vllm/worker",
     "integrations/harbor/child",
     "integrations/openenv/child",
     "integrations/verifiers/child",
+    "recipes/agents/with_anthropic.py",
+    "recipes/build_tokenizer.py",
 )
 DISTRIBUTIONS = {"yaml": "pyyaml", "faiss": "faiss-cpu"}
 # What is part of another package's interface -> that package
 PART_OF = {"starlette": "fastapi", "pydantic-core": "pydantic", "h11": "uvicorn", "omegaconf": "skyrl-gym"}
-USED_IF_INSTALLED = {("rollout/agents", "anthropic"), ("recipes", "anthropic")}  # by users of that client
+USED_IF_INSTALLED = {("rollout/agents", "anthropic")}  # by users of that client
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -117,32 +122,80 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield node.module
 
 
-def declared(project: dict[str, dict[str, list[str]]], extra: str | None) -> set[str]:
-    """The packages that Treadle and an extra ask for themselves."""
+def declared(project: dict[str, Any], extras: str | None) -> set[str]:
+    """The packages that Treadle and some extras ask for themselves."""
     names = set()
-    for requirement in project["optional-dependencies"][extra] if extra else project["dependencies"]:
+    parts = [project["optional-dependencies"][extra.strip()] for extra in extras.split(",")] if extras else []
+    for requirement in chain(project["dependencies"], *parts):
         if of_treadle := re.fullmatch(r"treadle\[(.*)\]", requirement):
-            names |= {name for part in of_treadle[1].split(",") for name in declared(project, part.strip())}
+            names |= declared(project, of_treadle[1])
         else:
             names.add(re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-"))
-    return names | (declared(project, None) if extra else set())
+    return names
 
 
-def test_nothing_is_imported_that_the_extra_of_its_room_does_not_declare() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    undeclared = []
+def modules() -> Iterator[tuple[str, str | None, set[str]]]:
+    """Each module's path and room, and what it imports of other packages."""
     for file in (ROOT / "src" / "treadle").rglob("*.py"):
         path = file.relative_to(ROOT / "src" / "treadle").as_posix()
         if path.startswith(ELSEWHERE):
             continue
         room = max((room for room in EXTRAS if f"{path}/".startswith(f"{room}/")), key=len, default=None)
+        names = {module.partition(".")[0] for module in imported(ast.parse(file.read_text()))}
+        yield (
+            path,
+            room,
+            {name for name in names - sys.stdlib_module_names - {"treadle"} if (room, name) not in USED_IF_INSTALLED},
+        )
+
+
+def test_nothing_is_imported_that_the_extra_of_its_room_does_not_declare() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    undeclared = []
+    for path, room, imports in modules():
         allowed = declared(project, EXTRAS[room] if room else None)
-        for name in {module.partition(".")[0] for module in imported(ast.parse(file.read_text()))}:
+        for name in imports:
             package = DISTRIBUTIONS.get(name, name).replace("_", "-")
-            if name == "treadle" or name in sys.stdlib_module_names or (room, name) in USED_IF_INSTALLED:
-                continue
             if PART_OF.get(package, package) not in allowed:
                 undeclared.append(
                     f"{path} imports {name}, which {EXTRAS[room] if room else 'Treadle'} does not declare"
                 )
     assert not undeclared, "\n".join(sorted(undeclared))
+
+
+TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")
+FOR_TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
+IMPORT = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+
+
+@pytest.fixture(scope="module")
+def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """PyTorch as pip gives it, which finds CPU builds, without what it needs."""
+    folder = tmp_path_factory.mktemp("torch")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(folder)]
+    subprocess.run([*pip, "--constraint", str(LOCK), "torch"], check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("extras")
+@pytest.mark.parametrize("extra", sorted({*EXTRAS.values(), *FOR_TRACKERS}))
+def test_an_extra_alone_brings_what_its_rooms_import(extra: str, torch_alone: Path, tmp_path: Path) -> None:
+    """In an empty environment: each module of its rooms, and whatever these import later."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {FOR_TRACKERS[extra]} if extra in FOR_TRACKERS else set[str]()
+    for path, room, imports in modules():
+        if room and EXTRAS[room] == extra:
+            names |= {"treadle." + path.removesuffix(".py").removesuffix("/__init__").replace("/", "."), *imports}
+    uv, wanted = str(Path(sys.executable).with_name("uv")), [f"{ROOT}[{extra}]"]
+    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(tmp_path / "venv")], check=True)
+    if "torch" in declared(project, extra):
+        [packages] = (tmp_path / "venv").glob("lib/*/site-packages")
+        (packages / "torch.pth").write_text(str(torch_alone))
+        wanted += TORCH_NEEDS
+    (tmp_path / "no_torch.txt").write_text("torch; sys_platform == 'never'")
+    python = tmp_path / "venv" / "bin" / "python"
+    install = [uv, "pip", "install", "--quiet", "--python", str(python), "--constraint", str(LOCK)]
+    subprocess.run([*install, "--override", str(tmp_path / "no_torch.txt"), *wanted], check=True, capture_output=True)
+    done = subprocess.run([python, "-c", IMPORT, *sorted(names)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
