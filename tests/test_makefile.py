@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.until import CEILING
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Notes when it begins and ends to make an environment or to install; installs itself as uv, too, and a `treadle` that
@@ -65,19 +67,21 @@ def start_make(clone: Path, *words: str) -> subprocess.Popen[str]:
 
 def test_make_demo_twice_at_once_sets_up_once_and_trains_twice(clone: Path) -> None:
     both = [start_make(clone, "demo", "PYTHON=./python") for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0] for process in both]
+    outputs = [process.communicate(timeout=CEILING)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     log = (clone / "log").read_text().splitlines()
     assert log.count("train") == 2
-    expected = [f"{when} {what}" for what in ("venv", "install uv>=0.13", "install .[train]") for when in ("begin", "end")]
+    expected = [
+        f"{when} {what}" for what in ("venv", "install uv>=0.13", "install .[train]") for when in ("begin", "end")
+    ]
     assert [line for line in log if line != "train"] == expected
     again = start_make(clone, "demo", "PYTHON=./python")
-    assert "set-up" not in again.communicate(timeout=60)[0] and again.returncode == 0
+    assert "set-up" not in again.communicate(timeout=CEILING)[0] and again.returncode == 0
 
 
 def test_an_old_python_is_told_before_anything_is_made(clone: Path) -> None:
     process = start_make(clone, "demo", "PYTHON=false")
-    assert "treadle needs Python 3.11 or newer, 'false' is" in process.communicate(timeout=60)[0]
+    assert "treadle needs Python 3.11 or newer, 'false' is" in process.communicate(timeout=CEILING)[0]
     assert process.returncode == 2 and not (clone / ".venv").exists()
 
 
@@ -86,7 +90,7 @@ def test_libraries_get_pythons_of_their_own_which_keep_what_else_is_in_them(clon
 
     def made() -> list[str]:
         process = start_make(clone, "verifiers-env", "PYTHON=./python", "LIBRARY_PYTHON=./python", *places)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=CEILING)[0]
         assert process.returncode == 0, output
         log = (clone / "log").read_text().splitlines()
         (clone / "log").write_text("")
@@ -106,7 +110,7 @@ def test_what_is_no_environment_is_left_as_it_is(clone: Path) -> None:
     (clone / "own").mkdir()
     (clone / "own" / "notes").touch()
     process = start_make(clone, "openenv-env", "PYTHON=./python", "LIBRARY_PYTHON=./python", "OPENENV_VENV=own")
-    assert "'own' is there and is no virtual environment" in process.communicate(timeout=60)[0]
+    assert "'own' is there and is no virtual environment" in process.communicate(timeout=CEILING)[0]
     assert process.returncode == 2 and (clone / "own" / "notes").exists()
 
 

@@ -1,6 +1,7 @@
 """Small environments, a small tokenizer and a tiny recipe, shared by the tests of rollouts and of the loop."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -217,11 +218,12 @@ def play(
     task: Task | None = None,
     tokenizer: PlainTokenizer | None = None,
     said: list[str] | None = None,
+    loop: asyncio.AbstractEventLoop | None = None,
     **settings: Any,
 ) -> list[Trajectory]:
     """One attempt for each factory, side by side, with PlainTokenizer; every session must be closed afterwards.
 
-    said: gets what user code does to the event loop.
+    said: gets what user code does to the event loop. loop: a new one, for a clock of its own.
     """
     queue = list(factories) if isinstance(factories, Sequence) else [factories]
     count = len(queue)
@@ -230,7 +232,7 @@ def play(
         return queue.pop(0)()
 
     async def attempts() -> list[Trajectory]:
-        monitor = LoopMonitor(say)
+        monitor = LoopMonitor(say, loop.time if loop else time.monotonic)
         rollouts = plain_rollouts(engine, make, tokenizer, monitor, **settings)
         addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(count)]
         with monitor.watching():
@@ -238,7 +240,7 @@ def play(
             return list(await asyncio.gather(*running))
 
     say = (said if said is not None else list[str]()).append
-    trajectories = run(attempts(), say)
+    trajectories = run(attempts(), say, new_event_loop=(lambda: loop) if loop else None)
     assert not engine.open
     return trajectories
 
@@ -250,7 +252,7 @@ def plain_rollouts(
     monitor: LoopMonitor | None = None,
     **settings: Any,
 ) -> Rollouts:
-    settings = {"max_completion_tokens": 16, "environment_timeout": 5.0, **settings}
+    settings = {"max_completion_tokens": 16, "environment_timeout": 300.0, **settings}
     config = RolloutConfig(**settings)
     drivers = {("environment", "world"): EnvironmentDriver({"world": make}, config)}
     return Rollouts(engine, ChatRenderer(tokenizer or PLAIN, [END]), drivers, config, monitor=monitor)

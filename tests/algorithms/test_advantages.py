@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -99,9 +99,8 @@ def test_every_registered_advantage_has_a_reference() -> None:
     assert set(REFERENCES) == set(names("advantages"))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", REFERENCES)
-@settings(max_examples=60)
 @given(drawn=rewarded_batches(), data=st.data())
 def test_an_advantage_is_its_formula(name: str, drawn: Drawn, data: st.DataObject) -> None:
     options = {option: data.draw(st.sampled_from(OPTIONS[option])) for option in by_name(name).options}
@@ -153,7 +152,7 @@ def _by_step(batch: FlatBatch) -> Any:
 # Steps that are left out
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["grpo", "rloo", "step_return", "gigpo"])
 @given(drawn=rewarded_batches(), data=st.data())
 def test_an_advantage_is_the_same_whichever_steps_became_stale(name: str, drawn: Drawn, data: st.DataObject) -> None:

@@ -55,7 +55,7 @@ def test_grpo_by_hand() -> None:
 
 
 @pytest.mark.parametrize("norm_by_std", [True, False])
-@pytest.mark.parametrize("size", range(1, 18))
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 8, 13, 17])
 @pytest.mark.parametrize("reward", [0.7, 0.1, 1 / 3])
 def test_equal_rewards_give_exactly_nothing(size: int, reward: float, norm_by_std: bool) -> None:
     """0.7 has no exact mean: a rounded one, divided by a standard deviation of nothing, would be an advantage."""

@@ -126,9 +126,8 @@ def test_every_registered_policy_loss_has_a_reference() -> None:
     assert set(REFERENCES) == set(names("policy_losses"))
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("name", "options"), CASES)
-@settings(max_examples=60)
 @given(drawn=rows())
 def test_a_policy_loss_is_its_formula(name: str, options: dict[str, Any], drawn: list[Row]) -> None:
     config = config_of(name, options)
@@ -138,6 +137,7 @@ def test_a_policy_loss_is_its_formula(name: str, options: dict[str, Any], drawn:
     np.testing.assert_allclose(full(found), REFERENCES[name](drawn, config), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] not in ("gspo", "cispo")])
 @settings(max_examples=25)
 @given(drawn=rows())
@@ -174,7 +174,6 @@ def test_cispo_has_the_gradient_of_its_weighted_logprob(options: dict[str, Any],
 
 
 @pytest.mark.parametrize("scope", ["trajectory", "step"])
-@settings(max_examples=50)
 @given(drawn=rows(), bounds=st.sampled_from([(3e-4, 4e-4), (0.2, 0.5)]))
 def test_gspo_has_the_gradient_of_one_ratio_for_each_unit(scope: str, drawn: list[Row], bounds: Any) -> None:
     """Where a unit's advantage is one number, as in the paper: the mean over units of -min(s A, clip(s) A)."""
@@ -199,7 +198,7 @@ def test_gspo_has_the_gradient_of_one_ratio_for_each_unit(scope: str, drawn: lis
         torch.testing.assert_close(logp.grad, again.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("name", "options"), CASES)
 @given(drawn=rows())
 def test_what_is_called_clipped_has_a_bounded_ratio(name: str, options: dict[str, Any], drawn: list[Row]) -> None:

@@ -1,5 +1,6 @@
 """On a terminal: colours and live bars, and nothing wider than the window."""
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import treadle
+from treadle.cli.console import Console, make_table
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -57,3 +59,15 @@ def test_a_recipe_has_sections_and_whole_paths_where_they_fit(width: int) -> Non
     lines = ESCAPE.sub("", treadle("recipes", "show", "demo").out).splitlines()
     assert sum(line.split()[:1] == ["training.optimizer"] for line in lines) == 1
     assert any(line.startswith("* training.optimizer.learning_rate ") for line in lines) == (width > 80)
+
+
+def test_what_is_shown_cannot_steer_a_terminal_in_tables_and_in_json_either(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "a\x1b[2J\nb\x7f\u202e"
+    table = make_table("x", text=("x",))
+    table.add_row(hostile)
+    Console().table(table)
+    assert capsys.readouterr().out.splitlines()[-1] == r"a\x1b[2J\nb\x7f\u202e"
+    Console().json({hostile: hostile})
+    out = capsys.readouterr().out
+    assert json.loads(out) == {hostile: hostile}
+    assert out.isascii() and all(char == "\n" or char.isprintable() for char in out)

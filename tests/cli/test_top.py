@@ -13,6 +13,7 @@ import pytest
 from tests.cli.conftest import Trained
 from tests.cli.worlds import treadle
 from tests.orchestration.runs import start
+from tests.until import wait_until
 from tests.worlds import tiny
 from treadle.cli.main import main
 from treadle.orchestration.reporting.callbacks import Callback
@@ -29,8 +30,7 @@ class Looks(Callback):
     def update(self, row: Mapping[str, Any]) -> None:
         if row["update"] == 2:
             written = json.loads((self.path / "status.json").read_text())["written"]
-            while json.loads((self.path / "status.json").read_text())["written"] == written:
-                time.sleep(0.05)
+            wait_until(lambda: json.loads((self.path / "status.json").read_text())["written"] != written)
             self.capsys.readouterr()
             assert main(["top", str(self.path)]) == 0
             self.out = self.capsys.readouterr().out

@@ -122,7 +122,7 @@ def test_no_command_runs_it_or_asks(way: str, bait: Bait, place: Place, monkeypa
 @pytest.mark.slow
 def test_yes_is_not_heard(bait: Bait, place: Place) -> None:
     code = f"import sys; from treadle.cli.main import main; sys.exit(main({words('train', bait, place)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], input="y\n" * 100, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], input="y\n" * 100, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "") and not bait.marker.exists()
     assert "brings code of its own" in done.stderr.splitlines()[-1]
 
@@ -130,7 +130,7 @@ def test_yes_is_not_heard(bait: Bait, place: Place) -> None:
 def test_what_a_user_pipes_in_answers_nobody(place: Place) -> None:
     """Not even a question that an environment asks."""
     code = "import sys; from treadle.cli.main import main; main(['recipes']); print(repr(sys.stdin.read()))"
-    done = subprocess.run([sys.executable, "-c", code], input="y\n", capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], input="y\n", capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1] == "''"
 
 
@@ -178,7 +178,7 @@ from treadle.training.config import ModelConfig
 from treadle.training.make import load_model
 print(type(load_model(ModelConfig(path={str(bait.path)!r}), seed=0)).__name__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout == "OwnModel\n", done.stderr
     assert not bait.marker.exists()
     assert {AutoConfig, AutoModelForCausalLM}  # the names that the error gives

@@ -203,7 +203,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             check=False,
             cwd=folder,
             env={"PYTHONPATH": str(ROOT), "PATH": "", "HF_HUB_OFFLINE": "1", "TREADLE_CACHE": str(folder / "cache")},
-            timeout=120,
+            timeout=300,
         )
     assert done.returncode == 0, done.stderr
     found = [[status, err.replace(port, "BUSY"), heavy] for status, err, heavy in json.loads(done.stdout)]

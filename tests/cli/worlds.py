@@ -94,7 +94,7 @@ def start_treadle(*words: object, before: str = "") -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> Done:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     return Done(process.returncode, out, err)
 
 

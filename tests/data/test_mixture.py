@@ -71,7 +71,7 @@ def test_a_mixture_of_a_recipe(tmp_path: Path) -> None:
 
 
 @given(
-    sources=st.lists(st.tuples(st.integers(1, 20), st.floats(0.1, 10)), min_size=1, max_size=4),
+    sources=st.lists(st.tuples(st.integers(1, 12), st.floats(0.1, 10)), min_size=1, max_size=4),
     seed=st.integers(0, 5),
     shuffle=st.booleans(),
 )
@@ -82,26 +82,24 @@ def test_each_source_gets_its_share_of_any_first_groups_epoch_by_epoch(
     mixed = mixture(sizes, weights)
     order = TaskOrder(mixed, seed, shuffle)
     counts = [0] * len(sources)
-    addresses = set()
+    visited: list[tuple[int, int]] = []
     seen: list[list[str]] = [[] for _ in sources]
-    for index in range(120):
+    for index in range(80):
         epoch, position, task = order.at(index)
         assert task == mixed[position]
-        addresses.add((epoch, position))
+        visited.append((epoch, position))
         source = int(task.extras["source"][1:])
         assert epoch == counts[source] // sizes[source]
         counts[source] += 1
         seen[source].append(task.task_id)
         for count, weight in zip(counts, weights, strict=True):
             assert abs(count - weight / sum(weights) * (index + 1)) < max(1.5, len(sources) / 2)
-    assert len(addresses) == 120  # draws are keyed by these
+    assert len(set(visited)) == 80  # draws are keyed by these
     for size, ids in zip(sizes, seen, strict=True):
         for start in range(0, len(ids) - size + 1, size):
             assert max(Counter(ids[start : start + size]).values()) == 1
     again = TaskOrder(mixture(sizes, weights), seed, shuffle)
-    assert [again.at(index)[:2] for index in reversed(range(120))] == [
-        order.at(index)[:2] for index in reversed(range(120))
-    ]
+    assert [again.at(index)[:2] for index in reversed(range(80))] == visited[::-1]
 
 
 def test_sources_of_one_size_have_shuffles_of_their_own() -> None:

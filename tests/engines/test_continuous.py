@@ -3,7 +3,6 @@ flight changes exactly what comes after it; whatever ends leaves nothing behind.
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from tests.models import VOCABULARY, full, tiny
 from tests.sources import make_engine, publish
+from tests.until import CEILING, until
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
@@ -29,17 +29,30 @@ PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 NO_SHRINKING = [Phase.explicit, Phase.reuse, Phase.generate]  # it would take minutes
 
 
-NEVER = ("never",)  # as stop strings, they make each token of a call take a while: it lasts on a busy machine, too
+CONTEXT = 1_000_000  # tokens, more than any machine computes in a test
 
 
-def decode(tokens: Sequence[int]) -> str:
-    time.sleep(0.002)
-    return ""
+def lasting(seed: int = 0, **fields: Any) -> SamplingParams:
+    """Of a call that lasts until its test ends it: an `End` that has come, or a cancellation."""
+    return SamplingParams(**{"max_tokens": CONTEXT - 100, "seed": seed, **fields})
+
+
+class End:
+    """Decodes to nothing until `has_come` is set, and to the stop string from then on."""
+
+    STRING = ("the end",)
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        return "the end" if self.has_come else ""
 
 
 @asynccontextmanager
 async def serving(model: PreTrainedModel | None = None, **options: Any) -> AsyncIterator[TorchEngine]:
-    engine = make_engine(model or tiny(), decode=decode, **{"stop_token_ids": [0], **options})
+    model = model or tiny(max_position_embeddings=CONTEXT)
+    engine = make_engine(model, **{"stop_token_ids": [0], **options})
     try:
         yield engine
     finally:
@@ -129,7 +142,7 @@ async def play(engine: TorchEngine, arrival: Arrival) -> Completion | None:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("family", ["qwen3", "mistral-sliding"])
-@settings(max_examples=15, phases=NO_SHRINKING)
+@settings(max_examples=8, phases=NO_SHRINKING)
 @given(st.integers(0, 2**32), st.sampled_from([1, 3, 256]), st.booleans(), st.sampled_from([1e-7, 2e-4, 1.0]))
 def test_a_call_gives_what_it_gives_alone(
     family: str, seed: int, max_batch: int, own_thread: bool, cache_gib: float
@@ -142,11 +155,7 @@ def test_a_call_gives_what_it_gives_alone(
             for number in range(3):
                 engine.open_session(f"s{number}")
             answers = await asyncio.gather(*[play(engine, call) for call in calls])
-            for _ in range(200):  # what was cancelled leaves at the next token
-                if nothing_left(engine):
-                    break
-                await asyncio.sleep(0.01)
-            assert nothing_left(engine)
+            await until(lambda: nothing_left(engine))  # what was cancelled leaves at the next token
             rows = engine._batch._cached
             assert rows.cache.rows * rows.cache.capacity * rows._position_bytes <= max(
                 cache_gib * 2**30, rows.cache.capacity * rows._position_bytes
@@ -166,7 +175,7 @@ def test_a_call_gives_what_it_gives_alone(
             assert_same(answer, asyncio.run(alone(model, call.prompt, call.params)))
 
 
-@settings(max_examples=10, phases=NO_SHRINKING)
+@settings(max_examples=6, phases=NO_SHRINKING)
 @given(st.integers(0, 2**32))
 def test_reused_prefixes_change_nothing(seed: int) -> None:
     """Conversations that go on, go back, and branch, with every call in a salt of its own or all in one."""
@@ -205,32 +214,30 @@ def test_reused_prefixes_change_nothing(seed: int) -> None:
 
 
 async def test_calls_join_and_leave_between_tokens() -> None:
-    """A short call that comes while a long one runs is answered long before it."""
-    async with serving(stop_token_ids=[]) as engine:
+    """A short call that comes while a long one runs is answered before it."""
+    end = End()
+    async with serving(stop_token_ids=[], decode=end) as engine:
         engine.open_session("a")
         engine.open_session("idle")  # nobody waits for it
-        long = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=240, stop=NEVER), session="a"))
-        while engine.counters.sampled < 3:
-            await asyncio.sleep(0.001)
+        long = asyncio.create_task(engine.generate(PROMPT, lasting(stop=End.STRING), session="a"))
+        await until(lambda: engine.counters.sampled >= 3)
         short = await engine.generate(PROMPT, SamplingParams(max_tokens=3), session="a")
         assert len(short.token_ids) == 3 and not long.done()
         assert engine.counters.reused == len(PROMPT) - 1  # of the prompt of the call that still ran
-        assert len((await long).token_ids) == 240
+        end.has_come = True
+        assert (await long).stop_reason is StopReason.STOP
 
 
 @pytest.mark.parametrize("lock_step", [False, True])
 async def test_a_cancelled_call_frees_its_row_at_the_next_token(lock_step: bool) -> None:
     async with serving(stop_token_ids=[], lock_step=lock_step) as engine:
         engine.open_session("a")
-        call = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=250, stop=NEVER), session="a"))
-        while engine.counters.sampled < 3:
-            await asyncio.sleep(0.001)
+        call = asyncio.create_task(engine.generate(PROMPT, lasting(), session="a"))
+        await until(lambda: engine.counters.sampled >= 3)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        while not nothing_left(engine):
-            await asyncio.sleep(0.001)
-        assert engine.counters.sampled < 200
+        await until(lambda: nothing_left(engine))
         before = engine.counters.prefilled  # what it computed serves the next call
         await engine.generate(np.concatenate([PROMPT, ids(7)]), SamplingParams(max_tokens=1), session="a")
         assert engine.counters.prefilled - before == 1
@@ -258,16 +265,16 @@ async def test_salts_share_nothing() -> None:
 
 
 async def test_a_session_that_closes_before_its_call_joins_leaves_nothing_in_the_cache() -> None:
-    async with serving(stop_token_ids=[], max_batch=1) as engine:
+    end = End()
+    async with serving(stop_token_ids=[], max_batch=1, decode=end) as engine:
         for name in "abc":
             engine.open_session(name)
-        first = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=100, stop=NEVER), session="a"))
-        while engine.counters.sampled < 3:
-            await asyncio.sleep(0.001)
+        first = asyncio.create_task(engine.generate(PROMPT, lasting(stop=End.STRING), session="a"))
+        await until(lambda: engine.counters.sampled >= 3)
         second = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=2), session="b"))
-        while not engine._admitted:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine._admitted)
         engine.close_session("b")
+        end.has_come = True
         assert len((await second).token_ids) == 2 and first.done()
         await engine.generate(PROMPT, SamplingParams(max_tokens=2), session="c")
         assert {cached.session for cached in engine._batch._cached._held} == {0, 2}
@@ -282,10 +289,10 @@ class Turn:
 
     def _work(self) -> bool:
         self._entered.set()
-        return self.leave.wait(20)
+        return self.leave.wait(CEILING)
 
     async def entered(self) -> None:
-        await asyncio.to_thread(self._entered.wait, 20)
+        await asyncio.to_thread(self._entered.wait, CEILING)
         for _ in range(10):  # the next token waits for its turn
             await asyncio.sleep(0)
 
@@ -298,9 +305,8 @@ class Turn:
 async def test_what_comes_during_a_publication_does_not_wait_for_calls_in_flight(what: str) -> None:
     async with serving(stop_token_ids=[]) as engine:
         engine.open_session("a")
-        long = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=250, stop=NEVER), session="a"))
-        while engine.counters.sampled < 3:
-            await asyncio.sleep(0.001)
+        long = asyncio.create_task(engine.generate(PROMPT, lasting(), session="a"))
+        await until(lambda: engine.counters.sampled >= 3)
         turn = Turn(engine)
         await turn.entered()
         if what == "call":
@@ -328,24 +334,19 @@ async def test_closing_waits_for_a_publication_and_refuses_the_next_one() -> Non
     assert not closing.done()
     await turn.left()
     with pytest.raises(EngineError, match="the engine was closed"):
-        await asyncio.wait_for(second, 20)
-    await asyncio.wait_for(closing, 20)
+        await asyncio.wait_for(second, CEILING)
+    await asyncio.wait_for(closing, CEILING)
 
 
 async def test_closing_fails_calls_in_flight_without_waiting_for_their_end() -> None:
-    engine = make_engine(tiny(), decode=decode, stop_token_ids=[], max_batch=1)
+    engine = make_engine(tiny(max_position_embeddings=CONTEXT), stop_token_ids=[], max_batch=1)
     engine.open_session("a")
-    calls = [
-        asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=250, stop=NEVER), session="a"))
-        for _ in range(2)
-    ]
-    while engine.counters.sampled < 3:
-        await asyncio.sleep(0.001)
-    await asyncio.wait_for(engine.close(), 20)
+    calls = [asyncio.create_task(engine.generate(PROMPT, lasting(), session="a")) for _ in range(2)]
+    await until(lambda: engine.counters.sampled >= 3)
+    await asyncio.wait_for(engine.close(), CEILING)
     for call in calls:
         with pytest.raises(EngineError, match="closed"):
-            await asyncio.wait_for(call, 5)
-    assert engine.counters.sampled < 200
+            await asyncio.wait_for(call, CEILING)
 
 
 # Publication in flight
@@ -381,31 +382,34 @@ def plain_logprobs(model: PreTrainedModel, prompt: Ids, answer: Completion) -> N
     return full(logits.gather(1, whole[len(prompt) :, None])[:, 0])
 
 
-async def swapped(engine: TorchEngine, models: Sequence[PreTrainedModel], prompts: Sequence[Ids]) -> list[Completion]:
+async def swapped(
+    engine: TorchEngine, end: End, models: Sequence[PreTrainedModel], prompts: Sequence[Ids]
+) -> list[Completion]:
     """Calls during which all weights are published one after another."""
     for number in range(len(prompts)):
         engine.open_session(f"s{number}")
     calls = [
-        asyncio.create_task(
-            engine.generate(
-                prompt, SamplingParams(max_tokens=120 + number, seed=number, stop=NEVER), session=f"s{number}"
-            )
-        )
+        asyncio.create_task(engine.generate(prompt, lasting(number, stop=End.STRING), session=f"s{number}"))
         for number, prompt in enumerate(prompts)
     ]
-    for version, model in enumerate(models[1:], 1):
+    for version, model in enumerate(models):
+        if version:
+            await publish(engine, unique_weights(model), version)
         before = engine.counters.sampled
-        while engine.counters.sampled < before + 10:
-            await asyncio.sleep(0.0005)
-        await publish(engine, unique_weights(model), version)
+        await until(lambda: engine.counters.sampled >= before + 10 * len(prompts))  # noqa: B023
+    end.has_come = True
     return list(await asyncio.gather(*calls))
 
 
 async def test_calls_in_flight_go_on_with_new_weights_over_their_cache() -> None:
-    models = [tiny(), moved(tiny(), 1), moved(tiny(), 2)]
-    prompts = [PROMPT, ids(9, 9), PROMPT[:3]]
-    async with serving(models[0], stop_token_ids=[]) as engine:
-        for prompt, answer in zip(prompts, await swapped(engine, models, prompts), strict=True):
+    models = [
+        tiny(max_position_embeddings=CONTEXT),
+        moved(tiny(max_position_embeddings=CONTEXT), 1),
+        moved(tiny(max_position_embeddings=CONTEXT), 2),
+    ]
+    prompts, end = [PROMPT, ids(9, 9), PROMPT[:3]], End()
+    async with serving(models[0], stop_token_ids=[], decode=end) as engine:
+        for prompt, answer in zip(prompts, await swapped(engine, end, models, prompts), strict=True):
             assert [span.version for span in answer.policy_versions] == [0, 1, 2]
             np.testing.assert_allclose(answer.logprobs, wanted_logprobs(models, prompt, answer), atol=1e-4, rtol=0)
             for version, model in enumerate(models):  # after the first publication no learner has them so
@@ -420,9 +424,10 @@ async def test_calls_in_flight_go_on_with_new_weights_over_their_cache() -> None
 
 
 async def test_recomputed_caches_are_those_of_the_new_weights() -> None:
-    models = [tiny(), moved(tiny(), 1)]
-    async with serving(models[0], stop_token_ids=[], in_flight="recompute") as engine:
-        for prompt, answer in zip([PROMPT, ids(9, 9)], await swapped(engine, models, [PROMPT, ids(9, 9)]), strict=True):
+    models = [tiny(max_position_embeddings=CONTEXT), moved(tiny(max_position_embeddings=CONTEXT), 1)]
+    prompts, end = [PROMPT, ids(9, 9)], End()
+    async with serving(models[0], stop_token_ids=[], decode=end, in_flight="recompute") as engine:
+        for prompt, answer in zip(prompts, await swapped(engine, end, models, prompts), strict=True):
             versions = answer.versions_per_token()
             for version, model in enumerate(models):
                 here = versions == version
@@ -439,8 +444,7 @@ async def test_a_refused_publication_changes_nothing_in_flight() -> None:
         engine.open_session("a")
         params = SamplingParams(max_tokens=60)
         call = asyncio.create_task(engine.generate(PROMPT, params, session="a"))
-        while engine.counters.sampled < 5:
-            await asyncio.sleep(0.0005)
+        await until(lambda: engine.counters.sampled >= 5)
         with pytest.raises(EngineError, match="version 3 lacks"):
             await publish(engine, {}, 3)
         answer = await call

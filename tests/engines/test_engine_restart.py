@@ -28,6 +28,7 @@ from tests.engines.test_engine_process import (
 )
 from tests.models import tiny
 from tests.sources import publish
+from tests.until import CEILING, until
 from treadle.core.engine import Engine, VersionSpan
 from treadle.core.errors import EngineError
 from treadle.engines.process.engine import ProcessEngine
@@ -71,13 +72,11 @@ class Mortal:
         said, pid = len(self.said), self.engine.pid
         os.kill(pid, number)
         os.kill(pid, signal.SIGCONT)
-        while len(self.said) == said:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(self.said) > said)
         assert not is_running(pid)
 
     async def started_again(self) -> None:
-        while not self.said or self.said[-1] != AGAIN:
-            await asyncio.sleep(0.01)
+        await until(lambda: self.said and self.said[-1] == AGAIN)
 
     async def sampled(self, *sessions: str) -> list[tuple[Any, ...]]:
         return await sampled(self.engine, *sessions)
@@ -99,7 +98,7 @@ async def mortal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 async def sampled(engine: Engine, *sessions: str) -> list[tuple[Any, ...]]:
     """What a call of each session is answered, made at once."""
     calls = [engine.generate(PROMPT + n, sampling(n), session=name) for n, name in enumerate(sessions)]
-    return bits(await asyncio.wait_for(asyncio.gather(*calls), 60))
+    return bits(await asyncio.wait_for(asyncio.gather(*calls), CEILING))
 
 
 async def expected(seed: int, version: int, *sessions: str) -> list[tuple[Any, ...]]:
@@ -170,19 +169,18 @@ async def test_killed_amid_a_publication_the_next_process_has_it(mortal: Mortal)
     await publish(engine, unique_weights(tiny(seed=3)), 7)
     os.kill(engine.pid, signal.SIGSTOP)
     publication = asyncio.create_task(publish(engine, unique_weights(tiny(seed=4)), 8))
-    while sum((path / "weights.safetensors").exists() for path in staged()) < 2:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
+    await until(lambda: sum((path / "weights.safetensors").exists() for path in staged()) == 2)
+    await ticks(5)
     assert not publication.done()
     await mortal.kill()
     waits = asyncio.create_task(mortal.sampled("a"))
-    await asyncio.wait_for(publication, 60)
+    await asyncio.wait_for(publication, CEILING)
     assert len(staged()) == 1
     # in lock-step no wave starts before the publication; without, this one may have been quicker
     version = 8 if mortal.lock_step else (await waits)[0][3][0].version
     assert await waits == await expected(4 if version == 8 else 3, version, "a")
     await mortal.kill()
-    await asyncio.wait_for(publish(engine, unique_weights(tiny(seed=5)), 9), 60)  # after version 8 was told again
+    await asyncio.wait_for(publish(engine, unique_weights(tiny(seed=5)), 9), CEILING)  # after version 8 was told again
     assert len(staged()) == 1
     assert await mortal.sampled("a") == await expected(5, 9, "a")
     engine.close_session("a")
@@ -199,13 +197,13 @@ async def test_a_process_that_ends_again_before_it_answers_has_no_successor(mort
     os.kill(engine.pid, signal.SIGSTOP)
     waits = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
     publication = asyncio.create_task(publish(engine, unique_weights(tiny()), 2))
-    await asyncio.sleep(0.1)
+    await ticks(5)
     os.kill(engine.pid, signal.SIGSEGV)
     os.kill(engine.pid, signal.SIGCONT)
     told = r"ended with code -11 \(Segmentation fault\); its log .*engine\.log ends:\n"
     for call in (waits, publication):
         with pytest.raises(EngineError, match=told):
-            await asyncio.wait_for(call, 30)
+            await asyncio.wait_for(call, CEILING)
     await nothing_works(engine, "was started again in vain: the engine's process " + told)
     assert len(mortal.said) == 2
 
@@ -218,7 +216,7 @@ async def nothing_works(engine: ProcessEngine, told: str) -> None:
         publish(engine, unique_weights(tiny()), 2),
     ):
         with pytest.raises(EngineError, match=told):
-            await asyncio.wait_for(call, 30)
+            await asyncio.wait_for(call, CEILING)
     assert not is_running(engine.pid)
 
 
@@ -234,7 +232,7 @@ async def test_a_process_that_cannot_be_started_again_fails_every_call(tmp_path:
         os.kill(engine.pid, signal.SIGKILL)
         told = r"was started again in vain: the engine's process ended with code 1; its log .*\n(.*\n)*.*model"
         with pytest.raises(EngineError, match=told):
-            await asyncio.wait_for(waits, 60)
+            await asyncio.wait_for(waits, CEILING)
         await nothing_works(engine, told)
         assert children() == before
 
@@ -246,8 +244,7 @@ async def test_closing_it_while_its_process_is_started_again(tmp_path: Path) -> 
         engine.open_session("a")
         await publish(engine, unique_weights(tiny(seed=3)), 1)
         os.kill(engine.pid, signal.SIGKILL)
-        while not said or children() == before[0]:
-            await asyncio.sleep(0.01)
+        await until(lambda: said and children() != before[0])
         waits = [
             asyncio.create_task(engine.generate(PROMPT, sampling(), session="a")),
             asyncio.create_task(engine.score(PROMPT)),
@@ -262,48 +259,55 @@ async def test_closing_it_while_its_process_is_started_again(tmp_path: Path) -> 
 
 @pytest.mark.slow
 async def test_a_process_that_hangs_does_not_keep_a_publication_waiting(tmp_path: Path) -> None:
-    async with started(tmp_path, timeout=30) as engine:
+    async with started(tmp_path) as engine:
+        engine._timeout = 2.0  # from now on: it may take longer to start
         os.kill(engine.pid, signal.SIGSTOP)
-        told = r"the engine's process did not take new weights within 30 s; its log .*engine\.log ends:\n"
+        told = r"the engine's process did not take new weights within 2 s; its log .*engine\.log ends:\n"
         with pytest.raises(EngineError, match=told):
-            await asyncio.wait_for(publish(engine, unique_weights(tiny()), 1), 60)
+            await asyncio.wait_for(publish(engine, unique_weights(tiny()), 1), CEILING)
         os.kill(engine.pid, signal.SIGCONT)
         engine.open_session("a")
-        answer = await asyncio.wait_for(engine.generate(PROMPT, sampling(), session="a"), 60)
+        answer = await asyncio.wait_for(engine.generate(PROMPT, sampling(), session="a"), CEILING)
         assert len(answer.token_ids)
 
 
 @pytest.mark.slow
 async def test_a_process_that_is_stopped_is_killed_and_started_again(tmp_path: Path) -> None:
     said: list[str] = []
-    async with started(tmp_path, notify=said.append, silence=4.0) as engine:
+    async with started(tmp_path, notify=said.append, silence=8.0) as engine:
         engine.open_session("a")
         await sampled(engine, "a")
-        await asyncio.sleep(6)  # longer than that, with answers to pings alone
+        answers = [engine._link.said]
+
+        def answered(pings: int) -> bool:
+            if answers[-1] is not engine._link.said:
+                answers.append(engine._link.said)
+            return len(answers) > pings
+
+        await until(lambda: answered(6))  # a ping takes 2 s: longer than that silence, with answers to pings alone
         assert not said
         [status] = engine.status()
         assert status.running == status.waiting == 0 and status.cache is not None and status.cache > 0
         stopped = engine.pid
         os.kill(stopped, signal.SIGSTOP)
         call = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
-        told = r"ended with code -9 \(Killed\) after 4 s without an answer; its log .*engine\.log ends:\n"
+        told = r"ended with code -9 \(Killed\) after 8 s without an answer; its log .*engine\.log ends:\n"
         with pytest.raises(EngineError, match=told):
-            await asyncio.wait_for(call, 60)
+            await asyncio.wait_for(call, CEILING)
         assert not is_running(stopped)
-        assert len((await asyncio.wait_for(sampled(engine, "a"), 60))[0][0])
-        assert "after 4 s without an answer" in said[0] and said[-1] == AGAIN
+        assert len((await asyncio.wait_for(sampled(engine, "a"), CEILING))[0][0])
+        assert "after 8 s without an answer" in said[0] and said[-1] == AGAIN
 
 
 @pytest.mark.slow
 async def test_an_event_loop_that_was_blocked_takes_no_process_for_silent(tmp_path: Path) -> None:
     """As synchronous training does: it computes where the loop runs."""
     said: list[str] = []
-    async with started(tmp_path, notify=said.append, silence=2.0) as engine:
+    async with started(tmp_path, notify=said.append, silence=6.0) as engine:
         engine.open_session("a")
-        for _ in range(2):
-            time.sleep(3)
-            await sampled(engine, "a")
-            await asyncio.sleep(0.6)
+        time.sleep(7)
+        await sampled(engine, "a")
+        await asyncio.sleep(2)  # for the next ping
         assert not said
 
 

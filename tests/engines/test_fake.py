@@ -5,10 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
+from tests.until import until
 from treadle.core.engine import Engine
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
-from treadle.testing import FakeEngine
+from treadle.testing import FakeEngine, VirtualLoop
 
 PROMPT = np.array([1, 2], np.int32)
 
@@ -60,24 +61,28 @@ async def test_a_reply_may_fail() -> None:
         await engine.generate(PROMPT, SamplingParams(), session="a")
 
 
-async def test_calls_take_time_side_by_side_and_tokens_carry_the_version_they_come_at() -> None:
-    engine = FakeEngine(lambda prompt, sampling: [5, 6, 7, 8], delay=lambda: 0.2)
-    engine.open_session("a")
-    calls = [asyncio.create_task(engine.generate(PROMPT, SamplingParams(), session="a")) for _ in range(3)]
-    await asyncio.sleep(0.12)
-    assert engine.running == 3
-    await engine.publish(2)
-    for answer in await asyncio.gather(*calls):
-        assert set(answer.versions_per_token().tolist()) == {0, 2}
-        assert [span.version for span in answer.policy_versions] == [0, 2]
-    assert engine.running == engine.aborted == 0
+def test_calls_take_time_side_by_side_and_tokens_carry_the_version_they_come_at() -> None:
+    async def play() -> None:
+        engine = FakeEngine(lambda prompt, sampling: [5, 6, 7, 8], delay=lambda: 0.2)
+        engine.open_session("a")
+        calls = [asyncio.create_task(engine.generate(PROMPT, SamplingParams(), session="a")) for _ in range(3)]
+        await asyncio.sleep(0.12)
+        assert engine.running == 3
+        await engine.publish(2)
+        for answer in await asyncio.gather(*calls):
+            assert set(answer.versions_per_token().tolist()) == {0, 2}
+            assert [span.version for span in answer.policy_versions] == [0, 2]
+        assert engine.running == engine.aborted == 0
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(play())
 
 
 async def test_a_call_that_is_cancelled_ends_at_once() -> None:
     engine = FakeEngine(lambda prompt, sampling: [5, 6], delay=lambda: 60.0)
     engine.open_session("a")
     call = asyncio.create_task(engine.generate(PROMPT, SamplingParams(), session="a"))
-    await asyncio.sleep(0.01)
+    await until(lambda: engine.running)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.until import CEILING, wait_until
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.envs.sql.sandbox import ADDRESS_SPACE, Database, Query, QueryError, QueryTimeout, Sandbox
 
@@ -105,7 +106,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def select(sandbox: Sandbox, database: Database, sql: str, seconds: float = 20.0) -> list[tuple[Any, ...]]:
+def select(sandbox: Sandbox, database: Database, sql: str, seconds: float = CEILING) -> list[tuple[Any, ...]]:
     return sandbox.select(Query(database, sql, seconds), ROWS)
 
 
@@ -124,20 +125,11 @@ def test_refused(sandbox: Sandbox, file: Path, attack: str) -> None:
 
 
 @pytest.mark.parametrize("attack", STOPPED)
-def test_stopped_and_the_next_query_does_not_wait(sandbox: Sandbox, file: Path, attack: str) -> None:
-    """Within the limit and .4 s; the next within .1 s. The best of three tries counts: the machine is shared."""
+def test_stopped_and_the_next_query_is_answered(sandbox: Sandbox, file: Path, attack: str) -> None:
     before = state(file.parent)
-    select(sandbox, TWO, "SELECT 1")
-    for left in (2, 1, 0):
-        began = time.perf_counter()
-        with pytest.raises(QueryError):
-            select(sandbox, Database(file), STOPPED[attack], LIMIT)
-        stopped = time.perf_counter()
-        assert select(sandbox, TWO, "SELECT b FROM t WHERE a = 2") == [("y",)]
-        took, next_took = stopped - began, time.perf_counter() - stopped
-        if took < LIMIT + 0.4 and next_took < 0.1:
-            break
-        assert left, f"stopped after {took:.2f} s, the next query took {next_took:.2f} s"
+    with pytest.raises(QueryError if attack.startswith("growing") else QueryTimeout):
+        select(sandbox, Database(file), STOPPED[attack], LIMIT)
+    assert select(sandbox, TWO, "SELECT b FROM t WHERE a = 2") == [("y",)]
     assert state(file.parent) == before
 
 
@@ -145,30 +137,33 @@ def test_stopped_and_the_next_query_does_not_wait(sandbox: Sandbox, file: Path, 
 def test_in_grading_too(sandbox: Sandbox, attack: str) -> None:
     with pytest.raises(QueryTimeout):
         sandbox.has_same_rows(Query(TWO, STOPPED[attack], LIMIT), "SELECT b FROM t")
-    assert sandbox.has_same_rows(Query(TWO, "SELECT 'y' UNION SELECT 'x'", 20), "SELECT b FROM t")
+    assert sandbox.has_same_rows(Query(TWO, "SELECT 'y' UNION SELECT 'x'", CEILING), "SELECT b FROM t")
 
 
 def test_a_query_does_not_wait_for_one_that_hangs(sandbox: Sandbox) -> None:
-    ended: list[float] = []
+    ended: list[QueryError] = []
 
     def attack() -> None:
-        with pytest.raises(QueryTimeout):
-            select(sandbox, TWO, STOPPED["long printf"], 2.0)
-        ended.append(time.perf_counter())
+        with pytest.raises(QueryError) as caught:
+            select(sandbox, TWO, STOPPED["endless recursion"])
+        ended.append(caught.value)
 
     thread = threading.Thread(target=attack)
     thread.start()
-    time.sleep(0.1)
+    wait_until(lambda: sandbox._running)
+    [child] = sandbox._running
     assert select(sandbox, TWO, "SELECT 1") == [(1,)]
     assert not ended
+    os.kill(child.pid, signal.SIGKILL)
     thread.join()
+    assert not isinstance(ended[0], QueryTimeout)
 
 
 def test_a_billion_rows_end_with_those_that_can_be_shown(sandbox: Sandbox, file: Path) -> None:
     sql = "SELECT x.a, y.a, z.a FROM big x, big y, big z"
     rows = select(sandbox, Database(file), sql)
     assert len(rows) == ROWS and rows[:2] == [(0, 0, 0), (0, 0, 1)]
-    assert not sandbox.has_same_rows(Query(Database(file), sql, 20), "SELECT a, a, a FROM big")
+    assert not sandbox.has_same_rows(Query(Database(file), sql, CEILING), "SELECT a, a, a FROM big")
     with pytest.raises(TrajectoryFailure):
         sandbox.has_same_rows(Query(Database(file), "SELECT 1", LIMIT), sql)
 
@@ -183,7 +178,7 @@ def test_memory_is_bounded(sandbox: Sandbox, file: Path) -> None:
         assert values["Max address space"] == str(ADDRESS_SPACE)
         assert values["Max file size"] == values["Max core file size"] == "0"
     with pytest.raises(TrajectoryFailure, match="the reference query failed") as caught:
-        sandbox.has_same_rows(Query(Database(file), "SELECT 1", 60), "SELECT zeroblob(1000000), a FROM big")
+        sandbox.has_same_rows(Query(Database(file), "SELECT 1", CEILING), "SELECT zeroblob(1000000), a FROM big")
     assert caught.value.cause is Cause.VERIFIER and "out of memory" in caught.value.message
     assert select(sandbox, TWO, "SELECT 1") == [(1,)]
 
@@ -233,11 +228,8 @@ def children_of(then: str) -> tuple["subprocess.Popen[str]", list[int]]:
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
 
-def assert_end(pids: Sequence[int], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while any(Path(f"/proc/{pid}").exists() and "Z (" not in stat(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a child outlived its parent"
-        time.sleep(0.05)
+def wait_for_their_end(pids: Sequence[int]) -> None:
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() and "Z (" not in stat(pid) for pid in pids))
 
 
 def stat(pid: int) -> str:
@@ -254,7 +246,7 @@ def test_children_end_with_their_parent(then: str) -> None:
     with process:
         if then:
             process.kill()
-    assert_end(pids, 20)
+    wait_for_their_end(pids)
 
 
 @pytest.mark.slow
@@ -266,7 +258,7 @@ def test_a_child_that_is_busy_ends_after_its_parent_was_killed() -> None:
     with process:
         time.sleep(0.5)
         process.kill()
-    assert_end(pids, 60)
+    wait_for_their_end(pids)
 
 
 def test_what_reads_is_allowed(sandbox: Sandbox, file: Path) -> None:
@@ -327,17 +319,17 @@ def values(rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 @given(TABLES, TABLES, st.booleans(), st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 def test_rows_are_equal_as_sets(
     sandbox: Sandbox, gold: list[tuple[Any, ...]], other: list[tuple[Any, ...]], same: bool, draws: Any
 ) -> None:
     rows = [*gold, *gold[:1]] if same else other
     draws.shuffle(rows)
-    assert sandbox.has_same_rows(Query(TWO, values(rows), 20), values(gold)) == (set(rows) == set(gold))
+    assert sandbox.has_same_rows(Query(TWO, values(rows), CEILING), values(gold)) == (set(rows) == set(gold))
 
 
 def test_texts_that_are_no_utf_8_are_compared_byte_by_byte(sandbox: Sandbox) -> None:
-    query = Query(TWO, "SELECT CAST(x'41ff' AS TEXT)", 20)
+    query = Query(TWO, "SELECT CAST(x'41ff' AS TEXT)", CEILING)
     assert sandbox.has_same_rows(query, "SELECT CAST(x'41ff' AS TEXT)")
     assert not sandbox.has_same_rows(query, "SELECT CAST(x'41fe' AS TEXT)")
     assert not sandbox.has_same_rows(query, "SELECT x'41ff'")

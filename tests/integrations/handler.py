@@ -13,6 +13,8 @@ time.sleep(0.05)  # an import that takes its time
 IMPORTED = time.monotonic()
 Json = dict[str, Any]
 OPTIONS: Json = {}
+HERE: list[None] = []
+MOST, MET = [0], asyncio.Event()
 
 
 def versions() -> Json:
@@ -43,7 +45,19 @@ async def do_echo(payload: Json, stop: asyncio.Event) -> Json:
 
 async def do_wait_for_stop(payload: Json, stop: asyncio.Event) -> Json:
     await stop.wait()
-    return {"value": "stopped"}
+    return {"value": "stopped", "pid": os.getpid()}
+
+
+async def do_meet(payload: Json, stop: asyncio.Event) -> Json:
+    """Wait until so many attempts are here; say how many there were at most, also a little later."""
+    HERE.append(None)
+    MOST[0] = max(MOST[0], len(HERE))
+    if len(HERE) >= payload["together"]:
+        MET.set()
+    await MET.wait()
+    await asyncio.sleep(0.02)
+    HERE.pop()
+    return {"together": MOST[0]}
 
 
 async def do_raise(payload: Json, stop: asyncio.Event) -> Json:
@@ -68,7 +82,7 @@ async def do_die(payload: Json, stop: asyncio.Event) -> NoReturn:
 
 
 async def do_block(payload: Json, stop: asyncio.Event) -> Json:
-    time.sleep(payload["seconds"])
+    time.sleep(1000)
     return {}
 
 
@@ -90,18 +104,18 @@ async def do_allocate(payload: Json, stop: asyncio.Event) -> Json:
 
 
 async def do_start_process(payload: Json, stop: asyncio.Event) -> Json:
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     Path(payload["folder"], str(process.pid)).write_text("")
     Path(payload["folder"], str(os.getpid())).write_text("")
-    await asyncio.sleep(60)
+    await asyncio.sleep(1000)
     return {}
 
 
 async def do_clean_up(payload: Json, stop: asyncio.Event) -> Json:
     try:
-        await asyncio.sleep(60)
+        await asyncio.sleep(1000)
     finally:
-        await asyncio.sleep(payload["seconds"])
+        await asyncio.sleep(0.05)
         Path(payload["file"]).write_text("clean")
     return {}
 
@@ -109,7 +123,7 @@ async def do_clean_up(payload: Json, stop: asyncio.Event) -> Json:
 async def do_ignore_cancelling(payload: Json, stop: asyncio.Event) -> Json:
     while True:
         with suppress(asyncio.CancelledError):
-            await asyncio.sleep(60)
+            await asyncio.sleep(1000)
 
 
 async def do_environment(payload: Json, stop: asyncio.Event) -> Json:

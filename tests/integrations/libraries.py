@@ -1,10 +1,19 @@
 """Libraries in Pythons of their own: where they are, and a server that plays the model for a library's own loop."""
 
+import asyncio
 import os
 import subprocess
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import pytest
+
+from treadle.integrations.worker import WorkerPool
+from treadle.integrations.worker.pool import _Slot
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,3 +31,45 @@ def library_python(variable: str, folder: str) -> str:
             pytest.fail(f"{missing}, and continuous integration must have it")
         pytest.skip(missing)
     return str(python)
+
+
+class KeptWorkers:
+    """An event loop that tests share, in which worker processes stay: importing a library takes them seconds.
+
+    Pools of one program and configuration that are entered in this loop, one after the other, share their processes.
+    """
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self._slots: dict[str, list[_Slot]] = {}
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """As `asyncio.run`, in this loop."""
+        return self._runner.run(work)
+
+    @contextmanager
+    def patched(self) -> Iterator[Self]:
+        """Have pools share processes within; in the end these are closed."""
+        enter, close = WorkerPool.__aenter__, WorkerPool._close
+
+        async def entered(pool: WorkerPool) -> WorkerPool:
+            if self._is_current():
+                pool._slots = self._slots.setdefault(repr((pool._program, pool._config)), pool._slots)
+            return await enter(pool)
+
+        async def closed(pool: WorkerPool) -> None:
+            if not self._is_current():
+                await close(pool)
+
+        async def close_all() -> None:
+            for slots in self._slots.values():
+                await asyncio.gather(*(slot.close() for slot in slots))
+
+        with pytest.MonkeyPatch.context() as patch, self._runner:
+            patch.setattr(WorkerPool, "__aenter__", entered)
+            patch.setattr(WorkerPool, "_close", closed)
+            yield self
+            self.run(close_all())
+
+    def _is_current(self) -> bool:
+        return asyncio.get_running_loop() is self._runner.get_loop()

@@ -1,4 +1,4 @@
-"""`python skyrl_own_loop.py < scripts.json > played.json`: plays scripts with skyrl_gym alone, as SkyRL's loop does.
+"""`python skyrl_own_loop.py`: plays scripts with skyrl_gym alone, as SkyRL's loop does; a line of JSON each way.
 
 Each script: env, config, extras, max_turns, replies. Of each: the rewards of its turns, what was shown after them,
 whether it came to its end, and the environment's metrics.
@@ -28,4 +28,5 @@ def play(script: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    json.dump([play(script) for script in json.load(sys.stdin)], sys.stdout)
+    for line in sys.stdin:
+        print(json.dumps([play(script) for script in json.loads(line)]), flush=True)

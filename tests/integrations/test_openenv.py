@@ -97,7 +97,7 @@ async def play(
 ) -> list[Trajectory]:
     engine = FakeEngine(lambda prompt, sampling: [*plain_ids(reply(str(PLAIN.decode(list(prompt))))), END])
     config = RolloutConfig(**{"max_steps": 4, "max_input_tokens": 4000, "max_completion_tokens": 64, **settings})
-    worker = {"start_timeout": 600.0}  # however busy the machine
+    worker = {"start_timeout": 600.0, "patience": 600.0}  # however busy the machine
     players = Players(drivers={"openenv": partial(OpenEnvDriver, python=python(), worker=worker, **options)})
     async with open_rollouts(engine, ChatRenderer(PLAIN, [END]), players, config) as rollouts:
         running = [
@@ -184,7 +184,9 @@ async def test_a_running_server_goes_on_after_the_run(counting: dict[str, Any], 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"url": "http://127.0.0.1:9"}, "no OpenEnv server answers at http://127.0.0.1:9"),
+        pytest.param(  # it imports the library
+            {"url": "http://127.0.0.1:9"}, "no OpenEnv server answers at http://127.0.0.1:9", marks=pytest.mark.slow
+        ),
         ({"command": ["/no/program", "{port}"]}, "'/no/program .*' cannot be run: .*No such file"),
         ({"command": ["false", "{port}"]}, "'false .*' ended with status 1"),
         ({"command": ["true"]}, "the command 'true' has no {port}, the port that the server must take"),

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
 from tests.orchestration.runs import query, start
+from tests.until import CEILING
 from tests.worlds import user
 from treadle.core import registry
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
@@ -51,7 +51,7 @@ def tasks(name: str, count: int = 2, split: str = "train", **options: Any) -> li
 
 
 def score(task: Task, text: str, **options: Any) -> EnvStep:
-    environment = ReasoningGym(**options)
+    environment = ReasoningGym(**{"score_seconds": CEILING, **options})
     assert environment.reset(task.copy()) == task.prompt
     return environment.step(text)
 
@@ -197,9 +197,7 @@ def test_the_last_answer_counts_and_none_is_as_in_the_library() -> None:
 )
 def test_an_answer_that_a_scorer_cannot_read_is_worth_nothing(name: str, answer: str) -> None:
     [task] = tasks(name, 1)
-    began = time.monotonic()
-    step = score(task, f"<answer>{answer}</answer>", score_seconds=5.0)
-    assert total(step) in (0, 0.01) and time.monotonic() - began < 60
+    assert total(score(task, f"<answer>{answer}</answer>", score_seconds=0.5)) in (0, 0.01)
     assert total(score(task, f"<answer>{task.ground_truth}</answer>")) == 1  # the next one is scored
 
 
@@ -271,6 +269,7 @@ def test_a_task_of_something_else_is_refused() -> None:
 # --- runs ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_trains(tmp_path: Path) -> None:
     options = (
         "environment=reasoning_gym",

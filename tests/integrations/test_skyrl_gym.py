@@ -5,8 +5,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +23,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from tests.envs import gsm8k_cases, search_cases, sql_cases
 from tests.orchestration.runs import query, start
+from tests.until import CEILING
 from tests.worlds import END, PLAIN, plain_ids, play, tiny, user
 from treadle.core import registry
 from treadle.core.errors import Cause, ConfigError, DataError
@@ -37,6 +37,7 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.testing import FakeEngine
 
 HERE = "tests.integrations.test_skyrl_gym"
+in_one_process = pytest.mark.xdist_group("skyrl_gym")  # they share one of the library's
 Script = dict[str, Any]
 
 
@@ -46,13 +47,23 @@ def script(env: str, replies: Sequence[str], truth: Any, max_turns: int = 1, **m
     return {"env": env, "config": config, "extras": specs | more, "max_turns": max_turns, "replies": list(replies)}
 
 
-def own_loop(scripts: Sequence[Script]) -> list[dict[str, Any]]:
+OwnLoop = Callable[[Sequence[Script]], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def own_loop() -> Iterator[OwnLoop]:
     """What the library's own loop gives, in a process without Treadle."""
-    program = Path(__file__).with_name("skyrl_own_loop.py")
-    played = subprocess.run(
-        [sys.executable, str(program)], input=json.dumps(scripts), capture_output=True, text=True, check=True
-    )
-    return json.loads(played.stdout)  # type: ignore[no-any-return]
+    command = [sys.executable, str(Path(__file__).with_name("skyrl_own_loop.py"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        asked, answers = process.stdin, process.stdout
+        assert asked is not None and answers is not None
+
+        def play(scripts: Sequence[Script]) -> list[dict[str, Any]]:
+            asked.write(json.dumps(scripts) + "\n")
+            asked.flush()
+            return json.loads(answers.readline())  # type: ignore[no-any-return]
+
+        yield play
 
 
 def saying_in_turn(replies: Sequence[str]) -> FakeEngine:
@@ -68,7 +79,7 @@ def here(script: Script, **settings: Any) -> Trajectory:
         "max_steps": max(script["max_turns"], 1),
         "max_input_tokens": 60_000,
         "max_completion_tokens": 4000,
-        "environment_timeout": 60,
+        "environment_timeout": CEILING,
         **settings,
     }
     [trajectory] = play(make, saying_in_turn(script["replies"]), task, **settings)
@@ -81,7 +92,7 @@ def shown(trajectory: Trajectory) -> list[str]:
     return [prompt.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0] for prompt in prompts]
 
 
-def check(scripts: Sequence[Script]) -> list[dict[str, Any]]:
+def check(own_loop: OwnLoop, scripts: Sequence[Script]) -> list[dict[str, Any]]:
     published = own_loop(scripts)
     for each, own in zip(scripts, published, strict=True):
         trajectory = here(each)
@@ -96,17 +107,20 @@ def check(scripts: Sequence[Script]) -> list[dict[str, Any]]:
 # --- the same rewards and metrics ----------------------------------------------------------------------------------
 
 
-def test_gsm8k() -> None:
-    check([script("gsm8k", [case.text], case.golden) for case in gsm8k_cases.REPLIES.values()])
+@in_one_process
+def test_gsm8k(own_loop: OwnLoop) -> None:
+    check(own_loop, [script("gsm8k", [case.text], case.golden) for case in gsm8k_cases.REPLIES.values()])
 
 
-def test_gsm8k_multi_turn() -> None:
+@in_one_process
+def test_gsm8k_multi_turn(own_loop: OwnLoop) -> None:
     cases = gsm8k_cases.ATTEMPTS.values()
-    published = check([script("gsm8k_multi_turn", case.replies, "72", case.max_turns) for case in cases])
+    published = check(own_loop, [script("gsm8k_multi_turn", case.replies, "72", case.max_turns) for case in cases])
     assert {"steps": 5} in [own["metrics"] for own in published]
 
 
-def test_aime() -> None:
+@in_one_process
+def test_aime(own_loop: OwnLoop) -> None:
     replies = [
         "Answer: 72",
         "so\nAnswer: $72$",
@@ -117,22 +131,24 @@ def test_aime() -> None:
         "Answer: 72 Answer: 1",
         "Answer: 072",
     ]
-    published = check([script("aime", [reply], "72") for reply in replies])
+    published = check(own_loop, [script("aime", [reply], "72") for reply in replies])
     assert {own["rewards"][0] for own in published} == {1.0, -1.0}
 
 
-def test_search(server: str) -> None:
+@in_one_process
+def test_search(own_loop: OwnLoop, server: str) -> None:
     config = {"search_url": server, "topk": 3, "timeout": 5, "log_requests": False}
     cases = [case for case in search_cases.CASES.values() if case.protocol == "skyrl" and case.done]
     scripts = [script("search", case.replies, {"target": case.golden}, 2, config=config) for case in cases]
-    for each, own in zip(scripts, check(scripts), strict=True):
+    for each, own in zip(scripts, check(own_loop, scripts), strict=True):
         assert shown(here(each)) == [text for texts in own["shown"] for text in texts]
 
 
-def test_text2sql(databases: Path) -> None:
+@in_one_process
+def test_text2sql(own_loop: OwnLoop, databases: Path) -> None:
     cases = [case.replies for case in sql_cases.CASES.values()]
     cases += [case.replies for case, _ in sql_cases.DEVIATIONS.values()]
-    check([sql_script(databases, replies) for replies in cases])
+    check(own_loop, [sql_script(databases, replies) for replies in cases])
 
 
 def sql_script(databases: Path, replies: Sequence[str], gold: str = sql_cases.GOLD) -> Script:
@@ -232,6 +248,7 @@ class Custom(BaseTextEnv):  # type: ignore[misc]  # no types shipped
     """Does what its extras say, in turn, and notes where it was called."""
 
     threads: ClassVar[set[str]] = set()
+    let_go: ClassVar[threading.Event] = threading.Event()
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -241,7 +258,8 @@ class Custom(BaseTextEnv):  # type: ignore[misc]  # no types shipped
     def step(self, action: str) -> dict[str, Any]:
         Custom.threads.add(threading.current_thread().name)
         output = self.outputs.pop(0)
-        time.sleep(output.pop("seconds", 0))
+        if output.pop("held", False):
+            Custom.let_go.wait(CEILING)
         return {"observations": [], "reward": 0.0, "done": False, "metadata": {}, **output}
 
     def get_metrics(self) -> dict[str, Any]:
@@ -284,10 +302,10 @@ def test_a_reply_that_is_given_back_as_it_was_is_none() -> None:
 
 
 def test_calls_are_made_on_the_attempts_thread_and_have_their_limit() -> None:
-    trajectory = custom({"done": True, "seconds": 1.5}, environment_timeout=0.2)
+    trajectory = custom({"done": True, "held": True}, environment_timeout=0.2)
+    Custom.let_go.set()
     assert trajectory.failure is not None and trajectory.failure.cause is Cause.TIMEOUT
     assert all("world" in name for name in Custom.threads)
-    time.sleep(1.5)  # the thread ends before the next test
 
 
 def test_registered_names_and_classes_and_rows_that_name_one() -> None:
@@ -363,7 +381,8 @@ def test_a_query_that_never_ends_is_ended(databases: Path, monkeypatch: pytest.M
     endless = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
     original = sandbox.Query
     monkeypatch.setattr(
-        "treadle.integrations.skyrl_gym.tools.Query", lambda database, sql, seconds: original(database, sql, 0.2)
+        "treadle.integrations.skyrl_gym.tools.Query",
+        lambda database, sql, seconds: original(database, sql, 0.2 if sql == endless else seconds),
     )
     trajectory = here(sql_script(databases, [sql_cases.asking(endless), sql_cases.solving(endless)]))
     assert "SQL Timeout:" in shown(trajectory)[0] and trajectory.reward == 0

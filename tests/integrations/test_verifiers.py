@@ -4,14 +4,16 @@ import asyncio
 import json
 import os
 import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.integrations.libraries import library_python
+from tests.integrations.libraries import KeptWorkers, library_python
 from tests.integrations.verifiers_environments import scripted_model
 from tests.orchestration.runs import check_finished, query, start
 from tests.worlds import END, PLAIN, plain_ids
@@ -28,8 +30,18 @@ from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 
 ENVIRONMENTS = Path(__file__).with_name("verifiers_environments")
-WORKER = {"environment": {"PYTHONPATH": str(ENVIRONMENTS)}, "start_timeout": 600.0}  # however busy the machine
+WORKER = {
+    "environment": {"PYTHONPATH": str(ENVIRONMENTS)},
+    **{"start_timeout": 600.0, "patience": 600.0, "cleanup_timeout": 600.0},  # however busy the machine
+}
 CHAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _listed_by_kept_workers(kept: KeptWorkers) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("treadle.integrations.verifiers.tasks.asyncio", SimpleNamespace(run=kept.run))
+        yield
 
 
 @dataclass(frozen=True)
@@ -57,9 +69,12 @@ class Case:
 SINGLE = Case("reverse_text_classic", {}, (1, 1, 1))
 MULTI = Case("guess_classic", {"max_turns": 5}, (1, 3, 2, 5))
 TOOLS = Case("calculator_classic", {}, (2, 2, 2, 1))
-SINGLE_V1 = Case("reverse_text_v1", {"agent": CHAT}, (1, 1, 1))
+SINGLE_V1 = Case("reverse_text_v1", {"agent": CHAT}, (1, 1))
 MULTI_V1 = Case("guess_v1", {"player": CHAT}, (1, 3, 2))
 TOOLS_V1 = Case("calculator_v1", {"agent": CHAT}, (2, 2))
+
+
+Played = Callable[..., list[Trajectory]]
 
 
 def scripted(fail_at: int = 99) -> FakeEngine:
@@ -96,8 +111,9 @@ async def play(case: Case, tasks: list[Task], engine: FakeEngine | None = None, 
     return trajectories
 
 
-def played(case: Case, tasks: list[Task], engine: FakeEngine | None = None, **settings: Any) -> list[Trajectory]:
-    return asyncio.run(play(case, tasks, engine, **settings))
+@pytest.fixture
+def played(kept: KeptWorkers) -> Played:
+    return lambda case, tasks, engine=None, **settings: kept.run(play(case, tasks, engine, **settings))
 
 
 def own_loop(case: Case) -> list[dict[str, Any]]:
@@ -127,7 +143,7 @@ def own_loop(case: Case) -> list[dict[str, Any]]:
     ],
     ids=lambda case: case.environment,
 )
-def test_rewards_and_metrics_are_those_of_the_librarys_own_loop(case: Case) -> None:
+def test_rewards_and_metrics_are_those_of_the_librarys_own_loop(played: Played, case: Case) -> None:
     tasks = case.tasks()
     trajectories = played(case, tasks)
     assert [t.failure for t in trajectories] == [None] * len(case.steps)
@@ -154,7 +170,7 @@ def test_rows_become_tasks() -> None:
 
 
 @pytest.mark.slow
-def test_a_limit_on_calls_ends_an_attempt_with_the_reward_so_far() -> None:
+def test_a_limit_on_calls_ends_an_attempt_with_the_reward_so_far(played: Played) -> None:
     [trajectory] = played(MULTI, MULTI.tasks()[3:], max_steps=2)
     assert (trajectory.status, len(trajectory.steps)) == (Status.MAX_STEPS, 2)
     assert trajectory.reward == pytest.approx(0.25)  # quick: half of one half; not right
@@ -162,7 +178,7 @@ def test_a_limit_on_calls_ends_an_attempt_with_the_reward_so_far() -> None:
 
 
 @pytest.mark.slow
-def test_of_v1_the_limit_is_the_agents_own() -> None:
+def test_of_v1_the_limit_is_the_agents_own(played: Played) -> None:
     """It grades nothing of an episode whose call was refused; the sum of no rewards is 0, and would be trained on."""
     limited = replace(MULTI_V1, arguments={"player": {**CHAT, "max_turns": 2}})
     [graded] = played(limited, limited.tasks()[1:2], max_steps=4)
@@ -174,12 +190,12 @@ def test_of_v1_the_limit_is_the_agents_own() -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_is_the_engines_failure() -> None:
+def test_an_engine_that_fails_is_the_engines_failure(played: Played) -> None:
     [trajectory] = played(MULTI, MULTI.tasks()[3:], scripted(fail_at=1))
     assert trajectory.failure is not None and trajectory.failure.cause is Cause.ENGINE
 
 
-def test_what_fails_fails_its_attempt_alone() -> None:
+def test_what_fails_fails_its_attempt_alone(played: Played) -> None:
     """An environment that raises, and a row that is another one in this process, with which there is no group."""
     first, second = MULTI.tasks()[:2]
     other = replace(first, task_id="other", extras={**first.extras, "digest": "x"})

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+import pandas  # noqa: F401  # a run imports it late: each fork would anew
+
 from tests.orchestration.runs import check_finished, resume, start
 from tests.worlds import Quiet, tiny
 from treadle.engines.staging import WeightsFile

@@ -91,7 +91,8 @@ class Graded:
 
 
 def test_the_forms_in_which_tasks_and_rewards_may_be_given_train_the_same(tmp_path: Path) -> None:
-    reference = train(tmp_path / "reference")["weights_sha256"]
+    once = {"orchestration.updates": 1}
+    reference = train(tmp_path / "reference", settings=once)["weights_sha256"]
     file = write_rows(tmp_path / "train.jsonl", ROWS)
     forms: list[tuple[Any, Any]] = [
         (Short, ROWS),
@@ -102,7 +103,7 @@ def test_the_forms_in_which_tasks_and_rewards_may_be_given_train_the_same(tmp_pa
         (shortness_later, ROWS),
         (Graded(), ROWS),
     ]
-    found = [train(tmp_path / str(n), *form)["weights_sha256"] for n, form in enumerate(forms)]
+    found = [train(tmp_path / str(n), *form, settings=once)["weights_sha256"] for n, form in enumerate(forms)]
     assert found == [reference] * len(forms)
     assert query(tmp_path / "5", "SELECT components FROM trajectories LIMIT 1")[0]["components"].startswith('{"short"')
 

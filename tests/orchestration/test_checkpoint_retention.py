@@ -7,7 +7,9 @@ import pytest
 
 from tests.orchestration.runs import check_finished, start
 from tests.worlds import tiny
+from treadle.orchestration.loop.schedule import pending_evaluations
 from treadle.orchestration.store.checkpoint_retention import best_update, checkpoint_updates, retained
+from treadle.orchestration.store.ledger import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 
 
@@ -55,3 +57,14 @@ def test_a_run_keeps_the_best_and_every_so_many(tmp_path: Path) -> None:
     assert best is not None
     assert checkpoint_updates(run.checkpoints) == sorted({best, 3, 4})
     check_finished(tmp_path)
+
+
+def test_evaluations_are_due_after_a_batch_that_steps_over_a_multiple_and_at_both_ends() -> None:
+    """And each temperature once: what is on record of an update is not made again."""
+    options = ("evaluation.every=3", "evaluation.greedy_too=true", "orchestration.updates=10")
+    config = tiny("training.updates_per_batch=2", *options)
+    due = {update: pending_evaluations(config, LoopState(update=update)) for update in range(0, 11, 2)}
+    assert due == {0: [1.0, 0.0], 2: [], 4: [1.0], 6: [1.0], 8: [], 10: [1.0, 0.0]}
+    assert pending_evaluations(config, LoopState(update=4, evaluations=(evaluation(4, 0.5),))) == []
+    assert pending_evaluations(config, LoopState(update=4, evaluations=(evaluation(2, 0.5),))) == [1.0]
+    assert pending_evaluations(config, LoopState(update=10, evaluations=(evaluation(10, 0.5),))) == [0.0]

@@ -61,11 +61,11 @@ def test_the_engine_is_kept_full_and_its_queue_short(engine: float, environment:
             limit.observe(trajectory(clock.time() - started, *calls))
 
         running: set[asyncio.Task[None]] = set()
-        for number in range(3000):
+        for number in range(1500):
             while len(running) >= limit.limit:
                 _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             running.add(asyncio.create_task(attempt(number)))
-            if number == 1000:
+            if number == 500:
                 begun, busy, waited = clock.time(), 0.0, 0.0
         elapsed = clock.time() - begun
         await asyncio.wait(running)

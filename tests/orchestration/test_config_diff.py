@@ -1,5 +1,6 @@
 """Going on with other settings, and from earlier checkpoints."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,26 @@ from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.train import resume_run
 
+pytestmark = pytest.mark.xdist_group("orchestration_config_diff")  # what its tests share is made once
+
 
 def go_on(path: Path, *overrides: str, checkpoint: str | None = None) -> tuple[dict[str, Any], Quiet]:
     config, progress = RunDirectory.open(path).config(overrides), Quiet()
     return resume_run(config, load_inputs(config), path, progress, checkpoint=checkpoint), progress
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny recipe, finished."""
+    path = tmp_path_factory.mktemp("runs") / "reference"
+    start(path)
+    return path
+
+
+@pytest.fixture
+def finished(reference: Path, tmp_path: Path) -> Path:
+    """A copy of it, to go on with."""
+    return shutil.copytree(reference, tmp_path / "finished")
 
 
 # Changes
@@ -109,15 +126,14 @@ def test_a_longer_run_is_the_run_that_was_longer_from_the_start(tmp_path: Path) 
     check_finished(tmp_path / "run")
 
 
-def test_a_learning_rate_that_follows_is_told(tmp_path: Path) -> None:
-    start(tmp_path)
-    _, progress = go_on(tmp_path, "orchestration.updates=8")
+def test_a_learning_rate_that_follows_is_told(finished: Path) -> None:
+    _, progress = go_on(finished, "orchestration.updates=8")
     assert "the learning rate follows: at the next update it is 0.003 instead of 0" in progress.lines
     assert "the entropy bonus follows: it is 0 after 8 updates" in progress.lines
-    assert updates(tmp_path)[4]["learning_rate"] == 0.003
+    assert updates(finished)[4]["learning_rate"] == 0.003
     with pytest.raises(RunError, match=r"is finished \(8 updates\)"):
-        go_on(tmp_path)
-    assert not (tmp_path / "config-2.yaml").exists()
+        go_on(finished)
+    assert not (finished / "config-2.yaml").exists()
 
 
 # Earlier checkpoints
@@ -166,25 +182,22 @@ def test_killed_after_going_back_it_is_still_back(tmp_path: Path) -> None:
     check_finished(tmp_path)
 
 
-def test_an_earlier_checkpoint_that_is_not_there(tmp_path: Path) -> None:
-    start(tmp_path)
+def test_an_earlier_checkpoint_that_is_not_there(finished: Path) -> None:
     with pytest.raises(RunError, match="has no checkpoint 'step-000001'; it has step-000002, step-000004"):
-        go_on(tmp_path, checkpoint="step-000001")
-    assert (tmp_path / "summary.json").is_file()
+        go_on(finished, checkpoint="step-000001")
+    assert (finished / "summary.json").is_file()
 
 
-def test_with_other_settings_from_an_earlier_checkpoint(tmp_path: Path) -> None:
-    start(tmp_path)
-    summary, _ = go_on(tmp_path, "orchestration.updates=3", checkpoint="step-000002")
+def test_with_other_settings_from_an_earlier_checkpoint(finished: Path) -> None:
+    summary, _ = go_on(finished, "orchestration.updates=3", checkpoint="step-000002")
     assert summary["updates"] == 3
-    check_finished(tmp_path)
+    check_finished(finished)
 
 
-def test_a_run_that_is_to_end_where_its_checkpoint_is_has_its_last_evaluation(tmp_path: Path) -> None:
-    start(tmp_path)
-    summary, _ = go_on(tmp_path, "orchestration.updates=2", checkpoint="step-000002")
+def test_a_run_that_is_to_end_where_its_checkpoint_is_has_its_last_evaluation(finished: Path) -> None:
+    summary, _ = go_on(finished, "orchestration.updates=2", checkpoint="step-000002")
     assert [e["update"] for e in summary["evaluations"]] == [0, 2]
     assert summary["held_out_success_after"] is not None
-    check_finished(tmp_path)
+    check_finished(finished)
     with pytest.raises(RunError, match=r"is finished \(2 updates\)"):
-        go_on(tmp_path)
+        go_on(finished)

@@ -1,8 +1,7 @@
 """Training on data sets: reward functions by name, mixtures, and resuming with the same tasks."""
 
 import json
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,9 @@ def train(path: Path, config: RunConfig) -> dict[str, Any]:
     return start_run(config, load_inputs(config), path, Quiet())
 
 
-def test_data_a_reward_and_a_model_are_a_program_of_eight_lines(tmp_path: Path) -> None:
+def test_data_a_reward_and_a_model_are_a_program_of_eight_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in docs/data.md, on a model that need not be downloaded."""
     rows = [{"question": f"be brief {n}", "answer": str(n), "other": n} for n in range(6)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
@@ -79,8 +80,8 @@ def test_data_a_reward_and_a_model_are_a_program_of_eight_lines(tmp_path: Path) 
         "settings=settings", f"settings={SETTINGS!r} | settings"
     )
     (tmp_path / "program.py").write_text(program)
-    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("program.py", run_name="__main__")
     check_finished(tmp_path / "runs" / "first")
     [row] = query(tmp_path / "runs" / "first", "SELECT DISTINCT status FROM trajectories")
     assert row["status"] == "done"

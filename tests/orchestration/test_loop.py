@@ -458,7 +458,7 @@ def test_a_run_killed_before_its_summary_is_finished_by_resuming(
     tmp_path: Path, reference: tuple[Path, Summary]
 ) -> None:
     path = tmp_path / "run"
-    start(path)
+    shutil.copytree(reference[0], path)
     (path / "summary.json").unlink()
     summary = resume(path)
     assert summary["weights_sha256"] == reference[1]["weights_sha256"]
@@ -534,11 +534,11 @@ def mean_reward(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def test_the_reward_rises(tmp_path: Path) -> None:
-    """From the share of vowels a random model writes to mostly vowels, in thirty updates."""
+    """From the share of vowels a random model writes to mostly vowels, in twenty updates."""
     start(
         tmp_path / "run",
-        *("orchestration.updates=30", "training.tasks_per_update=4", "training.group_size=8"),
-        *("training.optimizer={learning_rate: 0.02}", "data.held_out=null", "orchestration.checkpoint_every=30"),
+        *("orchestration.updates=20", "training.tasks_per_update=3", "training.group_size=6"),
+        *("training.optimizer={learning_rate: 0.04}", "data.held_out=null", "orchestration.checkpoint_every=20"),
     )
     rows = updates(tmp_path / "run")
     assert mean_reward(rows[:5]) < 0.45
@@ -624,13 +624,12 @@ def test_a_hook_that_is_not_there_and_a_penalty_that_maxrl_cannot_take_are_refus
     assert not (tmp_path / "run").exists()
 
 
-def test_kl_may_be_from_another_model(tmp_path: Path) -> None:
+def test_kl_may_be_from_another_model(tmp_path: Path, reference: tuple[Path, Summary]) -> None:
     """Named by its directory, here a checkpoint; what is wrong with it is told before there is a run."""
-    start(tmp_path / "first")
-    path, kl = tmp_path / "first" / "checkpoints" / "step-000004", "algorithm.kl.coef=0.1"
-    start(tmp_path / "run", kl, f"algorithm.kl.model={path}", "seed=3")
+    path, kl = reference[0] / "checkpoints" / "step-000004", "algorithm.kl.coef=0.1"
+    start(tmp_path / "run", kl, f"algorithm.kl.model={path}", "seed=3", "orchestration.updates=1")
     assert updates(tmp_path / "run")[0]["kl"] > 1e-6  # from itself it would be 0
-    kept = tmp_path / "run" / "checkpoints" / "step-000004" / "reference.safetensors"
+    kept = tmp_path / "run" / "checkpoints" / "step-000001" / "reference.safetensors"
     assert kept.read_bytes()[-4096:] == (path / "model.safetensors").read_bytes()[-4096:]
     with pytest.raises(ConfigError, match=r"algorithm\.kl\.model: no config\.json"):
         start(tmp_path / "not", kl, f"algorithm.kl.model={tmp_path}")

@@ -58,3 +58,13 @@ def test_what_an_environment_measured_is_kept(tmp_path: Path) -> None:
     ledger.close()
     assert stored == {"pages": 3.5}
     assert (found.metrics + measured("step", {pages: [8]}))["pages"] == 5
+
+
+def test_of_a_group_that_was_sampled_twice_the_newest_is_kept(tmp_path: Path) -> None:
+    again = make_group(0, replace(attempt(0, 5), trajectory_id="g000000r1.0"), name="g000000r1")
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for name, group in (("first", make_group(0, attempt(0, 5))), ("second", again)):
+        ledger.record([group], "train", 0, write_shard(tmp_path, name, [group]))
+    found = restorable_groups(ledger, tmp_path, LoopState(version=5), 2).groups
+    ledger.close()
+    assert [(index, group.group_id, len(group.trajectories)) for index, group in found.items()] == [(0, "g000000r1", 1)]

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import make_step, plain_rollouts, saying, user
+from tests.until import until
+from tests.worlds import hang, make_step, plain_rollouts, saying, user
 from treadle.core.errors import Cause, DataError, TrajectoryFailure
 from treadle.core.types import DropReason, Failure, Group, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
@@ -21,7 +22,7 @@ from treadle.orchestration.sampling.quarantine import TaskQuarantine
 from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
 from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler, SamplingLimits
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
-from treadle.testing import FakeEngine
+from treadle.testing import FakeEngine, VirtualLoop
 
 
 def make_tasks(count: int) -> list[Task]:
@@ -136,7 +137,7 @@ class Sampling:
     async def next_batch(self, size: int, version: int = 0) -> list[Group]:
         while (batch := self.buffer.take(size, version)) is None:
             self.scheduler.start_groups(version)
-            await asyncio.wait_for(self.buffer.arrival(), 5)
+            await self.buffer.arrival()
         return batch
 
 
@@ -177,7 +178,8 @@ def one_batch(size: int = 3, **settings: Any) -> list[Group]:
         async with made.scheduler.sampling():
             return await made.next_batch(size)
 
-    return asyncio.run(go())
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(go())
 
 
 def batches(versions: int, judge: Judge = lambda group: None, **settings: Any) -> list[tuple[list[int], list[int]]]:
@@ -195,7 +197,8 @@ def batches(versions: int, judge: Judge = lambda group: None, **settings: Any) -
                 made.scheduler.trained()
         return seen
 
-    return asyncio.run(go())
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(go())
 
 
 def test_synchronous_admission_is_exactly_the_next_batch() -> None:
@@ -387,7 +390,7 @@ async def test_whatever_ends_a_group_ends_attempts_that_were_retried_too() -> No
             type(self).made += 1
             if type(self).made == 1:
                 raise TrajectoryFailure(Cause.INFRASTRUCTURE, "gone")
-            await asyncio.sleep(0.01 if type(self).made == 2 else 10)
+            await (until(lambda: type(self).made == 3) if type(self).made == 2 else hang())
             return EnvStep(reward=1.0, done=True)
 
     class Failing(Intake):
@@ -417,3 +420,14 @@ async def test_attempts_end_with_their_scheduler_even_if_nobody_waits_for_them_y
     for _ in range(5):
         await asyncio.sleep(0)
     assert not made.engine.open
+
+
+def test_a_group_that_is_sampled_again_comes_first_and_has_a_name_of_its_own() -> None:
+    backlog = Backlog(next_index=2, requeued=(1,), times_sampled={1: 1, 2: 2})
+    queue = TaskQueue(TaskOrder(make_tasks(4), 1, shuffle=False), TaskQuarantine(1), backlog)
+    groups = [queue.pop() for _ in range(3)]
+    assert [(group.group_id, group.position) for group in groups if group is not None] == [
+        ("g000001r1", 1),
+        ("g000002r2", 2),
+        ("g000003", 3),
+    ]

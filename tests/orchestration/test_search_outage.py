@@ -1,7 +1,6 @@
 """A run whose retrieval server is killed and started again: it goes on, and nothing of the outage is trained."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ pytest.importorskip("bm25s")
 from tests.orchestration.runs import check_finished, query, recorded, start
 from tests.retrieval.corpora import write_corpus
 from tests.retrieval.servers import port_of, serving
+from tests.until import wait_until
 from tests.worlds import tiny, user
 from treadle.core.types import Task
 from treadle.envs.base import EnvStep
@@ -65,13 +65,11 @@ def test_the_run_goes_on_and_no_outage_is_trained(tmp_path: Path, corpus: Path) 
         )
 
         def restart() -> None:
-            while Asking.searches < 12:
-                time.sleep(0.01)
+            wait_until(lambda: Asking.searches >= 12 or over.is_set())
             server.kill()
             server.wait()
             failed = Asking.searches
-            while Asking.searches < failed + 8 and not over.is_set():
-                time.sleep(0.01)
+            wait_until(lambda: Asking.searches >= failed + 8 or over.is_set())
             servers.enter_context(serving(corpus, port_of(url)))
 
         thread = threading.Thread(target=restart)

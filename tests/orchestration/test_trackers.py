@@ -141,7 +141,7 @@ print("all there")
 """
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert "all there" in done.stdout, done.stdout + done.stderr
 
 

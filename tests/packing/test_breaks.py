@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -310,7 +310,6 @@ def prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
 
-@settings(max_examples=300)
 @given(ragged_groups(vocabulary=3, max_groups=1, max_size=1))
 def test_whatever_was_recorded(groups: list[Group]) -> None:
     """Token by token, against the definitions of what is shared, extended and priced."""
@@ -508,7 +507,6 @@ texts = st.one_of(st.text("ab c\n.<>é€", max_size=12), st.text(max_size=8))
 
 
 @each_tokenizer
-@settings(max_examples=200)
 @given(data=st.data())
 def test_a_history_tokenized_again_breaks_by_tokenization(name: str, data: st.DataObject) -> None:
     """Replies of any ids, pieces of characters among them; each prompt is the text so far, tokenized anew."""
@@ -528,7 +526,6 @@ def test_a_history_tokenized_again_breaks_by_tokenization(name: str, data: st.Da
 
 
 @each_tokenizer
-@settings(max_examples=200)
 @given(data=st.data())
 def test_an_edit_of_tokenized_text_is_no_matter_of_tokenization(name: str, data: st.DataObject) -> None:
     """Both histories are tokenized as a whole, as most agents do; the texts differ somewhere."""

@@ -1,5 +1,6 @@
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -12,13 +13,45 @@ ROLES: tuple[Role, ...] = ("learner rank", "engine", "rollout worker")
 BUNDLES = [Bundle(role, number, {"CPU": 1}) for role in ROLES for number in range(2)]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """A local cluster of this module's tests, with six CPUs on any machine. Only slow tests start Ray: it gives its own
-    processes 30 seconds, whatever else the machine does.
+class SharedCluster:
+    """A local cluster, with six CPUs on any machine, which stays for the tests after: starting one takes long.
+
+    While it is there, runs in this process are played on it.
     """
-    with connected(None, BUNDLES, lambda line: None):
+
+    def __init__(self) -> None:
+        self._opened = ExitStack()
+        self.is_open = False
+
+    def open(self) -> None:
+        if not self.is_open:
+            self._opened.enter_context(connected(None, BUNDLES, lambda line: None))
+            patch = self._opened.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr("treadle.placement.runtime.connected", self._connected)
+            self.is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+        self._opened.close()
+
+    @contextmanager
+    def _connected(self, address: str | None, bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[None]:
+        assert address is None, "a process is connected to one cluster at a time; close the shared one first"
         yield
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[SharedCluster]:
+    """It may be open or closed."""
+    shared = SharedCluster()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(shared_cluster: SharedCluster) -> None:
+    """Only slow tests start Ray: it gives its own processes 30 seconds, whatever else the machine does."""
+    shared_cluster.open()
 
 
 @pytest.fixture(scope="module")

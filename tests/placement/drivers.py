@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 
 from tests.orchestration.runs import updates
+from tests.until import wait_until
 from tests.worlds import ROOT
 from treadle.engines.temporary import is_running
 from treadle.engines.vllm.worker.treadle_launch import FOLDER, shared_memory
@@ -32,10 +32,11 @@ def start_driver(run: Path, mark: str, *settings: str) -> "subprocess.Popen[byte
 
 
 def wait_for_updates(driver: "subprocess.Popen[bytes]", run: Path, count: int) -> None:
-    deadline = time.monotonic() + 600
-    while not (run / "metrics.jsonl").is_file() or len(updates(run)) < count:
-        assert driver.poll() is None and time.monotonic() < deadline
-        time.sleep(0.5)
+    def reached() -> bool:
+        assert driver.poll() is None
+        return (run / "metrics.jsonl").is_file() and len(updates(run)) >= count
+
+    wait_until(reached)
 
 
 def of_test(mark: str) -> list[str]:

@@ -2,19 +2,19 @@
 
 import os
 import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.orchestration.runs import check_finished, start, updates
+from tests.until import wait_until
 from tests.worlds import Quiet, tiny
 from treadle.orchestration.recovery import train_run
 from treadle.orchestration.setup.inputs import load_inputs
 from treadle.placement.warden import VARIABLE, marked
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("cluster")]
 
 SETTINGS = (
     "placement.kind=ray",
@@ -31,8 +31,7 @@ def kill_later(run: Path, title: str, update: int) -> threading.Thread:
     """Kill an actor's process once so many updates are made."""
 
     def work() -> None:
-        while not (run / "metrics.jsonl").is_file() or len(updates(run)) < update:
-            time.sleep(0.05)
+        wait_until(lambda: (run / "metrics.jsonl").is_file() and len(updates(run)) >= update)
         for process in marked(os.environ[VARIABLE]):
             try:
                 if process.cmdline()[0].startswith(title):

@@ -1,7 +1,6 @@
 """A node of a given cluster is lost in the middle of a run: it goes on, on the others."""
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ import psutil
 import pytest
 
 from tests.orchestration.runs import check_finished, updates
+from tests.placement.conftest import SharedCluster
+from tests.until import wait_until
 from tests.worlds import Quiet, tiny
 from treadle.orchestration.recovery import train_run
 from treadle.orchestration.setup.inputs import load_inputs
@@ -28,8 +29,9 @@ SETTINGS = (
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def nodes(shared_cluster: SharedCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A cluster on this machine: three nodes of two CPUs each for four processes, beside the first one."""
+    shared_cluster.close()
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
     from ray.cluster_utils import Cluster
@@ -53,8 +55,7 @@ def test_a_run_goes_on_when_a_node_is_lost(nodes: Any, tmp_path: Path, title: st
     run, progress = tmp_path / "run", Quiet()
 
     def lose_one() -> None:
-        while not (run / "metrics.jsonl").is_file() or len(updates(run)) < 3:
-            time.sleep(0.05)
+        wait_until(lambda: (run / "metrics.jsonl").is_file() and len(updates(run)) >= 3)
         nodes.remove_node(next(node for node in nodes.worker_nodes if has(node, title)), allow_graceful=False)
 
     thread = threading.Thread(target=lose_one, daemon=True)

@@ -1,6 +1,5 @@
 """Ranks that are actors compute and fail as ranks that are processes."""
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 from tests.models import random_groups
 from tests.training.ranks.service import Case, Parity
+from tests.until import CEILING
 from treadle.core.errors import RankError, TrainingStopped
 from treadle.placement.rank_actors import RankActors
 from treadle.placement.reserve import Reservation
@@ -28,7 +28,7 @@ def pair(started: list[RankActors], reservation: Reservation) -> RankActors:
     """Two ranks: the ones of the test before, unless it ended them."""
     if not started or started[-1].over is not None:
         places = [reservation.options(bundle) for bundle in reservation.of("learner rank")]
-        started.append(RankActors(Parity, places, limit=20))
+        started.append(RankActors(Parity, places, limit=CEILING))
     return started[-1]
 
 
@@ -59,10 +59,8 @@ def test_an_error_of_all_ranks_leaves_them_as_they_are(pair: RankActors) -> None
 def test_a_rank_that_fails_alone_ends_all_of_them_with_its_own_error(
     pair: RankActors, how: str, error: type[Exception], match: str
 ) -> None:
-    before = time.monotonic()
     with pytest.raises(error, match=match) as caught:
         pair.call("fail", 1, how)
     print(caught.value)
-    assert time.monotonic() - before < 10
     with pytest.raises(RankError):
         pair.call("echo")

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from tests.until import CEILING
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, PlacementError
 from treadle.orchestration.config import PlacementConfig
@@ -67,15 +68,14 @@ def test_a_gpu_that_this_machine_lacks_is_told_before_a_cluster_is_started(monke
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 class TestOnACluster:
     def test_what_no_node_has_is_told_at_once(self, cluster: None) -> None:
-        before = time.monotonic()
         with (
             pytest.raises(PlacementError, match=r"engine 0 needs 1 CPU, 1 GPU, and no node has that \(127\.0\.0\.1: "),
             reserve([Bundle("engine", 0, {"CPU": 1, "GPU": 1})], None),
         ):
             pass
-        assert time.monotonic() - before < 60
 
     def test_what_others_hold_is_waited_for(self, cluster: None) -> None:
         many = [Bundle("engine", number, CPU) for number in range(6)]
@@ -83,11 +83,11 @@ class TestOnACluster:
             before = time.monotonic()
             with (
                 pytest.raises(
-                    PlacementError, match=r"after 3 s engine 0 needs 1 CPU, .* \(127\.0\.0\.1: 0 CPU\); wait"
+                    PlacementError, match=r"after 1 s engine 0 needs 1 CPU, .* \(127\.0\.0\.1: 0 CPU\); wait"
                 ),
-                reserve(many[:1], 3),
+                reserve(many[:1], 1),
             ):
                 pass
-            assert time.monotonic() - before >= 3
-        with reserve(many, 30):
+            assert time.monotonic() - before >= 1
+        with reserve(many, CEILING):
             pass

@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-import ray
 
+from tests.until import until
 from tests.worlds import END, PLAIN, Vowels, plain_ids, vowel_tasks
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
@@ -80,9 +80,7 @@ def _title(process: psutil.Process) -> str:
 
 async def gone() -> None:
     """Return when no worker is left."""
-    async with asyncio.timeout(10):
-        while processes():
-            await asyncio.sleep(0.1)
+    await until(lambda: not processes())
 
 
 async def test_attempts_are_those_that_are_played_here(reservation: Reservation) -> None:
@@ -112,14 +110,12 @@ async def test_what_the_engine_raises_fails_the_attempt(reservation: Reservation
 
 
 async def test_a_cancelled_attempt_frees_its_row_and_its_session(reservation: Reservation) -> None:
-    engine = saying(delay=60)
+    engine = saying(delay=1000)
     async with workers(reservation, engine) as pool:
         running = start(pool, 1)
-        while engine.running < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.running == 2)
         running[0].cancel()
-        while engine.running == 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.running < 2)
         assert (engine.aborted, len(engine.open)) == (1, 1)
         running[1].cancel()
 
@@ -128,13 +124,13 @@ async def test_a_cancelled_attempt_frees_its_row_and_its_session(reservation: Re
 async def test_a_worker_that_is_lost_is_replaced_and_its_attempts_fail(
     reservation: Reservation, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_actors, "_SILENCE", 8.0)
+    if how is signal.SIGSTOP:
+        monkeypatch.setattr(rollout_actors, "_SILENCE", 8.0)
     engine, said = saying(), list[str]()
     async with workers(reservation, engine, said=said) as pool:
         await asyncio.gather(*start(pool, 1))
         running = start(pool, 1, seconds=15)
-        while len(engine.calls) < 4 + 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(engine.calls) >= 4 + 2)
         processes()[0].send_signal(how)
         played = await asyncio.gather(*running)
         [lost] = [t for t in played if t.failure is not None]
@@ -172,6 +168,8 @@ class Routed(FakeEngine):
 
 
 async def test_workers_call_the_engine_themselves_until_its_process_ends(reservation: Reservation) -> None:
+    import ray
+
     actor = ray.remote(Elsewhere).options(num_cpus=0).remote()
     engine = Routed(actor)
     async with workers(reservation, engine) as pool:

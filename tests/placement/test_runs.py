@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from uuid import uuid4
 
@@ -10,9 +9,10 @@ import pytest
 
 from tests.orchestration.runs import check_finished, resume, start, updates
 from tests.placement.drivers import of_test, orphans, start_driver, wait_for_updates
+from tests.until import CEILING, wait_until
 from tests.worlds import Quiet, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("cluster")]
 
 SETTINGS = (
     "placement.kind=ray",
@@ -55,10 +55,8 @@ def test_nothing_is_left_of_a_driver_that_is_ended(tmp_path: Path, how: signal.S
         os.killpg(driver.pid, how)  # as a terminal does: all its processes
     else:
         driver.send_signal(how)
-    assert driver.wait(60) == (0 if how is signal.SIGINT else -9)
-    time.sleep(10)
-    assert of_test(mark) == []
-    assert not orphans() - before
+    assert driver.wait(CEILING) == (0 if how is signal.SIGINT else -9)
+    wait_until(lambda: not of_test(mark) and not orphans() - before)
     resumed = resume(run, config=tiny(*SETTINGS, f"orchestration.updates={len(updates(run)) + 1}"))
     assert not resumed["stopped_early"]
     check_finished(run)

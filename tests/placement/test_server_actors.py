@@ -15,6 +15,7 @@ import pytest
 from tests.engines.vllm.conftest import TOKENIZER, python_with_vllm, sized
 from tests.engines.vllm.test_vllm_publication import score
 from tests.sources import FixedWeights, publish
+from tests.until import until
 from tests.worlds import END, PLAIN, Vowels, vowel_tasks
 from treadle.core.config import build
 from treadle.core.draws import Stream
@@ -153,13 +154,11 @@ async def test_a_server_that_is_lost_is_told_to_workers_and_started_again(
             await first
         sampling = SamplingParams(max_tokens=5)
         assert (await engine.generate(prompt(0), sampling, session="s0")).token_ids.size == 5  # on the other one
-        while sum("was started again" in line for line in said) < 1:
-            await asyncio.sleep(0.5)
+        await until(lambda: sum("was started again" in line for line in said) == 1)
         actor, *_ = processes_of(engine, 1 - number)
         actor.send_signal(signal.SIGSTOP)  # it cannot be held, so its server is given up
         await publish(engine, unique_weights(model), 1)
-        while sum("was started again" in line for line in said) < 2:
-            await asyncio.sleep(0.5)
+        await until(lambda: sum("was started again" in line for line in said) == 2)
         assert any("the process that makes rollout workers' calls of it: no answer for 3 s" in line for line in said)
         assert not actor.is_running()
         assert {engine._sessions[f"s{n}"] for n in [_open(engine, n) for n in range(2, 6)]} == set(engine._servers)

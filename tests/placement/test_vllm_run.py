@@ -1,7 +1,6 @@
 """A run whose learner is two ranks and whose engines are two vLLM servers, all of them on a cluster."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -12,6 +11,7 @@ import pytest
 from tests.engines.vllm.conftest import SIZES, python_with_vllm
 from tests.orchestration.runs import check_finished, query, start, updates
 from tests.placement.drivers import of_test, orphans, start_driver, wait_for_updates
+from tests.until import wait_until
 from tests.worlds import Quiet
 from treadle.engines.vllm.worker.treadle_launch import shared_memory
 
@@ -44,9 +44,8 @@ def test_nothing_is_left_of_servers_whose_run_is_killed(
     assert len(of_test(mark)) > len(cluster) + 8 and shared_memory(psutil.pids())
     driver.kill()
     driver.wait()
-    time.sleep(10)
-    assert [each for each in of_test(mark) if each not in cluster and not each.startswith("ray::IDLE")] == []
-    assert not orphans() - before
+    wait_until(lambda: all(each in cluster or each.startswith("ray::IDLE") for each in of_test(mark)))
+    wait_until(lambda: not orphans() - before)
 
 
 @pytest.fixture

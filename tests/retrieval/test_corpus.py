@@ -1,5 +1,6 @@
 """Corpora as they lie on disk, and the cache of their indexes."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -72,3 +73,14 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(DataError):
         open_corpus(path)
     assert not list(cache.rglob("bm25")) and not list(cache.rglob(".building-*"))
+
+
+def test_another_corpus_of_the_same_size_has_an_index_of_its_own(tmp_path: Path) -> None:
+    path = write_corpus(tmp_path / "corpus.jsonl", ["Anna likes chess", "Bob likes golf"])
+    open_corpus(path)
+    before = path.stat()
+    write_corpus(path, ["Bob likes golf", "Anna likes chess"])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+    assert path.stat().st_size == before.st_size
+    [[(number, _)]] = open_corpus(path).retriever.search(["golf"], 1)
+    assert number == 0

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("bm25s")
 
+from tests.until import CEILING, until
 from treadle.retrieval.bm25 import Bm25
 from treadle.retrieval.queue import Overloaded, RetrievalQueue
 from treadle.retrieval.retriever import Hit, Retriever
@@ -29,9 +30,11 @@ class Slow(Retriever):
     def __init__(self, batch: int = 1) -> None:
         self.batch, self.gate = batch, threading.Event()
         self.batches: list[list[str]] = []
+        self.asked = False
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        assert self.gate.wait(30)
+        self.asked = True
+        assert self.gate.wait(CEILING)
         self.batches.append(list(queries))
         if "fail" in queries:
             raise RuntimeError("the index broke")
@@ -85,13 +88,16 @@ def test_a_retriever_that_fails_is_an_error_of_the_server() -> None:
     assert ask({"query": "fail"}, broken).status_code == 500
 
 
-async def started(retriever: Slow, *queries: str, **limits: Any) -> tuple[RetrievalQueue, list[asyncio.Task[Any]]]:
+async def started(
+    retriever: Slow, *queries: str, timeout: float = CEILING, **limits: Any
+) -> tuple[RetrievalQueue, list[asyncio.Task[Any]]]:
     """A queue with a task for each query; the first of them is at the retriever."""
-    queue = RetrievalQueue(PASSAGES, retriever, **limits)
+    queue = RetrievalQueue(PASSAGES, retriever, timeout=timeout, **limits)
     tasks = []
     for query in queries:
         tasks.append(asyncio.create_task(queue.search([query], 1)))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0)  # it waits in the queue
+        await until(lambda: retriever.asked)
     return queue, tasks
 
 
@@ -114,13 +120,12 @@ async def test_too_many_waiting_queries_are_refused_with_a_time_to_come_back() -
 
 async def test_a_query_that_waited_too_long_is_given_up_and_never_computed() -> None:
     slow = Slow()
-    queue, tasks = await started(slow, "a", "b", timeout=1.0)
+    queue, tasks = await started(slow, "a", "b", timeout=0.2)
     for task in tasks:
-        with pytest.raises(Overloaded, match=r"no answer within 1 s"):
+        with pytest.raises(Overloaded, match=r"no answer within 0.2 s"):
             await task
+    queue._timeout = CEILING
     slow.gate.set()
-    await asyncio.sleep(0.1)
-    assert slow.batches == [["a"]]
     assert len(await queue.search(["c"], 1)) == 1
     assert slow.batches == [["a"], ["c"]]
     queue.close()

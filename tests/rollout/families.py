@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import trl
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from tokenizers import decoders as tokenizer_decoders
 from transformers import PreTrainedTokenizerFast
@@ -24,7 +24,9 @@ from tests.worlds import BYTES
 from treadle.core.types import Message
 from treadle.rendering.chat import ChatRenderer
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+_TRL = find_spec("trl")  # importing it takes seconds
+assert _TRL is not None and _TRL.origin is not None
+TEMPLATES = Path(_TRL.origin).parent / "chat_templates"
 BAR, LOW = "\uff5c", "\u2581"
 _DEEPSEEK = tuple(
     f"<{BAR}{name.replace('_', LOW)}{BAR}>"

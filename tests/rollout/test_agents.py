@@ -8,8 +8,7 @@ import resource
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ import numpy as np
 import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
 
+from tests.clocks import SkippingLoop
+from tests.until import CEILING, until, wait_until
 from tests.worlds import END, HELLO, PlainTokenizer, hang, plain_ids, saying, tool, user
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
@@ -34,6 +35,7 @@ from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 
 AnyAgent = Callable[[Task, Any], Any]
+LIMIT = 1000.0  # seconds; nobody reaches it unless they are skipped
 TASK = Task("t", (user("hello"),), agent="a")
 
 
@@ -46,7 +48,7 @@ async def played(
     **settings: Any,
 ) -> list[Trajectory]:
     """One attempt at each task, side by side; every session must be closed afterwards."""
-    config = RolloutConfig(**{"max_completion_tokens": 16, "agent_timeout": 20.0, **settings})
+    config = RolloutConfig(**{"max_completion_tokens": 16, "agent_timeout": LIMIT, **settings})
     renderer = ChatRenderer(tokenizer or PlainTokenizer(), [END])
     async with open_rollouts(engine, renderer, Players(worlds or {}, agents), config) as rollouts:
         running = [
@@ -60,6 +62,20 @@ async def played(
 def play(agent: AnyAgent, engine: FakeEngine | None = None, task: Task = TASK, **settings: Any) -> Trajectory:
     [trajectory] = asyncio.run(played({"a": agent}, engine or saying("a"), [task], **settings))
     return trajectory
+
+
+def overtime(attempts: Coroutine[Any, Any, list[Trajectory]], ready: Callable[[], bool]) -> list[Trajectory]:
+    """What becomes of attempts whose time is over once it is `ready`."""
+
+    async def go() -> list[Trajectory]:
+        running = asyncio.ensure_future(attempts)
+        await until(lambda: running.done() or ready())
+        loop.skip(2 * LIMIT)
+        return await running
+
+    loop = SkippingLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(go())
 
 
 async def ask(client: AsyncOpenAI, messages: list[Any], **options: Any) -> str:
@@ -166,6 +182,7 @@ def test_an_agent_leaves_the_trajectory_that_an_environment_would_have(agent: An
             assert (mine.sampling, mine.reward, mine.dropped) == (theirs.sampling, theirs.reward, None)
 
 
+@pytest.mark.xdist_group("anthropic")
 @pytest.mark.parametrize("agent", [counting_claude, counting_claude_plainly])
 def test_anthropics_client_reaches_the_same_session(agent: AnyAgent) -> None:
     claude, other = play(agent, FakeEngine(by_seed)), play(counting, FakeEngine(by_seed))
@@ -198,7 +215,7 @@ def test_concurrent_attempts_do_not_mix() -> None:
         return float(task.task_id)
 
     engine = FakeEngine(by_seed)
-    trajectories = asyncio.run(played({"a": named}, engine, [Task(str(n), agent="a") for n in range(40)]))
+    trajectories = asyncio.run(played({"a": named}, engine, [Task(str(n), agent="a") for n in range(12)]))
     for n, trajectory in enumerate(trajectories):
         assert (trajectory.reward, len(trajectory.steps)) == (float(n), 3)
         for turn, step in enumerate(trajectory.steps):
@@ -308,7 +325,7 @@ FAILURES: list[tuple[AnyAgent, Cause, str, int]] = [
     (returning("1"), Cause.AGENT, "the agent returned '1'", 1),
     (returning(SystemExit(3)), Cause.AGENT, "the agent tried to exit the process (3)", 1),
     (returning(TrajectoryFailure(Cause.VERIFIER, "no tests")), Cause.VERIFIER, "no tests", 1),
-    (returning(hang), Cause.TIMEOUT, "the agent took longer than 8 s", 1),
+    (returning(hang), Cause.TIMEOUT, "the agent took longer than 1000 s", 1),
     (silent, Cause.AGENT, "ended without a single answer of the model", 0),
     (elsewhere, Cause.AGENT, "the agent raised APIConnectionError", 0),
 ]
@@ -319,9 +336,13 @@ def test_a_failure_is_attributed_and_leaves_its_siblings_alone(
     agent: AnyAgent, cause: Cause, message: str, steps: int
 ) -> None:
     tasks = [Task("t", (user("hello"),), agent=name) for name in ("well", "ill", "well")]
-    before, failed, after = asyncio.run(
-        played({"well": once, "ill": agent}, saying("a"), tasks, agent_timeout=8.0 if cause is Cause.TIMEOUT else 300.0)
-    )
+    engine = saying("a")
+    attempts = played({"well": once, "ill": agent}, engine, tasks)
+    if cause is Cause.TIMEOUT:
+        found = overtime(attempts, lambda: len(engine.calls) == 3 and len(engine.open) == 1)
+    else:
+        found = asyncio.run(attempts)
+    before, failed, after = found
     assert (failed.status, failed.reward, len(failed.steps)) == (Status.FAILED, None, steps)
     assert failed.failure is not None and failed.failure.cause is cause
     assert message in failed.failure.message
@@ -352,23 +373,22 @@ def test_a_plain_agent_ends_as_an_async_one_does() -> None:
             (returning_plainly(SystemExit(3)), Cause.AGENT, "the agent tried to exit the process (3)"),
             (returning_plainly(None), Cause.AGENT, "the agent returned None"),
             (returning_plainly(TrajectoryFailure(Cause.VERIFIER, "no tests")), Cause.VERIFIER, "no tests"),
-            (returning_plainly(over.wait), Cause.TIMEOUT, "the agent took longer than 5 s"),
+            (returning_plainly(over.wait), Cause.TIMEOUT, "the agent took longer than 1000 s"),
         ]
         tasks = [Task("t", HELLO, agent=str(n)) for n in range(len(ends))]
         agents = {str(n): agent for n, (agent, _, _) in enumerate(ends)}
-        for trajectory, (_, cause, message) in zip(
-            asyncio.run(played(agents, saying("a"), tasks, agent_timeout=5.0)), ends, strict=True
-        ):
+        engine = saying("a")
+        found = overtime(
+            played(agents, engine, tasks), lambda: len(engine.calls) == len(tasks) and len(engine.open) == 1
+        )
+        for trajectory, (_, cause, message) in zip(found, ends, strict=True):
             assert trajectory.failure is not None and len(trajectory.steps) == 1
             assert (trajectory.failure.cause, message in trajectory.failure.message) == (cause, True)
     finally:
         over.set()
     limited = play(endless_plainly, max_steps=3)
     assert (limited.status, limited.reward, len(limited.steps)) == (Status.MAX_STEPS, 0.0, 3)
-    deadline = time.monotonic() + 10
-    while threading.active_count() > threads and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == threads
+    wait_until(lambda: threading.active_count() <= threads)
 
 
 @pytest.mark.parametrize("raises", [True, False])
@@ -392,20 +412,22 @@ def test_any_number_is_a_reward() -> None:
 
 
 def test_a_timed_out_agent_may_clean_up_and_leaves_no_task() -> None:
-    cleaned = []
+    begun, cleaned = [], []
 
-    async def slow(task: Task, client: AsyncOpenAI) -> float:
+    async def slow(task: Task, client: AsyncOpenAI) -> None:
+        begun.append(task.task_id)
         try:
-            return await returning(hang)(task, client)  # type: ignore[no-any-return]
+            await hang()
         finally:
             await asyncio.sleep(0.05)
             cleaned.append(task.task_id)
 
-    async def go() -> int:
-        await played({"a": slow}, saying("a"), [TASK], agent_timeout=1.5)
-        return len(asyncio.all_tasks())
+    async def attempts() -> list[Trajectory]:
+        trajectories = await played({"a": slow}, saying("a"), [TASK])
+        assert len(asyncio.all_tasks()) == 2  # this one, and who waits for it
+        return trajectories
 
-    assert asyncio.run(go()) == 1
+    overtime(attempts(), lambda: bool(begun))
     assert cleaned == ["t"]
 
 
@@ -425,8 +447,7 @@ class Stuck(FakeEngine):
     async def asked(self, client: AsyncOpenAI) -> asyncio.Task[str]:
         """A call that hangs, once it has reached the engine."""
         call = asyncio.create_task(ask(client.with_options(max_retries=0), [user("slow")]))
-        while len(self.calls) < self.stuck:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(self.calls) >= self.stuck)
         return call
 
 
@@ -484,7 +505,7 @@ def test_cancelled_attempts_close_their_sessions(seconds: float) -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(CEILING):
             while others := asyncio.all_tasks() - {asyncio.current_task()}:
                 await asyncio.wait(others)
         return engine
@@ -604,43 +625,43 @@ def alive(pid: int) -> bool:
 
 CHILD = """
 import subprocess
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-open(os.environ["PIDS"], "w").write(f"{os.getpid()} {child.pid}")
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+with open(os.environ["PIDS"] + "_", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename(file.name, os.environ["PIDS"])
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 @pytest.mark.parametrize(
     ("rest", "cause"),
-    [("import time; time.sleep(60)", Cause.TIMEOUT), ("print('{\"reward\": 1}')", None)],
+    [("import time; time.sleep(3600)", Cause.TIMEOUT), ("print('{\"reward\": 1}')", None)],
     ids=["hangs", "leaves a child behind"],
 )
 def test_nothing_a_program_started_outlives_the_attempt(rest: str, cause: Cause | None, tmp_path: Path) -> None:
     """The child inherits the outputs; neither of the two keeps the attempt waiting."""
-    started = time.perf_counter()
     agent = program(CHILD + rest, environment={"PIDS": str(tmp_path / "pids")})
-    trajectory = play(agent, agent_timeout=6.0)
+    if cause is None:
+        trajectory = play(agent)
+    else:
+        [trajectory] = overtime(played({"a": agent}, saying("a"), [TASK]), (tmp_path / "pids").exists)
     assert (trajectory.failure and trajectory.failure.cause) == cause
-    assert time.perf_counter() - started < 20
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
-    while any(alive(pid) for pid in pids):  # killed already; the parent of a child may yet have to fetch it
-        assert time.perf_counter() - started < 20
-        time.sleep(0.01)
+    wait_until(lambda: not any(alive(pid) for pid in pids))  # the parent of a child may yet have to fetch it
 
 
 def test_a_program_is_killed_when_its_attempt_is_cancelled(tmp_path: Path) -> None:
-    agent = program(CHILD + "import time; time.sleep(60)", environment={"PIDS": str(tmp_path / "pids")})
+    agent = program(CHILD + "import time; time.sleep(3600)", environment={"PIDS": str(tmp_path / "pids")})
 
     async def go() -> None:
         running = asyncio.ensure_future(played({"a": agent}, saying("a"), [TASK]))
-        while not (tmp_path / "pids").exists():
-            await asyncio.sleep(0.02)
+        await until((tmp_path / "pids").exists)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
 
-    asyncio.run(asyncio.wait_for(go(), 20))
+    asyncio.run(go())
     [parent, _] = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert not alive(parent)
     with pytest.raises(ProcessLookupError):

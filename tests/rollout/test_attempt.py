@@ -2,8 +2,7 @@
 
 import asyncio
 import math
-import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.clocks import StuckLoop
 from tests.worlds import (
     CHATML,
     END,
@@ -39,7 +39,7 @@ from treadle.rollout.attempt import gather_group
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import Address
-from treadle.testing import FakeEngine
+from treadle.testing import FakeEngine, VirtualLoop
 
 DONE = EnvStep(reward=1.0, done=True)
 MORE = EnvStep([tool("more")], reward=0.25)
@@ -185,7 +185,7 @@ class Boom(Exception):
     pass
 
 
-SHORT = 0.2  # seconds
+LIMIT = 0.2  # virtual seconds
 
 FAILURES: list[tuple[Any, Cause, str, int]] = [
     # environment, cause, message, recorded steps
@@ -228,27 +228,22 @@ FAILURES: list[tuple[Any, Cause, str, int]] = [
 ]
 
 
-@pytest.fixture
-def released() -> Iterator[Callable[[], object]]:
-    """Hangs, on its thread, until the test is over."""
-    over = threading.Event()
-    yield over.wait
-    over.set()
-
-
 @pytest.mark.parametrize("kind", [Told, ToldPlain])
 @pytest.mark.parametrize(("world", "cause", "message", "steps"), FAILURES, ids=[f[2][:40] for f in FAILURES])
 def test_a_failure_is_attributed_and_leaves_its_siblings_alone(
-    world: Told, cause: Cause, message: str, steps: int, kind: type[Told], released: Callable[[], object]
+    world: Told, cause: Cause, message: str, steps: int, kind: type[Told]
 ) -> None:
-    hanging = hang if kind is Told else released
+    loop = StuckLoop()
+    hanging = hang if kind is Told else loop.stuck
     answers = [hanging if answer is hang else answer for answer in world.answers]
     failing = kind(*answers, opening=hanging if world.opening is hang else world.opening)
     before, failed, after = play(
         [lambda: Told(MORE, DONE), lambda: failing, lambda: Told(MORE, DONE)],
         saying("a"),
-        environment_timeout=SHORT if cause is Cause.TIMEOUT else 5.0,
+        loop=loop,
+        environment_timeout=LIMIT,
     )
+    loop.released.set()
     assert failed.status is Status.FAILED
     assert failed.reward is None
     assert failed.failure is not None
@@ -276,7 +271,7 @@ def test_an_environment_that_cannot_be_made_fails_its_attempt_alone() -> None:
 @pytest.mark.parametrize("closing", [Boom("stuck"), hang])
 def test_a_failing_close_takes_no_reward_away(closing: Any) -> None:
     world = Told(DONE, closing=closing)
-    trajectory = one(world, environment_timeout=SHORT)
+    trajectory = one(world, loop=VirtualLoop(), environment_timeout=LIMIT)
     assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.DONE, 1.0, None)
     assert trajectory.warning == ("close took longer than 0.2 s" if closing is hang else "close raised Boom: stuck")
     assert world.calls.count("close") == 1
@@ -412,7 +407,7 @@ def test_all_sessions_are_open_before_the_first_attempt_runs() -> None:
 # The boundary itself
 
 
-async def called(function: Callable[..., Any], timeout: float = 1.0) -> Any:
+async def called(function: Callable[..., Any], timeout: float = 300.0) -> Any:
     code = UserCode("code", Cause.AGENT)
     return await code.call(function, what="it", timeout=timeout, check=lambda value: value)
 
@@ -438,7 +433,7 @@ def test_a_timed_out_call_is_cancelled_before_the_environment_is_closed() -> Non
             world.calls.append("cancelled")
 
     world = Told(slow)
-    one(world, environment_timeout=SHORT)
+    one(world, loop=VirtualLoop(), environment_timeout=LIMIT)
     assert world.calls == ["reset", "step", "cancelled", "close"]
 
 
@@ -457,7 +452,8 @@ def test_a_call_that_resists_its_cancellation_is_not_waited_for() -> None:
             await called(stubborn, timeout=0.01)
         release.set()
 
-    asyncio.run(asyncio.wait_for(go(), 5))
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(go())
 
 
 def test_groups_keep_the_order_of_attempts_whatever_finishes_first() -> None:
@@ -470,7 +466,8 @@ def test_groups_keep_the_order_of_attempts_whatever_finishes_first() -> None:
         group = await gather_group("g", 0, 0, 0, Task("t"), running)
         return [t.attempt for t in group.trajectories]
 
-    assert asyncio.run(go()) == [0, 1, 2]
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(go()) == [0, 1, 2]
 
 
 def test_the_plain_tokenizer_is_what_these_tests_take_it_for() -> None:
@@ -482,7 +479,7 @@ def test_an_attempt_whose_engine_does_not_answer_fails_of_time() -> None:
     """Its session is closed, its environment too, and the step that never came is on record as dropped."""
     engine = FakeEngine(lambda prompt, sampling: [END], delay=lambda: 3600.0)
     world = Told(EnvStep(reward=1.0, done=True))
-    [trajectory] = play(lambda: world, engine, trajectory_timeout=0.05)
+    [trajectory] = play(lambda: world, engine, loop=VirtualLoop(), trajectory_timeout=0.05)
     assert trajectory.failure is not None and trajectory.failure.cause is Cause.TIMEOUT
     assert "took longer than 0.05 s (rollout.trajectory_timeout)" in trajectory.failure.message
     assert [step.dropped for step in trajectory.steps] == [DropReason.CANCELLED]

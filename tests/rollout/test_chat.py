@@ -112,7 +112,7 @@ def completions(words: Vocabulary) -> st.SearchStrategy[list[int]]:
 
 
 @each_tokenizer
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_the_next_prompt_begins_with_the_last_call_id_for_id(name: str, data: st.DataObject) -> None:
     words = load(name)
@@ -130,7 +130,7 @@ def test_the_next_prompt_begins_with_the_last_call_id_for_id(name: str, data: st
 
 
 @each_tokenizer
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_prompts_read_as_the_chat_template_renders_the_conversation(name: str, data: st.DataObject) -> None:
     words = load(name)

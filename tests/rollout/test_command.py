@@ -7,27 +7,27 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rollout.test_agents import TASK, alive, play, played, program
+from tests.rollout.test_agents import TASK, alive, overtime, play, played, program
+from tests.until import CEILING, until, wait_until
 from tests.worlds import saying
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Status, Task
 from treadle.rollout.agents import supervised
 from treadle.rollout.agents.command import Command
-from treadle.rollout.agents.supervised import INHERITED, SupervisedProgram
+from treadle.rollout.agents.supervised import INHERITED, SupervisedProgram, no_user_namespace
 
 ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only process groups are killed")
 
 # Each starts processes that write their ids into the folder $PIDS, one file each.
 WRITES = "import os, sys, time; open(os.path.join(os.environ['PIDS'], str(os.getpid())), 'w'); "
-SLEEPS = WRITES + "time.sleep(60)"
+SLEEPS = WRITES + "time.sleep(3600)"
 ESCAPES = {
     "a child": f"subprocess.Popen([sys.executable, '-c', {SLEEPS!r}])",
     "setsid": f"subprocess.Popen([sys.executable, '-c', {SLEEPS!r}], start_new_session=True)",
@@ -49,24 +49,22 @@ ESCAPES = {
     "runner": """
         if os.fork() == 0:
             os.setsid()
-            end = time.monotonic() + 60
+            end = time.monotonic() + 3600
             while time.monotonic() < end:
                 open(os.path.join(os.environ["PIDS"], "runner"), "w").write(str(os.getpid()))
                 if os.fork():
                     os._exit(0)""",
 }
 WAIT = """
-deadline = time.monotonic() + 10
-while len(os.listdir(os.environ["PIDS"])) < {count} and time.monotonic() < deadline:
+while len(os.listdir(os.environ["PIDS"])) < {count}:
     time.sleep(0.01)
 """
 
 
-def escaping(kind: str, folder: Path, then: str) -> Command:
-    folder.mkdir()
-    count = 2 if kind.startswith("subreaper") else 1
-    starts = "import subprocess, time\n" + textwrap.dedent(ESCAPES[kind]) + WAIT.format(count=count)
-    return program(starts + then, environment={"PIDS": str(folder)})
+def escaping(kind: str) -> str:
+    """A program's text: it starts processes, and goes on once they have written their ids."""
+    starts = "import subprocess, time\n" + textwrap.dedent(ESCAPES[kind])
+    return starts + WAIT.format(count=2 if kind.startswith("subreaper") else 1)
 
 
 def started(folder: Path) -> list[int]:
@@ -88,40 +86,42 @@ DONE = "print(json.dumps({'reward': 1}))"
 @pytest.mark.quick(3)
 @linux
 @pytest.mark.parametrize("kind", list(ESCAPES))
-@pytest.mark.parametrize(("then", "cause"), [(DONE, None), ("time.sleep(60)", Cause.TIMEOUT)], ids=["ends", "hangs"])
-def test_nothing_outlives_the_attempt(kind: str, then: str, cause: Cause | None, tmp_path: Path) -> None:
-    trajectory = play(escaping(kind, tmp_path / "pids", then), agent_timeout=20.0 if cause is None else 8.0)
+@pytest.mark.parametrize("cause", [None, Cause.TIMEOUT], ids=["ends", "hangs"])
+def test_nothing_outlives_the_attempt(kind: str, cause: Cause | None, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    then = DONE if cause is None else f"open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(3600)"
+    agent = program(escaping(kind) + then, environment={"PIDS": str(pids)})
+    if cause is None:
+        trajectory = play(agent)
+    else:
+        [trajectory] = overtime(played({"a": agent}, saying("a"), [TASK]), (tmp_path / "ready").exists)
     assert (trajectory.failure and trajectory.failure.cause) == cause, trajectory.failure
-    assert started(tmp_path / "pids")
-    assert still_alive(tmp_path / "pids") == []
-
-
-def until(condition: Callable[[], object], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert started(pids)
+    assert still_alive(pids) == []
 
 
 RUN = """
 import asyncio, sys
-from tests.rollout.test_agents import TASK, played
-from tests.rollout.test_command import escaping
-from tests.worlds import saying
-from pathlib import Path
-agent = escaping(sys.argv[1], Path(sys.argv[2]), "time.sleep(60)")
-asyncio.run(played({"a": agent}, saying("a"), [TASK], agent_timeout=60.0))
+from treadle.rollout.agents.supervised import SupervisedProgram
+async def run():
+    for text in sys.argv[2:]:
+        words = [sys.executable, "-c", "import os, sys" + chr(10) + text + "time.sleep(3600)"]
+        await SupervisedProgram.start(words, {"PIDS": sys.argv[1]}, 0)
+    await asyncio.Event().wait()
+asyncio.run(run())
 """
 
 
 @linux
-@pytest.mark.parametrize("kind", ["setsid", "daemon"])
-def test_nothing_outlives_a_run_that_was_killed(kind: str, tmp_path: Path) -> None:
-    run = subprocess.Popen([sys.executable, "-c", RUN, kind, str(tmp_path / "pids")], cwd=ROOT)
-    until(lambda: (tmp_path / "pids").exists() and started(tmp_path / "pids"))
+def test_nothing_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
+    programs = [escaping("setsid"), escaping("daemon")]
+    run = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path), *programs], cwd=ROOT)
+    wait_until(lambda: len(started(tmp_path)) == len(programs))
+    assert all(map(alive, started(tmp_path)))
     run.kill()
     run.wait()
-    until(lambda: not any(alive(pid) for pid in started(tmp_path / "pids")))
+    wait_until(lambda: not any(map(alive, started(tmp_path))))
 
 
 async def test_a_program_that_has_printed_a_lot_can_be_ended(tmp_path: Path) -> None:
@@ -132,45 +132,45 @@ for output in (sys.stdout, sys.stderr):
     output.write(chr(0) * 2**16)
     output.flush()
 pathlib.Path(sys.argv[1]).touch()
-time.sleep(60)
+time.sleep(3600)
 """
     with open(os.devnull) as nothing:
         words = [sys.executable, "-c", code, str(tmp_path / "printed")]
         running = await SupervisedProgram.start(words, {}, nothing.fileno())
-    while not (tmp_path / "printed").exists():
-        await asyncio.sleep(0.01)
-    await asyncio.wait_for(running.stop(), 20)
+    await until((tmp_path / "printed").exists)
+    await asyncio.wait_for(running.stop(), CEILING)
     result = await running.result()
     assert result is not None and len(result["stderr"]) == len(result["stdout"]) == 2**16
 
 
-def test_a_program_may_clean_up(tmp_path: Path) -> None:
+async def test_a_program_may_clean_up(tmp_path: Path) -> None:
     """As `docker run` must, which passes SIGTERM on to its container."""
-    agent = program(
-        """
-        import signal, time
-        def leave(number, frame):
-            open("left", "w").close()
-            sys.exit(0)
-        signal.signal(signal.SIGTERM, leave)
-        time.sleep(60)
-        """,
-        directory=tmp_path,
-    )
-    trajectory = play(agent, agent_timeout=8.0)
-    assert trajectory.failure is not None and trajectory.failure.cause is Cause.TIMEOUT
+    code = """
+import signal, sys, time
+def leave(number, frame):
+    open("left", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+open("ready", "w").close()
+time.sleep(3600)
+"""
+    with open(os.devnull) as nothing:
+        words = [sys.executable, "-c", code]
+        running = await SupervisedProgram.start(words, {}, nothing.fileno(), tmp_path, grace=CEILING)
+    await until((tmp_path / "ready").exists)
+    await running.stop()
     assert (tmp_path / "left").exists()
 
 
 def test_a_program_that_kills_its_supervisor_fails_and_ends(tmp_path: Path) -> None:
     agent = program(
-        "open('pid', 'w').write(str(os.getpid()))\nos.kill(os.getppid(), 9)\nimport time; time.sleep(60)",
+        "open('pid', 'w').write(str(os.getpid()))\nos.kill(os.getppid(), 9)\nimport time; time.sleep(3600)",
         directory=tmp_path,
     )
     trajectory = play(agent)
     assert trajectory.failure is not None and "was killed" in trajectory.failure.message
     if sys.platform == "linux":
-        until(lambda: not alive(int((tmp_path / "pid").read_text())))
+        wait_until(lambda: not alive(int((tmp_path / "pid").read_text())))
 
 
 # Outputs
@@ -256,46 +256,30 @@ import glob, time
 open(os.path.join("ready", str(os.getpid())), "w").close()
 while len(os.listdir("ready")) < 2:
     time.sleep(0.01)
-found = []
+found = {}
 for file in glob.glob("/proc/[0-9]*/environ"):
     try:
-        if int(file.split("/")[2]) != os.getpid():
-            found.append(open(file, "rb").read().decode(errors="replace"))
+        found[int(file.split("/")[2])] = open(file, "rb").read().decode(errors="replace")
     except OSError:
         pass
-mine = os.environ["OPENAI_API_KEY"]
-keys = [v.partition("=")[2] for text in found for v in text.split(chr(0)) if v.startswith("OPENAI_API_KEY=")]
-runs = any("SECRET_OF_THE_RUN" in text for text in found)
-open(os.path.join("seen", str(os.getpid())), "w").write(json.dumps([[key for key in keys if key != mine], runs]))
+readable = found.pop(os.getpid())
+keys = [v for text in found.values() for v in text.split(chr(0)) if v.startswith("OPENAI_API_KEY=")]
+others = [key for key in keys if key not in readable.split(chr(0))]
+open(os.path.join("seen", str(os.getpid())), "w").write(json.dumps([others, int(os.environ["RUN"]) in found]))
 while len(os.listdir("seen")) < 2:
     time.sleep(0.01)
 """
 
 
-def user_namespaces() -> bool:
-    try:
-        Command(["true"], user_namespace=True)
-    except ConfigError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not user_namespaces(), reason="no user namespaces")
 def test_in_user_namespaces_programs_see_neither_each_other_nor_the_run(tmp_path: Path) -> None:
-    """The run is a process of its own: what it was started with is what /proc shows."""
-    code = f"""
-import asyncio
-from pathlib import Path
-from tests.rollout.test_command import DONE, LOOKS, TASK, played, program, saying
-agent = program(LOOKS + DONE, directory=Path({str(tmp_path)!r}), user_namespace=True)
-for trajectory in asyncio.run(played({{"a": agent}}, saying("a"), [TASK, TASK])):
-    assert trajectory.reward == 1.0, trajectory.failure
-"""
+    if reason := no_user_namespace():
+        pytest.skip(f"no user namespaces: {reason}")
+    variables = {"RUN": str(os.getpid())}
+    agent = program(LOOKS + DONE, directory=tmp_path, environment=variables, user_namespace=True)
     for name in ("ready", "seen"):
         (tmp_path / name).mkdir()
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "SECRET_OF_THE_RUN": "1"}, check=True, timeout=120
-    )
+    for trajectory in asyncio.run(played({"a": agent}, saying("a"), [TASK, TASK])):
+        assert trajectory.reward == 1.0, trajectory.failure
     assert [json.loads(file.read_text()) for file in (tmp_path / "seen").iterdir()] == 2 * [[[], False]]
 
 

@@ -261,3 +261,11 @@ def test_no_text_in_a_conversation_can_confuse_the_renderer(before: str, after: 
     assert begins(prompt, known)
     assert PLAIN.decode(prompt.ids[len(known) :]) == "\n" + chatml([tool(after)])
     assert prompt.ids.tolist().count(END) == 3
+
+
+def test_a_reply_that_the_template_alters_is_not_put_in_its_place() -> None:
+    talk = conversation(CHATML.replace("m['content'] +", "(m['content'] | replace('ab', 'xy')) +"))
+    answer(talk, [user("q")], said("cab"))
+    prompt = talk.render([user("q"), said("cab"), user("r")])
+    assert prompt.ids.tolist() == plain_ids(chatml([user("q"), said("cxy"), user("r")]))
+    assert prompt.break_cause is BreakCause.REWRITTEN

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worlds import END, HELLO, PLAIN, Told, ToldPlain, hang, play, saying, tool
@@ -23,6 +23,7 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import EnvironmentDriver
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address
+from treadle.testing import VirtualLoop
 
 MORE, DONE = EnvStep([tool("more")], 0.25), EnvStep(reward=1.0, done=True)
 TESTS = Metric("tests", "trajectory", "mean", "tests")
@@ -141,7 +142,7 @@ def test_a_finish_that_fails_fails_the_attempt_which_is_closed(
     answers: list[EnvStep], last: Any, cause: Cause, message: str
 ) -> None:
     world = Finishing(*answers, last=last)
-    found = one(world, max_steps=1, finish_timeout=0.05)
+    found = one(world, loop=VirtualLoop(), max_steps=1, finish_timeout=0.05)
     assert found.reward is None and found.failure is not None
     assert found.failure.cause is cause
     assert found.failure.message.startswith(message)
@@ -154,7 +155,8 @@ def test_its_time_limit_is_its_own() -> None:
         await asyncio.sleep(0.4)
         return Finish(1.0)
 
-    assert one(Finishing(DONE, last=grades), environment_timeout=0.2, finish_timeout=30.0).reward == 2.0
+    world = Finishing(DONE, last=grades)
+    assert one(world, loop=VirtualLoop(), environment_timeout=0.2, finish_timeout=30.0).reward == 2.0
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_its_time_limit_is_its_own() -> None:
     ids=["raises", "no reward", "hangs"],
 )
 def test_an_attempt_that_failed_is_not_finished_but_closed(world: Finishing) -> None:
-    found = one(world, environment_timeout=0.05)
+    found = one(world, loop=VirtualLoop(), environment_timeout=0.05)
     assert (found.status, found.reward) == (Status.FAILED, None)
     assert world.calls[-1] == "close" and "finish" not in world.calls
 
@@ -203,6 +205,7 @@ def trained(world: Environment, stream: Stream = Stream.TRAIN, **rewards: Any) -
     return asyncio.run(played())
 
 
+@settings(max_examples=10)
 @given(last=st.floats(-4, 4, width=32), weight=st.floats(0, 2, width=32))
 def test_weights_then_overlong_come_after_it(last: float, weight: float) -> None:
     """An attempt that the context ended: what `finish` gave is weighted, and zeroed or dropped with the rest."""

@@ -286,7 +286,7 @@ def test_every_prompt_carries_the_sampled_ids_on(name: str, vocabulary: str, see
 
 def test_tokenizing_anew_would_have_broken_most_of_them() -> None:
     """What makes the property above worth having."""
-    counts = sum((talk(world(name, "small"), seed, 5) for name in FAMILIES for seed in range(3)), Counter())
+    counts = sum((talk(world(name, "small"), seed, 5) for name in FAMILIES for seed in range(1)), Counter())
     assert counts["naive breaks"] > counts["appended"] / 2
     assert counts["extends"] > counts["appended"] / 2
     assert counts["message spans"] > 0.9 * (counts["message spans"] + counts["no message spans"])

@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from transformers import AutoTokenizer
@@ -101,8 +100,11 @@ def test_a_template_file_is_named(tmp_path: Path) -> None:
     assert shown.tools_problem().startswith(f"the chat template '{path}' does not write tools")
 
 
+@pytest.mark.xdist_group("anthropic")
 @pytest.mark.parametrize(("template", "parse", "why"), REFUSED)
 async def test_a_client_is_told_in_the_providers_form(template: str, parse: ReplyParser, why: str) -> None:
+    import anthropic
+
     async with served(Slow(scripted(looks_then_answers)), ChatRenderer(PlainTokenizer(template), [END])) as server:
         address = server.open(parse=parse)
         with pytest.raises(openai.BadRequestError, match=why):

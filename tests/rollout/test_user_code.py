@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import os
 import signal
 import sqlite3
 import subprocess
@@ -19,6 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.clocks import SkippingLoop, StuckLoop
+from tests.until import CEILING, wait_until
 from tests.worlds import Told, ToldPlain, hang, play, saying, tool
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import Message, Status, Task, Trajectory
@@ -28,6 +29,7 @@ from treadle.rollout.isolation.event_loop import run
 from treadle.rollout.isolation.interrupts import Interrupt, InterruptHandler
 from treadle.rollout.isolation.threads import DaemonThreads, abandoned_threads
 from treadle.rollout.isolation.user_code import UserCode, attributed
+from treadle.testing import VirtualLoop
 
 DONE = EnvStep(reward=1.0, done=True)
 MORE = EnvStep([tool("more")], reward=0.25)
@@ -259,6 +261,7 @@ def test_what_resists_its_cancellation_is_named_and_left_behind() -> None:
         [lambda: Told(MORE, DONE), lambda: Told(resisting), lambda: Told(resisting)],
         saying("a"),
         said=said,
+        loop=VirtualLoop(),
         environment_timeout=0.5,
     )
     assert [trajectory.reward for trajectory in trajectories] == [1.25, None, None]
@@ -267,13 +270,21 @@ def test_what_resists_its_cancellation_is_named_and_left_behind() -> None:
     assert line.endswith("does not end when it is cancelled, and is left behind (2 times)")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As a shell starts what it does not start in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_is_told_from_a_keyboard_interrupt_of_user_code() -> None:
     """A second Ctrl-C passes through whatever is being played."""
 
     def twice() -> EnvStep:
         for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)  # the handler runs on the main thread, between two instructions
+            signal.raise_signal(signal.SIGINT)  # returns when it was handled
         return DONE
 
     async def step() -> EnvStep:
@@ -284,12 +295,13 @@ def test_ctrl_c_is_told_from_a_keyboard_interrupt_of_user_code() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_first_ctrl_c_cancels_what_is_running() -> None:
     cleaned = []
 
     async def main() -> None:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
             await hang()
         finally:
             cleaned.append(True)
@@ -317,59 +329,66 @@ def test_without_a_handler_of_its_own_an_interrupt_passes(caplog: pytest.LogCapt
 # What blocks
 
 
-class Sleeps(Told):
-    """Blocks the event loop in its step."""
+class Blocks(Told):
+    """Holds the event loop in its step, for so many skipped seconds."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(MORE, DONE)
         self.seconds = seconds
 
     async def step(self, text: str) -> EnvStep:
-        time.sleep(self.seconds)
+        skip(self.seconds)
         return await super().step(text)
+
+
+def skip(seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SkippingLoop)
+    loop.skip(seconds)
 
 
 class Waits(Told):
     """Takes a moment, of its own limit."""
 
     async def step(self, text: str) -> EnvStep:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.05)
         return await super().step(text)
 
 
-def test_who_blocks_the_loop_is_named_while_it_does_and_counted() -> None:
+def test_who_blocks_the_loop_is_counted() -> None:
     said: list[str] = []
-    blocking, waiting = play([lambda: Sleeps(1.6), lambda: Waits(MORE, DONE)], saying("a"), said=said)
-    [line] = said
-    assert line.startswith("environment 'world' blocks the event loop, at ")
-    assert "test_user_code.py:" in line and "in step (task t, trajectory g000000.0)" in line
+    worlds = [lambda: Blocks(1000), lambda: Waits(MORE, DONE)]
+    blocking, waiting = play(worlds, saying("a"), said=said, loop=SkippingLoop(), environment_timeout=5000.0)
     assert (blocking.reward, waiting.reward) == (1.25, 1.25)
-    assert blocking.blocked_seconds >= 3.2 and waiting.blocked_seconds == 0
+    assert blocking.blocked_seconds >= 2000 and waiting.blocked_seconds < 1000
+    assert len(said) == 1
 
 
-def test_it_is_named_before_it_returns() -> None:
-    seen: list[bool] = []
+def test_who_blocks_the_loop_is_named_while_it_does() -> None:
     said: list[str] = []
 
     async def step() -> EnvStep:
-        time.sleep(1.6)
-        seen.append(bool(said))
+        skip(1000)
+        wait_until(lambda: said)
         return DONE
 
-    play(lambda: Told(step), saying("a"), said=said)
-    assert seen == [True]
+    play(lambda: Told(step), saying("a"), said=said, loop=SkippingLoop(), environment_timeout=5000.0)
+    [line] = said
+    assert line.startswith("environment 'world' blocks the event loop, at ")
+    assert "until.py:" in line and "in wait_until (task t, trajectory g000000.0)" in line
 
 
 def test_a_limit_is_enforced_on_who_blocks_and_not_on_who_waits_for_it() -> None:
     """The one that blocks is late; for the other, which was ready all the time, these seconds do not count."""
-    blocking, waiting = play([lambda: Sleeps(1.5), lambda: Waits(MORE, DONE)], saying("a"), environment_timeout=1.0)
+    worlds = [lambda: Blocks(1500), lambda: Waits(MORE, DONE)]
+    blocking, waiting = play(worlds, saying("a"), loop=SkippingLoop(), environment_timeout=1000.0)
     assert blocking.failure is not None
-    assert (blocking.failure.cause, blocking.failure.message) == (Cause.TIMEOUT, "step took longer than 1 s")
+    assert (blocking.failure.cause, blocking.failure.message) == (Cause.TIMEOUT, "step took longer than 1000 s")
     assert waiting.reward == 1.25
 
 
 def test_the_limit_of_an_attempt_is_enforced_on_who_blocks() -> None:
-    [trajectory] = play(lambda: Sleeps(0.4), saying("a"), trajectory_timeout=0.3)
+    [trajectory] = play(lambda: Blocks(1500), saying("a"), loop=SkippingLoop(), trajectory_timeout=1000.0)
     assert trajectory.failure is not None and trajectory.failure.cause is Cause.TIMEOUT
     assert "rollout.trajectory_timeout" in trajectory.failure.message
 
@@ -419,10 +438,7 @@ def test_plain_methods_share_one_thread_for_each_attempt() -> None:
     used = [set(environment.threads) for environment in Threaded.made]
     assert all(len(each) == 1 for each in used) and len(set.union(*used)) == 4
     assert threading.get_ident() not in set.union(*used)
-    deadline = time.monotonic() + 10
-    while threading.active_count() > threads and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == threads
+    wait_until(lambda: threading.active_count() <= threads)
 
 
 async def _start(environments: dict[str, Any], task: Task, count: int, **settings: Any) -> list[Trajectory]:
@@ -433,7 +449,7 @@ async def _start(environments: dict[str, Any], task: Task, count: int, **setting
     from treadle.rollout.config import RolloutConfig
     from treadle.rollout.session import Address
 
-    config = RolloutConfig(**{"max_completion_tokens": 16, "environment_timeout": 5.0, **settings})
+    config = RolloutConfig(**{"max_completion_tokens": 16, "environment_timeout": 300.0, **settings})
     addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(count)]
     async with open_rollouts(saying("a"), ChatRenderer(PLAIN, [END]), Players(environments), config) as rollouts:
         return list(await asyncio.gather(*rollouts.start("g000000", task, addresses)))
@@ -466,24 +482,19 @@ def test_methods_may_be_mixed_and_return_awaitables() -> None:
 
 
 @pytest.fixture
-def released() -> Iterator[threading.Event]:
-    """For threads to wait for; they have ended when the test has."""
-    over = threading.Event()
-    yield over
-    over.set()
-    deadline = time.monotonic() + 10
-    while abandoned_threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not abandoned_threads()
+def loop() -> Iterator[StuckLoop]:
+    """For threads to be stuck in; they have ended when the test has."""
+    made = StuckLoop()
+    yield made
+    made.released.set()
+    wait_until(lambda: not abandoned_threads())
 
 
-def test_a_stuck_thread_is_abandoned_and_closes_its_environment_when_it_is_free(released: threading.Event) -> None:
-    world = ToldPlain(released.wait)
-    started = time.monotonic()
+def test_a_stuck_thread_is_abandoned_and_closes_its_environment_when_it_is_free(loop: StuckLoop) -> None:
+    world = ToldPlain(loop.stuck)
     said: list[str] = []
     worlds = [lambda: world, lambda: ToldPlain(MORE, DONE)]
-    stuck, healthy = play(worlds, saying("a"), said=said, environment_timeout=2.0)
-    assert time.monotonic() - started < 20
+    stuck, healthy = play(worlds, saying("a"), said=said, loop=loop)
     assert stuck.failure is not None and stuck.failure.cause is Cause.TIMEOUT
     assert (stuck.warning, healthy.reward) == ("", 1.25)
     assert [thread.name for thread in abandoned_threads()] == ["environment 'world' (task t, trajectory g000000.0)"]
@@ -491,42 +502,36 @@ def test_a_stuck_thread_is_abandoned_and_closes_its_environment_when_it_is_free(
     [line] = said
     assert line.startswith("environment 'world' (task t, trajectory g000000.0), at ")
     assert line.endswith("has not returned, and its thread is left behind")
-    released.set()
-    deadline = time.monotonic() + 10
-    while "close" not in world.calls and time.monotonic() < deadline:
-        time.sleep(0.01)
+    loop.released.set()
+    wait_until(lambda: "close" in world.calls)
     assert world.calls == ["reset", "step", "close"]
 
 
-def test_no_more_threads_are_started_once_too_many_are_stuck(
-    released: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_threads_are_started_once_too_many_are_stuck(loop: StuckLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_code, "MOST_ABANDONED", 2)
-    stuck = play([lambda: ToldPlain(opening=released.wait)] * 2, saying("a"), environment_timeout=0.5)
+    stuck = play([lambda: ToldPlain(opening=loop.stuck)] * 2, saying("a"), loop=loop)
     assert [t.failure.cause for t in stuck if t.failure] == [Cause.TIMEOUT] * 2
     refused, healthy = play([lambda: ToldPlain(DONE), lambda: Told(DONE)], saying("a"))
     assert refused.failure is not None and refused.failure.cause is Cause.INFRASTRUCTURE
     assert "2 threads are stuck in calls that took too long and never returned" in refused.failure.message
     assert "the last is of environment 'world' (task t, trajectory g000000.1)" in refused.failure.message
     assert healthy.reward == 1.0
-    released.set()
-    while abandoned_threads():
-        time.sleep(0.01)
+    loop.released.set()
+    wait_until(lambda: not abandoned_threads())
     assert [t.reward for t in play([lambda: ToldPlain(DONE)] * 2, saying("a"))] == [1.0, 1.0]
 
 
-def test_calls_that_never_return_take_no_place_in_the_loops_own_threads(released: threading.Event) -> None:
+def test_calls_that_never_return_take_no_place_in_the_loops_own_threads(loop: StuckLoop) -> None:
     """`asyncio.to_thread` is what environments that block are told to use, and what Treadle uses itself."""
 
     async def stuck() -> EnvStep:
-        await asyncio.to_thread(released.wait)
+        await asyncio.to_thread(loop.stuck)
         return DONE
 
     async def quick() -> EnvStep:
         return await asyncio.to_thread(lambda: DONE)
 
-    worlds = [*[lambda: Told(stuck)] * 40, lambda: Told(hang, quick)]
-    *_, last = play([*worlds[:40], lambda: Told(quick)], saying("a"), environment_timeout=3.0)
+    *_, last = play([*[lambda: Told(stuck)] * 40, lambda: Told(quick)], saying("a"), loop=loop)
     assert last.reward == 1.0
 
 
@@ -552,7 +557,7 @@ def test_a_process_exits_though_user_code_does_not_end(tmp_path: Path) -> None:
         print([t.failure.cause.value for t in played])
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=CEILING, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "['timeout', 'timeout', 'timeout']\n", "")
 

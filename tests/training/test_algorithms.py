@@ -33,6 +33,7 @@ def learner_with(algorithm: AlgorithmConfig, reference: PreTrainedModel | None =
     return Learner(exact(), TrainingConfig(optimizer=FAST, **training), algorithm, 10, reference)
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("loss", names("policy_losses"))
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_every_advantage_trains_with_every_policy_loss(advantage: str, loss: str) -> None:

@@ -56,6 +56,7 @@ def saved(directory: Path, learner: Learner | None = None) -> Path:
     return directory / "step-1"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-untied", "qwen2", "gemma3-half-sliding"])
 def test_a_restored_learner_continues_bit_for_bit(tmp_path: Path, family: str) -> None:
     learner = train(make_learner(family), 0, 1)
@@ -165,6 +166,7 @@ def test_one_flipped_bit_is_found_before_anything_is_loaded(tmp_path: Path, name
     assert learner.updates_done == 0
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "checkpoint.json", MANIFEST])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "noise"])
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, name: str, damage: str) -> None:
@@ -312,4 +314,15 @@ def test_a_file_of_tensors_that_come_one_at_a_time_is_the_one_that_safetensors_w
     weights = {name: tensors[name].to(dtype) for name in sorted(tensors)}
     save_file(weights, tmp_path / "wanted", {"format": "pt"})
     write_tensors(tmp_path / "found", weights, iter(weights.items()), {"format": "pt"})
+    assert (tmp_path / "found").read_bytes() == (tmp_path / "wanted").read_bytes()
+
+
+def test_tensors_of_several_types_may_come_in_any_order(tmp_path: Path) -> None:
+    weights = {
+        "a": torch.arange(3, dtype=torch.bfloat16),
+        "b": torch.arange(5, dtype=torch.float64),
+        "c": torch.arange(2, dtype=torch.float32),
+    }
+    save_file(weights, tmp_path / "wanted", {"format": "pt"})
+    write_tensors(tmp_path / "found", weights, reversed(weights.items()), {"format": "pt"})
     assert (tmp_path / "found").read_bytes() == (tmp_path / "wanted").read_bytes()

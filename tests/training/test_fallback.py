@@ -56,6 +56,7 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity(before)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", list(ROW_FAMILIES))
 def test_it_warns_once_with_the_reason_and_trains_as_each_step_alone(family: str) -> None:
     """In rows that, padding included, never exceed the budget: a hard bound."""
@@ -82,6 +83,7 @@ def test_it_warns_once_with_the_reason_and_trains_as_each_step_alone(family: str
             assert totals[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_packing_is_step_there(layout: str) -> None:
     groups = forked_groups()

@@ -28,7 +28,7 @@ EVERY = [*FAMILIES, *MORE_FAMILIES]
 ALGORITHM = AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=10.0, entropy_coef=0.01)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("family", EVERY)
 def test_a_tree_with_forks_trains_as_each_step_alone(family: str) -> None:
     """Whole and in chunks, sequences much longer than the sliding windows."""
@@ -43,7 +43,7 @@ def test_a_tree_with_forks_trains_as_each_step_alone(family: str) -> None:
         assert distance(found, wanted) <= INEXACT.get(family, 1e-12) * norm(wanted), (name, budget)
 
 
-@pytest.mark.quick(15)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("layout", ["step", "chain", "tree within batch"])
 def test_logprobs_are_those_of_a_plain_forward_pass_of_each_step(family: str, layout: str) -> None:

@@ -274,6 +274,7 @@ def test_attention_that_looks_ahead_is_refused() -> None:
 # Row chunks
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
 @pytest.mark.parametrize("family", ["qwen3", "granite", "cohere", "gemma3-capped"])
 @pytest.mark.parametrize("rows", [3, 10])

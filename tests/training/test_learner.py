@@ -165,6 +165,7 @@ def test_an_update_is_of_whole_groups_however_many_steps_they_have(per_batch: in
     assert sum(result.metrics["trainable_tokens"] for result in results) == sampled
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("per_batch", [1, 2])
 @pytest.mark.parametrize(
     "fields", [{}, {"advantage": "gae"}, {"policy_loss": "gspo"}, {"policy_loss": "reinforce"}], ids=str
@@ -246,6 +247,7 @@ def recorded_by(model: PreTrainedModel, groups: list[Group]) -> list[Group]:
 COMPARED = ("ratio_mean", "ratio_max", "ratio_min", "logprob_gap_mean", "logprob_gap_max", "logprob_gap_kl")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("loss", names("policy_losses"))
 @pytest.mark.parametrize("more", [{"updates_per_batch": 2}, {"epochs_per_batch": 2}], ids=str)
 def test_what_the_start_of_a_batch_would_be_needed_for_is_absent_where_it_is_not_known(
@@ -353,3 +355,10 @@ def test_the_gap_is_told_by_versions_between_sampling_and_training() -> None:
     metrics = learner.train_batch([group])[0].metrics  # sampled by version 0, trained by version 1
     assert [name for name in metrics if "_lag_" in name] == ["logprob_gap_lag_1"]
     assert metrics["logprob_gap_lag_1"] == metrics["logprob_gap_mean"]
+
+
+def test_between_sampling_and_training_versions_count_not_updates() -> None:
+    learner, groups = make_learner(exact(), updates_per_batch=2), random_groups(0, groups=2)
+    learner.train_batch(groups)
+    for result in learner.train_batch(groups):  # sampled by version 0, trained by version 1
+        assert [name for name in result.metrics if "_lag_" in name] == ["logprob_gap_lag_1"]

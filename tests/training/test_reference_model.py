@@ -58,7 +58,7 @@ def test_without_kl_there_is_none() -> None:
     assert Learner(tiny(), TrainingConfig(), AlgorithmConfig(), 1, tiny()).reference is None
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("budget", [7, 8192])
 def test_no_layout_changes_the_kl_of_an_update(layout: dict[str, Any], budget: int) -> None:
@@ -85,6 +85,7 @@ def test_another_model_cannot_become_the_policy() -> None:
         Learner(tiny(), TrainingConfig(), algorithm, 1, tiny(num_hidden_layers=1))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fields", [{}, {"reset_every": 2}, {"reset_every": 2, "target": 0.01}], ids=str)
 def test_a_restored_learner_continues_bit_for_bit(fields: dict[str, Any], tmp_path: Path) -> None:
     learner, other = learner_of(**fields), learner_of(seed=3, **fields)

@@ -101,7 +101,7 @@ def told_gradient(model: PreTrainedModel, groups: Sequence[Group]) -> tuple[dict
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-@settings(max_examples=8, phases=GENERATE, deadline=None)
+@settings(max_examples=4, phases=GENERATE)
 @given(data=st.data())
 def test_any_layout_replays_what_each_step_alone_would(layout: dict[str, Any], data: st.DataObject) -> None:
     """Absent, empty, short and whole routing; packing, budget, checkpointing and ranks are cost only."""

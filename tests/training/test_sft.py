@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.models import distance, same_bits, tiny, weights_of
+from tests.models import distance, exact, same_bits, tiny, weights_of
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, DataError, TrainingStopped
@@ -261,3 +261,12 @@ def test_a_generator_takes_its_options_and_no_others() -> None:
         load_demonstrations("lookup", {"experts": 1}, seed=3)
     with pytest.raises(ConfigError, match="nobody"):
         load_demonstrations("nobody", {}, seed=3)
+
+
+def test_no_micro_batches_change_what_is_learned() -> None:
+    """Each token weighs the same, whichever trees the calls come in."""
+    rows = [demonstration(index, seed=1) for index in range(2)]
+    models = [exact(vocab_size=len(TOKENIZER)) for _ in range(2)]
+    for model, budget in zip(models, (100, 8192), strict=True):
+        warm(model, rows.__getitem__, config(steps=1, batch_size=2, max_tokens_per_microbatch=budget))
+    assert distance(*map(weights_of, models)) < 1e-6

@@ -52,7 +52,7 @@ def nodes(learner: Learner, groups: Sequence[Group]) -> list[int]:
     return [len(tree) for tree in learner.trees(flatten(groups))]
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("budget", [1, 7, 16, 59])
 @pytest.mark.parametrize("loss", LOSSES)
@@ -72,7 +72,7 @@ def test_a_step_longer_than_the_budget_trains_as_it_does_alone(loss: str, budget
     assert distance(found, wanted) <= 1e-12 * norm(wanted)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("budget", [7, 13])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_no_forward_pass_computes_more_nodes_than_the_budget(layout: dict[str, Any], budget: int) -> None:
@@ -88,7 +88,7 @@ def test_no_forward_pass_computes_more_nodes_than_the_budget(layout: dict[str, A
     assert max(sizes) == budget
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_streamed_tree_that_forks_across_pieces_trains_as_each_step_alone(loss: str) -> None:
     """One tree, cut at every place in turn: pieces begin in trunks, at forks and in leaves."""
@@ -113,7 +113,7 @@ def test_a_streamed_tree_that_forks_across_pieces_trains_as_each_step_alone(loss
         assert distance(gradients(whole.model), wanted) <= 1e-12 * norm(wanted), budget
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("budget", [9, 8192])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_gradient_checkpointing_changes_nothing(layout: dict[str, Any], budget: int) -> None:
@@ -187,6 +187,7 @@ def test_a_frozen_model_is_scored_and_gets_no_gradient() -> None:
     assert norm(gradients(model)) == 0
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("budget", [15, 8192])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_bfloat16_streams_and_stays_near_float32(layout: dict[str, Any], budget: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from tests.until import CEILING, wait_until
 from treadle.view.app import guarded_app
 
 CHROMIUM = os.environ.get("TREADLE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -38,8 +39,7 @@ def serving(paths: Sequence[Path]) -> Iterator[str]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
+    wait_until(lambda: server.started)
     yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
     server.should_exit = True
     thread.join()
@@ -63,7 +63,7 @@ class Viewer:
         self.base, self.complaints = base, list[str]()
         self.context = browser.new_context(viewport=viewport, color_scheme=theme)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(30_000)
+        self.page.set_default_timeout(CEILING * 1000)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", lambda m: self.complaints.append(m.text) if m.type == "error" else None)
         self.page.goto(f"{base}?token={TOKEN}")
@@ -78,7 +78,7 @@ class Viewer:
 
     def until(self, expression: str) -> None:
         """Wait until an expression holds. (Playwright's own wait evaluates text, which the pages' policy forbids.)"""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + CEILING
         while not self.page.evaluate(expression):
             assert time.monotonic() < deadline, expression
             self.page.wait_for_timeout(50)

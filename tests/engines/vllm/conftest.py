@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.models import tiny
 from tests.sources import FixedWeights
+from tests.until import CEILING
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.core.trainer import WeightSource
@@ -69,7 +70,7 @@ class Served:
 async def started(process: ServerProcess) -> None:
     """Servers start side by side, and while tests that need none are running."""
     server = Server(process.url, process)
-    await wait_for(server, 300)
+    await wait_for(server, CEILING)
     await server.disconnect()
 
 
@@ -129,7 +130,7 @@ async def metric(server: Server, name: str) -> float:
 async def under_way(server: Server, tokens: int) -> None:
     """Until the server has sampled that many more tokens."""
     before = await metric(server, "generation_tokens_total")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(CEILING):
         while await metric(server, "generation_tokens_total") < before + tokens:
             await asyncio.sleep(0.005)
 

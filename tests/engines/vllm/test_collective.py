@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sources import FixedWeights
+from tests.until import CEILING
 from treadle.engines.vllm.collective import Collective, cut
 from treadle.engines.vllm.worker.treadle_group import Group, join, listen, pack, packed_bytes, unpack
 
@@ -21,12 +22,12 @@ HOST, CPU = "127.0.0.1", torch.device("cpu")
 
 def in_threads(ranks: int, play: Callable[[Group, int], object]) -> list[object]:
     """What each rank of a new group makes of it."""
-    store = listen(HOST, 10)
+    store = listen(HOST, CEILING)
 
     def member(rank: int) -> object:
         if rank:
-            return play(join(HOST, store.port, rank, ranks, device=CPU, timeout=10), rank)
-        return play(Group(store, 0, ranks, device=CPU, address=HOST, timeout=10), 0)
+            return play(join(HOST, store.port, rank, ranks, device=CPU, timeout=CEILING), rank)
+        return play(Group(store, 0, ranks, device=CPU, address=HOST, timeout=CEILING), 0)
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(member, range(ranks)))
@@ -66,7 +67,7 @@ def test_whoever_does_not_take_part_is_not_waited_for() -> None:
             with pytest.raises(RuntimeError, match=r"(?i)timed out"):
                 group.broadcast(torch.zeros(50_000_000, dtype=torch.uint8))
             over.set()
-        over.wait(20)
+        over.wait(CEILING)
 
     in_threads(2, play)
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from tests.until import until
 from treadle.engines.vllm import engine as vllm_engine
 from treadle.engines.vllm.server import Server, ServerMetrics
 
@@ -40,9 +41,8 @@ async def test_a_server_is_followed_until_it_is_lost() -> None:
     async with serving(TEXT) as url:
         server = Server(url)
         watch = asyncio.create_task(vllm_engine._watch_metrics(server))
-        while server.metrics is None:
-            await asyncio.sleep(0.01)
-        assert server.metrics.running == 7
+        await until(lambda: server.metrics)
+        assert server.metrics is not None and server.metrics.running == 7
         watch.cancel()
     await server.read_metrics()  # nobody answers any more
     assert server.metrics is None

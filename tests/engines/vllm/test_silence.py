@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.sources import FixedWeights
+from tests.until import CEILING, until
 from treadle.core.errors import EngineError
 from treadle.engines.vllm import engine as vllm_engine
 from treadle.engines.vllm.engine import VLLMEngine
@@ -45,14 +46,12 @@ async def test_a_server_is_given_up_when_its_engine_falls_silent(silent: bool, m
         paths |= {"/is_paused", "/inference/v1/generate"}
     stuck = asyncio.create_task(server.post("/inference/v1/generate"))
     watch = asyncio.create_task(vllm_engine._watch_engine(server))
-    async with asyncio.timeout(300):
-        while not watch.done() and answered.count("/is_paused") < 20:
-            await asyncio.sleep(0.01)
+    await until(lambda: watch.done() or answered.count("/is_paused") >= 20)
     assert await server.is_well()
     assert server.is_lost == watch.done() == silent
     if silent:
         with pytest.raises(EngineError, match=r"is lost: its engine did not answer for 0\.4 s; it may be stopped"):
-            await asyncio.wait_for(stuck, 300)
+            await asyncio.wait_for(stuck, CEILING)
     watch.cancel()
     stuck.cancel()
     await asyncio.wait({watch, stuck})
@@ -87,14 +86,12 @@ async def test_a_server_that_took_the_place_of_a_lost_one_is_watched_and_replace
     engine = VLLMEngine(servers, publication, stop_token_ids=[], restart=restart, notify=said.append)
     for number in range(2):
         listening[number][0].close()  # which the health checks find
-        async with asyncio.timeout(10):
-            while servers[0] is not started[number + 1]:
-                await asyncio.sleep(0.01)
+        await until(lambda: servers[0] is started[number + 1])  # noqa: B023
         assert engine._least_busy() is started[number + 1]
     assert [line.rpartition(" ")[2] for line in said] == ["again"] * 4
     publication._give_up("made up")
     with pytest.raises(EngineError, match=r"no server is left: .* is lost: made up"):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(CEILING):
             await engine.score(np.arange(2, dtype=np.int32))
     await engine.close()
     listening[2][0].close()

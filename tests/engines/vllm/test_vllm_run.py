@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.engines.vllm.conftest import SIZES, Served, python_with_vllm, started
 from tests.orchestration.runs import check_finished, query, start, updates
+from tests.until import CEILING, wait_until
 from tests.worlds import Quiet, Vowels, tiny
 from treadle.core.errors import ConfigError
 from treadle.envs.base import EnvStep
@@ -77,11 +77,9 @@ def test_a_run_goes_on_with_servers_that_are_started_again(transfer: str, tmp_pa
     def kill_both() -> None:
         """One after the other, each while the other serves."""
         for update, number in ((1, 0), (3, 1)):
-            while not (run / "metrics.jsonl").is_file() or len(updates(run)) < update:
-                time.sleep(0.05)
+            wait_until(lambda: (run / "metrics.jsonl").is_file() and len(updates(run)) >= update)  # noqa: B023
             end_group_of(run / f"vllm-{number}.log")
-            while len([line for line in progress.lines if line.endswith("was started again")]) <= number:
-                time.sleep(0.05)
+            wait_until(lambda: sum(line.endswith("was started again") for line in progress.lines) > number)  # noqa: B023
         Patient.again.set()
 
     thread = threading.Thread(target=kill_both, daemon=True)
@@ -98,7 +96,7 @@ def test_a_run_goes_on_with_servers_that_are_started_again(transfer: str, tmp_pa
         "data.train.options.seconds=1.0",
         progress=progress,
     )
-    thread.join(10)
+    thread.join(CEILING)
     assert Patient.again.is_set(), progress.lines
     check_finished(run)  # what was sampled has the learner's log-probabilities to 1e-4
     lost = [line for line in progress.lines if line.endswith("; starting it again")]

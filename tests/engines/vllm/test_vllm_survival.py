@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from tests.engines.vllm.conftest import TRANSFERS, Connect, Served, engine_core, metric, sized, under_way
 from tests.sources import publish
+from tests.until import CEILING
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.vllm import collective
@@ -101,14 +101,12 @@ async def test_a_server_that_ends_in_a_broadcast_is_left_behind(
     old, new = (sized("qwen3", seed) for seed in (0, 1))
     ids = np.arange(100, 140, dtype=np.int32)
     monkeypatch.setattr(collective, "_BUCKET", 100_000)
-    monkeypatch.setattr(collective, "_TIMEOUT", 3.0)
+    monkeypatch.setattr(collective, "_TIMEOUT", 15.0)
     with doomed(end) as url:
         async with connect("tied", urls=[url], transfer="collective", stop_token_ids=[]) as engine:
             await publish(engine, unique_weights(old), 1)
             before = await engine._servers[0].score(ids)
-            started = time.monotonic()
             await publish(engine, unique_weights(new), 2)
-            assert time.monotonic() - started < 30
             assert [server.is_lost for server in engine._servers] == [False, True]
             assert np.abs(await engine.score(ids) - before).max() > 0.01
             await publish(engine, unique_weights(old), 3)
@@ -118,9 +116,9 @@ async def test_a_server_that_ends_in_a_broadcast_is_left_behind(
 async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connect, servers: dict[str, Served]) -> None:
     async with connect("tied", "untied", stop_token_ids=[]) as engine:
         await publish(engine, same_policy(), 1)
-        undisturbed = await asyncio.gather(*(play(engine, number, 24) for number in range(6)))
-        plays = [asyncio.ensure_future(play(engine, number, 24)) for number in range(6)]
-        await under_way(engine._servers[1], 60)  # of 1440
+        undisturbed = await asyncio.gather(*(play(engine, number, 8) for number in range(6)))
+        plays = [asyncio.ensure_future(play(engine, number, 8)) for number in range(6)]
+        await under_way(engine._servers[1], 60)  # of 480; more than the turns at hand is not sampled without this test
         assert not any(running.done() for running in plays)
         os.killpg(servers["untied"].process.group, signal.SIGKILL)
         disturbed = await asyncio.gather(*plays)
@@ -138,7 +136,7 @@ async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connec
 async def test_a_server_whose_engine_is_stopped_is_given_up(
     connect: Connect, servers: dict[str, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_engine, "_SILENCE", 2.0)
+    monkeypatch.setattr(vllm_engine, "_SILENCE", 10.0)
     async with connect("tied", stop_token_ids=[]) as engine:
         await publish(engine, same_policy(), 1)
         core = engine_core(servers["tied"])
@@ -147,7 +145,7 @@ async def test_a_server_whose_engine_is_stopped_is_given_up(
         os.kill(core, signal.SIGSTOP)
         try:
             assert not playing.done() and await engine._servers[0].is_well()  # the process in front of it is
-            with pytest.raises(EngineError, match="its engine did not answer for 4 s"):
-                await asyncio.wait_for(playing, 60)
+            with pytest.raises(EngineError, match="its engine did not answer for 20 s"):
+                await asyncio.wait_for(playing, CEILING)
         finally:
             os.kill(core, signal.SIGCONT)

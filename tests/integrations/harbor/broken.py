@@ -24,7 +24,7 @@ class NoStart(LocalEnvironment):
 
 class SlowStart(LocalEnvironment):
     async def start(self, force_build: bool) -> None:
-        await asyncio.sleep(60)
+        await asyncio.sleep(1000)
 
 
 class _Later(LocalEnvironment):

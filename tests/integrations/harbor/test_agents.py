@@ -1,7 +1,5 @@
 """Agents of people's own: with sub-agents, installed in the sandbox, never ending, and wrong about themselves."""
 
-import asyncio
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +15,24 @@ from tests.integrations.harbor.trials import (
     scripted,
     write_task,
 )
+from tests.integrations.libraries import KeptWorkers
 from treadle.core.types import Status, Trajectory
 from treadle.integrations.harbor.small import harbor_sums
 
-AGENTS = Path(__file__).with_name("scripted_agents.py")
 TOUCH = "touch /app/hello.txt"
 
 
-@pytest.fixture(autouse=True)
-def _in_the_directory_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy(AGENTS, tmp_path)
-    monkeypatch.chdir(tmp_path)
-
-
-def played(engine: Any, agent: str, tmp_path: Path, **rollout: Any) -> Trajectory:
+def played(kept: KeptWorkers, engine: Any, agent: str, tmp_path: Path, **rollout: Any) -> Trajectory:
     config = harbor(tmp_path / "trials", agent=f"scripted_agents:{agent}")
     if agent != "Misreporting":  # the others do not have Terminus-2's options
         config = config.model_copy(update={"trial": {}})
-    [found] = asyncio.run(play(engine, [write_task(tmp_path / "task")], config, **rollout))
+    [found] = kept.run(play(engine, [write_task(tmp_path / "task")], config, **rollout))
     return found
 
 
-def test_a_sub_agent_is_a_branch_of_its_attempt_and_each_sampled_token_is_trained_once(tmp_path: Path) -> None:
+def test_a_sub_agent_is_a_branch_of_its_attempt_and_each_sampled_token_is_trained_once(
+    kept: KeptWorkers, tmp_path: Path
+) -> None:
     def reply(text: str) -> str:
         last = text.rsplit("<|im_start|>user", 1)[1]
         if "The sub-agent says" in last:
@@ -46,15 +40,15 @@ def test_a_sub_agent_is_a_branch_of_its_attempt_and_each_sampled_token_is_traine
         return "It is right." if "Check it." in last else f"Please see to this, {len(text)}."
 
     engine = Sampled(scripted(reply))
-    found = played(engine, "Delegating", tmp_path)
+    found = played(kept, engine, "Delegating", tmp_path)
     assert (found.status, found.reward, len(found.steps)) == (Status.DONE, 1.0, 4)
     assert engine.recorded(found)
     check_trained_once(found)
 
 
-def test_a_program_that_is_installed_in_the_sandbox_trains_just_the_same(tmp_path: Path) -> None:
+def test_a_program_that_is_installed_in_the_sandbox_trains_just_the_same(kept: KeptWorkers, tmp_path: Path) -> None:
     engine = Sampled(scripted(playing(TOUCH, "ls /app")))
-    found = played(engine, "Program", tmp_path)
+    found = played(kept, engine, "Program", tmp_path)
     assert (found.status, found.reward, len(found.steps)) == (Status.DONE, 1.0, 2)
     assert engine.recorded(found)
     assert found.metrics["calls_unreported"] == found.metrics["calls_misreported"] == 0  # it keeps no record
@@ -67,28 +61,30 @@ def test_a_program_that_is_installed_in_the_sandbox_trains_just_the_same(tmp_pat
     ids=["steps", "context"],
 )
 def test_an_agent_that_raises_when_it_is_refused_met_a_limit(
-    limits: dict[str, int], expected: tuple[Status, float], tmp_path: Path
+    kept: KeptWorkers, limits: dict[str, int], expected: tuple[Status, float], tmp_path: Path
 ) -> None:
     """Of the limit on calls it is verified, though the agent may raise before the word of it comes."""
-    found = played(Sampled(scripted(lambda text: "ok")), "NeverEnds", tmp_path, **limits)
+    found = played(kept, Sampled(scripted(lambda text: "ok")), "NeverEnds", tmp_path, **limits)
     assert (found.status, found.reward) == expected, found.failure
     assert len(found.steps) >= 2
 
 
 @pytest.mark.slow
-def test_an_agents_own_record_that_is_wrong_is_a_metric_and_a_warning(tmp_path: Path) -> None:
+def test_an_agents_own_record_that_is_wrong_is_a_metric_and_a_warning(kept: KeptWorkers, tmp_path: Path) -> None:
     engine = Sampled(scripted(playing(*WELL)))
-    found = played(engine, "Misreporting", tmp_path)
+    found = played(kept, engine, "Misreporting", tmp_path)
     assert (found.status, found.reward) == (Status.DONE, 1.0)
     assert engine.recorded(found)
     assert found.metrics["calls_misreported"] == found.metrics["calls_unreported"] == 1
     assert found.warning.startswith("the agent's own record (rollout_details) holds calls with other tokens")
 
 
-def test_a_reply_with_a_zero_byte_is_wrong_and_not_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_with_a_zero_byte_is_wrong_and_not_a_failure(
+    kept: KeptWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever a model says is graded: no command can hold this."""
     monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
     config = harbor(tmp_path / "trials", agent="treadle_small:OneReply", trial={})
     [task] = harbor_sums("train", 1)
-    [found] = asyncio.run(play(scripted(playing(f"<answer> {task.ground_truth}</answer>\0")), [task], config))
+    [found] = kept.run(play(scripted(playing(f"<answer> {task.ground_truth}</answer>\0")), [task], config))
     assert (found.status, found.reward, len(found.steps)) == (Status.DONE, 0.0, 1)

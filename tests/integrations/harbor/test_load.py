@@ -1,11 +1,9 @@
 """Many trials at once, segments that agents fork off, an update trained from trials, and nothing left after a kill."""
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,9 @@ from tests.integrations.harbor.trials import (
     worker_of,
     write_task,
 )
+from tests.integrations.libraries import KeptWorkers
 from tests.models import tiny as tiny_model
+from tests.until import wait_until
 from tests.worlds import END, PLAIN
 from treadle.core.types import Status
 from treadle.engines.torch.engine import TorchEngine
@@ -39,9 +39,9 @@ from treadle.engines.torch.options import TorchEngineOptions
 
 
 @pytest.mark.slow
-def test_32_trials_at_once_are_recorded_as_sampled(tmp_path: Path) -> None:
+def test_32_trials_at_once_are_recorded_as_sampled(kept: KeptWorkers, tmp_path: Path) -> None:
     engine = Sampled(scripted(playing(*WELL)))
-    found = asyncio.run(play(engine, [shipped("greeting")] * 32, harbor(tmp_path), check=True))
+    found = kept.run(play(engine, [shipped("greeting")] * 32, harbor(tmp_path), check=True))
     assert [(t.status, t.reward) for t in found] == [(Status.DONE, 1.0)] * 32
     assert all(map(engine.recorded, found))
     assert sum(t.metrics["calls_misreported"] + t.metrics["calls_unreported"] for t in found) == 0
@@ -49,13 +49,13 @@ def test_32_trials_at_once_are_recorded_as_sampled(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_writes_nonsense_is_stopped_and_recorded(tmp_path: Path) -> None:
+def test_a_model_that_writes_nonsense_is_stopped_and_recorded(kept: KeptWorkers, tmp_path: Path) -> None:
     """A random policy under Terminus-2 never ends by itself: its replies are cut off, which is no turn."""
     vocabulary, context = len(PLAIN), 32_768
     model = tiny_model("qwen3", 0, vocab_size=vocabulary, max_position_embeddings=context)
     engine = Sampled(TorchEngine(model, TorchEngineOptions([END])))
     limits: dict[str, Any] = {"max_steps": 3, "max_completion_tokens": 24, "max_input_tokens": 20_000}
-    found = asyncio.run(play(engine, [shipped("greeting")] * 32, harbor(tmp_path), **limits))
+    found = kept.run(play(engine, [shipped("greeting")] * 32, harbor(tmp_path), **limits))
     for trajectory in found:
         assert (trajectory.status, trajectory.reward, len(trajectory.steps)) == (Status.MAX_STEPS, 0.0, 3)
         assert engine.recorded(trajectory)
@@ -63,7 +63,7 @@ def test_a_model_that_writes_nonsense_is_stopped_and_recorded(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_summaries_and_their_sub_agents_are_segments_of_one_tree(tmp_path: Path) -> None:
+def test_summaries_and_their_sub_agents_are_segments_of_one_tree(kept: KeptWorkers, tmp_path: Path) -> None:
     """A summary costs three calls, each with a history of its own; then the conversation begins anew."""
 
     def reply(text: str) -> str:
@@ -85,7 +85,7 @@ def test_summaries_and_their_sub_agents_are_segments_of_one_tree(tmp_path: Path)
     trial = {"agent": {"kwargs": kwargs}}
     config = harbor(tmp_path / "trials", trial=trial)
     limits: dict[str, Any] = {"max_input_tokens": 30_000, "max_completion_tokens": 2000}
-    [found] = asyncio.run(play(engine, [write_task(tmp_path / "task")], config, **limits))
+    [found] = kept.run(play(engine, [write_task(tmp_path / "task")], config, **limits))
     assert (found.status, found.reward) == (Status.DONE, 1.0)
     assert found.metrics["summaries"] >= 1
     assert engine.recorded(found)
@@ -99,11 +99,11 @@ sys.path.insert(0, {root!r})
 from tests.integrations.harbor.trials import *
 folder = Path({folder!r})
 task = write_task(folder / "task")
-busy = answer("sleep 300 &\\n", "sleep 60\\n")
+busy = answer("sleep {seconds} &\\n", "sleep 1000\\n")
 def reply(text):
     (folder / "began").touch()
     return busy
-asyncio.run(play(scripted(reply), [task] * 3, harbor(folder / "trials")))
+asyncio.run(play(scripted(reply), [task] * 2, harbor(folder / "trials")))
 """
 
 
@@ -112,17 +112,14 @@ asyncio.run(play(scripted(reply), [task] * 3, harbor(folder / "trials")))
 def test_nothing_is_left_after_a_kill(who: str, tmp_path: Path) -> None:
     python_with_harbor()
     assert not sandboxes()
-    code = _RUN.format(root=str(ROOT), folder=str(tmp_path))
+    seconds = 1000 + os.getpid()  # other runs of the tests on this machine have others
+    code = _RUN.format(root=str(ROOT), folder=str(tmp_path), seconds=seconds)
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "began").exists() or not sandboxes():
-            assert run.poll() is None and time.monotonic() < deadline, run.communicate()[1][-2000:]
-            time.sleep(0.1)
+        wait_until(lambda: run.poll() is not None or ((tmp_path / "began").exists() and sandboxes()))
+        assert run.poll() is None, run.communicate()[1][-2000:]
         os.kill(run.pid if who == "run" else worker_of(run.pid), signal.SIGKILL)
-        while sandboxes() or "sleep 300" in processes():
-            assert time.monotonic() < deadline, sandboxes()
-            time.sleep(0.1)
+        wait_until(lambda: not sandboxes() and f"sleep {seconds}" not in processes())
     finally:
         run.kill()
         run.communicate()

@@ -1,6 +1,5 @@
 """Real Harbor, real Terminus-2, real verifier, a scripted model: what is recorded is what was sampled."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,11 @@ from tests.integrations.harbor.trials import (
     shipped,
     write_task,
 )
+from tests.integrations.libraries import KeptWorkers
 from treadle.core.types import Status
 
 
-def test_the_shipped_tasks_are_played_and_graded(tmp_path: Path) -> None:
+def test_the_shipped_tasks_are_played_and_graded(kept: KeptWorkers, tmp_path: Path) -> None:
     by_task = {
         "greeting": GREETING,
         "largest-file": "find /usr/bin -maxdepth 1 -type f -printf '%s %f\\n' | sort -n | tail -1 | "
@@ -34,19 +34,19 @@ def test_the_shipped_tasks_are_played_and_graded(tmp_path: Path) -> None:
         return playing(answer(command), answer(done=True), answer(done=True))(text)
 
     engine = Sampled(scripted(reply))
-    found = asyncio.run(play(engine, [shipped(name) for name in by_task], harbor(tmp_path), check=True))
+    found = kept.run(play(engine, [shipped(name) for name in by_task], harbor(tmp_path), check=True))
     for trajectory in found:
         assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.DONE, 1.0, None)
         assert engine.recorded(trajectory) and len(trajectory.steps) == 3
         assert trajectory.metrics["calls_unreported"] == trajectory.metrics["calls_misreported"] == 0
-        assert 0 < trajectory.metrics["agent_seconds"] < 60
+        assert trajectory.metrics["agent_seconds"] > 0
     assert not list(tmp_path.iterdir())  # trial_directories: delete
 
 
 @pytest.mark.slow
-def test_a_task_of_two_steps(tmp_path: Path) -> None:
+def test_a_task_of_two_steps(kept: KeptWorkers, tmp_path: Path) -> None:
     task = write_task(tmp_path / "two", steps=["First.", "Second."])
     engine = Sampled(scripted(playing(*WELL)))
-    [found] = asyncio.run(play(engine, [task], harbor(tmp_path / "trials", trial_directories="keep")))
+    [found] = kept.run(play(engine, [task], harbor(tmp_path / "trials", trial_directories="keep")))
     assert (found.status, found.reward, len(found.steps)) == (Status.DONE, 1.0, 6)
     assert next((tmp_path / "trials").iterdir()).joinpath("result.json").is_file()

@@ -29,9 +29,11 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 
-ROOT = Path(__file__).parents[3]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 SHIPPED = Path(str(files("treadle.recipes") / "harbor_tasks"))
 GREETING = "echo 'Hello, world!' > /app/hello.txt\n"
+LIMITS = "[verifier]\ntimeout_sec = 900.0\n[agent]\ntimeout_sec = 900.0\n[environment]\nbuild_timeout_sec = 900.0\n"
 OK = "[ -f /app/hello.txt ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
 
 
@@ -73,13 +75,12 @@ def sandboxes() -> list[str]:
 
 
 def write_task(
-    directory: Path, instruction: str = "Say ok.", test: str = OK, settings: str = "", steps: Sequence[str] = ()
+    directory: Path, instruction: str = "Say ok.", test: str = OK, settings: str = LIMITS, steps: Sequence[str] = ()
 ) -> Task:
     """A task on disk. steps: instructions of a task of several steps, each verified by the same test."""
     directory.mkdir(parents=True)
     named = "".join(f'[[steps]]\nname = "{number}"\n' for number, _ in enumerate(steps))
-    limits = "[verifier]\ntimeout_sec = 60.0\n[agent]\ntimeout_sec = 120.0\n[environment]\nbuild_timeout_sec = 60.0\n"
-    (directory / "task.toml").write_text(f'schema_version = "1.0"\n{settings or limits}{named}')
+    (directory / "task.toml").write_text(f'schema_version = "1.0"\n{settings}{named}')
     (directory / "environment").mkdir()
     (directory / "environment" / "Dockerfile").write_text("FROM debian:12\n")
     for place, text in (
@@ -170,10 +171,12 @@ def check_trained_once(trajectory: Trajectory) -> None:
 
 
 def harbor(directory: Path, **settings: Any) -> HarborConfig:
+    """Agents and environments of this folder's modules can be named."""
     where = {
         "environment": "local",
         "python": python_with_harbor(),
         "directory": str(directory),
+        "worker": {"start_timeout": 600.0, "patience": 600.0, "environment": {"PYTHONPATH": str(HERE)}},
     }
     trial = {"agent": {"kwargs": {"enable_summarize": False}}}
     return build(HarborConfig, {**where, "trials_per_second": 50.0, "trial": trial, **settings})

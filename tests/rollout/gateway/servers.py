@@ -5,9 +5,8 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-import anthropic
 import openai
 
 from tests.worlds import END, PlainTokenizer, plain_ids
@@ -20,8 +19,6 @@ from treadle.rollout.gateway.gateway import Gateway, SessionAddress
 from treadle.rollout.gateway.serving import serving
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
-
-C = TypeVar("C", openai.AsyncOpenAI, anthropic.AsyncAnthropic)
 
 CALL = '<think>Who?</think>\nI look.<tool_call>{"name": "look", "arguments": {"who": "Anna"}}</tool_call>'
 FINAL = "  Anna plays chess, no\u00a0doubt. "
@@ -77,7 +74,7 @@ class Served:
     engine: Any
     renderer: ChatRenderer
     sessions: dict[str, Session] = field(default_factory=dict)
-    clients: list[openai.AsyncOpenAI | anthropic.AsyncAnthropic] = field(default_factory=list)
+    clients: list[Any] = field(default_factory=list)
 
     def open(self, name: str = "s", parse: ReplyParser = hermes, **settings: Any) -> SessionAddress:
         """A new session, attached."""
@@ -92,16 +89,17 @@ class Served:
     def openai(self, address: SessionAddress, url: str = "") -> openai.AsyncOpenAI:
         """An unmodified client, closed with the server. url: another base URL, then with the secret as API key."""
         key = address.secret if url else "unused"
-        return self._closed(openai.AsyncOpenAI(base_url=url or address.base_url, api_key=key))
-
-    def anthropic(self, address: SessionAddress, url: str = "") -> anthropic.AsyncAnthropic:
-        """The same for Anthropic's."""
-        key = address.secret if url else "unused"
-        return self._closed(anthropic.AsyncAnthropic(base_url=url or address.anthropic_url, api_key=key))
-
-    def _closed(self, client: C) -> C:
+        client = openai.AsyncOpenAI(base_url=url or address.base_url, api_key=key)
         self.clients.append(client)
         return client
+
+    def anthropic(self, address: SessionAddress, url: str = "") -> Any:
+        """The same for Anthropic's, whose import takes seconds: for tests of the group `anthropic`."""
+        from anthropic import AsyncAnthropic
+
+        key = address.secret if url else "unused"
+        self.clients.append(AsyncAnthropic(base_url=url or address.anthropic_url, api_key=key))
+        return self.clients[-1]
 
     def steps(self, name: str = "s") -> list[Step]:
         return self.sessions[name].steps

@@ -11,9 +11,11 @@ import openai
 import pytest
 
 from tests.rollout.gateway.servers import CALL, FINAL, Slow, looks_then_answers, scripted, served, written
+from tests.until import until
 from tests.worlds import PlainTokenizer, user
 from treadle.core.types import Step, StopReason
 from treadle.rendering.replies import hermes, plain
+from treadle.rollout.gateway.sampling_overrides import SamplingRequest
 
 SCHEMA = {"type": "object", "properties": {"who": {"type": "string"}}}
 CHAT_TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
@@ -119,6 +121,7 @@ async def test_openai_responses_with_tools(stream: bool, stateful: bool) -> None
         check(server.steps(), told)
 
 
+@pytest.mark.xdist_group("anthropic")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_anthropic_with_tools(stream: bool) -> None:
     async with served(looking()) as server:
@@ -214,6 +217,7 @@ async def test_raw_completions_keep_the_ids_of_what_they_carry_on(stream: bool) 
         assert server.steps()[3].prompt_ids.tolist() == [1, 70, 71]
 
 
+@pytest.mark.xdist_group("anthropic")
 async def test_a_stop_string_ends_the_text_and_anthropic_is_told_which() -> None:
     async with served(Slow(scripted(lambda prompt, number: "one STOP two"))) as server:
         address = server.open(parse=plain)
@@ -245,6 +249,7 @@ async def test_logprobs_and_token_ids_are_those_of_the_step() -> None:
             assert [token.logprob for token in choice.logprobs.content] == step.logprobs.tolist()
 
 
+@pytest.mark.xdist_group("anthropic")
 async def test_a_completion_cut_by_length_says_so() -> None:
     async with served(Slow(scripted(lambda prompt, number: "too long to say"))) as server:
         address = server.open(max_tokens=5)
@@ -262,6 +267,7 @@ async def test_a_completion_cut_by_length_says_so() -> None:
         assert all(step.stop_reason is StopReason.LENGTH for step in server.steps())
 
 
+@pytest.mark.xdist_group("anthropic")
 async def test_the_secret_may_be_the_api_key() -> None:
     async with served(looking()) as server:
         address = server.open()
@@ -301,9 +307,21 @@ async def test_sub_agents_call_at_once_and_are_recorded_in_the_order_of_arrival(
         client = server.openai(server.open(parse=plain))
         engine.gate.clear()
         calls = [asyncio.ensure_future(client.chat.completions.create(model="m", messages=HELLO)) for _ in range(5)]
-        while len(engine.calls) < 5:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(engine.calls) == 5)
         engine.gate.set()
         answers = [call.choices[0].message.content for call in await asyncio.gather(*calls)]
         assert [written(step) for step in server.steps()] == ["0", "1", "2", "3", "4"]
         assert sorted(str(a) for a in answers) == ["0", "1", "2", "3", "4"]
+
+
+def test_what_clients_write_of_sampling_is_brought_within_its_bounds() -> None:
+    asked = SamplingRequest(temperature=1e-9, top_k=-1, seed=-1, presence_penalty=0.5, logit_bias={})
+    assert asked.overrides(7, "x") == {
+        "temperature": 0.01,
+        "top_k": 0,
+        "seed": 2**63 - 1,
+        "max_tokens": 7,
+        "stop": ("x",),
+        "presence_penalty": "0.5",
+    }
+    assert SamplingRequest(temperature=0.0).overrides(None, ()) == {"temperature": 0.0}

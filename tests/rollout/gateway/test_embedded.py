@@ -32,6 +32,7 @@ async def embedded(**settings: Any) -> AsyncIterator[Served]:
     await engine.close()
 
 
+@pytest.mark.xdist_group("anthropic")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_clients_are_told_what_was_sampled(stream: bool) -> None:
     async with embedded() as server:

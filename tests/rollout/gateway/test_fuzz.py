@@ -193,7 +193,7 @@ RICH: dict[str, Any] = {
 RICH["messages/count_tokens"] = RICH["messages"]
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(route=st.sampled_from(POSTS), data=st.data())
 def test_requests_with_anything_anywhere_in_them(route: str, data: st.DataObject, running: Running) -> None:
     body = RICH[route]
@@ -227,7 +227,7 @@ def described(running: Running) -> dict[str, Draft202012Validator]:
     return {route: Draft202012Validator({**schema, **whole}) for route, schema in schemas.items()}
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(route=st.sampled_from(POSTS), data=st.data())
 def test_the_description_allows_what_is_read_and_nothing_else(
     route: str, data: st.DataObject, described: dict[str, Draft202012Validator]
@@ -245,7 +245,7 @@ def test_the_description_allows_what_is_read_and_nothing_else(
     assert described[route].is_valid(body) == (not problem), problem
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(route=st.sampled_from(POSTS), body=st.binary(max_size=60) | JSON.map(lambda v: json.dumps(v).encode()))
 def test_bodies_that_are_nothing(route: str, body: bytes, running: Running) -> None:
     assert is_error(running.http.post(f"{running.address.base_url}/{route}", content=body), 400)

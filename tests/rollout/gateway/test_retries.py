@@ -10,6 +10,7 @@ import pytest
 
 from tests.rollout.gateway.servers import Served, Slow, scripted, served, written
 from tests.rollout.gateway.storms import storm
+from tests.until import CEILING, until
 from tests.worlds import user
 from treadle.core.errors import EngineError
 from treadle.core.types import DropReason, StopReason
@@ -31,12 +32,6 @@ async def ask(http: httpx.AsyncClient, address: SessionAddress, body: Any = None
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 async def hang_up(http: httpx.AsyncClient, server: Served, address: SessionAddress, **headers: str) -> None:
     """Ask, wait until it is being sampled, and go."""
     before = len(server.engine.calls)
@@ -44,6 +39,13 @@ async def hang_up(http: httpx.AsyncClient, server: Served, address: SessionAddre
     await until(lambda: len(server.engine.calls) > before)
     call.cancel()
     await asyncio.wait([call])
+
+
+def joined(server: Served, address: SessionAddress) -> int:
+    """Connections that wait for what is being sampled."""
+    attached = server.gateway.find(address.secret)
+    assert attached is not None
+    return sum(exchange.waiting for exchange in attached.exchanges._running)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -89,12 +91,13 @@ async def test_two_sessions_never_share_an_answer() -> None:
 @pytest.mark.parametrize("headers", [{}, {"x_stainless_retry_count": "1"}])
 async def test_a_retry_joins_a_sample_in_flight(headers: dict[str, str]) -> None:
     engine = numbering()
-    async with served(engine) as server, httpx.AsyncClient() as http:
+    async with served(engine, grace=CEILING) as server, httpx.AsyncClient(timeout=CEILING) as http:
         address = server.open(parse=plain)
         engine.gate.clear()
         await hang_up(http, server, address)
+        await until(lambda: not joined(server, address))
         again = asyncio.ensure_future(ask(http, address, **headers))
-        await asyncio.sleep(0.05)
+        await until(lambda: joined(server, address))
         engine.gate.set()
         assert await again == "answer 0"
         [step] = server.steps()
@@ -103,7 +106,7 @@ async def test_a_retry_joins_a_sample_in_flight(headers: dict[str, str]) -> None
 
 async def test_an_answer_that_nobody_read_is_dropped_until_a_retry_reads_it() -> None:
     engine = numbering()
-    async with served(engine) as server, httpx.AsyncClient() as http:
+    async with served(engine, grace=CEILING) as server, httpx.AsyncClient() as http:
         address = server.open(parse=plain)
         engine.gate.clear()
         await hang_up(http, server, address)
@@ -179,13 +182,13 @@ async def test_a_session_that_ends_while_choices_are_being_aborted_drops_those_t
                 case 1:
                     return await super().generate(*a, **k)
                 case 2:
-                    await asyncio.sleep(0.1)
+                    await until(lambda: server.steps() and self.asked == 3)
                     raise EngineError("full")
             try:
                 await asyncio.Event().wait()
             finally:
                 self.aborted += 1
-                await asyncio.sleep(5)
+                await asyncio.sleep(CEILING)
 
     engine = Lingering(scripted(lambda prompt, number: "x"))
     async with served(engine) as server, httpx.AsyncClient() as http:
@@ -219,12 +222,16 @@ async def test_a_failed_call_is_forgotten_and_asked_again() -> None:
 
 
 async def test_the_openai_clients_own_retry_after_a_timeout() -> None:
-    seconds = iter([1.5, 0.0])
-    engine = Slow(scripted(lambda prompt, number: f"answer {number}"), lambda: next(seconds, 0.0))
-    async with served(engine) as server:
-        client = server.openai(server.open(parse=plain)).with_options(timeout=1.0, max_retries=20)
-        said = await client.chat.completions.create(**BODY)
-        assert said.choices[0].message.content == "answer 0"
+    engine = numbering()
+    async with served(engine, grace=CEILING) as server:
+        address = server.open(parse=plain)
+        client = server.openai(address).with_options(timeout=1.0, max_retries=100)
+        engine.gate.clear()
+        call = asyncio.ensure_future(client.chat.completions.create(**BODY))
+        await until(lambda: joined(server, address))
+        await until(lambda: not joined(server, address))  # its patience is over
+        engine.gate.set()
+        assert (await call).choices[0].message.content == "answer 0"
         [step] = server.steps()
         assert step.dropped is None
 
@@ -261,6 +268,6 @@ async def test_no_step_is_lost_doubled_or_misplaced_in_a_storm_of_disconnects() 
     dice = random.Random(0)
     engine = Slow(scripted(lambda prompt, number: f"unique {number}"), lambda: dice.uniform(0, 0.6))
     async with served(engine, grace=0.1) as server:
-        found = await storm(server, sessions=64, seconds=3.0, seed=1)
+        found = await storm(server, sessions=32, seconds=1.5, seed=1)
     assert found["live"] == found["answers"] > 0
     assert found["dropped"] >= engine.aborted > 0

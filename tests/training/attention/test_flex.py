@@ -1,6 +1,5 @@
 """The mask, block by block and element by element."""
 
-import time
 import tracemalloc
 from collections.abc import Callable
 
@@ -57,7 +56,6 @@ def dense(count: Tensor | None, index: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [4, 128])
-@settings(max_examples=150, deadline=None)
 @given(shape=shapes(longest=60), window=st.sampled_from([*WINDOWS, 8, 20]))
 def test_blocks(size: int, shape: Shape, window: int | None) -> None:
     """Nothing visible is left out, full blocks are full; without a window, the lists are exactly that."""
@@ -92,7 +90,6 @@ def test_through_a_window_far_blocks_are_left_out_and_near_ones_full(context: in
     assert full.any()
 
 
-@settings(max_examples=100, deadline=None)
 @given(shape=shapes(), window=st.sampled_from(WINDOWS))
 def test_each_element(shape: Shape, window: int | None) -> None:
     rows, columns = shape.nodes, len(shape.depth)
@@ -105,7 +102,7 @@ def test_each_element(shape: Shape, window: int | None) -> None:
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("longest", [12, 150])
 def test_it_is_the_reference(longest: int) -> None:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=20)
     @given(shape=shapes(longest), heads=HEADS, window=st.sampled_from(WINDOWS), scale=st.sampled_from([0.05, 0.5, 2.0]))
     def check(shape: Shape, heads: Heads, window: int | None, scale: float) -> None:
         problem, kernel = Problem.of(shape, heads, window, scale), Flex(shape)
@@ -163,13 +160,11 @@ def test_nothing_quadratic_is_made_for_64k_nodes() -> None:
     tree = tree_of(random_calls(np.random.default_rng(0), 200, 800))
     shape = Shape.of(chunks(tree, 2**16)[0])
     assert shape.nodes == 2**16
-    began = time.monotonic()
     with Made() as made:
         tracemalloc.start()
         mask = block_mask(shape, 4096, CPU)
         _, peak = tracemalloc.get_traced_memory()  # numpy's arrays; torch's are in `made`
         tracemalloc.stop()
-    assert time.monotonic() - began < 10
     assert mask.kv_indices.shape == (1, 1, 512, 512)
     assert peak < 64e6
     assert 2**16 <= max(x.numel() for x in made.tensors) <= 2 * 512 * 513

@@ -67,7 +67,6 @@ def varlen(shape: Shape) -> Varlen:
     return Varlen(shape, definition)
 
 
-@settings(max_examples=150, deadline=None)
 @given(shape=shapes(), heads=HEADS, window=st.sampled_from(WINDOWS), scale=st.sampled_from([0.05, 0.5, 2.0]))
 def test_it_is_the_reference(shape: Shape, heads: Heads, window: int | None, scale: float) -> None:
     problem = Problem.of(shape, heads, window, scale)
@@ -77,7 +76,7 @@ def test_it_is_the_reference(shape: Shape, heads: Heads, window: int | None, sca
             assert gap(found, wanted) < 1e-12
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 @given(shape=shapes(longest=40), windows=st.permutations(WINDOWS))
 def test_layers_with_different_windows_share_a_kernel(shape: Shape, windows: list[int | None]) -> None:
     kernel = varlen(shape)

@@ -18,5 +18,5 @@ def pairs() -> Iterator[list[RankProcesses]]:
 def pair(pairs: list[RankProcesses]) -> RankProcesses:
     """Two ranks, which take seconds to start: the ones of the test before, unless it ended them."""
     if not pairs or pairs[-1].over is not None:
-        pairs.append(RankProcesses(Parity, 2, limit=20))
+        pairs.append(RankProcesses(Parity, 2, limit=300))
     return pairs[-1]

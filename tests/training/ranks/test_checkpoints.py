@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models import distance, norm, random_groups, same_bits, weights_of
+from tests.until import CEILING, wait_until
 from tests.worlds import ROOT, tiny
 from treadle.core.errors import CheckpointError, ConfigError, DamageError
 from treadle.core.manifest import MANIFEST, Manifest
@@ -174,12 +175,9 @@ def test_a_checkpoint_is_complete_or_absent_whoever_is_killed_while_it_is_writte
         while not (writing := list(tmp_path.glob(".step-*.tmp/model.safetensors"))):
             time.sleep(0.0001)
         os.kill({"caller": caller.pid, "first rank": pids[0], "second rank": pids[1]}[killed], signal.SIGKILL)
-        said = caller.communicate(timeout=60)[1]
+        said = caller.communicate(timeout=CEILING)[1]
         assert killed == "caller" or "RankError" in said
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     assert writing
     complete = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
     assert len(complete) >= 3

@@ -43,7 +43,7 @@ def test_a_run_on_two_ranks_that_is_killed_ends_with_the_same_bits(
     settings = ("orchestration.updates=5", "orchestration.checkpoint_every=2", "placement.learner.ranks=2")
     (tmp_path / "tiny.yaml").write_text(dump_yaml(tiny(SLOWLY, *SETTINGS, *settings)))
     with training(tmp_path) as process:
-        wait_for_update(tmp_path, 3, process, seconds=200)
+        wait_for_update(tmp_path, 3, process)
         process.kill()
     with training(tmp_path, "--resume") as process:
         expect(process, 0)

@@ -109,7 +109,7 @@ class _Attempts:
 
     def __init__(self, run: Callable[..., Any], send: Send, output_limit: int) -> None:
         self._run, self._send, self._output_limit = run, send, output_limit
-        self._tasks: dict[int, Any] = {}
+        self._tasks: dict[int, asyncio.Task[Json]] = {}
         self._stops: dict[int, asyncio.Event] = {}
 
     def __len__(self) -> int:
@@ -118,6 +118,7 @@ class _Attempts:
     def run(self, number: int, payload: Json) -> None:
         self._stops[number] = asyncio.Event()
         self._tasks[number] = asyncio.ensure_future(self._play(number, payload, self._stops[number]))
+        self._tasks[number].add_done_callback(lambda task: self._finish(number, task))
 
     def stop(self, number: int) -> None:
         if number in self._stops:
@@ -135,14 +136,17 @@ class _Attempts:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _play(self, number: int, payload: Json, stop: asyncio.Event) -> None:
+    async def _play(self, number: int, payload: Json, stop: asyncio.Event) -> Json:
         try:
-            answer = {"id": number, "result": _checked(await self._run(payload, stop), self._output_limit)}
+            return {"id": number, "result": _checked(await self._run(payload, stop), self._output_limit)}
         except BaseException as error:  # noqa: BLE001  # a boundary: one attempt's error is its answer
-            answer = {"id": number, "error": _described(error)}
-        finally:
-            del self._tasks[number], self._stops[number]
-        self._send(answer)
+            return {"id": number, "error": _described(error)}
+
+    def _finish(self, number: int, task: "asyncio.Task[Json]") -> None:
+        """Send the answer; a task that was cancelled before it began has none."""
+        del self._tasks[number], self._stops[number]
+        cancelled = {"id": number, "error": _described(asyncio.CancelledError())}
+        self._send(cancelled if task.cancelled() else task.result())
 
 
 def _checked(result: Any, limit: int) -> Json:

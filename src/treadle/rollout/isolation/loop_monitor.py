@@ -37,25 +37,27 @@ class LoopMonitor:
     """Times every turn of user code on one event loop.
 
     blocked_seconds: of all turns of `BLOCKED` seconds and more. log: called once for each line that blocks, from
-    another thread while it does (`watching`); otherwise afterwards.
+    another thread while it does (`watching`); otherwise afterwards. clock: gives seconds.
     """
 
-    def __init__(self, log: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self, log: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.blocked_seconds = 0.0
-        self._log = log
+        self._log, self._clock = log, clock
         self._turn: Turn | None = None
         self._said: set[tuple[str, str]] = set()
 
     def begin(self, name: str, attempt: str) -> Turn | None:
         """Start timing user code; return the turn that it is nested in, to be passed to `end`."""
-        outer, self._turn = self._turn, Turn(name, attempt, time.monotonic(), threading.get_ident())
+        outer, self._turn = self._turn, Turn(name, attempt, self._clock(), threading.get_ident())
         return outer
 
     def end(self, outer: Turn | None) -> float:
         """Stop timing it; return how many seconds it took."""
         turn, self._turn = self._turn, outer
         assert turn is not None
-        seconds = time.monotonic() - turn.since
+        seconds = self._clock() - turn.since
         if seconds >= BLOCKED and outer is None:
             self.blocked_seconds += seconds
             self._report(turn, "")
@@ -76,7 +78,7 @@ class LoopMonitor:
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(_PERIOD):
             turn = self._turn
-            if turn is not None and time.monotonic() - turn.since >= BLOCKED:
+            if turn is not None and self._clock() - turn.since >= BLOCKED:
                 place = user_place(sys._current_frames().get(turn.thread))
                 if turn is self._turn:  # still, so that the place is its own
                     self._report(turn, place)

@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.training.ranks.service import Parity
+from tests.until import wait_until
 from treadle.core.errors import RankError, TrainingStopped
 from treadle.training.rank_processes import RankProcesses
 from treadle.training.ranks import Ranks
@@ -53,10 +53,8 @@ def test_an_error_of_all_ranks_leaves_them_as_they_are(pair: RankProcesses) -> N
 
 
 def test_a_rank_that_raises_alone_ends_all_of_them_with_its_own_error(pair: RankProcesses) -> None:
-    before = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)^rank 1 failed with ZeroDivisionError: made up.*in fail"):
         pair.call("fail", 1, "raise")
-    assert time.monotonic() - before < 60
     assert not children()
     with pytest.raises(RankError, match="ZeroDivisionError"):
         pair.call("echo")
@@ -72,20 +70,16 @@ def test_a_rank_that_raises_alone_ends_all_of_them_with_its_own_error(pair: Rank
     ],
 )
 def test_other_ways_to_fail_alone(pair: RankProcesses, how: str, error: type[Exception], match: str) -> None:
-    before = time.monotonic()
     with pytest.raises(error, match=match):
         pair.call("fail", 0, how)
-    assert time.monotonic() - before < 60
     assert pair.over is not None and not children()
 
 
 @pytest.mark.slow
 def test_a_collective_has_a_limit() -> None:
-    ranks = RankProcesses(Parity, 2, limit=3)
-    before = time.monotonic()
+    ranks = RankProcesses(Parity, 2, limit=20)
     with pytest.raises(RankError, match=r"rank 1 failed with .*[Tt]imed out"):
         ranks.call("fail", 0, "sleep")
-    assert time.monotonic() - before < 15
     ranks.close()
     assert not children()
 
@@ -113,7 +107,4 @@ def test_ranks_end_with_their_caller() -> None:
     caller.kill()
     caller.wait()
     caller.stdout.close()
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
