@@ -79,11 +79,12 @@ def test_other_ways_to_fail_alone(pair: RankProcesses, how: str, error: type[Exc
 
 @pytest.mark.slow
 def test_a_collective_has_a_limit() -> None:
+    before = children()
     ranks = RankProcesses(Parity, 2, limit=20)
     with pytest.raises(RankError, match=r"rank 1 failed with .*[Tt]imed out"):
         ranks.call("fail", 0, "sleep")
     ranks.close()
-    assert not children()
+    assert children() <= before
 
 
 def refuse(ranks: Ranks) -> Parity:
@@ -94,9 +95,10 @@ def refuse(ranks: Ranks) -> Parity:
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_begin_is_named_and_nothing_stays() -> None:
+    before = children()
     with pytest.raises(TrainingStopped, match="rank 1 does not begin"):
         RankProcesses(refuse, 2)
-    assert not children()
+    assert children() <= before
 
 
 @pytest.mark.slow
