@@ -54,7 +54,7 @@ TYPESCRIPT := 5.9.3
 OXLINT := 1.94.0
 
 # With `loadgroup` a worker that crashes and is started again can leave the run waiting for ever: it ends instead.
-WORKERS := -n 6 --dist loadgroup --max-worker-restart 0
+WORKERS := -n 5 --dist loadgroup --max-worker-restart 0
 
 test: dev-env ## lint, types and the quick tests
 	@$(MAKE) --no-print-directory --jobs 2 lint test-quick

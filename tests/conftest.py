@@ -1,5 +1,6 @@
 """Settings shared by all tests. Nothing heavy is imported here."""
 
+import gc
 import os
 from collections import defaultdict
 from random import Random
@@ -19,6 +20,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("full", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("full")
 settings.register_profile("quick", settings(), max_examples=40)
+
+# What importing and collecting make stays until the end: looking for garbage in it is a third of a test process's time.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
