@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow what `quick(n)` leaves to `make test-all`: all but n variants, drawn by the test's name."""
     variants: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("quick"):
+        if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):
             variants[item.nodeid.split("[")[0]].append(item)
     for name, group in variants.items():
         mark = group[0].get_closest_marker("quick")

@@ -72,6 +72,7 @@ class Held:
 
 async def begun(pool: WorkerPool) -> None:
     """Wait until the attempts that the only process was given before have begun."""
+    await asyncio.sleep(0)  # calls that were made tasks of just now come first
     await pool.call({"do": "echo"})
 
 

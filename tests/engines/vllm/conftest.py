@@ -1,4 +1,4 @@
-"""Two real vLLM servers on the CPU, shared by all tests here; each test connects an engine of its own."""
+"""Real vLLM servers on the CPU, shared by all tests here; each test connects an engine of its own."""
 
 import asyncio
 import os
@@ -74,25 +74,37 @@ async def started(process: ServerProcess) -> None:
     await server.disconnect()
 
 
+class Servers(dict[str, Served]):
+    """Starts the server "tied" or "untied" when it is wanted first."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._python = folder, python_with_vllm()
+
+    def __missing__(self, name: str) -> Served:
+        family = {"tied": "qwen3", "untied": "qwen3-untied"}[name]
+        export_model(self._folder / name, sized(family, 0), TOKENIZER)
+        config = build(EngineConfig, {"batch": 64, "vllm": {"python": self._python}})
+        process = ServerProcess(self._folder / name, config, self._folder / f"{name}.log")
+        self[name] = Served(process, family)
+        return self[name]
+
+
 @pytest.fixture(scope="session")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
-    python = python_with_vllm()
-    config = build(EngineConfig, {"batch": 64, "vllm": {"python": python}})
-    folder = tmp_path_factory.mktemp("vllm")
-    started = {}
-    for name, family in (("tied", "qwen3"), ("untied", "qwen3-untied")):
-        export_model(folder / name, sized(family, 0), TOKENIZER)
-        started[name] = Served(ServerProcess(folder / name, config, folder / f"{name}.log"), family)
-    yield started
-    for served in started.values():
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    servers = Servers(tmp_path_factory.mktemp("vllm"))
+    yield servers
+    for served in servers.values():
         asyncio.run(served.process.stop())
+
+
+NAMES = ["tied", pytest.param("untied", marks=pytest.mark.slow)]  # each server takes 20 s of CPU to start
 
 
 Connect = Callable[..., AbstractAsyncContextManager[VLLMEngine]]
 
 
 @pytest.fixture
-def connect(servers: dict[str, Served], tmp_path: Path) -> Connect:
+def connect(servers: Servers, tmp_path: Path) -> Connect:
     """`async with connect("tied", ...) as engine`: over those servers and `urls`, with `open_engine`'s options.
 
     `tests.sources.publish` gives it weights.
@@ -107,8 +119,9 @@ def connect(servers: dict[str, Served], tmp_path: Path) -> Connect:
         source: WeightSource | None = None,
         **options: Any,
     ) -> AsyncIterator[VLLMEngine]:
-        for name in names:
-            await started(servers[name].process)
+        processes = [servers[name].process for name in names]
+        for process in processes:
+            await started(process)
         vllm = {"urls": [*(servers[n].url for n in names), *urls], "transfer": transfer}
         config = build(EngineConfig, {"kind": "vllm", "in_flight": in_flight, "vllm": vllm})
         options = {"stop_token_ids": [END], **options}

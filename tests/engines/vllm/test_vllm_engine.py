@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedModel
 
-from tests.engines.vllm.conftest import TOKENIZER, Connect, Served, engine_core, metric, sized
+from tests.engines.vllm.conftest import NAMES, TOKENIZER, Connect, Servers, engine_core, metric, sized
 from tests.sources import publish
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
@@ -64,10 +64,9 @@ async def sampled(engine: VLLMEngine, sampling: SamplingParams, session: str, pr
         engine.close_session(session)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("name", NAMES)
 async def test_log_probabilities_are_those_of_the_distribution_sampled_from(
-    name: str, servers: dict[str, Served], connect: Connect
+    name: str, servers: Servers, connect: Connect
 ) -> None:
     model = sized(servers[name].family, 0)
     kinds = [
@@ -146,7 +145,7 @@ async def test_what_vllm_would_change_in_silence_is_refused(connect: Connect) ->
         assert len((await sampled(engine, SamplingParams(max_tokens=1017), "fits")).token_ids) <= 1017
 
 
-async def test_a_cancelled_call_is_aborted_on_the_server(connect: Connect, servers: dict[str, Served]) -> None:
+async def test_a_cancelled_call_is_aborted_on_the_server(connect: Connect, servers: Servers) -> None:
     async with connect("tied", stop_token_ids=[]) as engine:
         await sampled(engine, SamplingParams(max_tokens=1), "first")
         before, core = await metric(engine._servers[0], "generation_tokens_total"), engine_core(servers["tied"])

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 from tests.engines.vllm.conftest import (
+    NAMES,
     TOKENIZER,
     TRANSFERS,
     Connect,
-    Served,
+    Servers,
     python_with_vllm,
     shared_files,
     sized,
@@ -90,9 +91,9 @@ def start(engine: VLLMEngine, count: int, tokens: int) -> list[asyncio.Task[Comp
 @pytest.mark.parametrize(
     ("transfer", "in_flight"), [("shared_memory", "keep"), ("shared_memory", "recompute"), ("collective", "keep")]
 )
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("name", NAMES)
 async def test_each_token_is_of_the_version_that_is_reported_for_it(
-    name: str, in_flight: str, transfer: str, servers: dict[str, Served], connect: Connect, small_buckets: None
+    name: str, in_flight: str, transfer: str, servers: Servers, connect: Connect, small_buckets: None
 ) -> None:
     old, new = (sized(servers[name].family, seed) for seed in (0, 1))
     source = FixedWeights(shapes=shapes(old))

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.engines.vllm.conftest import SIZES, Served, python_with_vllm, started
+from tests.engines.vllm.conftest import SIZES, Servers, python_with_vllm, started
 from tests.orchestration.runs import check_finished, query, start, updates
 from tests.until import CEILING, wait_until
 from tests.worlds import Quiet, Vowels, tiny
@@ -28,7 +28,7 @@ def overrides(**engine: Any) -> list[str]:
     return [*sizes, "engine.kind=vllm", "orchestration.updates=2", *given]
 
 
-def test_a_run_trains_what_a_server_samples(servers: dict[str, Served], tmp_path: Path) -> None:
+def test_a_run_trains_what_a_server_samples(servers: Servers, tmp_path: Path) -> None:
     asyncio.run(started(servers["tied"].process))
     given = overrides(urls=[servers["tied"].url])
     start(tmp_path / "run", *given)

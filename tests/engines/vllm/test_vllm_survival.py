@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.engines.vllm.conftest import TRANSFERS, Connect, Served, engine_core, metric, sized, under_way
+from tests.engines.vllm.conftest import TRANSFERS, Connect, Servers, engine_core, metric, sized, under_way
 from tests.sources import publish
 from tests.until import CEILING
 from treadle.core.errors import EngineError
@@ -24,7 +24,7 @@ from treadle.engines.vllm import engine as vllm_engine
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.models.weights import unique_weights
 
-pytestmark = pytest.mark.xdist_group("vllm")
+pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.slow]
 
 
 def same_policy() -> dict[str, torch.Tensor]:
@@ -63,7 +63,6 @@ async def test_a_session_stays_on_one_server_and_finds_its_prefix_there(connect:
     assert len(plays) == 6
 
 
-@pytest.mark.quick(1)
 @TRANSFERS
 async def test_where_one_server_fails_all_go_back(transfer: str, connect: Connect) -> None:
     new = unique_weights(sized("qwen3", 1))
@@ -93,7 +92,6 @@ def doomed(end: str) -> Iterator[str]:
             process.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", ["killed", "silent"])
 async def test_a_server_that_ends_in_a_broadcast_is_left_behind(
     end: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
@@ -113,7 +111,7 @@ async def test_a_server_that_ends_in_a_broadcast_is_left_behind(
             np.testing.assert_allclose(await engine.score(ids), before, atol=1e-6)
 
 
-async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connect, servers: dict[str, Served]) -> None:
+async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connect, servers: Servers) -> None:
     async with connect("tied", "untied", stop_token_ids=[]) as engine:
         await publish(engine, same_policy(), 1)
         undisturbed = await asyncio.gather(*(play(engine, number, 8) for number in range(6)))
@@ -132,9 +130,8 @@ async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connec
             await play(engine, 0, 1)
 
 
-@pytest.mark.slow
 async def test_a_server_whose_engine_is_stopped_is_given_up(
-    connect: Connect, servers: dict[str, Served], monkeypatch: pytest.MonkeyPatch
+    connect: Connect, servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_engine, "_SILENCE", 10.0)
     async with connect("tied", stop_token_ids=[]) as engine:
