@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,12 @@ def plain_ids(text: str) -> list[int]:
 
 
 PLAIN = PlainTokenizer()
+
+
+@cache
+def plain_renderer() -> ChatRenderer:
+    """Of PLAIN and END; conversations share it."""
+    return ChatRenderer(PLAIN, [END])
 
 
 def saying(text: str, end: bool = True) -> FakeEngine:
@@ -255,7 +262,8 @@ def plain_rollouts(
     settings = {"max_completion_tokens": 16, "environment_timeout": 300.0, **settings}
     config = RolloutConfig(**settings)
     drivers = {("environment", "world"): EnvironmentDriver({"world": make}, config)}
-    return Rollouts(engine, ChatRenderer(tokenizer or PLAIN, [END]), drivers, config, monitor=monitor)
+    renderer = plain_renderer() if tokenizer is None else ChatRenderer(tokenizer, [END])
+    return Rollouts(engine, renderer, drivers, config, monitor=monitor)
 
 
 # Records without playing

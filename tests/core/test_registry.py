@@ -25,10 +25,9 @@ ENTRIES = [
 
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    def select(*, group: str) -> EntryPoints:
-        return EntryPoints(ENTRIES).select(group=group)
-
-    monkeypatch.setattr("importlib.metadata.entry_points", select)
+    monkeypatch.setattr(
+        "treadle.core.registry._entry_points", lambda group, path: EntryPoints(ENTRIES).select(group=group)
+    )
 
 
 @pytest.fixture
@@ -96,7 +95,7 @@ def test_what_cannot_be_found_is_a_config_error(group: str, name: str, message: 
 
 
 def test_without_any_entry_points_treadle_itself_may_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: EntryPoints([]))
+    monkeypatch.setattr("treadle.core.registry._entry_points", lambda group, path: EntryPoints([]))
     with pytest.raises(ConfigError, match=r"nothing is \(was treadle installed before"):
         registry.resolve("environments", "lookup")
 

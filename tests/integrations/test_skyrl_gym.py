@@ -24,7 +24,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv
 from tests.envs import gsm8k_cases, search_cases, sql_cases
 from tests.orchestration.runs import query, start
 from tests.until import CEILING
-from tests.worlds import END, PLAIN, plain_ids, play, tiny, user
+from tests.worlds import END, PLAIN, plain_ids, plain_renderer, play, tiny, user
 from treadle.core import registry
 from treadle.core.errors import Cause, ConfigError, DataError
 from treadle.core.types import Status, Task, Trajectory
@@ -33,7 +33,6 @@ from treadle.integrations.skyrl_gym.environment import SkyrlGym
 from treadle.integrations.skyrl_gym.tasks import skyrl_gym_rows
 from treadle.integrations.skyrl_gym.tools import guard_tools
 from treadle.orchestration.setup.inputs import check_first_prompts, load_inputs
-from treadle.rendering.chat import ChatRenderer
 from treadle.testing import FakeEngine
 
 HERE = "tests.integrations.test_skyrl_gym"
@@ -228,7 +227,7 @@ def questions(split: str, count: int = 4) -> list[Task]:
 def test_more_turns_than_steps_are_refused_at_the_start_and_told_by_an_attempt() -> None:
     config = tiny(*OPTIONS, "rollout.max_steps=2")
     with pytest.raises(ConfigError, match=r"needs 3 calls .* rollout.max_steps is 2; set rollout.max_steps=3"):
-        check_first_prompts(load_inputs(config), ChatRenderer(PLAIN, [END]), config, 512, lambda line: None)
+        check_first_prompts(load_inputs(config), plain_renderer(), config, 512, lambda line: None)
     trajectory = here(script("gsm8k_multi_turn", ["#### 1"], "72", 3), max_steps=2)
     assert trajectory.failure is not None and trajectory.failure.cause is Cause.ENVIRONMENT
     assert "rollout.max_steps is 2" in trajectory.failure.message and not trajectory.steps
@@ -347,7 +346,7 @@ def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None
         SkyrlGym(**options)
     config = tiny(*OPTIONS, "rollout.max_steps=3").model_copy(update={"environment_options": options})
     with pytest.raises(ConfigError, match=f"^environment_options of 'skyrl_gym': .*{message}"):
-        check_first_prompts(load_inputs(config), ChatRenderer(PLAIN, [END]), config, 512, lambda line: None)
+        check_first_prompts(load_inputs(config), plain_renderer(), config, 512, lambda line: None)
 
 
 def test_settings_that_are_left_out_have_the_environments_defaults() -> None:

@@ -16,14 +16,13 @@ import pytest
 from tests.integrations.libraries import KeptWorkers, library_python
 from tests.integrations.verifiers_environments import scripted_model
 from tests.orchestration.runs import check_finished, query, start
-from tests.worlds import END, PLAIN, plain_ids
+from tests.worlds import END, PLAIN, plain_ids, plain_renderer
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError, EngineError
 from treadle.core.types import Status, Task, Trajectory
 from treadle.data.rows import task_from_row
 from treadle.integrations.verifiers.driver import VerifiersDriver
 from treadle.integrations.verifiers.tasks import verifiers
-from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.session import Address
@@ -102,7 +101,7 @@ async def play(case: Case, tasks: list[Task], engine: FakeEngine | None = None, 
     )
     players = Players(drivers={"verifiers": partial(VerifiersDriver, python=case.python, worker=WORKER)})
     engine = engine or scripted()
-    async with open_rollouts(engine, ChatRenderer(PLAIN, [END]), players, config) as rollouts:
+    async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
         running = [
             rollouts.start(f"g{n}", task, [Address(0, Stream.TRAIN, 0, n, 0)])[0] for n, task in enumerate(tasks)
         ]
@@ -134,8 +133,8 @@ def own_loop(case: Case) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "case",
     [
-        MULTI,
         SINGLE_V1,
+        pytest.param(MULTI, marks=pytest.mark.slow),  # the quick tests play it below
         pytest.param(SINGLE, marks=pytest.mark.slow),
         pytest.param(TOOLS, marks=pytest.mark.slow),
         pytest.param(MULTI_V1, marks=pytest.mark.slow),

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tests.models import random_groups
 from tests.orchestration.runs import start
-from tests.worlds import END, PLAIN, Ragged, Told, chatml, hang, plain_ids, tiny, user
+from tests.worlds import Ragged, Told, chatml, hang, plain_ids, plain_renderer, tiny, user
 from treadle.core.errors import ConfigError, DataError, EngineError, RunError
 from treadle.core.types import Task
 from treadle.engines.compute import Compute
@@ -23,7 +23,6 @@ from treadle.orchestration.setup.chat_interface import check_engine, load_chat_i
 from treadle.orchestration.setup.engines import embedded_engine
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, load_inputs, make_inputs
 from treadle.packing.flat import flatten
-from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players
 from treadle.training.learner import Learner
 from treadle.training.make import load_model
@@ -70,7 +69,7 @@ def check(*worlds: Told, context: int = 128, **settings: Any) -> None:
     tasks = [Task(f"t{i}", (user("?"),), "w") for i in range(4)]
     inputs = Inputs(tasks, [], Players({"w": lambda: queue.pop(0)}))
     overrides = [f"rollout.{key}={value}" for key, value in settings.items()]
-    check_first_prompts(inputs, ChatRenderer(PLAIN, [END]), tiny(*overrides), context, print)
+    check_first_prompts(inputs, plain_renderer(), tiny(*overrides), context, print)
 
 
 def test_one_environment_that_can_be_reset_is_enough_and_is_closed() -> None:
@@ -107,7 +106,7 @@ def test_an_environment_that_needs_more_calls_than_there_are_is_refused() -> Non
 
     def check(*overrides: str) -> None:
         inputs = make_inputs([Task("t", (user("?"),))], [], {"long": lambda: Long()})
-        check_first_prompts(inputs, ChatRenderer(PLAIN, [END]), tiny(*overrides), 128, print)
+        check_first_prompts(inputs, plain_renderer(), tiny(*overrides), 128, print)
 
     check("rollout.max_steps=4")
     message = r"^task t: environment 'long' needs 4 calls .*, and rollout\.max_steps is 3; set rollout\.max_steps=4, or"

@@ -8,14 +8,13 @@ import pytest
 
 import treadle
 from tests.orchestration.runs import query, start
-from tests.worlds import END, PLAIN, tiny, user
+from tests.worlds import plain_renderer, tiny, user
 from treadle.core.errors import ConfigError
 from treadle.core.metrics import Metric
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.config import load_recipe
 from treadle.orchestration.setup.inputs import check_first_prompts, configured_environments, load_inputs, make_inputs
-from treadle.rendering.chat import ChatRenderer
 
 HERE = "tests.orchestration.test_environment_options"
 
@@ -100,7 +99,7 @@ def prompts(*overrides: str) -> None:
     config = tiny("data.train.source=arithmetic", *overrides)
     tasks = [Task(f"t{i}", (user("?"),), config.environment, "chess") for i in range(3)]
     inputs = make_inputs(tasks, [], configured_environments(config))
-    check_first_prompts(inputs, ChatRenderer(PLAIN, [END]), config, 128, print)
+    check_first_prompts(inputs, plain_renderer(), config, 128, print)
 
 
 class Refusing(Environment):

@@ -72,11 +72,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     real = importlib.metadata.entry_points
 
-    def entry_points(*, group: str) -> EntryPoints:
+    def entry_points(group: str, path: object) -> EntryPoints:
         added = [EntryPoint(name, f"{HERE}:{attribute}", group) for name, attribute in own.get(group, {}).items()]
         return EntryPoints([*real(group=group), *added])
 
-    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+    monkeypatch.setattr("treadle.core.registry._entry_points", entry_points)
 
 
 OPTIONS = (

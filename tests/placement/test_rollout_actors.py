@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.until import until
-from tests.worlds import END, PLAIN, Vowels, plain_ids, vowel_tasks
+from tests.worlds import END, Vowels, plain_ids, plain_renderer, vowel_tasks
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, EngineError
@@ -23,7 +23,6 @@ from treadle.placement import rollout_actors
 from treadle.placement.reserve import Reservation
 from treadle.placement.rollout_actors import RolloutPool, open_workers
 from treadle.placement.warden import VARIABLE, marked
-from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, RolloutRunner, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
@@ -50,7 +49,7 @@ async def workers(
     reservation: Reservation, engine: FakeEngine, config: RolloutConfig = CONFIG, said: list[str] | None = None
 ) -> AsyncIterator[RolloutPool]:
     log = (said if said is not None else list[str]()).append
-    renderer = ChatRenderer(PLAIN, [END])
+    renderer = plain_renderer()
     async with open_workers(reservation, engine, renderer, PLAYERS, config, RewardsConfig(), log, None) as pool:
         yield pool
 
@@ -94,7 +93,7 @@ async def test_attempts_are_those_that_are_played_here(reservation: Reservation)
         assert pool.sampling == SamplingParams(max_tokens=16)
     assert engine.open == []
     here = saying()
-    async with open_rollouts(here, ChatRenderer(PLAIN, [END]), PLAYERS, CONFIG) as rollouts:
+    async with open_rollouts(here, plain_renderer(), PLAYERS, CONFIG) as rollouts:
         assert facts(played) == facts(await asyncio.gather(*start(rollouts, 3)))
     await gone()
 
@@ -197,6 +196,6 @@ print(renderer.encode("ab").tolist(), [name for name in ("torch", "transformers"
 
 
 def test_a_worker_loads_neither_torch_nor_transformers() -> None:
-    renderer = pickle.dumps(ChatRenderer(PLAIN, [END]))
+    renderer = pickle.dumps(plain_renderer())
     found = subprocess.run([sys.executable, "-c", LIGHT], input=renderer, capture_output=True, check=True)
     assert found.stdout.decode().split("\n")[0] == "[3] []"

@@ -16,7 +16,7 @@ from tests.engines.vllm.conftest import TOKENIZER, python_with_vllm, sized
 from tests.engines.vllm.test_vllm_publication import score
 from tests.sources import FixedWeights, publish
 from tests.until import until
-from tests.worlds import END, PLAIN, Vowels, vowel_tasks
+from tests.worlds import Vowels, plain_renderer, vowel_tasks
 from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
@@ -32,7 +32,6 @@ from treadle.models.weights import unique_weights
 from treadle.placement.reserve import Reservation
 from treadle.placement.rollout_actors import _result, open_workers
 from treadle.placement.server_actors import PlacedServer
-from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
@@ -188,7 +187,7 @@ async def test_attempts_are_played_without_calls_of_the_runs_process(
         task = Task("t", made.prompt, environment="vowels", extras=made.extras)
         addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(8)]
         config = RolloutConfig(max_completion_tokens=16)
-        renderer, players = ChatRenderer(PLAIN, [END]), Players({"vowels": Vowels})
+        renderer, players = plain_renderer(), Players({"vowels": Vowels})
         async with open_workers(
             reservation, engine, renderer, players, config, RewardsConfig(), lambda line: None, None
         ) as pool:

@@ -18,7 +18,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, OpenA
 
 from tests.clocks import SkippingLoop
 from tests.until import CEILING, until, wait_until
-from tests.worlds import END, HELLO, PlainTokenizer, hang, plain_ids, saying, tool, user
+from tests.worlds import END, HELLO, PlainTokenizer, hang, plain_ids, plain_renderer, saying, tool, user
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, EngineError, TrajectoryFailure
@@ -532,7 +532,7 @@ def test_the_client_is_of_no_use_afterwards() -> None:
 
         agents = {"first": keeping, "late": late}
         config = RolloutConfig(max_completion_tokens=16)
-        renderer, players = ChatRenderer(PlainTokenizer(), [END]), Players(agents=agents)
+        renderer, players = plain_renderer(), Players(agents=agents)
         async with open_rollouts(engine, renderer, players, config) as rollouts:
             for name in agents:
                 task = Task(name, (user("hello"),), agent=name)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worlds import CHATML, END, PLAIN, PlainTokenizer, chatml, plain_ids, tool, user
+from tests.worlds import CHATML, END, PLAIN, PlainTokenizer, chatml, plain_ids, plain_renderer, tool, user
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.types import Message, SamplingParams, Step, StopReason
@@ -194,7 +194,7 @@ def said(text: str) -> Message:
 
 
 def test_a_demonstrated_reply_ends_as_the_template_ends_a_turn() -> None:
-    assert ChatRenderer(PLAIN, [END]).reply(said("abc.")).tolist() == [*plain_ids("abc."), END]
+    assert plain_renderer().reply(said("abc.")).tolist() == [*plain_ids("abc."), END]
     with pytest.raises(ConfigError, match=r"ends a turn with '<\|im_end\|>"):
         ChatRenderer(PlainTokenizer(), [0]).reply(said("hi"))
 
@@ -209,7 +209,7 @@ DROPPING = "{% set messages = messages | rejectattr('role', 'equalto', 'assistan
     ids=["twice", "dropping"],
 )
 def test_a_template_that_cannot_be_extended_is_found_before_the_first_rollout(template: str, fault: str) -> None:
-    check_turns(ChatRenderer(PLAIN, [END]), [user("?")], several=True)
+    check_turns(plain_renderer(), [user("?")], several=True)
     with pytest.raises(ConfigError, match=fault):
         check_turns(ChatRenderer(PlainTokenizer(template), [END]), [user("?")], several=True)
 
@@ -221,7 +221,7 @@ def test_turns_that_no_stop_token_ends_are_found_before_the_first_rollout() -> N
 
 def test_prompts_cannot_be_changed_by_whoever_reads_them() -> None:
     """Their pieces are memoised."""
-    prompt = Conversation(ChatRenderer(PLAIN, [END])).render([user("hello")])
+    prompt = Conversation(plain_renderer()).render([user("hello")])
     with pytest.raises(ValueError, match="read-only"):
         prompt.ids[0] = 7
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from openai import AsyncOpenAI
 
-from tests.worlds import END, HELLO, PLAIN, saying, user
+from tests.worlds import HELLO, plain_renderer, saying, user
 from treadle.core.draws import Stream
 from treadle.core.errors import (
     Cause,
@@ -25,7 +25,6 @@ from treadle.core.errors import (
 from treadle.core.metrics import Metric, measured
 from treadle.core.rewards import Reward
 from treadle.core.types import Failure, Status, Task, Trajectory
-from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.agents.clients import async_client
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
@@ -45,7 +44,7 @@ async def played(driver: DriverFactory, attempts: int = 1, **settings: Any) -> l
     """Attempts at one task by this driver; every session must be closed afterwards."""
     engine = saying("a")
     config, players = RolloutConfig(max_completion_tokens=16, **settings), Players(drivers={"mine": driver})
-    async with open_rollouts(engine, ChatRenderer(PLAIN, [END]), players, config) as rollouts:
+    async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
         addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(attempts)]
         running = rollouts.start("g", TASK, addresses)
         assert engine.open == [f"g.{attempt}" for attempt in range(attempts)]  # before any of them plays
@@ -234,7 +233,7 @@ async def call_over_http(*extras: dict[str, Any], **settings: Any) -> tuple[list
     players = Players({}, {"agent": agent}, {"a": partial(Calling, urls=urls), "b": partial(Calling, urls=urls)})
     tasks = [Task(f"t{n}", HELLO, driver="ab"[n % 2], extras=extra) for n, extra in enumerate(extras)]
     config = RolloutConfig(max_completion_tokens=16, max_steps=2, **settings)
-    async with open_rollouts(saying("a"), ChatRenderer(PLAIN, [END]), players, config) as rollouts:
+    async with open_rollouts(saying("a"), plain_renderer(), players, config) as rollouts:
         running = [
             rollouts.start(f"g{n}", task, [Address(1, Stream.TRAIN, 0, n, 0)])[0]
             for n, task in enumerate([*tasks, Task("agent", HELLO, agent="agent")])

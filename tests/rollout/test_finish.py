@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worlds import END, HELLO, PLAIN, Told, ToldPlain, hang, play, saying, tool
+from tests.worlds import HELLO, Told, ToldPlain, hang, plain_renderer, play, saying, tool
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.metrics import Metric
@@ -17,7 +17,6 @@ from treadle.core.outcomes import as_trained
 from treadle.core.rewards import Reward
 from treadle.core.types import Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep, Finish
-from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import EnvironmentDriver
@@ -198,7 +197,7 @@ def trained(world: Environment, stream: Stream = Stream.TRAIN, **rewards: Any) -
     async def played() -> Trajectory:
         config = RolloutConfig(max_completion_tokens=16, max_input_tokens=80)
         drivers = {("environment", "world"): EnvironmentDriver({"world": lambda: world}, config)}
-        made = Rollouts(saying("a"), ChatRenderer(PLAIN, [END]), drivers, config, RewardsConfig(**rewards))
+        made = Rollouts(saying("a"), plain_renderer(), drivers, config, RewardsConfig(**rewards))
         [running] = made.start("g000000", Task("t", environment="world"), [Address(1, stream, 0, 0, 0)])
         return await running
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.worlds import END, PLAIN, saying, user
+from tests.worlds import plain_renderer, saying, user
 from treadle.core.draws import Stream
 from treadle.core.errors import ContextExceeded, StepsExceeded
 from treadle.core.types import BreakCause, SamplingParams
 from treadle.rendering import structure
 from treadle.rendering.causes import agents_change
-from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.drivers.gateway import AgentSession
 from treadle.rollout.session import Address, Reply, Session, SessionSpec
 
@@ -29,7 +28,7 @@ each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 def open_session(longest: int, engine: Any = None, name: str = "s") -> Session:
     address = Address(seed=0, stream=Stream.TRAIN, epoch=0, position=0, attempt=0)
-    renderer = ChatRenderer(PLAIN, [END])
+    renderer = plain_renderer()
     return Session(SessionSpec(name, engine or saying("ok"), renderer, SamplingParams(), longest, address))
 
 
@@ -102,7 +101,7 @@ async def test_calls_of_a_session_are_numbered_as_they_arrived() -> None:
 
 
 async def test_calls_are_limited_however_many_are_rendered_at_a_time() -> None:
-    renderer, address = ChatRenderer(PLAIN, [END]), Address(0, Stream.TRAIN, 0, 0, 0)
+    renderer, address = plain_renderer(), Address(0, Stream.TRAIN, 0, 0, 0)
     session = AgentSession(SessionSpec("s", saying("ok"), renderer, SamplingParams(), 10 * LONG, address), max_calls=1)
     calls = [session.chat([user("x" * LONG)]) for _ in range(3)]
     found = await asyncio.gather(*calls, return_exceptions=True)

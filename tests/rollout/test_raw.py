@@ -5,16 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import END, PlainTokenizer, make_step, plain_ids
+from tests.worlds import END, PlainTokenizer, make_step, plain_ids, plain_renderer
 from treadle.core.errors import DataError
-from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.raw import RawPrompts
 
 A, B, C = (5 + ord(letter) for letter in "abc")
 
 
 def prompts() -> RawPrompts:
-    return RawPrompts(ChatRenderer(PlainTokenizer(), [END]))
+    return RawPrompts(plain_renderer())
 
 
 def test_the_longest_earlier_call_is_carried_on() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import END, PLAIN, Told, make_step, play, saying, tool
+from tests.worlds import Told, make_step, plain_renderer, play, saying, tool
 from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError
@@ -19,7 +19,6 @@ from treadle.core.outcomes import as_played, as_trained
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Status, Step, StopReason, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import EnvironmentDriver
@@ -265,7 +264,7 @@ def test_a_zeroed_trajectory_trains_exactly_nothing_at_any_level(given_: list[Re
 def rollouts(world: Environment, rewards: RewardsConfig, **settings: Any) -> Rollouts:
     config = RolloutConfig(max_completion_tokens=16, environment_timeout=5.0, **settings)
     drivers = {("environment", "world"): EnvironmentDriver({"world": lambda: world}, config)}
-    return Rollouts(saying("a"), ChatRenderer(PLAIN, [END]), drivers, config, rewards)
+    return Rollouts(saying("a"), plain_renderer(), drivers, config, rewards)
 
 
 def attempt(world: Environment, stream: Stream, **rewards: Any) -> Trajectory:

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import END, PLAIN, chatml, plain_ids, saying, tool, user
+from tests.worlds import END, chatml, plain_ids, plain_renderer, saying, tool, user
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import ContextExceeded, EngineError
 from treadle.core.types import Ids, Message, SamplingParams, StopReason
-from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 
@@ -23,7 +22,7 @@ ADDRESS = Address(seed=3, stream=Stream.TRAIN, epoch=1, position=5, attempt=2)
 
 
 def open_session(engine: FakeEngine, longest: int = 1000, **sampling: Any) -> Session:
-    renderer = ChatRenderer(PLAIN, [END])
+    renderer = plain_renderer()
     return Session(SessionSpec("s", engine, renderer, SamplingParams(**sampling), longest, ADDRESS))
 
 

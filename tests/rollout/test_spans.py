@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.rollout.families import FAMILIES, TOOLS, World, small_vocabulary
-from tests.worlds import CHATML, END, PLAIN, PlainTokenizer, chatml, plain_ids, saying, tool, user
+from tests.worlds import CHATML, END, PLAIN, PlainTokenizer, chatml, plain_ids, plain_renderer, saying, tool, user
 from treadle.core.draws import Stream
 from treadle.core.types import Ids, Message, MessageSpan, SamplingParams
 from treadle.rendering.chat import ChatRenderer
@@ -37,7 +37,7 @@ OPENS, ENDS = "<|im_start|>assistant\n", "<|im_end|>\n"
 
 def test_the_prompts_of_a_session_are_known_by_message() -> None:
     address = Address(1, Stream.TRAIN, 0, 0, 0)
-    session = Session(SessionSpec("s", saying("ok"), ChatRenderer(PLAIN, [END]), SamplingParams(), 1000, address))
+    session = Session(SessionSpec("s", saying("ok"), plain_renderer(), SamplingParams(), 1000, address))
 
     async def talk() -> None:
         reply = await session.chat([user("how?")])
@@ -68,7 +68,7 @@ def test_the_prompts_of_a_session_are_known_by_message() -> None:
 @pytest.mark.parametrize("content", ["user", "\n", "assistant", "im_start", "s", "<|im_start|>user\n", "user\nuser"])
 def test_a_message_that_says_what_the_template_writes_too(content: str) -> None:
     messages = [user(content), assistant(content), user(content)]
-    prompt = Conversation(ChatRenderer(PLAIN, [END])).render(messages)
+    prompt = Conversation(plain_renderer()).render(messages)
     texts = [(role, text) for role, kind, text in plain(prompt) if kind == "text"]
     assert texts == [(m["role"], content.strip()) for m in messages if content.strip()]
     assert PLAIN.decode(prompt.ids) == chatml(messages)
@@ -126,7 +126,7 @@ def test_a_recorded_reply_is_thought_text_and_calls() -> None:
 
 
 def test_a_message_that_is_continued_is_text_up_to_its_end() -> None:
-    conversation = Conversation(ChatRenderer(PLAIN, [END]))
+    conversation = Conversation(plain_renderer())
     prefilled = conversation.render([user("q"), assistant("so far")], continue_final_message=True)
     assert plain(prefilled)[-1] == ("assistant", "text", "so far")
     conversation.record(prefilled, np.array(plain_ids(" and"), np.int32), assistant(" and"))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.clocks import SkippingLoop, StuckLoop
 from tests.until import CEILING, wait_until
-from tests.worlds import Told, ToldPlain, hang, play, saying, tool
+from tests.worlds import Told, ToldPlain, hang, plain_renderer, play, saying, tool
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
@@ -442,16 +442,14 @@ def test_plain_methods_share_one_thread_for_each_attempt() -> None:
 
 
 async def _start(environments: dict[str, Any], task: Task, count: int, **settings: Any) -> list[Trajectory]:
-    from tests.worlds import END, PLAIN
     from treadle.core.draws import Stream
-    from treadle.rendering.chat import ChatRenderer
     from treadle.rollout.attempt import Players, open_rollouts
     from treadle.rollout.config import RolloutConfig
     from treadle.rollout.session import Address
 
     config = RolloutConfig(**{"max_completion_tokens": 16, "environment_timeout": 300.0, **settings})
     addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(count)]
-    async with open_rollouts(saying("a"), ChatRenderer(PLAIN, [END]), Players(environments), config) as rollouts:
+    async with open_rollouts(saying("a"), plain_renderer(), Players(environments), config) as rollouts:
         return list(await asyncio.gather(*rollouts.start("g000000", task, addresses)))
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.integrations.libraries import library_python
-from tests.worlds import END, PLAIN
+from tests.worlds import END, PLAIN, plain_renderer
 from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion, Engine
@@ -23,7 +23,6 @@ from treadle.integrations.harbor.config import HarborConfig
 from treadle.integrations.harbor.driver import HarborDriver, check_programs
 from treadle.packing.flat import calls, flatten
 from treadle.packing.layout import Packing, arrange, micro_batches
-from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.session import Address
@@ -188,7 +187,7 @@ async def play(
     """An attempt at each task, all at once."""
     limits = {"max_steps": 30, "max_input_tokens": 60_000, "max_completion_tokens": 4000, **rollout}
     players = Players(drivers={"harbor": lambda setup: HarborDriver(setup, config)})
-    async with open_rollouts(engine, ChatRenderer(PLAIN, [END]), players, RolloutConfig(**limits)) as rollouts:
+    async with open_rollouts(engine, plain_renderer(), players, RolloutConfig(**limits)) as rollouts:
         if check:
             await rollouts.check(tasks)
         running = [

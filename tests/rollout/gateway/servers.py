@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 
-from tests.worlds import END, PlainTokenizer, plain_ids
+from tests.worlds import END, PlainTokenizer, plain_ids, plain_renderer
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.types import Ids, SamplingParams, Step
@@ -109,7 +109,7 @@ class Served:
 async def served(engine: Any, renderer: ChatRenderer | None = None, **settings: Any) -> AsyncIterator[Served]:
     gateway = Gateway(**settings)
     async with serving(gateway) as url:
-        server = Served(gateway, url, engine, renderer or ChatRenderer(PlainTokenizer(), [END]))
+        server = Served(gateway, url, engine, renderer or plain_renderer())
         try:
             yield server
         finally:
@@ -119,4 +119,4 @@ async def served(engine: Any, renderer: ChatRenderer | None = None, **settings: 
 
 def written(step: Step) -> str:
     """What the step's completion says."""
-    return ChatRenderer(PlainTokenizer(), [END]).text(step.completion_ids)
+    return plain_renderer().text(step.completion_ids)

@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -26,7 +26,7 @@ from treadle.rollout.gateway.messages import MESSAGES, CountRequest, read_prompt
 from treadle.rollout.gateway.request import ApiError, Dialect, Json
 from treadle.rollout.gateway.responses import RESPONSES
 from treadle.rollout.gateway.retries import Origin
-from treadle.rollout.gateway.schemas import described, error_responses, request_schemas
+from treadle.rollout.gateway.schemas import Schema, described, error_responses, request_schemas
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -41,11 +41,16 @@ DIALECTS = {
 _COUNTING = "/messages/count_tokens"
 
 
+@cache
+def _request_schemas() -> tuple[dict[str, Schema], Schema]:
+    models = {path: dialect.body for path, dialect in DIALECTS.items()}
+    return request_schemas({**models, _COUNTING: CountRequest})
+
+
 def make_app(gateway: Gateway) -> FastAPI:
     """Return the ASGI application, every route both with the session's secret in its path and with it as API key."""
     app = FastAPI(title="Treadle gateway", version=__version__, openapi_url=None, redirect_slashes=False)
-    models = {path: dialect.body for path, dialect in DIALECTS.items()}
-    requests, components = request_schemas({**models, _COUNTING: CountRequest})
+    requests, components = _request_schemas()
     for prefix in ("/v1", "/sessions/{secret}/v1"):
         routes = {path: _asking(gateway, dialect) for path, dialect in DIALECTS.items()}
         for path, handler in {**routes, _COUNTING: _counting(gateway)}.items():
