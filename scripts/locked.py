@@ -6,4 +6,4 @@ import sys
 
 with open(sys.argv[1], "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
-    sys.exit(subprocess.call(sys.argv[2:]))
+    sys.exit(subprocess.call(sys.argv[2:], close_fds=False))

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections import defaultdict
 from random import Random
 
@@ -15,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # No test depends on the hub; those of models by name serve one themselves.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Whoever starts the tests in the background may have them ignore Ctrl-C, of which some are.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `make test` takes the profile "quick", with fewer examples where a test does not name a number
 settings.register_profile("full", deadline=None, derandomize=bool(os.environ.get("CI")))
