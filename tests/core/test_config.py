@@ -412,7 +412,10 @@ def config_modules() -> list[str]:
     root = Path(treadle.__file__).parent
     found = []
     for path in sorted(root.rglob("*.py")):
-        classes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)]
+        source = path.read_text()
+        if "Config)" not in source:
+            continue
+        classes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ClassDef)]
         if any(isinstance(base, ast.Name) and base.id == "Config" for c in classes for base in c.bases):
             found.append(".".join(["treadle", *path.relative_to(root).with_suffix("").parts]))
     return found

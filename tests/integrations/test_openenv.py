@@ -117,6 +117,7 @@ def tasks(count: int, **extras: Any) -> list[Task]:
     return [Task(f"t{n}", PROMPT, driver="openenv", extras=extras) for n in range(count)]
 
 
+@pytest.mark.slow  # `openenv init` and its template import for seconds
 def test_the_template_of_openenv_init_with_more_attempts_than_sessions(template: Path) -> None:
     """24 attempts and 8 sessions: those for whom the server is full wait. It has no end: the limit on calls is ours."""
     options = {"command": serve("server.app:app"), "directory": str(template), "observation": "echoed_message"}
@@ -131,7 +132,6 @@ def test_the_template_of_openenv_init_with_more_attempts_than_sessions(template:
         assert [step.break_cause for step in trajectory.steps] == [None] * 3
 
 
-@pytest.mark.slow
 def test_actions_as_json_mistakes_of_the_model_and_failures(counting: dict[str, Any]) -> None:
     """Four attempts side by side, told apart by where they are reset to."""
     moves = {1: ["up", '["up"]', '{"direction": "left"}', '{"direction": "up", "by": 2}']}

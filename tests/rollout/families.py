@@ -60,6 +60,8 @@ _COHERE = (
     "<|SYSTEM_TOKEN|>",
     "<|USER_TOKEN|>",
     "<|CHATBOT_TOKEN|>",
+    "<|START_RESPONSE|>",
+    "<|END_RESPONSE|>",
 )
 
 

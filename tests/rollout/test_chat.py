@@ -215,7 +215,7 @@ def test_a_template_that_cannot_be_extended_is_found_before_the_first_rollout(te
 
 
 def test_turns_that_no_stop_token_ends_are_found_before_the_first_rollout() -> None:
-    with pytest.raises(ConfigError, match="make it the tokenizer's eos_token"):
+    with pytest.raises(ConfigError, match=r"name the token that ends it in model\.stop_tokens"):
         check_turns(ChatRenderer(PLAIN, [0]), [user("?")], several=False)
 
 

@@ -67,7 +67,7 @@ def test_a_reply_that_comes_back_in_another_form_is_the_recorded_one(handed_out:
 
 @pytest.mark.parametrize("sent", [said("abc"), said("ab", reasoning_content="other")])
 def test_a_reply_that_says_something_else_is_not(sent: Message) -> None:
-    talk = conversation()
+    talk = conversation(THINKING)
     known = answer(talk, [user("q")], said("ab", reasoning_content="why"))
     assert not begins(talk.render([user("q"), sent, tool("o")]), known)
 
@@ -217,8 +217,8 @@ def test_another_template_by_file_or_name(tmp_path: Any) -> None:
 
 
 def test_options_of_a_call_are_above_those_of_the_renderer() -> None:
-    talk = conversation("{{ a }}{{ b }}", chat_template_kwargs={"a": "1", "b": "2"})
-    assert talk.render([user("q")], template_kwargs={"b": "3"}).ids.tolist() == plain_ids("13")
+    talk = conversation("{{ a }}{{ b }}{{ messages[0].content }}", chat_template_kwargs={"a": "1", "b": "2"})
+    assert talk.render([user("q")], template_kwargs={"b": "3"}).ids.tolist() == plain_ids("13q")
 
 
 # Injection

@@ -13,7 +13,7 @@ from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.core.manifest import MANIFEST
 from treadle.models.config import ModelConfig
-from treadle.models.loading import load_tokenizer, make_model
+from treadle.models.loading import make_model
 from treadle.models.model_files import tokenizer_directory
 from treadle.training.checkpoint import export_model
 
@@ -130,15 +130,3 @@ def test_tokenizers(tmp_path: Path) -> None:
     assert tokenizer_directory(built()) == TOKENIZER
     with pytest.raises(ConfigError, match=r"model\.path: no tokenizer\.json in .*nothing"):
         tokenizer_directory(ModelConfig(path=str(tmp_path / "nothing")))
-    tokenizer = load_tokenizer(TOKENIZER)
-    assert tokenizer.chat_template and tokenizer.eos_token_id is not None
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((TOKENIZER / name).read_bytes())
-    with pytest.raises(ConfigError, match="has no chat template"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_bytes((TOKENIZER / "chat_template.jinja").read_bytes())
-    facts = json.loads((TOKENIZER / "tokenizer_config.json").read_text())
-    del facts["eos_token"]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts))
-    with pytest.raises(ConfigError, match="names no eos_token"):
-        load_tokenizer(tmp_path)

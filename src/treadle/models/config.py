@@ -33,6 +33,17 @@ class ModelConfig(Config):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="options that the chat template reads (enable_thinking, ...)"
     )
+    roles: dict[str, str] = Field(
+        default_factory=dict,
+        description="roles that the chat template lacks, and those as which it writes them: {developer: system, tool: "
+        "user}",
+    )
+    stop_tokens: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        description="tokens that end a reply, such as [<|im_end|>]; default: those that the tokenizer, "
+        "generation_config.json or the chat template name",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -24,6 +24,7 @@ def read_model(file: Path) -> PreTrainedModel:
     """Return the model in a GGUF file, in float32. Raises ConfigError for one that transformers cannot read."""
     model = read_weights(file.parent, str(file.parent), file.name)
     model.config.__dict__.pop("quantization_config", None)  # its weights are quantized no more
+    model.name_or_path = ""  # what lies beside the file is not the model's
     return model
 
 

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from treadle.core.errors import ConfigError
+from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids, Message, ToolCall
+from treadle.rendering.complete import Shape, example, left_out
 from treadle.rendering.identity import parsed
 from treadle.rendering.replies import ReplyParser, Tool, parser_name
 from treadle.rendering.structure import Backend, Structure, encode_text
-from treadle.rendering.template import ChatTemplate
+from treadle.rendering.template import ChatTemplate, Plain, Variables
 from treadle.rendering.tools import PROBE, ignores_tools, probe_call, written_call
 
 
@@ -42,10 +43,11 @@ class Tokenizer(Protocol):
 class ChatRenderer:
     """Holds one tokenizer with its chat template, shared by all conversations.
 
-    stop_token_ids: the ids that end a completion; a sampled one stands for the template's own end of turn.
+    stop_token_ids: the ids that end a completion (`stop_ids`); a sampled one stands for the template's own end of turn.
     chat_template: the file of another template, or the name of one of the tokenizer's or of Treadle's
     (`qwen3_keep_thoughts`); default: the tokenizer's own.
     chat_template_kwargs: options that the template reads (`enable_thinking`, say).
+    roles: roles that the template lacks -> those as which it is shown them.
 
     Raises ConfigError if there is no such template.
     """
@@ -57,11 +59,12 @@ class ChatRenderer:
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        roles: Mapping[str, str] | None = None,
     ) -> None:
         self.structure = Structure(tokenizer.backend_tokenizer, stop_token_ids)
         self._backend = tokenizer.backend_tokenizer
-        self.options = dict(chat_template_kwargs or {})
-        self._stop_ids = {int(i) for i in stop_token_ids}
+        self.options, self.roles = dict(chat_template_kwargs or {}), dict(roles or {})
+        self.stop_ids = tuple(int(i) for i in stop_token_ids)
         self._variables = dict(tokenizer.special_tokens_map)
         self._sources = _sources(tokenizer.chat_template, chat_template)
         self._label = (
@@ -71,21 +74,47 @@ class ChatRenderer:
         self.ends = lru_cache(maxsize=8)(self._ends)
         self._ignores_tools = lru_cache(maxsize=8)(self._ignored)
         self._unreadable = lru_cache(maxsize=64)(self._unread)
+        self.left_out = lru_cache(maxsize=4096)(self._left_out)
 
     def __reduce__(self) -> tuple[Callable[..., ChatRenderer], tuple[Any, ...], dict[str, str]]:
         """Pickle as what it was made from, without the tokenizer's class: who only renders needs no transformers."""
         parts = _TokenizerParts(self._backend, self._sources, self._variables)
-        made = partial(ChatRenderer, chat_template_kwargs=self.options)
-        return made, (parts, tuple(self._stop_ids)), {"_label": self._label}
+        made = partial(ChatRenderer, chat_template_kwargs=self.options, roles=self.roles)
+        return made, (parts, self.stop_ids), {"_label": self._label}
 
     def template(self, tools: Sequence[Any]) -> ChatTemplate:
         """Return the template for calls with these tools: a tokenizer may bring one for tools (`tool_use`)."""
         return self._compiled("tool_use" if tools and "tool_use" in self._sources else "default")
 
+    def write(
+        self, messages: Sequence[Plain], tools: Sequence[Any] | None, options: Variables, generation_prompt: bool
+    ) -> str:
+        """Return the conversation as text, as `ChatTemplate.render` does. Raises DataError."""
+        render = partial(self.template(tools or ()).render, tools=tools, options=options)
+        try:
+            return render(messages, generation_prompt=generation_prompt)
+        except DataError:  # gpt-oss reads thoughts from here, but not beside content
+            if not any("thinking" in message for message in messages):
+                raise
+            shown = [{key: item for key, item in message.items() if key != "thinking"} for message in messages]
+            return render(shown, generation_prompt=generation_prompt)
+
+    def _left_out(self, setting: str, shape: Shape) -> tuple[tuple[int, str], ...]:
+        """Return what the template leaves out of a conversation of that shape (`complete.left_out`).
+
+        setting: tools and options as JSON. Nothing where the template refuses the example.
+        """
+        tools, options = json.loads(setting) if setting else ([], {})
+        messages = example(shape, self.template(tools).arguments_as_text)
+        try:
+            return left_out(shape, self.write(messages, tools or None, options, generation_prompt=True))
+        except DataError:
+            return ()
+
     def text(self, completion_ids: Ids) -> str:
         """Return the completion as text, without its end token."""
         ids = [int(i) for i in completion_ids]
-        if ids and ids[-1] in self._stop_ids:
+        if ids and ids[-1] in self.stop_ids:
             ids.pop()
         return self.structure.decode(ids)
 
@@ -156,17 +185,38 @@ class ChatRenderer:
             return ""
         return f"writes it as {call.strip()!r:.300}" if call else "leaves it out of the conversation"
 
+    @property
+    def own_end(self) -> int | None:
+        """Return the structural token that the template writes behind each reply, if it writes no stop token there.
+
+        gpt-oss, whose template ends the last reply with `<|return|>`, has none: with `<|end|>`, which it writes behind
+        earlier ones, the model ends no reply.
+        """
+        ends = self._written_ends
+        if any(name in self.structure.stops for names in ends for name in names):
+            return None
+        return next((self.structure.ident(names[0]) for names in reversed(ends) if names), None)
+
+    @cached_property
+    def _written_ends(self) -> list[list[str]]:
+        """The structural tokens, by private names, right behind the last reply, and right behind an earlier one."""
+        template, pattern = self.template(()), self.structure.pattern
+        leading = re.compile(rf"\s*(?:{pattern.pattern}\s*)*", re.DOTALL)
+        texts = template.after_last_reply, template.after_reply
+        return [pattern.findall(found[0]) if (found := leading.match(text)) else [] for text in texts]
+
     @cached_property
     def _end_of_turn(self) -> Ids:
-        """The template's own end token, int32[1]."""
-        after = self.template(()).after_reply
-        for name, ident in self.structure.stops.items():
-            if after.lstrip().startswith(name):
-                return np.array([ident], np.int32)
-        plain, stops = self.structure.plain, self.structure.stops
+        """What the template writes behind a reply, up to its end token, int32[T]."""
+        stops = self.structure.stops
+        for names in self._written_ends:
+            for number, name in enumerate(names):
+                if name in stops:
+                    return np.array([self.structure.ident(name) for name in names[: number + 1]], np.int32)
+        plain = self.structure.plain
         raise ConfigError(
-            f"the chat template ends a turn with {plain(after)[:20]!r}, none of the stop tokens "
-            f"{list(map(plain, stops))}; make it the tokenizer's eos_token"
+            f"the chat template ends a turn with {plain(self.template(()).after_reply)[:20]!r}, none of the stop "
+            f"tokens {list(map(plain, stops))}; name the token that ends it in model.stop_tokens"
         )
 
     def _ends(self, template: ChatTemplate) -> re.Pattern[str]:
@@ -204,6 +254,10 @@ def _sources(own: str | Mapping[str, str] | None, chosen: str | None) -> dict[st
         if "/" not in chosen and shipped.is_file():
             return {"default": shipped.read_text(encoding="utf-8")}
         raise ConfigError(f"chat_template {chosen!r} is neither a file nor one of the tokenizer's: {sorted(named)}")
+    if not named:
+        raise ConfigError(
+            "the tokenizer has no chat template; add a chat_template.jinja to it, or set model.chat_template"
+        )
     if "default" not in named:
         raise ConfigError(f"the tokenizer has no default chat template, only {sorted(named)}; set chat_template to one")
     return named

@@ -26,6 +26,7 @@ from treadle.core.types import BreakCause, Ids, Message, MessageSpan
 from treadle.rendering import identity
 from treadle.rendering.causes import agents_change
 from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.complete import shape
 from treadle.rendering.marks import Marked, Marks
 from treadle.rendering.off_loop import LARGE
 from treadle.rendering.spans import Encoded, Spans, concat, cut, message_spans, reply_spans
@@ -314,23 +315,33 @@ class Conversation:
         replies = self._match(known, values)
         as_text = setting.template.arguments_as_text
         shown = [
-            _shown(record.message if record else message, record is not None, as_text)
+            _shown(record.message if record else message, record is not None, as_text, self._renderer.roles)
             for message, record in zip_longest(messages, replies)
         ]
         options = {**setting.options, "strftime_now": self._began.strftime}
 
         def write(messages: list[Plain]) -> str:
-            return setting.template.render(messages, setting.tools, options, generation_prompt=not open_end)
+            return self._renderer.write(messages, setting.tools, options, generation_prompt=not open_end)
 
-        try:
-            text = write(shown)
-        except DataError:  # gpt-oss reads thoughts from here, but not beside content
-            if not any("thinking" in message for message in shown):
-                raise
-            for message in shown:
-                message.pop("thinking", None)
-            text = write(shown)
+        text = write(shown)
+        self._check_complete(shown[: len(known)], replies, setting)
         return _Draft(values, replies, shown, text, write, setting)
+
+    def _check_complete(self, shown: Sequence[Plain], replies: Sequence[Record | None], setting: _Setting) -> None:
+        """Raise DataError for what the template leaves out of messages that are no recorded replies.
+
+        Of those it is a break, which has its cause.
+        """
+        left_out = self._renderer.left_out(setting.key, shape(shown))
+        for number, part in left_out:
+            if replies[number] is None:
+                message = shown[number]
+                role, text = message["role"], message["content"] if part == "content" else part
+                raise DataError(
+                    f"the chat template leaves out the {part} of message {number + 1} ({role}: {text[:60]!r}), so that "
+                    "the model would never see it; have it written in another role (model.roles, such as "
+                    "{developer: system} or {tool: user}), or give a template that writes it (model.chat_template)"
+                )
 
     def _match(self, messages: Sequence[Message], values: tuple[identity.Value, ...]) -> tuple[Record | None, ...]:
         """The recorded reply that each message is. From the last message on: its record settles all before it."""
@@ -455,9 +466,10 @@ def _template_change(parent: Record, rendering: Rendering) -> BreakCause:
     return next(lost, BreakCause.REWRITTEN)
 
 
-def _shown(message: Mapping[str, Any], recorded: bool, as_text: bool) -> Plain:
+def _shown(message: Mapping[str, Any], recorded: bool, as_text: bool, roles: Mapping[str, str]) -> Plain:
     """A message as the template gets it: plain data."""
     shown: Plain = {key: _data(item) for key, item in message.items() if item is not None}
+    shown["role"] = roles.get(shown["role"], shown["role"])
     shown["content"] = identity.flat(message.get("content"))
     if calls := message.get("tool_calls"):
         shown["tool_calls"] = [_call(call, as_text) for call in calls]
@@ -495,7 +507,9 @@ def check_turns(renderer: ChatRenderer, messages: Sequence[Message], several: bo
     reply = Message(role="assistant", content="-")
     prompt = conversation.render(messages)
     conversation.record(prompt, renderer.reply(reply), reply)
-    if several and conversation.render([*messages, reply, Message(role="user", content="-")]).break_cause:
+    more = [*messages, reply, Message(role="user", content="-")]
+    # A template that ends a reply with another token than the model breaks each turn, which is recorded.
+    if several and conversation.render(more).break_cause not in (None, BreakCause.END_TOKEN_REWRITTEN):
         raise ConfigError(
             "the chat template does not write out an assistant message as it was sampled, each once and in its place; "
             "such a template cannot be extended token by token"

@@ -95,6 +95,7 @@ class Structure:
         self.names = {usual: f"{self._secret}{usual}{self._secret}" for usual in ids}
         self.stops = {self.names[usual]: ident for usual, ident in ids.items() if ident in stops}
         self._name_of = {ident: self.names[usual] for usual, ident in ids.items()}
+        self._ids = {name: ident for ident, name in self._name_of.items()}
         self._strips = {self.names[token["content"]] for token in added if token["content"] in ids and token["lstrip"]}
         self._copy: Backend = type(tokenizer).from_str(json.dumps(_renamed(spec, self.names)))  # type: ignore[attr-defined]
         self._usual = any_of(ids)
@@ -137,6 +138,10 @@ class Structure:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids, structural tokens by their usual names."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def ident(self, name: str) -> int:
+        """Return the id of a structural token by its private name."""
+        return self._ids[name]
 
     def is_structural(self, ident: int) -> bool:
         """Return whether this is the id of a structural token."""

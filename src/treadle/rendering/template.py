@@ -142,6 +142,12 @@ class ChatTemplate:
         text = self._try([_QUESTION, {"role": "assistant", "content": _PROBE}, _QUESTION])
         return text.rpartition(_PROBE)[2] if _PROBE in text else ""
 
+    @cached_property
+    def after_last_reply(self) -> str:
+        """Return what the template writes after an assistant message at the end; "" if it writes no such message."""
+        text = self._try([_QUESTION, {"role": "assistant", "content": _PROBE}])
+        return text.rpartition(_PROBE)[2] if _PROBE in text else ""
+
     def opening(self, options: Variables) -> Opening:
         """Return how the template opens the assistant's turn under these options."""
         return self._opening(json.dumps(options, sort_keys=True, default=str))

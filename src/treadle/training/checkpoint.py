@@ -12,6 +12,7 @@ own; any number of ranks reads either. The model is one file in any case.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,11 +27,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from treadle.core.errors import CheckpointError
 from treadle.core.files import sha256_of
-from treadle.core.manifest import Content, Manifest, NewDirectory, new_directory, remove_at_once
+from treadle.core.manifest import MANIFEST, Content, Manifest, NewDirectory, new_directory, remove_at_once
+from treadle.models.chat import GENERATION_CONFIG, end_tokens, read_generation_config
 from treadle.models.loading import TOKENIZER_FILES
 from treadle.models.tensor_file import write_tensors
 from treadle.models.weights import gathered, saved, trained
@@ -39,15 +41,19 @@ from treadle.training.learner import Learner
 from treadle.training.ranks import Ranks
 
 _FACTS = "checkpoint.json"
+_WRITTEN = {"config.json", GENERATION_CONFIG, *TOKENIZER_FILES, MANIFEST, _FACTS}  # and so not copied
+_WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?$|^\.")
+_PARTS = ("optimizer", "value_head", "reference")  # of a checkpoint, beside the model
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def model_files(
     model: PreTrainedModel, tokenizer: Path, weights: Iterable[tuple[str, Tensor]] | None = None
 ) -> Iterator[tuple[str, Content]]:
-    """Yield name and content of what makes a model directory: weights, config, tokenizer. Raises OSError.
+    """Yield name and content of what makes a model directory: weights, configs, tokenizer. Raises OSError.
 
-    weights: the saved ones, whole and in the order of names, where the model's own are shards.
+    What else its directory had (a processor, a licence) comes along. weights: the saved ones, whole and in the order of
+    names, where the model's own are shards.
     """
     yield "model.safetensors", _weights(model, weights)
     config = json.loads(model.config.to_json_string())
@@ -57,6 +63,14 @@ def model_files(
     for name in TOKENIZER_FILES:
         if name == "tokenizer.json" or (tokenizer / name).is_file():
             yield name, (tokenizer / name).read_bytes()
+    origin = Path(model.name_or_path) if model.name_or_path else tokenizer
+    if ends := end_tokens(vars(model.generation_config or GenerationConfig())):
+        known = read_generation_config(origin)
+        generation = known if set(end_tokens(known)) == set(ends) else {**known, "eos_token_id": ends}
+        yield GENERATION_CONFIG, json.dumps(generation, indent=2).encode()
+    for path in sorted(origin.iterdir()) if model.name_or_path else ():
+        if path.is_file() and path.name not in _WRITTEN and not _WEIGHTS.search(path.name):
+            yield path.name, path.read_bytes()
 
 
 def _weights(model: PreTrainedModel, whole: Iterable[tuple[str, Tensor]] | None) -> Content:
@@ -106,8 +120,8 @@ def read_model_files(checkpoint: Manifest) -> dict[str, bytes]:
 
     Raises DamageError for a file that is not as it was written, RemovedError for a checkpoint that was removed.
     """
-    names = ("model.safetensors", "config.json", *(name for name in TOKENIZER_FILES if name in checkpoint.sha256))
-    return {name: checkpoint.read(name) for name in names}
+    own = (_FACTS, *(f"{part}{end}" for part in _PARTS for end in (".", "/")))
+    return {name: checkpoint.read(name) for name in checkpoint.sha256 if not name.startswith(own)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from treadle.core.errors import ConfigError
 from treadle.core.trainer import Trainer
 from treadle.engines.compute import Compute
+from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
-from treadle.models.loading import load_reference, load_tokenizer, make_model
+from treadle.models.loading import load_reference, make_model
 from treadle.models.model_files import require_model, tokenizer_directory
 from treadle.training.checkpoint_shards import read_weights
 from treadle.training.config import LearnerPlacement, TrainerSpec
@@ -88,4 +89,8 @@ def load_model(config: ModelConfig, seed: int, weights: bool = True) -> PreTrain
 
     Raises ConfigError or DamageError.
     """
-    return make_model(config, len(load_tokenizer(tokenizer_directory(config))), seed, weights)
+    tokenizer, renderer = load_chat(config)
+    model = make_model(config, len(tokenizer), seed, weights)
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = list(renderer.stop_ids)  # what is exported ends as here
+    return model

@@ -13,9 +13,8 @@ from treadle.core.errors import EngineError
 from treadle.core.trainer import Trainer, WeightSync
 from treadle.engines.probe import ProbeResult, probe_engine
 from treadle.engines.stop_strings import Decode
+from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
-from treadle.models.loading import load_tokenizer
-from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.setup.thread_count import available_cores, default_threads
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
@@ -35,16 +34,12 @@ class ChatInterface:
 
 def load_chat_interface(config: ModelConfig) -> ChatInterface:
     """Return the interface of the configured tokenizer and chat template. Raises ConfigError or DamageError."""
-    tokenizer = load_tokenizer(tokenizer_directory(config))
-    stop = (int(tokenizer.eos_token_id),)
+    tokenizer, renderer = load_chat(config)
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    renderer = ChatRenderer(
-        tokenizer, stop, chat_template=config.chat_template, chat_template_kwargs=config.chat_template_kwargs
-    )
-    return ChatInterface(renderer, stop, decode)
+    return ChatInterface(renderer, renderer.stop_ids, decode)
 
 
 def use_threads(threads: int | None, parameters: int, ranks: int = 1) -> int:

@@ -133,8 +133,9 @@ def _chat(config: RunConfig) -> tuple[ChatInterface, str]:
     require_template(config.model.chat_template, "model.chat_template")
     directory = tokenizer_directory(config.model)
     chat = load_chat_interface(config.model)
-    end = chat.decode(chat.stop_token_ids)
-    return chat, f"{chat.renderer.vocabulary:,} tokens, {end} ends a reply; {directory}"
+    ends = [chat.decode([ident]) for ident in chat.stop_token_ids]
+    verb = "ends" if len(ends) == 1 else "end"
+    return chat, f"{chat.renderer.vocabulary:,} tokens, {' and '.join(ends)} {verb} a reply; {directory}"
 
 
 def _model(config: RunConfig, chat: ChatInterface | None) -> tuple[PreTrainedModel, str]:

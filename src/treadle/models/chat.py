@@ -1,0 +1,101 @@
+"""The configured tokenizer with its chat template, and the tokens that end a reply: models have several.
+
+    tokenizer_config.json    eos_token
+    generation_config.json   eos_token_id   151645 or [151645, 151643]
+    the chat template        what it writes behind a reply, where that is none of these
+
+`model.stop_tokens` takes their place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from treadle.core.errors import ConfigError
+from treadle.core.manifest import prove_files
+from treadle.models.config import ModelConfig
+from treadle.models.loading import load_tokenizer
+from treadle.models.model_cache import remedy_for
+from treadle.models.model_files import require_model, tokenizer_directory
+from treadle.rendering.chat import ChatRenderer
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+def load_chat(config: ModelConfig) -> tuple[PreTrainedTokenizerBase, ChatRenderer]:
+    """Return the configured tokenizer and its renderer, whose `stop_ids` end a reply.
+
+    Raises ConfigError or DamageError.
+    """
+    directory = tokenizer_directory(config)
+    tokenizer = load_tokenizer(directory)
+
+    def renderer(stop: Sequence[int]) -> ChatRenderer:
+        return ChatRenderer(
+            tokenizer,
+            stop,
+            chat_template=config.chat_template,
+            chat_template_kwargs=config.chat_template_kwargs,
+            roles=config.roles,
+        )
+
+    if config.stop_tokens is not None:
+        return tokenizer, renderer(_named(config.stop_tokens, tokenizer))
+    stop = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    model = [] if config.path is None else [require_model(config.path, "model.path")]
+    for place in dict.fromkeys([*model, directory]):
+        stop += _declared(place, len(tokenizer))
+    made = renderer(tuple(dict.fromkeys(stop)))
+    if made.own_end is not None and made.own_end not in stop:
+        made = renderer((made.own_end, *made.stop_ids))
+    if not made.stop_ids:
+        raise ConfigError(
+            f"the tokenizer in {str(directory)!r} names no eos_token, and neither {GENERATION_CONFIG} nor the chat "
+            "template names another token that ends a reply; set model.stop_tokens"
+        )
+    return tokenizer, made
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """Return a model directory's generation_config.json; {} without. Raises ConfigError or DamageError."""
+    prove_files(directory, (GENERATION_CONFIG,), remedy_for(directory))
+    file = directory / GENERATION_CONFIG
+    try:
+        data = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: expected an object, found {type(data).__name__}")
+    return data
+
+
+def end_tokens(generation_config: Mapping[str, Any]) -> list[int]:
+    """Return the ids that it names as end tokens."""
+    ends = generation_config.get("eos_token_id")
+    return [ident for ident in (ends if isinstance(ends, list) else [ends]) if isinstance(ident, int)]
+
+
+def _declared(directory: Path, vocabulary: int) -> list[int]:
+    found = end_tokens(read_generation_config(directory))
+    if wrong := [ident for ident in found if not 0 <= ident < vocabulary]:
+        raise ConfigError(
+            f"{directory / GENERATION_CONFIG}: eos_token_id {wrong[0]} is none of the tokenizer's {vocabulary} ids; "
+            "correct it, or set model.stop_tokens"
+        )
+    return found
+
+
+def _named(names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    known = tokenizer.get_vocab()
+    if missing := [name for name in names if name not in known]:
+        raise ConfigError(
+            f"model.stop_tokens: the tokenizer has no token {missing[0]!r}; give it as tokenizer.json does"
+        )
+    return tuple(dict.fromkeys(int(known[name]) for name in names))

@@ -1,0 +1,210 @@
+"""Which tokens end a reply: all that a model's files name, as recorded tokens, here and in what is exported."""
+
+import json
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.models import tiny
+from tests.rollout.families import FAMILIES, WRITING_TOOLS, Family, World, small_vocabulary
+from tests.sources import make_engine
+from tests.worlds import user
+from treadle.core.errors import ConfigError
+from treadle.core.types import BreakCause, Message, SamplingParams, StopReason
+from treadle.models.chat import load_chat
+from treadle.models.config import ModelConfig
+from treadle.orchestration.setup.chat_interface import load_chat_interface
+from treadle.rendering.conversation import Conversation, check_turns
+from treadle.training.checkpoint import export_model
+from treadle.training.make import load_model
+
+TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
+QUESTION = user("q")
+
+# The tokenizer's eos_token and generation_config.json's eos_token_id, as the models on the hub have them.
+PUBLISHED = {
+    "qwen2_5": ("<|im_end|>", ["<|im_end|>", "<|endoftext|>"]),
+    "qwen3": ("<|im_end|>", ["<|im_end|>", "<|endoftext|>"]),
+    "qwen3_5_think": ("<|im_end|>", ["<|im_end|>", "<|endoftext|>"]),
+    "qwen3_6": ("<|im_end|>", ["<|im_end|>", "<|endoftext|>"]),
+    "qwen3_8": ("<|im_end|>", ["<|im_end|>", "<|endoftext|>"]),
+    "llama3": ("<|end_of_text|>", ["<|end_of_text|>", "<|eot_id|>"]),
+    "llama3_1": ("<|eot_id|>", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]),
+    "gemma": ("<eos>", None),
+    "gemma3": ("<eos>", ["<eos>", "<end_of_turn>"]),
+    "gemma4": ("<eos>", ["<eos>", "<turn|>"]),
+    "glm4moe": ("<|endoftext|>", ["<|endoftext|>", "<|user|>", "<|observation|>"]),
+    "gptoss": ("<|return|>", ["<|return|>", "<|endoftext|>", "<|call|>"]),
+    "deepseekv3": (FAMILIES["deepseekv3"].stops[0], FAMILIES["deepseekv3"].stops[0]),
+    "phi3_5": ("<|endoftext|>", ["<|end|>", "<|assistant|>", "<|endoftext|>"]),
+    "cohere2": ("<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+    "smollm2": ("<|im_end|>", "<|im_end|>"),
+    "nemotron_3_nano": ("<|im_end|>", ["<|endoftext|>", "<|im_end|>"]),
+}
+
+
+def published(name: str, folder: Path, declared: bool = True) -> ModelConfig:
+    """A tokenizer's directory as the model's own; declared: with its generation_config.json."""
+    family: Family = {**FAMILIES, **WRITING_TOOLS}[name]
+    eos, ends = PUBLISHED[name]
+    world = World(family, small_vocabulary())
+    world.tokenizer.add_special_tokens([eos, *([ends] if isinstance(ends, str) else ends or [])])
+    hf: Any = PreTrainedTokenizerFast(
+        tokenizer_object=world.tokenizer,
+        eos_token=eos,
+        chat_template=world.hf.chat_template,
+        bos_token=family.bos or None,
+    )
+    hf.save_pretrained(str(folder))
+    if ends is not None and declared:
+        ids = hf.convert_tokens_to_ids(ends)
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids, "temperature": 0.6}))
+    return ModelConfig(build={"model_type": "qwen3"}, tokenizer=str(folder), chat_template_kwargs=family.options)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_family_starts_and_all_its_end_tokens_end_a_reply(name: str, tmp_path: Path) -> None:
+    tokenizer, renderer = load_chat(published(name, tmp_path))
+    eos, ends = PUBLISHED[name]
+    expected = {eos, *([ends] if isinstance(ends, str) else ends or ["<end_of_turn>"])}
+    assert set(tokenizer.convert_ids_to_tokens(list(renderer.stop_ids))) == expected
+    check_turns(renderer, [QUESTION], several=True)
+    reply = Message(role="assistant", content="well")
+    for (
+        end
+    ) in renderer.stop_ids:  # each is recorded as it was sampled, and has its cause where the template has another
+        conversation = Conversation(renderer)
+        prompt = conversation.render([QUESTION])
+        sampled = np.array([*renderer.encode("well"), end], np.int32)
+        conversation.record(prompt, sampled, reply)
+        following = conversation.render([QUESTION, reply, QUESTION])
+        carried = [*prompt.ids.tolist(), *sampled.tolist()]
+        if following.break_cause is None:
+            assert following.ids[: len(carried)].tolist() == carried
+        elif name != "deepseekv3":
+            assert following.break_cause == BreakCause.END_TOKEN_REWRITTEN
+            assert following.ids[: len(carried) - 1].tolist() == carried[:-1]
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in ("gptoss", "llama3_1")])
+def test_without_generation_config_the_template_tells_what_ends_its_turns(name: str, tmp_path: Path) -> None:
+    _, renderer = load_chat(published(name, tmp_path, declared=False))
+    check_turns(renderer, [QUESTION], several=True)
+
+
+def test_what_ends_messages_inside_a_reply_does_not_end_it(tmp_path: Path) -> None:
+    """gpt-oss writes `<|end|>` behind earlier replies, and behind each thought."""
+    tokenizer, renderer = load_chat(published("gptoss", tmp_path, declared=False))
+    assert tokenizer.convert_ids_to_tokens(list(renderer.stop_ids)) == ["<|return|>"]
+
+
+def test_the_setting_takes_their_place(tmp_path: Path) -> None:
+    config = published("qwen3", tmp_path)
+    tokenizer, renderer = load_chat(config.model_copy(update={"stop_tokens": ("<|im_end|>", "</tool_call>")}))
+    assert tokenizer.convert_ids_to_tokens(list(renderer.stop_ids)) == ["<|im_end|>", "</tool_call>"]
+    with pytest.raises(ConfigError, match=r"model\.stop_tokens: the tokenizer has no token '<\|eot_id\|>'"):
+        load_chat(config.model_copy(update={"stop_tokens": ("<|eot_id|>",)}))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token_id": 99999}', r"generation_config\.json: eos_token_id 99999 is none of the tokenizer's \d+ ids"),
+        ("{", r"generation_config\.json cannot be read"),
+        ("[]", r"generation_config\.json: expected an object, found list"),
+    ],
+)
+def test_a_file_that_cannot_be_right_is_named(content: str, message: str, tmp_path: Path) -> None:
+    config = published("qwen3", tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_chat(config)
+
+
+def test_a_tokenizer_without_template_or_end_is_refused_until_they_are_given(tmp_path: Path) -> None:
+    config = published("qwen3", tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    template = tmp_path.parent / "template.jinja"
+    shutil.move(tmp_path / "chat_template.jinja", template)
+    with pytest.raises(
+        ConfigError, match=r"no chat template; add a chat_template\.jinja to it, or set model\.chat_template"
+    ):
+        load_chat(config)
+    assert load_chat(config.model_copy(update={"chat_template": str(template)}))[1].stop_ids
+    template.write_text("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}")
+    facts = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del facts["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts))
+    with pytest.raises(ConfigError, match=r"names no eos_token, and neither .* set model\.stop_tokens"):
+        load_chat(config.model_copy(update={"chat_template": str(template)}))
+
+
+# What is exported
+
+
+def model_directory(folder: Path, **generation: Any) -> ModelConfig:
+    export_model(folder, tiny("qwen3", vocab_size=726), TOKENIZER)
+    (folder / "SHA256SUMS").unlink()
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig(path=str(folder))
+
+
+def test_files_of_the_models_directory_come_along(tmp_path: Path) -> None:
+    config = model_directory(tmp_path / "model", eos_token_id=[2, 0], temperature=0.6)
+    for name in ("LICENSE", "preprocessor_config.json", "model.safetensors.index.json", "pytorch_model.bin", ".hidden"):
+        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "model" / "original").mkdir()
+    model = load_model(config, 0)
+    export_model(tmp_path / "export", model, tmp_path / "model")
+    there = {path.name for path in (tmp_path / "export").iterdir()}
+    assert {"LICENSE", "preprocessor_config.json", "tokenizer.json", "chat_template.jinja"} <= there
+    assert not there & {"model.safetensors.index.json", "pytorch_model.bin", ".hidden", "original"}
+    generation = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [2, 0], "temperature": 0.6}
+    export_model(tmp_path / "again", load_model(ModelConfig(path=str(tmp_path / "export")), 0), tmp_path / "export")
+    assert {path.name for path in (tmp_path / "again").iterdir()} == there
+
+
+@pytest.mark.parametrize("given", [None, ("<|im_end|>", "a")])
+def test_a_model_from_scratch_gets_its_end_tokens(given: tuple[str, ...] | None, tmp_path: Path) -> None:
+    """llama's own default is id 2, whatever that is here."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = ModelConfig(build={"model_type": "llama", **sizes}, tokenizer="demo", stop_tokens=given)
+    export_model(tmp_path / "model", load_model(config, 0), TOKENIZER)
+    stops = load_chat_interface(config).stop_token_ids
+    assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"] == list(stops)
+    assert load_chat_interface(ModelConfig(path=str(tmp_path / "model"))).stop_token_ids == stops
+
+
+async def test_what_is_exported_ends_under_generate_as_here(tmp_path: Path) -> None:
+    """Greedy: the completion is cut at one of several end tokens, which the tokenizer does not name."""
+    prompt = np.array([3, 1, 4, 1, 5], np.int32)
+    free = await _sampled(tmp_path / "free", prompt, [])
+    second = int(next(ident for ident in free[3:] if ident != 2))
+    ids = await _sampled(tmp_path / "ends", prompt, [2, second])
+    assert ids[-1] == second and len(ids) < len(free)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(str(tmp_path / "ends-export"))
+    answer = loaded.generate(torch.tensor(prompt[None].tolist()), do_sample=False, max_new_tokens=40)
+    assert answer[0, len(prompt) :].tolist() == ids
+
+
+async def _sampled(folder: Path, prompt: Any, ends: list[int]) -> list[int]:
+    config = model_directory(folder, eos_token_id=ends or [2])
+    stops = load_chat_interface(config).stop_token_ids if ends else ()
+    model = load_model(config, 0)
+    export_model(folder.with_name(f"{folder.name}-export"), model, folder)
+    engine = make_engine(model, stop_token_ids=stops, lock_step=True)
+    try:
+        engine.open_session("s")
+        answer = await engine.generate(prompt, SamplingParams(max_tokens=40, temperature=0.0, seed=0), session="s")
+        engine.close_session("s")
+    finally:
+        await engine.close()
+    assert answer.stop_reason is (StopReason.STOP if ends else StopReason.LENGTH)
+    return [int(ident) for ident in answer.token_ids]
