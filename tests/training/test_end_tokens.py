@@ -133,7 +133,7 @@ def test_a_tokenizer_without_template_or_end_is_refused_until_they_are_given(tmp
     template = tmp_path.parent / "template.jinja"
     shutil.move(tmp_path / "chat_template.jinja", template)
     with pytest.raises(
-        ConfigError, match=r"no chat template; add a chat_template\.jinja to it, or set model\.chat_template"
+        ConfigError, match="no chat template; add .* or set model.chat_template"
     ):
         load_chat(config)
     assert load_chat(config.model_copy(update={"chat_template": str(template)}))[1].stop_ids
