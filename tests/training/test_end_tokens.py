@@ -132,9 +132,7 @@ def test_a_tokenizer_without_template_or_end_is_refused_until_they_are_given(tmp
     (tmp_path / "generation_config.json").unlink()
     template = tmp_path.parent / "template.jinja"
     shutil.move(tmp_path / "chat_template.jinja", template)
-    with pytest.raises(
-        ConfigError, match="no chat template; add .* or set model.chat_template"
-    ):
+    with pytest.raises(ConfigError, match=r"no chat template; add .* or set model\.chat_template"):
         load_chat(config)
     assert load_chat(config.model_copy(update={"chat_template": str(template)}))[1].stop_ids
     template.write_text("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}")
