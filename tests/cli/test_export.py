@@ -26,6 +26,7 @@ PLAIN = [
     "SHA256SUMS",
     "chat_template.jinja",
     "config.json",
+    "generation_config.json",
     "model.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",

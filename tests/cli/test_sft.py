@@ -14,6 +14,7 @@ FILES = [
     "SHA256SUMS",
     "chat_template.jinja",
     "config.json",
+    "generation_config.json",
     "model.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,11 @@ def load_chat(config: ModelConfig) -> tuple[PreTrainedTokenizerBase, ChatRendere
     if config.stop_tokens is not None:
         return tokenizer, renderer(_named(config.stop_tokens, tokenizer))
     stop = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    model = [] if config.path is None else [require_model(config.path, "model.path")]
-    for place in dict.fromkeys([*model, directory]):
+    places = [directory]
+    if config.path is not None:
+        with suppress(ConfigError):  # a model that is not there is told where it is loaded
+            places.insert(0, require_model(config.path, "model.path"))
+    for place in dict.fromkeys(places):
         stop += _declared(place, len(tokenizer))
     made = renderer(tuple(dict.fromkeys(stop)))
     if made.own_end is not None and made.own_end not in stop:
@@ -62,8 +66,7 @@ def load_chat(config: ModelConfig) -> tuple[PreTrainedTokenizerBase, ChatRendere
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
-    """Return a model directory's generation_config.json; {} without. Raises ConfigError or DamageError."""
-    prove_files(directory, (GENERATION_CONFIG,), remedy_for(directory))
+    """Return a model directory's generation_config.json; {} without. Raises ConfigError."""
     file = directory / GENERATION_CONFIG
     try:
         data = json.loads(file.read_bytes())
@@ -83,6 +86,7 @@ def end_tokens(generation_config: Mapping[str, Any]) -> list[int]:
 
 
 def _declared(directory: Path, vocabulary: int) -> list[int]:
+    prove_files(directory, (GENERATION_CONFIG,), remedy_for(directory))
     found = end_tokens(read_generation_config(directory))
     if wrong := [ident for ident in found if not 0 <= ident < vocabulary]:
         raise ConfigError(

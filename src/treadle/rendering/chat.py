@@ -197,13 +197,17 @@ class ChatRenderer:
             return None
         return next((self.structure.ident(names[0]) for names in reversed(ends) if names), None)
 
-    @cached_property
+    @property
     def _written_ends(self) -> list[list[str]]:
         """The structural tokens, by private names, right behind the last reply, and right behind an earlier one."""
-        template, pattern = self.template(()), self.structure.pattern
-        leading = re.compile(rf"\s*(?:{pattern.pattern}\s*)*", re.DOTALL)
-        texts = template.after_last_reply, template.after_reply
-        return [pattern.findall(found[0]) if (found := leading.match(text)) else [] for text in texts]
+        template = self.template(())
+        return [self._leading(text) for text in (template.after_last_reply, template.after_reply)]
+
+    def _leading(self, text: str) -> list[str]:
+        """The structural tokens, by private names, with which a text begins."""
+        pattern = self.structure.pattern
+        found = re.match(rf"\s*(?:{pattern.pattern}\s*)*", text, re.DOTALL)
+        return pattern.findall(found[0]) if found else []
 
     @cached_property
     def _end_of_turn(self) -> Ids:
@@ -221,8 +225,9 @@ class ChatRenderer:
 
     def _ends(self, template: ChatTemplate) -> re.Pattern[str]:
         """The tokens that may end an assistant's turn: those that stop a completion, and the template's own."""
-        own = self.structure.pattern.search(template.after_reply)
-        names = {*self.structure.stops, *([own[0]] if own else [])}
+        own = self._leading(template.after_reply)
+        stops = self.structure.stops
+        names = {*stops, *(own[:1] if not any(name in stops for name in own) else [])}
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 
     def _compile(self, name: str) -> ChatTemplate:
