@@ -1,7 +1,9 @@
 """`treadle bench`: a table, or one JSON object."""
 
+import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,6 +200,17 @@ def test_peak_memory_is_counted_to_the_byte() -> None:
         del second, third
 
     assert peak_bytes(run, torch.device("cpu")) == 4000
+
+
+def test_earlier_tensors_that_are_freed_meanwhile_do_not_count() -> None:
+    def run() -> None:
+        gc.collect()
+        torch.empty(2000, dtype=torch.uint8)
+
+    cycle: list[Any] = [torch.empty(3000, dtype=torch.uint8)]
+    cycle.append(cycle)
+    del cycle
+    assert peak_bytes(run, torch.device("cpu")) == 2000
 
 
 def test_logits_in_chunks_need_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.worlds import plain_renderer, saying, user
+from tests.worlds import END, PLAIN, plain_renderer, saying, user
 from treadle.core.draws import Stream
 from treadle.core.errors import ContextExceeded, StepsExceeded
 from treadle.core.types import BreakCause, SamplingParams
 from treadle.rendering import structure
 from treadle.rendering.causes import agents_change
+from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.drivers.gateway import AgentSession
 from treadle.rollout.session import Address, Reply, Session, SessionSpec
 
@@ -28,7 +29,7 @@ each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 def open_session(longest: int, engine: Any = None, name: str = "s") -> Session:
     address = Address(seed=0, stream=Stream.TRAIN, epoch=0, position=0, attempt=0)
-    renderer = plain_renderer()
+    renderer = ChatRenderer(PLAIN, [END])  # its own: what was encoded before is not encoded again
     return Session(SessionSpec(name, engine or saying("ok"), renderer, SamplingParams(), longest, address))
 
 

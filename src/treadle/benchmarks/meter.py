@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -37,6 +38,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         run()
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated() - before)
+    gc.collect()  # or earlier tensors may be freed meanwhile, and count as less
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
     with profile(profile_memory=True) as found:
         run()
