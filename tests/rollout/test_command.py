@@ -289,3 +289,9 @@ def test_a_namespace_that_is_not_allowed_is_refused_at_once(monkeypatch: pytest.
     monkeypatch.setattr(supervised, "_SUPERVISOR", (sys.executable, str(refusing)))
     with pytest.raises(ConfigError, match="user_namespace is not possible here"):
         Command(["true"], user_namespace=True)
+
+
+def test_words_that_are_one_text_are_refused_with_the_words_that_are_meant() -> None:
+    """They would be letters."""
+    with pytest.raises(ConfigError, match=r"'echo \"a b\"' is one text; give words: \['echo', 'a b'\]"):
+        Command('echo "a b"')

@@ -14,6 +14,7 @@ sandbox into the command where the model's words are executed.
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ class Command:
     When the program ends, when its time is over, when the run stops and when the run is killed, all processes that it
     started are killed; on systems other than Linux, those of its process group (`supervisor`). Of what
     it prints, the end is kept. A program that does not exist, exits with a status other than 0 or prints no reward
-    fails its attempt. Raises ConfigError where user namespaces are wanted and not allowed.
+    fails its attempt. Raises ConfigError for words that are one text, and where user namespaces are wanted and not
+    allowed.
     """
 
     words: Sequence[str]
@@ -53,6 +55,8 @@ class Command:
     user_namespace: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.words, str):
+            raise ConfigError(f"Command: {self.words!r} is one text; give words: {shlex.split(self.words)!r}")
         if self.user_namespace and (problem := no_user_namespace()):
             raise ConfigError(f"Command: user_namespace is not possible here ({problem}); leave it out")
 
