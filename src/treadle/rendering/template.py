@@ -43,6 +43,11 @@ class Opening:
     prompt: str
     kept: str
 
+    @property
+    def begins_thought(self) -> bool:
+        """Return whether the prompt leaves a thought open, which the reply then goes on with."""
+        return self.prompt.rfind("<think>") > self.prompt.rfind("</think>")
+
 
 class ChatTemplate:
     """Renders one template. variables: what it may read beside messages and tools (the names of special tokens).
