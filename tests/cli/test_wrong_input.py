@@ -125,7 +125,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "serve served --host 203.0.113.1": ("--host 203.0.113.1: cannot listen there: ",),
     "serve served --temperature -1": ("--temperature -1.0: must be",),
     "serve served --max-tokens 0": ("--max-tokens 0: must be at least 1",),
-    "serve served --parser typo": ("--parser: 'typo' is not registered; registered: hermes",),
+    "serve served --parser typo": ("--parser: 'typo' is not registered; registered: glm",),
     "serve served --chat-template no.jinja": ("--chat-template: no file 'no.jinja'",),
     "serve served --record train.jsonl": ("--record train.jsonl: is no directory",),
     "serve served kind=vllm": ("kind=vllm: unknown key 'kind'", "exists as 'engine.kind'"),

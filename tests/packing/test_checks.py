@@ -66,6 +66,19 @@ def test_a_faulty_step_costs_its_trajectory_alone(step: Step, fault: str) -> Non
     assert as_trained(bad).reward is None and as_played(bad).reward == bad.reward == 0.0
 
 
+def test_a_group_of_which_too_few_are_left_is_left_out() -> None:
+    groups = with_step(make_step([1, 2], []))
+    assert list(split_untrainable(groups, 32, 40, least=2)[1]) == ["g000001.1"]
+    kept, refused = split_untrainable(groups, 32, 40, least=3)
+    assert list(refused) == ["g000001.0", "g000001.1", "g000001.2"]
+    assert "step 2: the completion is empty" in refused["g000001.1"]
+    for other in ("g000001.0", "g000001.2"):
+        assert refused[other].endswith("only 2 of its group can be trained, training.min_group_size is 3")
+    assert all(as_trained(t).reward is None for t in kept[1].trajectories)
+    sound = [make_group([([GOOD], 1.0)])]  # what is too small already is not this check's
+    assert split_untrainable(sound, 32, 40, least=2) == (sound, {})
+
+
 def test_a_dropped_step_is_not_looked_at() -> None:
     groups = with_step(replace(make_step([1, 2], []), dropped=DropReason.CANCELLED))
     assert split_untrainable(groups, vocabulary=32, context=40) == (groups, {})

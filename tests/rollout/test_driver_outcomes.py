@@ -15,12 +15,14 @@ from treadle.core.errors import Cause, EngineError, TrajectoryFailure
 from treadle.core.rewards import Reward
 from treadle.core.types import Ids, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
+from treadle.rollout.agents.agent import Recovered
 from treadle.testing import FakeEngine
 
 DONE, MORE = EnvStep(reward=1.0, done=True), EnvStep([tool("more")], 0.25)
 OTHER_TOKENS = Reward(tokens=np.array([1.0] * 7, np.float32))
 VERIFIER = TrajectoryFailure(Cause.VERIFIER, "no tests")
 REFUSING = f"{{% for m in messages if m.role == 'tool' %}}{{{{ raise_exception('no tools') }}}}{{% endfor %}}{CHATML}"
+CHOOSY = f"{{% for m in messages if m.content == 'bad' %}}{{{{ raise_exception('no bad') }}}}{{% endfor %}}{CHATML}"
 
 
 class Boom(Exception):
@@ -47,17 +49,21 @@ def world(*answers: Any, **more: Any) -> Callable[[], Environment]:
     return lambda: Told(*answers, **more)
 
 
+IMAGE: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}
 Turn = Callable[[AsyncOpenAI], Any]
 
 
 def agent(*turns: str, returns: Any = 1.0, caught: int = 0) -> Any:
-    """Asks each turn by itself, then returns, raises or awaits `returns`. caught: errors of calls that it gets over."""
+    """Asks each turn by itself ("" is an image), then returns, raises or awaits `returns`.
+
+    caught: errors of calls that it gets over.
+    """
 
     async def play(task: Task, client: AsyncOpenAI) -> Any:
         left = caught
         for turn in turns:
             try:
-                await ask(client.with_options(max_retries=0), [user(turn)])
+                await ask(client.with_options(max_retries=0), [user(turn)] if turn else [IMAGE])
             except APIStatusError:
                 if not left:
                     raise
@@ -177,8 +183,40 @@ TABLE = [
         "it raises as the engine fails later", agent("x", "y"), Cause.ENGINE, "out of memory", engine=lambda: failing(2)
     ),
     failed("no answer but failures", agent("x", caught=1), Cause.ENGINE, "out of memory", engine=lambda: failing(1)),
-    Row("it gets over a failure", agent("x", "y", caught=1), Status.DONE, 1.0, engine=lambda: failing(2)),
-    Row("it asks again", agent("x", "y", caught=1), Status.DONE, 1.0, engine=lambda: failing(1)),
+    Row("it asks again", agent("x", "x", caught=1), Status.DONE, 1.0, engine=lambda: failing(1)),
+    failed(
+        "it swallows a failure", agent("x", "y", caught=1), Cause.ENGINE, "out of memory", engine=lambda: failing(2)
+    ),
+    failed("it asks something else", agent("x", "y", caught=1), Cause.ENGINE, "memory", engine=lambda: failing(1)),
+    Row(
+        "it gets over a failure",
+        agent("x", "y", caught=1, returns=Recovered(0.5)),
+        Status.DONE,
+        0.5,
+        engine=lambda: failing(2),
+    ),
+    failed(
+        "it swallows what the template refuses",
+        agent("x", "bad", caught=1, returns=0.0),
+        Cause.AGENT,
+        "no bad; an agent that does without the answer returns treadle.Recovered(reward)",
+        template=CHOOSY,
+    ),
+    Row(
+        "it gets over what the template refuses",
+        agent("x", "bad", caught=1, returns=Recovered(Reward({"page": 0.5}))),
+        Status.DONE,
+        0.5,
+        template=CHOOSY,
+    ),
+    Row(
+        "it sends what nobody takes",
+        agent("x", "", caught=1, returns=0.0),
+        Status.DONE,
+        0.0,
+        warning="1 of its requests were malformed, the first: messages",
+    ),
+    failed("no number, recovered", agent("x", returns=Recovered(None)), Cause.AGENT, "the agent returned None"),  # type: ignore[arg-type]
     failed(
         "it knows better than the engine",
         agent("x", caught=1, returns=VERIFIER),
@@ -225,3 +263,5 @@ def test_what_happened_decides_what_the_trajectory_says(row: Row) -> None:
     assert (None if failure is None else failure.cause) == row.cause
     assert failure is None or row.message in failure.message
     assert trajectory.warning.startswith(row.warning) and bool(trajectory.warning) == bool(row.warning)
+    if row.is_agent:
+        assert trajectory.metrics.get("bad_requests", 0) == ("malformed" in row.warning)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from treadle.core.errors import ConfigError
 from treadle.core.types import Message
-from treadle.rendering.replies import ReplyParser, Tool, hermes, plain, qwen_xml, reply_parser, thinking
+from treadle.rendering.replies import ReplyParser, glm, harmony, hermes, llama, plain, qwen_xml, reply_parser, thinking
+from treadle.rendering.tool_calls import Tool
 
 LOOK: Tool = {
     "type": "function",
@@ -18,7 +19,7 @@ LOOK: Tool = {
     },
 }
 TOOLS = [LOOK]
-PARSERS = [plain, thinking, hermes, qwen_xml]
+PARSERS = [plain, thinking, hermes, qwen_xml, glm, llama, harmony]
 
 
 def calls(message: Message) -> list[tuple[str, object]]:
@@ -35,7 +36,7 @@ def test_plain_is_all_content() -> None:
     ("text", "thought", "content"),
     [
         ("<think>\nhm\n</think>\n\nyes", "hm", "yes"),
-        ("hm\n</think>\n\nyes", "hm", "yes"),  # the generation prompt opened it
+        ("hm\n</think>\n\nyes", "hm", "yes"),
         ("<think>never ends", "never ends", ""),
         ("<think></think>yes", "", "yes"),
         (" yes ", "", " yes "),
@@ -95,6 +96,16 @@ def test_without_tools_a_call_is_content(parse: ReplyParser) -> None:
 PIECES = st.sampled_from(
     [
         *("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=look>", "</function>", "<parameter=who>"),
+        *(
+            "<|channel|>",
+            "analysis",
+            "commentary",
+            "<|message|>",
+            "<|end|>",
+            "<|start|>assistant",
+            " to=functions.look",
+        ),
+        *("<arg_key>who</arg_key>", "<arg_value>", "</arg_value>", "look", " to=functions.look"),
         *("</parameter>", '{"name": "look", "arguments": {"who": "x"}}', "{", "}", '"', "\n", "\\ud800", "1e999"),
     ]
 )
@@ -111,19 +122,6 @@ def test_no_text_makes_a_parser_raise_and_no_letter_is_lost(text: str, parse: Re
             sorted("".join(parts.replace("<think>", "").replace("</think>", "").split()))
             == sorted("".join(text.replace("<think>", "").replace("</think>", "").split()))
         )
-
-
-@pytest.mark.parametrize(
-    ("template", "parser"),
-    [
-        ("{{ messages }}", plain),
-        ("{% if '</think>' in content %}", thinking),
-        ("<tool_call> {{ tool_call | tojson }} </think>", hermes),
-        ("<tool_call>\n<function=...>", qwen_xml),
-    ],
-)
-def test_auto_looks_at_the_template(template: str, parser: ReplyParser) -> None:
-    assert reply_parser("auto", template) is parser
 
 
 def test_parsers_by_name() -> None:

@@ -19,12 +19,27 @@ from treadle.core.types import SamplingParams
 from treadle.recipes.agents.questions import TOOL, parse_reply
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
-from treadle.rendering.replies import ReplyParser, hermes, plain, qwen_xml, reply_parser, thinking
+from treadle.rendering.replies import (
+    ReplyParser,
+    glm,
+    harmony,
+    hermes,
+    llama,
+    parser_name,
+    plain,
+    qwen_xml,
+    thinking,
+)
 from treadle.rollout.session import Address, CallOptions, Session, SessionSpec
 
 EVERY = {**FAMILIES, **WRITING_TOOLS}
-READ = {"hermes": "qwen2_5 qwen3 qwen3_nothink qwen3_keep_thoughts qwen3_instruct_2507"}
-READ["qwen_xml"] = "qwen3_5_think qwen3_6 qwen3_6_preserve qwen3_8 nemotron_3_nano nemotron_3_super"
+READ: dict[ReplyParser, str] = {
+    hermes: "qwen2_5 qwen3 qwen3_nothink qwen3_keep_thoughts qwen3_instruct_2507",
+    qwen_xml: "qwen3_5_think qwen3_6 qwen3_6_preserve qwen3_8 nemotron_3_nano nemotron_3_super",
+    glm: "glm4moe",
+    llama: "llama3_1",
+    harmony: "gptoss",
+}
 WRITTEN = {
     "llama3_1": r'writes it as \'{"name": "find_zqz", "parameters"',
     "gptoss": r"writes it as 'to=functions.find_zqz<\|channel\|>",
@@ -60,13 +75,40 @@ def test_who_writes_tools_is_found_out(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in EVERY if EVERY[name].tools])
 def test_who_reads_its_calls_is_found_out(name: str) -> None:
-    for parse in (plain, thinking, hermes, qwen_xml):
+    parsers: list[ReplyParser] = [plain, thinking, *READ]
+    for parse in parsers:
         problem = renderer(name).tools_problem([LOOK], parse)
-        if name in READ.get(parse.__name__, "").split():
-            assert problem == "" and reply_parser("auto", renderer(name).source) is parse
+        if name in READ.get(parse, "").split():
+            assert problem == "" and renderer(name).tools_problem([LOOK], renderer(name).parser("auto")) == ""
         else:
-            assert f"the reply parser {parse.__name__} does not read a tool call of this model" in problem
+            assert f"the reply parser {parser_name(parse)} does not read a tool call of this model" in problem
             assert re.search(WRITTEN.get(name, "writes it as '"), problem)
+
+
+WITHOUT_THOUGHTS = (
+    *(
+        "gemma4",
+        "gptoss",
+        "qwen2_5",
+        "qwen3_instruct_2507",
+        "llama3",
+        "llama3_1",
+        "gemma",
+        "gemma3",
+        "phi3_5",
+        "cohere2",
+    ),
+    *("smollm2", "lfm2", "cohere", "from roles"),
+)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_thoughts_are_taken_out_where_the_template_has_a_place_for_them(name: str) -> None:
+    message = renderer(name).parser("auto")("<think>hm</think>yes", [LOOK])
+    if name in WITHOUT_THOUGHTS:
+        assert message == {"role": "assistant", "content": "<think>hm</think>yes"}
+    else:
+        assert message == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
 
 
 def open_session(template: str, parse: ReplyParser) -> Session:

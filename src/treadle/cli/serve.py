@@ -24,7 +24,7 @@ from treadle.engines.config import EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import require_model, require_template
 from treadle.orchestration.setup.validation import check_engine_config
-from treadle.rendering.replies import parser_name, reply_parser
+from treadle.rendering.replies import AUTO, parser_name, reply_parser
 from treadle.rollout.gateway.address import GatewayConfig, listen
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.session import Address, Session, SessionSpec
@@ -104,7 +104,8 @@ def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
         raise ConfigError(f"--temperature {options.temperature}: must be a number of at least 0")
     if options.max_tokens < 1:
         raise ConfigError(f"--max-tokens {options.max_tokens}: must be at least 1")
-    reply_parser(options.parser, setting="--parser")
+    if options.parser != AUTO:
+        reply_parser(options.parser, "--parser")
     check_engine_config(engine)
 
 
@@ -164,7 +165,7 @@ def _session(options: argparse.Namespace, chat: ChatInterface, context: int, eng
     )
     return Session(
         spec,
-        reply_parser(options.parser, chat.renderer.source),
+        chat.renderer.parser(options.parser, "--parser"),
         callers_sampling=True,
         context=context,
     )

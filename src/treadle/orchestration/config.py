@@ -371,9 +371,7 @@ class RunConfig(Config):
     @property
     def min_group_size(self) -> int:
         """Return how many graded attempts a group needs to be trained; by default 2 with a group baseline, else 1."""
-        configured, size = self.training.min_group_size, self.training.group_size
-        by_group = estimators.by_name(self.algorithm.advantage).by_group
-        return configured or (min(2, size) if by_group else 1)
+        return self.training.least_graded(estimators.by_name(self.algorithm.advantage).by_group)
 
 
 def recipe_names() -> list[str]:

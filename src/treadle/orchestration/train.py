@@ -44,7 +44,6 @@ from treadle.orchestration.store.resume import roll_back
 from treadle.orchestration.store.rollout_store import remove_other_shards
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import RunStore
-from treadle.rendering.replies import reply_parser
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.training.optimizer import learning_rate
 
@@ -273,7 +272,7 @@ def _tools_problem(inputs: Inputs, chat: ChatInterface, config: RunConfig) -> st
     """Why agents cannot use tools; "" if they can, or there are none."""
     if not inputs.players.agents:
         return ""
-    return chat.renderer.tools_problem(parse=reply_parser(config.rollout.reply_parser, chat.renderer.source))
+    return chat.renderer.tools_problem(parse=chat.renderer.parser(config.rollout.reply_parser))
 
 
 def _threads_line(config: RunConfig) -> str:

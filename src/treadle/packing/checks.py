@@ -11,21 +11,29 @@ from treadle.core.types import DropReason, Group, Step, Trajectory
 
 
 def split_untrainable(
-    groups: Sequence[Group], vocabulary: int, context: int | None, routing: tuple[int, int, int] | None = None
+    groups: Sequence[Group],
+    vocabulary: int,
+    context: int | None,
+    routing: tuple[int, int, int] | None = None,
+    least: int = 1,
 ) -> tuple[list[Group], dict[str, str]]:
     """Return the groups with what cannot be trained left out, and why: trajectory_id -> message naming task,
     trajectory and step.
 
     vocabulary: the model's number of token ids. context: its longest sequence in tokens, if it has one. routing: its
-    layers with experts, experts a token and experts a layer, if they are replayed. A trajectory
-    with a faulty step enters no baseline and no loss; its siblings train as if it had failed while it was played.
+    layers with experts, experts a token and experts a layer, if they are replayed. least: attempts that a group needs.
+
+    A trajectory with a faulty step enters no baseline and no loss; its siblings train as if it had failed while it was
+    played, or are left out, too, where they are fewer than `least`.
     """
-    faults = {
-        t.trajectory_id: f"task {t.task_id}, trajectory {t.trajectory_id}, {fault}"
-        for group in groups
-        for t in group.trajectories
-        if as_trained(t).reward is not None and (fault := _fault(t, vocabulary, context, routing)) is not None
-    }
+    faults: dict[str, str] = {}
+    for group in groups:
+        graded = [t for t in group.trajectories if as_trained(t).reward is not None]
+        found = {t.trajectory_id: why for t in graded if (why := _fault(t, vocabulary, context, routing)) is not None}
+        if found and (left := len(graded) - len(found)) < least:
+            why = f"only {left} of its group can be trained, training.min_group_size is {least}"
+            found = {t.trajectory_id: found.get(t.trajectory_id, why) for t in graded}
+        faults |= {ident: f"task {group.task.task_id}, trajectory {ident}, {why}" for ident, why in found.items()}
     return [leave_out(group, DropReason.REFUSED, faults) for group in groups] if faults else list(groups), faults
 
 

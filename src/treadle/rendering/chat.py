@@ -17,9 +17,19 @@ from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids, Message, ToolCall
 from treadle.rendering.complete import Shape, example, left_out
 from treadle.rendering.identity import parsed
-from treadle.rendering.replies import ReplyParser, Tool, parser_name
+from treadle.rendering.replies import (
+    AUTO,
+    FORMATS,
+    THOUGHT_END,
+    Parser,
+    ReplyParser,
+    harmony,
+    parser_name,
+    reply_parser,
+)
 from treadle.rendering.structure import Backend, Structure, encode_text
 from treadle.rendering.template import ChatTemplate, Plain, Variables
+from treadle.rendering.tool_calls import Tool
 from treadle.rendering.tools import PROBE, ignores_tools, probe_call, written_call
 
 
@@ -167,6 +177,29 @@ class ChatRenderer:
             f"{self._label} {written}; give a parser that reads it (rollout.reply_parser; --parser of treadle serve), "
             "or leave tools out"
         )
+
+    def parser(self, name: str, setting: str = "rollout.reply_parser") -> ReplyParser:
+        """Return the reply parser of that name; `auto`: by what the template writes, thoughts and tool calls apart.
+
+        setting: what chose the name, for errors. Raises ConfigError as `reply_parser` does.
+        """
+        return reply_parser(name, setting) if name != AUTO else self._chosen
+
+    @cached_property
+    def _chosen(self) -> ReplyParser:
+        """Thoughts are taken out where the template has a place for them; of formats, the one that reads its call."""
+        if self._unreadable(harmony, json.dumps(PROBE)) == "":
+            return harmony
+        thoughts = THOUGHT_END in self.source or self._writes_thoughts()
+        for name, calls in FORMATS.items():
+            parser = Parser(f"auto ({name})", thoughts, calls)
+            if self._unreadable(parser, json.dumps(PROBE)) == "":
+                return parser
+        return Parser("auto", thoughts)
+
+    def _writes_thoughts(self) -> bool:
+        shape = ("user", True, False, 0, -1), ("assistant", True, True, 0, -1)
+        return not self.left_out("", shape)
 
     def _ignored(self) -> bool:
         return ignores_tools(self.template([PROBE]), self.options)

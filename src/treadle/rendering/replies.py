@@ -2,173 +2,138 @@
 
 A parser is a function `(text, tools) -> Message`, registered as an entry point of `treadle.reply_parsers` or named
 `module:attribute`. It never raises: what it cannot read as a thought or a tool call stays content, as it was written.
+Where the prompt has opened a thought, the text begins with that `<think>`.
 
     <think>Anna or Bob?</think>                                   reasoning_content "Anna or Bob?"
     I look it up.                                                 content           "I look it up."
     <tool_call>{"name": "look", "arguments": {"who": "Anna"}}</tool_call>      one tool call
+
+Ours put thoughts and tool calls (`tool_calls.py`) together; `auto` chooses each by what the chat template writes
+(`ChatRenderer.parser`).
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from treadle.core.errors import ConfigError
 from treadle.core.registry import resolve
-from treadle.core.types import FunctionCall, Message, ToolCall
-from treadle.core.untrusted_json import read_json
-
-Tool = Mapping[str, Any]
-"""A tool's JSON schema, as OpenAI's API has it: `{"type": "function", "function": {"name": ..., ...}}`."""
+from treadle.core.types import Message, ToolCall
+from treadle.rendering.tool_calls import Tool, glm_call, json_call, named_call, tagged, xml_call
 
 ReplyParser = Callable[[str, Sequence[Tool]], Message]
 """What the model wrote -> the assistant message that the agent gets. Without tools, tool calls are content."""
 
 AUTO = "auto"
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
-_THOUGHT_END = "</think>"
+THOUGHT = "<think>"
+THOUGHT_END = "</think>"
+_CHANNEL = re.compile(r"\s*(.*?)<\|channel\|>(\w+)([^<]*(?:<\|constrain\|>[^<]*)?)<\|message\|>(.*)", re.DOTALL)
+_TURNS = re.compile(r"<\|end\|>(?:<\|start\|>assistant(?=[^<]*<\|channel\|>)|\Z)")
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+
+ReadCalls = Callable[[str, Sequence[Tool]], tuple[str, list[ToolCall]]]
+"""Text without thoughts -> what is left of it, and its tool calls."""
 
 
-def plain(text: str, tools: Sequence[Tool] = ()) -> Message:
-    """Return all of the text as the message's content."""
-    return Message(role="assistant", content=text)
+@dataclass(frozen=True)
+class Parser:
+    """Reads replies with tool calls in one format. name: in errors.
 
-
-def thinking(text: str, tools: Sequence[Tool] = ()) -> Message:
-    """Return what stands before `</think>` as reasoning_content, the rest as content."""
-    thought, content = _split_thought(text)
-    return _message(thought, content, [])
-
-
-def hermes(text: str, tools: Sequence[Tool] = ()) -> Message:
-    """Read thoughts, and tool calls as JSON (Hermes, Qwen).
-
-    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
+    thoughts: whether a thought is taken out of the content. Otherwise it stays, and is not searched for calls.
     """
-    return _with_calls(text, tools, _json_call)
+
+    name: str
+    thoughts: bool = False
+    calls: ReadCalls | None = None
+
+    def __call__(self, text: str, tools: Sequence[Tool] = ()) -> Message:
+        """Return the assistant message."""
+        if self.calls is None and not self.thoughts:
+            return Message(role="assistant", content=text)
+        thought, before, content = _split_thought(text)
+        kept, calls = self.calls(content, tools) if self.calls is not None and tools else (content, [])
+        if not self.thoughts:
+            kept = before + kept
+        message = Message(role="assistant", content=kept.strip() if calls else kept)
+        if thought and self.thoughts:
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = calls
+        return message
 
 
-def qwen_xml(text: str, tools: Sequence[Tool] = ()) -> Message:
-    """Read thoughts, and tool calls as tags.
+def _llama(text: str, tools: Sequence[Tool]) -> tuple[str, list[ToolCall]]:
+    """A call is all of the text, and of a tool that there is: other JSON is an answer."""
+    call = json_call(text.strip().removeprefix("<|python_tag|>"), tools)
+    names = {tool["function"]["name"] for tool in tools}
+    return ("", [call]) if call and call["function"]["name"] in names else (text, [])
 
-    `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function>...`: a value is text where the tool's schema
-    says so or says nothing, and otherwise JSON if it can be read as such.
+
+FORMATS: dict[str, ReadCalls] = {
+    "hermes": partial(tagged, read=json_call),
+    "qwen_xml": partial(tagged, read=xml_call),
+    "glm": partial(tagged, read=glm_call),
+    "llama": _llama,
+}
+"""Formats of tool calls, in the order in which `auto` tries them."""
+
+plain = Parser("plain")
+thinking = Parser("thinking", thoughts=True)
+hermes = Parser("hermes", True, FORMATS["hermes"])
+qwen_xml = Parser("qwen_xml", True, FORMATS["qwen_xml"])
+glm = Parser("glm", True, FORMATS["glm"])
+llama = Parser("llama", False, FORMATS["llama"])
+
+
+def harmony(text: str, tools: Sequence[Tool] = ()) -> Message:
+    """Read gpt-oss's channels: `analysis` is the thought, `commentary` to a function a tool call, `final` the content.
+
+    Without tools, a call is content.
     """
-    return _with_calls(text, tools, _xml_call)
-
-
-def reply_parser(name: str, template: str = "", setting: str = "rollout.reply_parser") -> ReplyParser:
-    """Return the parser of that name; `auto`: by how the chat template `template` writes tool calls and thoughts.
-
-    setting: what chose the name, for errors. Raises ConfigError for a name that is not registered, or no function.
-    """
-    if name != AUTO:
-        parser: ReplyParser = resolve("reply_parsers", name, setting)
-        if not callable(parser):
-            raise ConfigError(f"{setting}: {name!r} is of type {type(parser).__name__}, it must be a function")
-        return parser
-    if "<tool_call>" in template:
-        return qwen_xml if "<function=" in template else hermes
-    return thinking if _THOUGHT_END in template else plain
-
-
-def parser_name(parser: ReplyParser) -> str:
-    """Return what a parser is called in error messages."""
-    return str(getattr(parser, "__qualname__", parser))
-
-
-def _split_thought(text: str) -> tuple[str, str]:
-    """(thought, rest). A generation prompt may have opened the thought already."""
-    before, end, after = text.partition(_THOUGHT_END)
-    opened = before.lstrip().startswith("<think>")
-    if not end:
-        return (before.lstrip().removeprefix("<think>").strip(), "") if opened else ("", text)
-    thought = before.lstrip().removeprefix("<think>") if opened else before
-    return thought.strip(), after.lstrip("\n")
-
-
-def _with_calls(text: str, tools: Sequence[Tool], read: Callable[[str, Sequence[Tool]], ToolCall | None]) -> Message:
-    thought, content = _split_thought(text)
-    if not tools:
-        return _message(thought, content, [])
-    calls: list[ToolCall] = []
-    kept: list[str] = []
-    at = 0
-    for match in _CALL.finditer(content):
-        call = read(match[1], tools)
+    thoughts, contents, calls = [], [], []
+    for part in _TURNS.split(text):
+        found = _CHANNEL.fullmatch(part)
+        recipient = _RECIPIENT.search(found[1] + found[3]) if found else None
+        call = named_call(recipient[1], found[4]) if found and recipient and tools else None
         if call is not None:
             calls.append(call)
-            kept.append(content[at : match.start()])
-            at = match.end()
-    kept.append(content[at:])
-    return _message(thought, "".join(kept).strip() if calls else content, calls)
-
-
-def _message(thought: str, content: str, calls: list[ToolCall]) -> Message:
-    message = Message(role="assistant", content=content)
-    if thought:
-        message["reasoning_content"] = thought
+        elif found and not recipient and found[2] == "analysis":
+            thoughts.append(found[4])
+        else:
+            contents.append(found[4] if found and not recipient else part)
+    message = Message(role="assistant", content="".join(contents))
+    if any(thoughts):
+        message["reasoning_content"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls
     return message
 
 
-def _call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
-    text = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(id="", type="function", function=FunctionCall(name=name, arguments=text))
+def reply_parser(name: str, setting: str = "rollout.reply_parser") -> ReplyParser:
+    """Return the parser of that name, which is not `auto`.
+
+    setting: what chose the name, for errors. Raises ConfigError for a name that is not registered, or no function.
+    """
+    parser: ReplyParser = resolve("reply_parsers", name, setting)
+    if not callable(parser):
+        raise ConfigError(f"{setting}: {name!r} is of type {type(parser).__name__}, it must be a function")
+    return parser
 
 
-def _json_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
-    call = _json(text)
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = _json(arguments)
-    return _call(call["name"], arguments) if isinstance(arguments, dict) else None
+def parser_name(parser: ReplyParser) -> str:
+    """Return what a parser is called in error messages."""
+    return parser.name if isinstance(parser, Parser) else str(getattr(parser, "__qualname__", parser))
 
 
-def _xml_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
-    match = _FUNCTION.fullmatch(text)
-    if match is None:
-        return None
-    name = match[1].strip()
-    types = dict(_parameter_types(name, tools))
-    values = {
-        key.strip(): _value(_unframed(value), types.get(key.strip())) for key, value in _PARAMETER.findall(match[2])
-    }
-    return _call(name, values)
-
-
-def _unframed(value: str) -> str:
-    """Without the one line break that the format writes on either side."""
-    return value.removeprefix("\n").removesuffix("\n")
-
-
-def _value(text: str, kind: object) -> Any:
-    if kind in (None, "string"):
-        return text
-    value = _json(text)
-    return text if value is None and text.strip() != "null" else value
-
-
-def _parameter_types(name: str, tools: Sequence[Tool]) -> Iterator[tuple[str, object]]:
-    """(parameter, the type that its schema names) of the tool called `name`."""
-    for tool in tools:
-        function = tool.get("function", {})
-        schema = function.get("parameters") if function.get("name") == name else None
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        for key, value in properties.items() if isinstance(properties, Mapping) else ():
-            yield key, value.get("type", "any") if isinstance(value, Mapping) else None
-
-
-def _json(text: str) -> Any:
-    """The value, or None for what cannot be read."""
-    try:
-        return read_json(text, strict=False)
-    except ValueError:
-        return None
+def _split_thought(text: str) -> tuple[str, str, str]:
+    """(thought, the text up to the thought's end, the rest); without a thought the rest is all."""
+    before, end, after = text.partition(THOUGHT_END)
+    inner = before.lstrip()
+    opened = inner.startswith(THOUGHT)
+    if not end and not opened:
+        return "", "", text
+    rest = after.lstrip("\n")
+    return inner.removeprefix(THOUGHT).strip(), text[: len(text) - len(rest)], rest

@@ -21,7 +21,6 @@ from treadle.core.status import ComponentStatus
 from treadle.core.types import Group, SamplingParams, Task, Trajectory, trajectory_id
 from treadle.envs.tasks import made_class
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.replies import reply_parser
 from treadle.rollout.agents.agent import Agent
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.agent import AgentDriver
@@ -206,7 +205,7 @@ async def open_drivers(
     """Open a driver for each player, by kind and name. Raises ConfigError as `open_rollouts` does."""
     async with AsyncExitStack() as opened:
         gateway = await opened.enter_async_context(SharedGateway(config.gateway))
-        setup = DriverSetup(config, renderer, reply_parser(config.reply_parser, renderer.source), gateway, directory)
+        setup = DriverSetup(config, renderer, renderer.parser(config.reply_parser), gateway, directory)
         drivers: dict[tuple[str, str], AttemptDriver[Any]] = {}
         if players.environments:
             environments = await opened.enter_async_context(EnvironmentDriver(players.environments, config))

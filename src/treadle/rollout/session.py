@@ -23,7 +23,8 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, Prompt
 from treadle.rendering.off_loop import off_loop
 from treadle.rendering.raw import RawPrompts
-from treadle.rendering.replies import ReplyParser, Tool, plain
+from treadle.rendering.replies import THOUGHT, THOUGHT_END, ReplyParser, plain
+from treadle.rendering.tool_calls import Tool
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
 
@@ -99,6 +100,8 @@ class Session:
 
     callers_sampling: what a caller asks for takes the place of the spec's sampling, call by call; otherwise a caller
     only adds stop strings, and `overridden` counts the calls that asked for something else.
+    bad_requests, unanswered: kept by the gateway, which takes its requests: why malformed ones were refused; what the
+    last try of others failed with, by the digest of their bodies.
     parse: reads replies. context: most tokens of prompt and completion together, if that bounds a call's `max_tokens`.
     """
 
@@ -113,6 +116,8 @@ class Session:
         self.name = spec.name
         self.renderer = spec.renderer
         self.overridden = 0
+        self.bad_requests: list[str] = []
+        self.unanswered: dict[bytes, BaseException] = {}
         self.parse = parse
         self._engine, self._sampling = spec.engine, spec.sampling
         self._max_input_tokens, self._address = spec.max_input_tokens, spec.address
@@ -146,7 +151,7 @@ class Session:
             prompt = await self._render(messages, tools, options)
             number = self._numbered(prompt)
         step, text, stop = await self._sample(number, prompt, options)
-        message = self._message(text, tools if options.tool_calls else (), options, number)
+        message = self._message(self._begun(prompt) + text, tools if options.tool_calls else (), options, number)
         self._conversation.record(prompt, step.completion_ids, message)
         return Reply(message, step, number, stop)
 
@@ -266,6 +271,13 @@ class Session:
         if self._context is None:
             return sampling
         return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._context - prompt_tokens)))
+
+    def _begun(self, prompt: Prompt) -> str:
+        """`<think>` where the prompt leaves a thought open, for parsers that take thoughts out of the content."""
+        if prompt.rendering is None or not getattr(self.parse, "thoughts", True):
+            return ""
+        turn = self.renderer.decode(prompt.ids[prompt.rendering.turn :])
+        return THOUGHT if turn.rfind(THOUGHT) > turn.rfind(THOUGHT_END) else ""
 
     def _message(self, text: str, tools: Sequence[Tool], options: CallOptions, number: int) -> Message:
         """The parsed reply. Tool calls without an id get one that is the same in every repetition of the run."""

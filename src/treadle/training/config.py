@@ -86,6 +86,10 @@ class TrainingConfig(Config):
         """Return the number of optimizer updates on one batch, after which weights are published."""
         return self.updates_per_batch * self.epochs_per_batch
 
+    def least_graded(self, by_group: bool) -> int:
+        """Return how many graded attempts a group needs. by_group: whether the advantage compares them."""
+        return self.min_group_size or (min(2, self.group_size) if by_group else 1)
+
 
 class LearnerPlacement(Config):
     """Configures the processes that train one model together."""

@@ -132,8 +132,8 @@ class Learner:
 
         Log-probabilities and values at the batch's start are computed for all updates before the first one: values if
         there is a value head, log-probabilities if anything compares with them and there are several updates; a single
-        update compares with its own. Trajectories that this model cannot train (see `packing.checks`) are left out, one
-        by one, and named in `UpdateResult.refused`.
+        update compares with its own. Trajectories that this model cannot train, and groups of which too few are left
+        (see `packing.checks`), are left out and named in `UpdateResult.refused`.
         """
         size = len(groups) // self.training.updates_per_batch
         sound = [self._sound(groups[i : i + size]) for i in range(0, len(groups), size)]
@@ -159,7 +159,8 @@ class Learner:
     def _sound(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
         config = self.model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
-        return split_untrainable(groups, config.vocab_size, context, self.forward.routing)
+        least = self.training.least_graded(self.advantage.by_group)
+        return split_untrainable(groups, config.vocab_size, context, self.forward.routing, least)
 
     def scores(self, batch: FlatBatch) -> TokenScores:
         """Return the current policy's scores of every completion token [N], each at its recorded temperature."""

@@ -20,6 +20,7 @@ from treadle.orchestration.sampling.stop_conditions import (
 )
 from treadle.orchestration.store.ledger import LoopState
 from treadle.orchestration.store.run_store import RunStore
+from treadle.rollout.drivers.gateway import BAD_REQUESTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class GroupIntake:
             return
         self._window.trajectories += len(part.trajectories)
         self._window.failures.update((t.failure.cause, t.failure.message) for t in part.trajectories if t.failure)
+        self._window.bad_requests.update(t.warning for t in part.trajectories if t.metrics.get(BAD_REQUESTS.name))
         self._reporter.advance("rollout")
 
     async def settled(self) -> None:

@@ -22,20 +22,24 @@ class WindowStats:
     trajectories: int = 0
     groups: int = 0
     failures: Counter[tuple[Cause, str]] = field(default_factory=Counter)
+    bad_requests: Counter[str] = field(default_factory=Counter)  # trajectories with some, by their warnings
     discarded: Counter[DropReason] = field(default_factory=Counter)
 
 
 def check_failure_rate(window: WindowStats, config: RunConfig, update: int) -> None:
-    """Raise StopConditionMet if too many trajectories failed; before a batch's worth has finished, if that is certain.
+    """Raise StopConditionMet if too many trajectories failed, or sent malformed requests.
+
+    That may be before a batch's worth has finished, if it is certain by then.
 
     update: that is waited for.
     """
-    if not window.failures:
-        return
-    (cause, message), count = window.failures.most_common(1)[0]
     everyone = max(window.trajectories, config.groups_per_batch * config.training.group_size)
-    what, why = f"of update {update} failed", f"most often ({count}x) {cause}: {message}"
-    _check_share(window.failures.total(), everyone, config, what, why)
+    for (cause, message), count in window.failures.most_common(1):
+        what, why = f"of update {update} failed", f"most often ({count}x) {cause}: {message}"
+        _check_share(window.failures.total(), everyone, config, what, why)
+    for warning, _ in window.bad_requests.most_common(1):
+        what, why = f"of update {update} sent malformed requests", f"for example: {warning}"
+        _check_share(window.bad_requests.total(), everyone, config, what, why)
 
 
 def check_refusal_rate(refused: Mapping[str, str], trajectories: int, config: RunConfig, update: int) -> None:

@@ -11,7 +11,7 @@ from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.launch import find_python
 from treadle.models.model_files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig
-from treadle.rendering.replies import reply_parser
+from treadle.rendering.replies import AUTO, reply_parser
 from treadle.rollout.gateway.address import listen
 from treadle.rollout.rewards import load_shaping
 from treadle.training.validation import check_algorithm
@@ -60,7 +60,8 @@ def check_playing(config: RunConfig) -> None:
 
 
 def _check_rollout(config: RunConfig) -> None:
-    reply_parser(config.rollout.reply_parser)
+    if config.rollout.reply_parser != AUTO:
+        reply_parser(config.rollout.reply_parser)
     listen(config.rollout.gateway).close()
 
 

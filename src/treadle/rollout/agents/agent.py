@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
 from treadle.core import registry
@@ -18,6 +19,18 @@ from treadle.rollout.isolation.user_code import is_async
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
+
+@dataclass(frozen=True)
+class Recovered:
+    """Is returned by an agent that got over calls that failed: the reward counts all the same.
+
+    Without it, an attempt has no reward if a call failed in the engine, the gateway or the chat template and was not
+    repeated with success: whatever graded it may have graded that failure.
+    """
+
+    reward: float | Reward
+
+
 _PACKAGES = ("openai", "fastapi", "uvicorn")  # the extra `agents`
 
 
@@ -28,12 +41,12 @@ class AsyncAgent(Protocol):
     call gives, the trained model answers. Other SDKs reach the same session by its `base_url` and `api_key`
     (`treadle.rollout.agents.clients.anthropic_client`).
 
-    Returns the attempt's reward, which belongs to its last step. What it raises, and an attempt of more than
-    `rollout.agent_timeout` seconds, fails this attempt alone. It shares the run's event loop: what blocks belongs in
-    `asyncio.to_thread`, or in a `SyncAgent`.
+    Returns the attempt's reward, which belongs to its last step, or that as `Recovered`. What it raises, and
+    an attempt of more than `rollout.agent_timeout` seconds, fails this attempt alone. It shares the run's event loop:
+    what blocks belongs in `asyncio.to_thread`, or in a `SyncAgent`.
     """
 
-    async def __call__(self, task: Task, client: AsyncOpenAI) -> float | Reward:
+    async def __call__(self, task: Task, client: AsyncOpenAI) -> float | Reward | Recovered:
         """Play the attempt and return its reward."""
         ...
 
@@ -44,7 +57,7 @@ class SyncAgent(Protocol):
     client: OpenAI's synchronous one. At `rollout.agent_timeout` the attempt ends, and nobody waits for the thread.
     """
 
-    def __call__(self, task: Task, client: OpenAI) -> float | Reward:
+    def __call__(self, task: Task, client: OpenAI) -> float | Reward | Recovered:
         """Play the attempt and return its reward."""
         ...
 

@@ -5,7 +5,8 @@ variables.
 
 Standard input: the task as one line of JSON (task_id, prompt, ground_truth, extras). Environment: `INHERITED` of the
 run's, with OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY leading to the attempt's own
-session. Standard output: whatever it likes, and as its last line the reward, as JSON: {"reward": 0.5}.
+session. Standard output: whatever it likes, and as its last line the reward, as JSON: {"reward": 0.5}; with
+"recovered": true, if it got over calls that failed (`Recovered`).
 
 The program is not confined: it runs with the rights of the run, on its files and network. Put a container or another
 sandbox into the command where the model's words are executed.
@@ -23,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.types import Task
+from treadle.rollout.agents.agent import Recovered
 from treadle.rollout.agents.clients import anthropic_base_url
 from treadle.rollout.agents.supervised import SupervisedProgram, inherited_variables, no_user_namespace
 
@@ -60,7 +62,7 @@ class Command:
         if self.user_namespace and (problem := no_user_namespace()):
             raise ConfigError(f"Command: user_namespace is not possible here ({problem}); leave it out")
 
-    async def __call__(self, task: Task, client: AsyncOpenAI) -> float:
+    async def __call__(self, task: Task, client: AsyncOpenAI) -> float | Recovered:
         """Run the program and return its reward. Raises TrajectoryFailure (agent)."""
         with tempfile.TemporaryFile() as given:  # a file: a program that does not read it keeps nobody waiting
             given.write(_task_line(task))
@@ -113,7 +115,7 @@ def _task_line(task: Task) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
 
-def _reward(said: str) -> float:
+def _reward(said: str) -> float | Recovered:
     line = said.rstrip().rpartition("\n")[2]
     try:
         row = json.loads(line)
@@ -124,4 +126,5 @@ def _reward(said: str) -> float:
             Cause.AGENT,
             f'the last line of its output must be its reward, as in {{"reward": 0.5}}; it is {line[-200:]!r}',
         )
-    return row["reward"]  # type: ignore[no-any-return]  # checked as any agent's reward
+    reward: float = row["reward"]  # checked as any agent's reward
+    return Recovered(reward) if row.get("recovered") is True else reward

@@ -9,11 +9,12 @@ like those of an environment's loop.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Task
-from treadle.rollout.agents.agent import Agent
+from treadle.rollout.agents.agent import Agent, Recovered
 from treadle.rollout.agents.clients import async_client, sync_client
 from treadle.rollout.drivers.driver import DriverSetup
 from treadle.rollout.drivers.gateway import AgentSession, GatewayDriver, Graded
@@ -39,6 +40,8 @@ class AgentDriver(GatewayDriver):
 
 
 def _graded(value: object) -> Graded:
+    if isinstance(value, Recovered):
+        return replace(_graded(value.reward), recovered=True)
     if not isinstance(value, Reward) and not is_reward(value):
         raise TrajectoryFailure(
             Cause.AGENT,

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from treadle.core.errors import ContextExceeded, DataError, EngineError, StepsExceeded, TrajectoryFailure
-from treadle.core.metrics import Measures
+from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, StepsExceeded, TrajectoryFailure
+from treadle.core.metrics import Measures, Metric, measured
 from treadle.core.outcomes import was_played
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
 from treadle.rendering.conversation import Prompt
-from treadle.rendering.replies import ReplyParser, Tool, plain
+from treadle.rendering.replies import ReplyParser, plain
+from treadle.rendering.tool_calls import Tool
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import AttemptError, Outcome, outcome_of
 from treadle.rollout.gateway.gateway import SessionAddress
@@ -28,6 +29,9 @@ from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import CallOptions, Reply, Session, SessionSpec
 
 _DEFAULT = CallOptions()
+_REMEDY = "an agent that does without the answer returns treadle.Recovered(reward)"
+
+BAD_REQUESTS = Metric("bad_requests", "trajectory", "sum", "requests", "malformed requests of agents, which get a 400")
 
 CallError = StepsExceeded | ContextExceeded | EngineError
 """What a call of an agent's is refused or fails with."""
@@ -83,13 +87,14 @@ class Graded:
     """Holds what an attempt was given at its end: its reward, and metrics of level `trajectory`.
 
     warning: something that went wrong without touching the reward. ended_by: where the driver knows it; default: the
-    limit that the session's last call met, if it did.
+    limit that the session's last call met, if it did. recovered: whether its code got over each call that failed.
     """
 
     reward: Reward
     metrics: Measures = field(default_factory=Measures)
     warning: str = ""
     ended_by: AttemptError | None = None
+    recovered: bool = False
 
 
 class GatewayDriver(AttemptDriver[AgentSession]):
@@ -119,11 +124,23 @@ class GatewayDriver(AttemptDriver[AgentSession]):
         ...
 
     async def play(self, session: AgentSession, task: Task, user: UserCode) -> Outcome:
-        """Run the attempt and return how that ended.
+        """Run the attempt and return how that ended, and how many of its requests were malformed.
 
-        If its code raises after its last call was refused for a limit or failed in the engine, that call's error
-        decides how the attempt ended; where it was a limit, what the code raised becomes a warning.
+        Where a call failed on this side (engine, gateway, chat template) and no retry of it was answered, there is no
+        reward: what graded the attempt may have graded that. If its code raises after its last call was refused for a
+        limit or failed in the engine, that call's error decides how the attempt ended; where it was a limit, what the
+        code raised becomes a warning.
         """
+        outcome = await self._outcome(session, task, user)
+        refused = session.bad_requests
+        what = f"{len(refused)} of its requests were malformed, the first: {refused[0]}" if refused else ""
+        return replace(
+            outcome,
+            metrics=outcome.metrics + measured("trajectory", {BAD_REQUESTS: [len(refused)]}),
+            warning="; ".join(filter(None, (outcome.warning, what))),
+        )
+
+    async def _outcome(self, session: AgentSession, task: Task, user: UserCode) -> Outcome:
         try:
             graded = await self._attached(task, session, user)
             session.reward_last(graded.reward)
@@ -135,7 +152,7 @@ class GatewayDriver(AttemptDriver[AgentSession]):
         except DataError as error:
             failure = TrajectoryFailure(user.cause, f"the {user.cause}'s reward: {error}")
             return outcome_of(session.steps, failure, user.cause)
-        outcome = outcome_of(session.steps, graded.ended_by or _limit(session), user.cause)
+        outcome = outcome_of(session.steps, _ended_by(graded, session, user.cause), user.cause)
         return outcome if outcome.failure else replace(outcome, metrics=graded.metrics, warning=graded.warning)
 
     async def _attached(self, task: Task, session: AgentSession, user: UserCode) -> Graded:
@@ -146,9 +163,22 @@ class GatewayDriver(AttemptDriver[AgentSession]):
             session.close()
 
 
-def _limit(session: AgentSession) -> CallError | None:
-    """Return what ended an attempt whose agent returned: the limit it met last. An engine's failure it has got over,
-    unless no call was ever answered.
-    """
+def _ended_by(graded: Graded, session: AgentSession, cause: Cause) -> AttemptError | None:
+    """What ended a graded attempt: a call that failed for good, or the limit that its last call met."""
+    if isinstance(graded.ended_by, TrajectoryFailure):
+        return graded.ended_by
+    if session.unanswered and not graded.recovered:
+        return _failure(next(iter(session.unanswered.values())), cause)
     over = isinstance(session.last_error, EngineError) and any(was_played(step) for step in session.steps)
-    return None if over else session.last_error
+    return graded.ended_by or (None if over else session.last_error)
+
+
+def _failure(error: BaseException, cause: Cause) -> AttemptError:
+    match error:
+        case EngineError():
+            return error
+        case DataError():
+            text = f"a call was refused, and no retry of it answered: {error}; {_REMEDY}"
+            return TrajectoryFailure(cause, text)
+        case _:
+            return TrajectoryFailure(Cause.INFRASTRUCTURE, f"a call failed, and no retry of it was answered: {error}")

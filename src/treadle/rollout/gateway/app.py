@@ -70,17 +70,20 @@ def _asking(gateway: Gateway, dialect: Dialect) -> Handler:
     async def ask(request: Request) -> Response:
         with ExitStack() as held:
             attached, raw = await _received(gateway, request, held)
-            completion, origin = await off_loop(
-                len(raw) // _QUICKER, lambda: (dialect.read(_json(raw)), _origin(request, dialect, raw))
-            )
             exchanges, rendered = attached.exchanges, ExitStack()
-            exchange = exchanges.find(origin)
-            if exchange is None:
-                exchange = exchanges.start(
-                    origin, partial(attached.answer, completion, dialect.new_id(), rendered.close)
-                )
-                rendered.push(held.pop_all())
-                exchange.task.add_done_callback(lambda _: rendered.close())
+            origin = await off_loop(len(raw) // _QUICKER, _origin, request, dialect, raw)
+            try:
+                completion = await off_loop(len(raw) // _QUICKER, lambda: dialect.read(_json(raw)))
+                exchange = exchanges.find(origin)
+                if exchange is None:
+                    exchange = exchanges.start(
+                        origin, partial(attached.answer, completion, dialect.new_id(), rendered.close)
+                    )
+                    rendered.push(held.pop_all())
+                    exchange.task.add_done_callback(lambda _: rendered.close())
+            except ApiError as error:
+                exchanges.refuse(error, origin.body)
+                raise
         return CompletionResponse(dialect, exchanges, exchange, origin, completion.stream)
 
     return ask
@@ -147,13 +150,20 @@ async def _received(gateway: Gateway, request: Request, held: ExitStack) -> tupl
             text = (
                 f"{whose} has {memory.most} bytes of requests to read and render already; wait for them, then try again"
             )
-            raise ApiError(status, text) from error
+            refused = ApiError(status, text)
+            attached.exchanges.refuse(refused)
+            raise refused from error
         held.callback(memory.give, size)
     raw = await _body(request, gateway.max_body)
+    if raw is None:
+        too_large = ApiError(413, f"the request is larger than {gateway.max_body} bytes")
+        attached.exchanges.refuse(too_large)
+        raise too_large
     return _session(gateway, request), raw  # again: it may have ended while the body was on its way
 
 
-async def _body(request: Request, limit: int) -> bytes:
+async def _body(request: Request, limit: int) -> bytes | None:
+    """The request's body; None if it is too large."""
     chunks: list[bytes] = []
     size = 0
     try:
@@ -165,9 +175,7 @@ async def _body(request: Request, limit: int) -> bytes:
                 break
     except ClientDisconnect as error:
         raise ApiError(400, "the request broke off") from error
-    if size > limit:
-        raise ApiError(413, f"the request is larger than {limit} bytes")
-    return b"".join(chunks)
+    return b"".join(chunks) if size <= limit else None
 
 
 def _json(raw: bytes) -> Json:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Discriminator, Tag
 
 from treadle.core.types import FunctionCall, Message, StopReason, ToolCall
-from treadle.rendering.replies import Tool
+from treadle.rendering.tool_calls import Tool
 from treadle.rollout.gateway.fields import (
     Flag,
     Object,
@@ -23,7 +23,7 @@ from treadle.rollout.gateway.fields import (
     read,
     text_or,
 )
-from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json
+from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json, add_thought
 from treadle.rollout.gateway.sampling_overrides import Length, SamplingRequest
 from treadle.rollout.session import CallOptions, Reply
 
@@ -133,7 +133,7 @@ class Thinking(AssistantBlock):
     thinking: Text = ""
 
     def add_to(self, message: Message) -> None:
-        message["reasoning_content"] = self.thinking
+        add_thought(message, self.thinking)
 
 
 class ToolUse(AssistantBlock):

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from treadle.core.errors import TreadleError
 from treadle.core.types import Message, StopReason
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.replies import Tool
+from treadle.rendering.tool_calls import Tool
 from treadle.rollout.session import CallOptions, Reply
 
 Json = dict[str, Any]
@@ -104,3 +104,8 @@ def finish_reason(reply: Reply) -> str:
     if reply.step.stop_reason is not StopReason.STOP:
         return "length"
     return "tool_calls" if reply.message.get("tool_calls") else "stop"
+
+
+def add_thought(message: Message, thought: str) -> None:
+    """Add a thought to a message of the assistant, behind those that it has."""
+    message["reasoning_content"] = "\n".join(filter(None, [message.get("reasoning_content"), thought]))

@@ -25,7 +25,7 @@ from treadle.rollout.gateway.fields import (
     text_or,
     unsupported,
 )
-from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json
+from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json, add_thought
 from treadle.rollout.gateway.sampling_overrides import Length, SamplingRequest
 from treadle.rollout.session import CallOptions
 
@@ -165,7 +165,7 @@ def read_items(items: Sequence[Item]) -> tuple[Message, ...]:
             found.append(Message(role=role, content=joined(item.content)))
             rank = None
         else:
-            if rank is None or _RANKS[item.type] < max(rank, 1) or rank == _RANKS[item.type] == _RANKS["message"]:
+            if rank is None or _RANKS[item.type] < rank or rank == _RANKS[item.type] == _RANKS["message"]:
                 found.append(Message(role="assistant", content=""))
             rank = _RANKS[item.type]
             _add(found[-1], item)
@@ -177,7 +177,7 @@ def _add(message: Message, item: MessageItem | ReasoningItem | CallItem) -> None
     if isinstance(item, MessageItem):
         message["content"] = joined(item.content, joint="")
     elif isinstance(item, ReasoningItem):
-        message["reasoning_content"] = "".join(part.text for part in item.content)
+        add_thought(message, "".join(part.text for part in item.content))
     else:
         function = FunctionCall(name=item.name, arguments=json_text(item.arguments))
         call = ToolCall(id=item.call_id, type="function", function=function)

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from treadle.core.errors import ContextExceeded, StepsExceeded
 from treadle.rollout.gateway.request import Answer, ApiError
 from treadle.rollout.session import Session
 
@@ -120,6 +121,13 @@ class Exchanges:
         exchange.delivered = True
         self._set_delivered(exchange, True)
 
+    def refuse(self, error: ApiError, body: bytes = b"") -> None:
+        """Note that a request was refused: as malformed, or for now (429, 503). body: its digest, if it was read."""
+        if error.status in (429, 503):
+            self._session.unanswered[body] = error
+        else:
+            self._session.bad_requests.append(error.message)
+
     async def close(self) -> None:
         """Abort what is being sampled, and drop the steps of answers that were not delivered."""
         running = [e.task for e in self._running]
@@ -136,10 +144,25 @@ class Exchanges:
 
     def _sampled(self, exchange: Exchange) -> None:
         self._running.discard(exchange)
-        if exchange.task.cancelled() or exchange.task.exception() is not None:
+        error = None if exchange.task.cancelled() else exchange.task.exception()
+        if error is not None:
+            self._note_failure(exchange, error)
+        if exchange.task.cancelled() or error is not None:
             self._forget(exchange)  # there is no answer to repeat: the next request is a new one
-        elif exchange.abandoned:
+            return
+        for body in (exchange.origin.body, b""):
+            self._session.unanswered.pop(body, None)
+        if exchange.abandoned:
             self._set_delivered(exchange, False)
+
+    def _note_failure(self, exchange: Exchange, error: BaseException) -> None:
+        match error:
+            case ApiError():
+                self.refuse(error, exchange.origin.body)
+            case StepsExceeded() | ContextExceeded():
+                pass  # limits, which are the model's own doing
+            case _:
+                self._session.unanswered[exchange.origin.body] = error
 
     def _give_up(self, exchange: Exchange) -> None:
         if exchange.task.done():

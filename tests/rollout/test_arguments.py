@@ -1,0 +1,170 @@
+"""Arguments of tool calls: as a template writes them, so they are read back, or the call is not read at all."""
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.rollout.families import FAMILIES, WRITING_TOOLS, World, small_vocabulary
+from treadle.core.types import Message
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.replies import FORMATS, ReplyParser, parser_name
+from treadle.rendering.values import Ambiguous, value_of
+
+EVERY = {**FAMILIES, **WRITING_TOOLS}
+READING = [name for name, family in EVERY.items() if family.tools and family.calls]
+Json = Any
+
+TAGS = (
+    *(
+        "</parameter>",
+        "</tool_call>",
+        "</function>",
+        "<tool_call>",
+        "<parameter=q>",
+        "<function=f>",
+        "</think>",
+        "<think>",
+    ),
+    *("</arg_value>", "<arg_key>", "</arg_key>", "<arg_value>", "<|call|>", "<|end|>", "<|message|>", "<think>"),
+)
+WORDS = (*TAGS, "true", "True", "None", "null", "5", "-1.5", '"q"', "{}", "[1]", "\n", " ", "'", "\\n", "é", "a", "1e3")
+TEXTS = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=5).map("".join)
+NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS
+VALUES = SCALARS | st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2)
+)
+SWALLOWED = re.compile(r"</parameter>\s*<parameter=|</arg_value>\s*<arg_key>|</tool_call>.*<tool_call>", re.DOTALL)
+"""What makes one argument of several, or one call, to any reader."""
+
+
+def kind(value: Json) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[dict[str, Json], dict[str, Json]]:
+    """Arguments and a schema that they are valid under."""
+    arguments = draw(st.dictionaries(st.sampled_from(["q", "path", "n"]), VALUES, max_size=3))
+    properties, parts = {}, {}
+    for key, value in arguments.items():
+        own, other = {"type": kind(value)}, {"type": draw(st.sampled_from(["string", "null", "integer", "boolean"]))}
+        parts[key] = own
+        properties[key] = draw(
+            st.sampled_from(
+                [
+                    own,
+                    own,
+                    True,
+                    {},
+                    {"type": [own["type"], other["type"]]},
+                    {"anyOf": [other, own]},
+                    {"oneOf": [own, {"type": "null"}]} if value is not None else own,
+                    {"$ref": f"#/$defs/{key}"},
+                    {"enum": ["x", 1, None, value]},
+                    {"const": value},
+                    {"allOf": [own, {}]},
+                ]
+            )
+        )
+    return arguments, {"type": "object", "properties": properties, "$defs": parts}
+
+
+@cache
+def reading(name: str) -> tuple[ChatRenderer, ReplyParser]:
+    renderer = World(EVERY[name], small_vocabulary()).renderer
+    return renderer, renderer.parser("auto")
+
+
+def written(name: str, arguments: dict[str, Json], tool: Json) -> str:
+    """What the family's model would write."""
+    renderer, _ = reading(name)
+    template, question = renderer.template([tool]), {"role": "user", "content": "u"}
+    shown: Json = json.dumps(arguments) if template.arguments_as_text else arguments
+    call = {"id": "c00000000", "type": "function", "function": {"name": "f", "arguments": shown}}
+    turn: Json = {"role": "assistant", "content": "", "tool_calls": [call]}
+    asked = template.render([question], [tool], renderer.options, generation_prompt=False)
+    text = template.render([question, turn], [tool], renderer.options, generation_prompt=False).removeprefix(asked)
+    text = text.removeprefix(template.opening(renderer.options).kept)
+    end = renderer.ends(template).search(text)
+    return renderer.structure.plain(text[: end.start()] if end else text)
+
+
+def read(message: Message) -> list[tuple[str, Json]]:
+    return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", [])]
+
+
+@pytest.mark.parametrize("name", READING)
+@given(call=calls())
+def test_arguments_are_those_that_were_written_or_the_call_is_not_read(
+    name: str, call: tuple[dict[str, Json], Json]
+) -> None:
+    arguments, schema = call
+    assume(not any(SWALLOWED.search(json.dumps(value)) for value in arguments.values()))
+    tool = {"type": "function", "function": {"name": "f", "description": "-", "parameters": schema}}
+    text = written(name, arguments, tool)
+    message = reading(name)[1](text, [tool])
+    if "tool_calls" in message:
+        assert read(message) == [("f", arguments)]
+        assert json.dumps(read(message)[0][1]).count("true") == json.dumps(arguments).count("true")  # 1 == True
+    else:
+        assert "f" in message["content"]
+
+
+ARGUMENTS: list[tuple[Json, Json]] = [
+    (True, {"type": "boolean"}),
+    (False, {"anyOf": [{"type": "boolean"}, {"type": "integer"}]}),
+    (None, {"type": ["integer", "null"]}),
+    (None, {"anyOf": [{"type": "integer"}, {"type": "null"}]}),
+    ("True", {"type": "string"}),
+    ("5", {"type": "string"}),
+    ('"5"', {"type": "string"}),
+    ("null", {"type": "string"}),
+    (5, {"type": "integer"}),
+    (1.0, {"type": "integer"}),
+    (-1.5e300, {"type": "number"}),
+    (10**30, {"type": "integer"}),
+    ("b", {"enum": ["a", "b"]}),
+    (2, {"enum": [1, 2]}),
+    ("text", {"type": ["string", "null"]}),
+    ("text", {"$ref": "#/$defs/kind"}),
+    ("text", {}),
+    ([1, "a", None, True], {"type": "array"}),
+    ({"a": [False]}, {"type": "object"}),
+    ("a</parameter>b", {"type": "string"}),
+    ("a</tool_call>b", {"type": "string"}),
+    ("</arg_value>", {"type": "string"}),
+    ("\n two\nlines \n", {"type": "string"}),
+    ("", {"type": "string"}),
+]
+
+
+@pytest.mark.parametrize("name", READING)
+def test_what_can_be_read_is_read(name: str) -> None:
+    for value, kind in ARGUMENTS:
+        schema = {"type": "object", "properties": {"q": kind}, "$defs": {"kind": {"type": "string"}}}
+        tool = {"type": "function", "function": {"name": "f", "description": "-", "parameters": schema}}
+        text = written(name, {"q": value}, tool)
+        assert read(reading(name)[1](text, [tool])) == [("f", {"q": value})], (value, kind, text)
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, True, {"type": ["string", "integer"]}, {"anyOf": [{}, {}]}, {"$ref": "elsewhere"}]
+)
+def test_what_may_be_one_of_several_is_not_read(kind: Json) -> None:
+    with pytest.raises(Ambiguous):
+        value_of("5", kind, {})
+
+
+def test_a_reference_to_itself_ends() -> None:
+    assert value_of("x", {"$ref": "#/a"}, {"a": {"$ref": "#/a"}}) == "x"
+
+
+def test_every_format_is_one_of_the_families() -> None:
+    assert {parser_name(reading(name)[1]) for name in READING} == {*(f"auto ({name})" for name in FORMATS), "harmony"}
