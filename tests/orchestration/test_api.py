@@ -168,6 +168,11 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
         ({"tasks": [Task("t")]}, ConfigError, "reset gave no messages"),
         ({"tasks": [Task("t", (user("?"),), environment="nowhere")]}, ConfigError, "'nowhere' is not registered"),
         ({"held_out": [Task("t0", (user("?"),))]}, DataError, "held-out tasks are training tasks too"),
+        (
+            {"tasks": [{"prompt": "a?"}, {"prompt": "b?"}], "held_out": [{"prompt": "c?"}, {"prompt": "b?"}]},
+            DataError,
+            "1 held-out tasks are training tasks too, for example 'held_out-000001' is 'train-000001'; keep them",
+        ),
         ({"held_out": ["why?"]}, DataError, r"held_out\[0\]: a row must be a JSON object, got str"),
         ({"tasks": "no.jsonl"}, ConfigError, r"data\.train\.source: cannot read no\.jsonl"),
         ({"tasks": "lokup"}, ConfigError, r"data\.train\.source: 'lokup' is not registered; did you mean 'lookup'"),

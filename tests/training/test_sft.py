@@ -25,7 +25,7 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 from treadle.training.config import OptimizerConfig, TrainingConfig, WarmStartConfig
-from treadle.training.demonstrations import Demonstrations, demonstrated_calls, load_demonstrations
+from treadle.training.demonstrations import Demonstration, Demonstrations, demonstrated_calls, load_demonstrations
 from treadle.training.learner import Learner
 from treadle.training.sft import WarmStartResult, warm_start
 from treadle.training.trainer import EmbeddedTrainer
@@ -94,11 +94,13 @@ def test_what_no_session_could_have_recorded_is_refused(messages: list[Message],
 # Learning
 
 
-def greeting(index: int) -> list[Message]:
-    return [
-        say("user", f"chess {'tennis' if index % 2 else 'yoga'}"),
-        say("assistant", "soup" if index % 2 else "rice"),
-    ]
+def greeting(index: int) -> Demonstration:
+    return Demonstration(
+        [
+            say("user", f"chess {'tennis' if index % 2 else 'yoga'}"),
+            say("assistant", "soup" if index % 2 else "rice"),
+        ]
+    )
 
 
 def config(**fields: Any) -> WarmStartConfig:
@@ -143,11 +145,11 @@ def test_it_learns_and_reports_each_step() -> None:
 
 def test_the_loss_is_the_mean_over_assistant_tokens_in_any_micro_batches() -> None:
     """Against a plain forward pass of each call; nothing but the replies is learned."""
-    rows = [demonstration(index, seed=1) for index in range(3)]
+    rows = [Demonstration(demonstration(index, seed=1)) for index in range(3)]
     total, count = 0.0, 0
     model = small()
     with torch.no_grad():
-        for prompt, completion in (call for row in rows for call in demonstrated_calls(row, renderer())):
+        for prompt, completion in (call for row in rows for call in demonstrated_calls(row.messages, renderer())):
             ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))
             logits = model(ids[None]).logits[0, len(prompt) - 1 : -1]
             total -= float(logits.log_softmax(-1).gather(1, ids[len(prompt) :, None]).sum())
@@ -167,7 +169,7 @@ def test_the_loss_is_the_mean_over_assistant_tokens_in_any_micro_batches() -> No
 def test_every_step_learns_the_next_conversations() -> None:
     asked: list[int] = []
 
-    def demonstrations(index: int) -> list[Message]:
+    def demonstrations(index: int) -> Demonstration:
         asked.append(index)
         return greeting(index)
 
@@ -212,18 +214,18 @@ def written(tmp_path: Path, *lines: str) -> str:
 def test_a_files_rows_come_once_a_pass_each_pass_in_its_own_order(tmp_path: Path) -> None:
     source = written(tmp_path, *(row(str(n)) for n in range(20)), "")
     rows = load_demonstrations(source, {}, seed=4)
-    passes = [[int(rows(20 * p + i)[1]["content"]) for i in range(20)] for p in range(3)]
+    passes = [[int(rows(20 * p + i).messages[1]["content"]) for i in range(20)] for p in range(3)]
     assert all(sorted(one) == list(range(20)) for one in passes)
     assert len({tuple(one) for one in passes}) == 3
     again, other = (load_demonstrations(source, {}, seed=seed) for seed in (4, 5))
-    assert [int(again(i)[1]["content"]) for i in range(20)] == passes[0]
-    assert [int(other(i)[1]["content"]) for i in range(20)] != passes[0]
+    assert [int(again(i).messages[1]["content"]) for i in range(20)] == passes[0]
+    assert [int(other(i).messages[1]["content"]) for i in range(20)] != passes[0]
 
 
 def test_characters_that_look_like_line_ends_and_blank_lines_are_fine(tmp_path: Path) -> None:
     text = "one\u2028two\x85three"
     rows = load_demonstrations(written(tmp_path, "", row(text) + "\r", "  ", ""), {}, seed=0)
-    assert rows(0)[1]["content"] == rows(1)[1]["content"] == text
+    assert rows(0).messages[1]["content"] == rows(1).messages[1]["content"] == text
 
 
 @pytest.mark.parametrize(
@@ -254,9 +256,9 @@ def test_no_file_and_no_rows_are_errors(tmp_path: Path) -> None:
 
 def test_a_generator_takes_its_options_and_no_others() -> None:
     plain = load_demonstrations("lookup", {}, seed=3)
-    assert plain(5) == demonstration(5, 3)
+    assert plain(5).messages == demonstration(5, 3)
     expert = load_demonstrations("treadle.envs.lookup:demonstration", {"expert": 1.0, "drill": 0.0}, seed=3)
-    assert expert(5) == demonstration(5, 3, expert=1.0, drill=0.0)
+    assert expert(5).messages == demonstration(5, 3, expert=1.0, drill=0.0)
     with pytest.raises(ConfigError, match=r"warm_start.options {'experts': 1} do not fit 'lookup'"):
         load_demonstrations("lookup", {"experts": 1}, seed=3)
     with pytest.raises(ConfigError, match="nobody"):
@@ -265,7 +267,7 @@ def test_a_generator_takes_its_options_and_no_others() -> None:
 
 def test_no_micro_batches_change_what_is_learned() -> None:
     """Each token weighs the same, whichever trees the calls come in."""
-    rows = [demonstration(index, seed=1) for index in range(2)]
+    rows = [Demonstration(demonstration(index, seed=1)) for index in range(2)]
     models = [exact(vocab_size=len(TOKENIZER)) for _ in range(2)]
     for model, budget in zip(models, (100, 8192), strict=True):
         warm(model, rows.__getitem__, config(steps=1, batch_size=2, max_tokens_per_microbatch=budget))

@@ -15,12 +15,13 @@ from treadle.core.config import apply_overrides, build
 from treadle.core.errors import ConfigError
 from treadle.core.types import Task
 from treadle.data.rows import Row, make_task
+from treadle.data.tasks import LazyTasks, check_no_copies
 from treadle.envs.single_turn import RewardFunction, SingleTurn, is_reward_function
 from treadle.envs.tasks import check_environment, load_environment, made_class
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.reporting.progress import PlainProgress, Progress
-from treadle.orchestration.setup.inputs import IN_MEMORY, Split, load_split, make_inputs
+from treadle.orchestration.setup.inputs import IN_MEMORY, SPLITS, Split, load_split, make_inputs
 from treadle.orchestration.setup.thread_count import wait_passively
 from treadle.orchestration.setup.validation import check_config
 from treadle.rollout.agents.agent import Agent, check_agent, is_agent
@@ -82,9 +83,11 @@ def train(
             check_environment(made_class(player), name, config.environment_options), **config.environment_options
         )
     environments = {name: player} if kind == "environment" else {}
+    train_tasks, held_out_tasks = (_tasks(given[split], split, config, environments) for split in SPLITS)
+    check_no_copies(_without_ids(train_tasks, "train"), _without_ids(held_out_tasks, "held_out"))
     inputs = make_inputs(
-        _tasks(given["train"], "train", config, environments),
-        _tasks(given["held_out"], "held_out", config, environments),
+        train_tasks,
+        held_out_tasks,
         environments,
         {name: player} if kind == "agent" else {},
         load_callbacks(config.callbacks, _several(callbacks)),
@@ -166,9 +169,21 @@ def _tasks(
     return [
         row
         if isinstance(row, Task)
-        else make_task(Row(row, f"{name}[{number}]", f"{split}-{number:06d}"), config.data.columns)
+        else make_task(Row(row, f"{name}[{number}]", _place(split, number)), config.data.columns)
         for number, row in enumerate(given)
     ]
+
+
+def _place(split: Split, number: int) -> str:
+    """Return the id of a task that has none."""
+    return f"{split}-{number:06d}"
+
+
+def _without_ids(tasks: Sequence[Task], split: Split) -> list[Task]:
+    """Return the tasks whose ids only say where they are; of lazy ones, none: files have names."""
+    if isinstance(tasks, LazyTasks):
+        return []
+    return [task for number, task in enumerate(tasks) if task.task_id == _place(split, number)]
 
 
 def _model(given: Any) -> dict[str, Any]:

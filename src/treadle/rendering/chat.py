@@ -147,12 +147,8 @@ class ChatRenderer:
         return self.structure.decode([int(i) for i in ids])
 
     def reply(self, message: Message) -> Ids:
-        """Return the ids of a reply as a model would ideally sample it, for demonstrations.
-
-        These are its tokens and the template's end token. Raises ConfigError for a template whose turns no stop token
-        ends.
-        """
-        return np.concatenate([*self.structure.encode(message["content"]), self._end_of_turn])
+        """Return the ids of a reply's content and of the template's end of turn. Raises ConfigError without one."""
+        return np.concatenate([*self.structure.encode(message["content"]), self.end_of_turn])
 
     def tools_problem(self, tools: Sequence[Tool] = (), parse: ReplyParser | None = None) -> str:
         """Return why calls with tools cannot work, in a sentence; "" if they can, as far as that can be judged.
@@ -243,8 +239,11 @@ class ChatRenderer:
         return pattern.findall(found[0]) if found else []
 
     @cached_property
-    def _end_of_turn(self) -> Ids:
-        """What the template writes behind a reply, up to its end token, int32[T]."""
+    def end_of_turn(self) -> Ids:
+        """Return what the template writes behind a reply, up to its end token, int32[T].
+
+        Raises ConfigError for a template whose turns no stop token ends.
+        """
         stops = self.structure.stops
         for names in self._written_ends:
             for number, name in enumerate(names):

@@ -11,10 +11,12 @@ messages -> which of them are recorded replies?            rendering/identity.py
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
@@ -29,6 +31,7 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.complete import shape
 from treadle.rendering.marks import Marked, Marks
 from treadle.rendering.off_loop import LARGE
+from treadle.rendering.replies import THOUGHT
 from treadle.rendering.spans import Encoded, Spans, concat, cut, message_spans, reply_spans
 from treadle.rendering.splices import Written, locate
 from treadle.rendering.template import ChatTemplate, Opening, Plain
@@ -242,6 +245,34 @@ class Conversation:
         self._records.append(record)
         self._by_value.setdefault(record.value, []).append(record)
 
+    def demonstrated(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Ids:
+        """Return the ids of the last message, a reply, as a model would sample it behind the prompt of the others.
+
+        They are what the template writes for it, thoughts and tool calls included, up to its end token. Raises
+        DataError for a reply of which the template leaves something out, or that it begins otherwise than it prompts.
+        """
+        setting, message = self._setting(tools, {}), messages[-1]
+        opening, template = setting.opening, setting.template
+        begun = opening.prompt != opening.kept or opening.prompt.rstrip().endswith(THOUGHT)
+        if not (message.get("tool_calls") or identity.reasoning(message) or begun):
+            return self._renderer.reply(message)
+        shown = [_shown(m, False, template.arguments_as_text, self._renderer.roles) for m in messages]
+        write = partial(self._renderer.write, tools=setting.tools, options=setting.options)
+        prompt, text = write(shown[:-1], generation_prompt=True), write(shown, generation_prompt=False)
+        self._check_complete(shown, [*messages[:-1], None], setting)
+        same = next((n for n, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
+        if prompt[same:].strip():
+            written, asked = (self._structure.plain(t)[-80:] for t in (text, prompt))
+            raise DataError(f"the chat template writes this reply as {written!r}, and prompts for it with {asked!r}")
+        follows: Plain = {"role": "tool" if message.get("tool_calls") else "user", "content": "-"}
+        with suppress(DataError):  # some templates end a turn only where the next one begins
+            longer = write([*shown, follows], generation_prompt=False)
+            text = longer if longer.startswith(text) else text
+        reply = text[same:]
+        end = re.search("|".join(map(re.escape, self._structure.stops)) or "(?!)", reply)
+        ids = self._structure.encode(reply[: end.end()] if end else reply)
+        return np.concatenate(ids if end else [*ids, self._renderer.end_of_turn])
+
     # Two kinds of prompts
 
     def _answered(self, messages: tuple[Message, ...], setting: _Setting) -> _Rendered:
@@ -327,8 +358,8 @@ class Conversation:
         self._check_complete(shown[: len(known)], replies, setting)
         return _Draft(values, replies, shown, text, write, setting)
 
-    def _check_complete(self, shown: Sequence[Plain], replies: Sequence[Record | None], setting: _Setting) -> None:
-        """Raise DataError for what the template leaves out of messages that are no recorded replies.
+    def _check_complete(self, shown: Sequence[Plain], replies: Sequence[object], setting: _Setting) -> None:
+        """Raise DataError for what the template leaves out of messages that are no recorded replies (None).
 
         Of those it is a break, which has its cause.
         """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from treadle.core.draws import Stream, permutation
 from treadle.core.errors import ConfigError, DataError
@@ -16,14 +16,24 @@ from treadle.core.registry import resolve
 from treadle.core.types import Ids, Message, as_messages
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
+from treadle.rendering.tool_calls import Tool
 
-Demonstrations = Callable[[int], Sequence[Message]]
+
+class Demonstration(NamedTuple):
+    """Holds a conversation to learn, and the tools that its replies may call, as JSON schemas."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+
+
+Demonstrations = Callable[[int], Demonstration]
 
 
 def load_demonstrations(source: str, options: dict[str, Any], seed: int) -> Demonstrations:
     """Return conversation number i >= 0 as a function of i, from a .jsonl file (reshuffled each pass) or a generator.
 
-    A generator is `demonstration(index, seed, **options) -> messages`. Raises ConfigError or DataError.
+    A generator is `demonstration(index, seed, **options)` and returns messages, or as a row of such a file does
+    `{"messages": [...], "tools": [...]}`. Raises ConfigError or DataError.
     """
     if source.endswith(".jsonl"):
         return _from_file(Path(source), seed)
@@ -32,7 +42,7 @@ def load_demonstrations(source: str, options: dict[str, Any], seed: int) -> Demo
         inspect.signature(generate).bind(0, seed, **options)
     except TypeError as error:
         raise ConfigError(f"warm_start.options {options} do not fit {source!r}: {error}") from error
-    return lambda index: generate(index, seed, **options)
+    return lambda index: _made(generate(index, seed, **options), f"{source}, demonstration {index}")
 
 
 def _from_file(path: Path, seed: int) -> Demonstrations:
@@ -47,17 +57,25 @@ def _from_file(path: Path, seed: int) -> Demonstrations:
     return lambda index: rows[shuffle(index // len(rows))[index % len(rows)]]
 
 
-def _conversation(line: bytes, where: str) -> tuple[Message, ...]:
+def _conversation(line: bytes, where: str) -> Demonstration:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:  # bad UTF-8 or bad JSON
         raise DataError(f"{where}: not JSON: {error}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+    return _made(row if isinstance(row, dict) else {}, where)
+
+
+def _made(row: Mapping[str, Any] | Sequence[Message], where: str) -> Demonstration:
+    row = row if isinstance(row, Mapping) else {"messages": row}
+    if not isinstance(row.get("messages"), list | tuple):
         raise DataError(f"{where}: needs a 'messages' list")
+    tools = row.get("tools") or ()
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"{where}: 'tools' must be a list of JSON schemas, got {tools!r:.100}")
     messages = as_messages(row["messages"], where)
     if fault := _fault(messages):
         raise DataError(f"{where}: {fault}")
-    return messages
+    return Demonstration(messages, tuple(tools))
 
 
 def _fault(messages: Sequence[Message]) -> str | None:
@@ -70,10 +88,13 @@ def _fault(messages: Sequence[Message]) -> str | None:
     return None
 
 
-def demonstrated_calls(messages: Sequence[Message], renderer: ChatRenderer) -> list[tuple[Ids, Ids]]:
+def demonstrated_calls(
+    messages: Sequence[Message], renderer: ChatRenderer, tools: Sequence[Tool] = ()
+) -> list[tuple[Ids, Ids]]:
     """Return (prompt ids, completion ids) of each assistant turn, rendered as a session would have recorded them.
 
-    Raises DataError for a conversation without an assistant turn, or with one that answers nothing.
+    Raises DataError for a conversation without an assistant turn, or with one that answers nothing, and for what the
+    chat template refuses or leaves out.
     """
     if fault := _fault(messages):
         raise DataError(f"a demonstration cannot be learned: {fault}: {messages!r:.200}")
@@ -81,7 +102,8 @@ def demonstrated_calls(messages: Sequence[Message], renderer: ChatRenderer) -> l
     for at, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt, completion = conversation.render(messages[:at]), renderer.reply(message)
+        prompt = conversation.render(messages[:at], tools)
+        completion = conversation.demonstrated(messages[: at + 1], tools)
         conversation.record(prompt, completion, message)
         calls.append((prompt.ids, completion))
     return calls

@@ -46,7 +46,11 @@ async def warm_start(
     for number in range(config.steps):
         first = number * config.batch_size
         rows = [demonstrations(i) for i in range(first, first + config.batch_size)]
-        losses.append(await trainer.supervised_step([demonstrated_calls(row, renderer) for row in rows], number))
+        losses.append(
+            await trainer.supervised_step(
+                [demonstrated_calls(row.messages, renderer, row.tools) for row in rows], number
+            )
+        )
         on_step(number + 1, losses[-1])
         await asyncio.sleep(0)  # a trainer that computes inline would otherwise never let Ctrl-C through
     final = float(np.mean(losses[-max(1, config.steps // 10) :]))

@@ -50,7 +50,7 @@ def check_demonstrations(config: RunConfig, renderer: ChatRenderer) -> None:
     if config.warm_start is not None:
         section = config.warm_start
         first = load_demonstrations(section.demonstrations, section.options, config.seed)(0)
-        demonstrated_calls(first, renderer)
+        demonstrated_calls(first.messages, renderer, first.tools)
 
 
 def make_warm_model(config: RunConfig, directory: Path, progress: Progress) -> WarmStartReport:
