@@ -4,7 +4,7 @@ import asyncio
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,11 @@ class Unwritten(RunStore):
         self.ledger.record(parts, "train", self._version, WrittenFile("shard", ""))
 
 
-def train(world: World, *overrides: str, held_out: Sequence[Task] = ()) -> tuple[LoopState, list[dict[str, Any]]]:
+def train(
+    world: World, *overrides: str, held_out: Sequence[Task] = (), start: LoopState | None = None
+) -> tuple[LoopState, list[dict[str, Any]]]:
     """Run the loop to its end; the last state, and every step with its group. Raises what the loop raises."""
+    begun = start or LoopState()
     steps: list[dict[str, Any]] = []
 
     async def go() -> LoopState:
@@ -106,9 +109,9 @@ def train(world: World, *overrides: str, held_out: Sequence[Task] = ()) -> tuple
                 runner,
                 Unwritten(run, ledger, world.writing),
                 Callbacks({}, StopRequest()),
-                StartingPoint(),
+                StartingPoint(begun),
             )
-            state = await asyncio.wait_for(loop.run(LoopState()), 1e6)
+            state = await asyncio.wait_for(loop.run(begun), 1e6)
             world.playing = runner.playing
         steps.extend(
             ledger.query(
@@ -209,3 +212,42 @@ def test_whatever_the_settings_every_step_ends_once_in_time_and_nothing_waits_fo
     assert sum(step["state"] == "trained" for step in steps) == len(world.staleness)
     if policy == "wait":
         assert not any(step["reason"] == "stale" for step in steps)
+
+
+# Nothing depends on who finishes first
+
+
+@dataclass
+class Hurried(World):
+    """A world whose attempts take other times in each `hurry`, and fail all the same."""
+
+    hurry: int = 0
+
+    def attempt(self, name: str, task: Task, address: Address) -> FakeAttempt:
+        played = super().attempt(name, task, address)
+        return FakeAttempt([random.Random(f"{name} {self.hurry}").random()], played.reward)
+
+
+def decided(hurry: int, *overrides: str, start: LoopState | None = None) -> tuple[list[str], LoopState, list[str]]:
+    world = Hurried(failing=0.4, hurry=hurry)
+    options = ("failures.max_failed_fraction=1", "failures.max_sampled=100", "failures.task_limit=2")
+    state, steps = train(world, *options, *FEW, *overrides, start=start)
+    state = replace(state, wall_seconds=0.0, cpu_seconds=0.0)
+    return world.trained, state, sorted({row["group_id"] for row in steps})
+
+
+FEW = "training.min_group_size=2", "training.group_size=2", "training.tasks_per_update=4"
+
+
+@pytest.mark.parametrize("share", ["failures.retry_share=0.1", "failures.retry_share=1.0"])
+def test_synchronous_training_does_not_depend_on_who_finishes_first(share: str) -> None:
+    """Retries under their cap, and tasks in quarantine, are decided when all attempts have ended."""
+    first, *others = (decided(hurry, share) for hurry in range(4))
+    assert first[1].retries[1] > 0 and others == [first] * 3
+
+
+def test_a_resumed_run_decides_as_one_that_went_on() -> None:
+    trained, state, _ = decided(0, "failures.retry_share=0.1")
+    begun, there, _ = decided(1, "failures.retry_share=0.1", "orchestration.updates=3")
+    rest, end, _ = decided(2, "failures.retry_share=0.1", start=there)
+    assert there.retries[1] > 0 and (begun + rest, end) == (trained, state)

@@ -348,7 +348,7 @@ def test_groups_leave_in_order_with_their_attempts_names_and_tasks() -> None:
         arrival.append(group.index)
 
     async def go() -> tuple[list[Group], int]:
-        made = sampling(judge, backlog=Backlog(times_sampled={1: 2}))
+        made = sampling(judge, synchronous=False, backlog=Backlog(times_sampled={1: 2}))
         async with made.scheduler.sampling():
             return await made.next_batch(3), len(made.intake.recorded)
 
@@ -399,7 +399,7 @@ async def test_whatever_ends_a_group_ends_attempts_that_were_retried_too() -> No
                 raise ZeroDivisionError("a bug")
 
     policy = FailuresConfig(infrastructure=FailurePolicy(retries=1, backoff=0))
-    made = sampling(world=World, capacity=1, retries=policy)
+    made = sampling(world=World, capacity=1, retries=policy, synchronous=False)
     made.scheduler._intake = Failing(made.buffer)
     with pytest.raises(ZeroDivisionError):
         async with made.scheduler.sampling():

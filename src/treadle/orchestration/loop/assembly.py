@@ -60,7 +60,7 @@ def make_loop(
         runner,
         buffer,
         GroupIntake(config, store, buffer, quarantine, reporter),
-        Retries(config.failures),
+        Retries(config.failures, state.retries),
         ConcurrencyController(config.engine_capacity),
         SamplingLimits.of(config),
     )

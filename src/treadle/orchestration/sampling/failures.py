@@ -76,11 +76,19 @@ def fails_by_task(group: Group, size: int, least: int) -> bool:
 
 
 class Retries:
-    """Decides which failed attempts are retried; counts them against `failures.retry_share`."""
+    """Decides which failed attempts are retried; counts them against `failures.retry_share`.
 
-    def __init__(self, config: FailuresConfig) -> None:
+    counts: first attempts, and retries, so far.
+    """
+
+    def __init__(self, config: FailuresConfig, counts: tuple[int, int] = (0, 0)) -> None:
         self._config = config
-        self._first = self._retried = 0
+        self._first, self._retried = counts
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Return how many first attempts and how many retries there were."""
+        return self._first, self._retried
 
     def take_retry(self, trajectory: Trajectory, number: int) -> float | None:
         """Return the seconds to wait before this attempt is retried, and count the retry; None if it is not retried.

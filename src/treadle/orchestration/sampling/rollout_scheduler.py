@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 from treadle.core.draws import Stream
 from treadle.core.errors import TreadleError
@@ -24,6 +25,8 @@ from treadle.orchestration.sampling.task_queue import TaskQueue
 from treadle.orchestration.store.ledger import LoopState
 from treadle.rollout.attempt import RolloutRunner
 from treadle.rollout.session import Address
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,23 @@ class SamplingLimits:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """An attempt of a group that is being played."""
+
+    group: Group
+    address: Address
+    running: asyncio.Future[Trajectory]
+
+
+@dataclass(frozen=True, slots=True)
+class _Playing:
+    """A group and its attempts that are being played; others may be on record."""
+
+    group: Group
+    attempts: list[_Attempt]
+
+
 class RolloutScheduler:
     """Keeps as many groups under way as `limits` allow, and as many attempts as fill the engine (`concurrency`)."""
 
@@ -75,7 +95,7 @@ class RolloutScheduler:
         self._retries, self._concurrency, self._limits = retries, concurrency, limits
         self._version = self._playing = 0
         self._tasks = asyncio.TaskGroup()
-        self._running: set[asyncio.Task[None]] = set()  # one a group
+        self._running: set[asyncio.Task[None]] = set()  # one a group; synchronously, one for all
 
     @asynccontextmanager
     async def sampling(self) -> AsyncIterator[None]:
@@ -110,6 +130,7 @@ class RolloutScheduler:
             cursor=self._queue.next_index,
             outstanding=tuple(sorted((*self._buffer.outstanding, *self._queue.requeued))),
             failed_tasks=dict(self._queue.quarantine.failed_groups),
+            retries=self._retries.counts,
         )
 
     async def next_batch(self, state: LoopState) -> Batch:
@@ -128,8 +149,12 @@ class RolloutScheduler:
         """Start what this policy version admits; return whether any group is being sampled then."""
         self._version = version
         if not (self._limits.synchronous and self._buffer.running):
+            started: list[_Playing] = []
             while self._has_room() and (group := self._queue.pop()) is not None:
-                self._start(group)
+                started.append(self._start(group))
+            for wave in [started] if self._limits.synchronous else [[playing] for playing in started]:
+                if wave:
+                    self._create_task(wave)
         return self._buffer.running > 0
 
     def _has_room(self) -> bool:
@@ -138,7 +163,7 @@ class RolloutScheduler:
         attempts = math.inf if limits.synchronous else self._concurrency.limit
         return few and buffer.under_way < limits.max_groups_under_way and self._playing < attempts
 
-    def _start(self, group: Group) -> None:
+    def _start(self, group: Group) -> _Playing:
         """Open the sessions of all missing attempts now and in order."""
         versions = (as_played(t).oldest_version for t in group.trajectories)
         self._buffer.start(group.index, min([self._version, *(v for v in versions if v is not None)]))
@@ -146,10 +171,7 @@ class RolloutScheduler:
             Address(self._limits.seed, Stream.TRAIN, group.epoch, group.position, attempt)
             for attempt in self._missing(group)
         ]
-        attempts = self._play(group, addresses)
-        task = self._tasks.create_task(self._finish(group, list(zip(addresses, attempts, strict=True))))
-        self._running.add(task)
-        task.add_done_callback(partial(self._group_ended, attempts))
+        return _Playing(group, self._play(group, addresses))
 
     def _missing(self, group: Group) -> list[int]:
         """The next attempt of each place in the group: the first, or the retry of one on record."""
@@ -162,48 +184,99 @@ class RolloutScheduler:
                 missing.append(made[-1].attempt + size)
         return missing
 
-    def _play(self, group: Group, addresses: list[Address]) -> list[asyncio.Future[Trajectory]]:
-        attempts = self._runner.start(group.group_id, group.task, addresses)
-        self._playing += len(attempts)
-        for attempt in attempts:
-            attempt.add_done_callback(self._attempt_ended)
-        return attempts
+    def _play(self, group: Group, addresses: list[Address]) -> list[_Attempt]:
+        futures = self._runner.start(group.group_id, group.task, addresses)
+        self._playing += len(futures)
+        for future in futures:
+            future.add_done_callback(self._attempt_ended)
+        return [_Attempt(group, *attempt) for attempt in zip(addresses, futures, strict=True)]
 
     def _attempt_ended(self, _: asyncio.Future[Trajectory]) -> None:
         self._playing -= 1
 
-    def _group_ended(self, attempts: Sequence[asyncio.Future[Trajectory]], task: asyncio.Task[None]) -> None:
+    def _create_task(self, wave: list[_Playing]) -> None:
+        task = self._tasks.create_task(self._finish(wave))
+        self._running.add(task)
+        attempts = [attempt for playing in wave for attempt in playing.attempts]
+        task.add_done_callback(partial(self._wave_ended, attempts))
+
+    def _wave_ended(self, attempts: Sequence[_Attempt], task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         for attempt in attempts:
-            attempt.cancel()  # of no effect but where the task was cancelled before it waited for them
+            attempt.running.cancel()  # of no effect but where the task was cancelled before it waited for them
 
-    async def _finish(self, group: Group, attempts: list[tuple[Address, asyncio.Future[Trajectory]]]) -> None:
-        playing = [asyncio.ensure_future(self._attempt(group, *attempt)) for attempt in attempts]
-        try:
-            played = await asyncio.gather(*playing)
-        except Exception:
-            for task in playing:
-                task.cancel()
-            await asyncio.wait(playing)  # nothing is sampled any more when the run ends
-            raise
-        trajectories = sorted([*group.trajectories, *itertools.chain(*played)], key=lambda t: t.attempt)
-        self._intake.group(replace(group, trajectories=tuple(trajectories)))
+    async def _finish(self, wave: list[_Playing]) -> None:
+        """Play groups to their end, and take them in, in order.
+
+        Synchronously, all attempts of all groups are one round, so that nothing depends on which of them ends first.
+        """
+        attempts = [attempt for playing in wave for attempt in playing.attempts]
+        rounds = [attempts] if self._limits.synchronous else [[attempt] for attempt in attempts]
+        played = await _together(self._rounds(one) for one in rounds)
+        by_group: dict[int, list[Trajectory]] = {playing.group.index: [] for playing in wave}
+        for index, trajectory in itertools.chain(*played):
+            by_group[index].append(trajectory)
+        for playing in wave:
+            trajectories = [*playing.group.trajectories, *by_group[playing.group.index]]
+            self._intake.group(
+                replace(playing.group, trajectories=tuple(sorted(trajectories, key=lambda t: t.attempt)))
+            )
         self.start_groups(self._version)
 
-    async def _attempt(self, group: Group, address: Address, running: asyncio.Future[Trajectory]) -> list[Trajectory]:
-        """Play one attempt, and retries in its place as far as the policy of its failure goes; return all of them."""
-        played: list[Trajectory] = []
-        while True:
-            trajectory = await running
-            pause = self._retries.take_retry(trajectory, address.attempt // self._limits.group_size + 1)
-            if pause is None:
-                trajectory = self._retries.final(trajectory)
-            played.append(trajectory)
-            await self._intake.attempt(replace(group, trajectories=(trajectory,)), self._version, pause is not None)
-            self._concurrency.observe(trajectory)
-            if pause is None:
+    async def _rounds(self, attempts: list[_Attempt]) -> list[tuple[int, Trajectory]]:
+        """Play attempts, and once all have ended those that are retried, together, until none is.
+
+        Returns all that were played, each with the index of its group.
+        """
+        played: list[tuple[int, Trajectory]] = []
+        while attempts:
+            try:
+                ended = await _together(self._ended(attempt) for attempt in attempts)
+            finally:
+                for attempt in attempts:
+                    attempt.running.cancel()
+            judged = [self._judged(*one) for one in zip(attempts, ended, strict=True)]
+            await _together(
+                self._record(attempt, trajectory, pause is not None)
+                for attempt, (trajectory, pause) in zip(attempts, judged, strict=True)
+                if attempt.running.result().failure is not None
+            )
+            played += [(a.group.index, trajectory) for a, (trajectory, _) in zip(attempts, judged, strict=True)]
+            again = [(a, pause) for a, (_, pause) in zip(attempts, judged, strict=True) if pause is not None]
+            if len(again) < len(attempts):
                 self.start_groups(self._version)
-                return played
-            await asyncio.sleep(pause)
-            address = replace(address, attempt=address.attempt + self._limits.group_size)
-            [running] = self._play(group, [address])
+            if again:
+                await asyncio.sleep(max(pause for _, pause in again))
+            attempts = [retry for attempt, _ in again for retry in self._play(attempt.group, [self._next(attempt)])]
+        return played
+
+    async def _ended(self, attempt: _Attempt) -> Trajectory:
+        """Wait for an attempt; whether a failed one is the last in its place is decided later."""
+        trajectory = await attempt.running
+        self._concurrency.observe(trajectory)
+        if trajectory.failure is None:
+            await self._record(attempt, trajectory, retried=False)
+        return trajectory
+
+    def _judged(self, attempt: _Attempt, trajectory: Trajectory) -> tuple[Trajectory, float | None]:
+        """The attempt as it is recorded, and the seconds before another one takes its place; None if none does."""
+        pause = self._retries.take_retry(trajectory, attempt.address.attempt // self._limits.group_size + 1)
+        return (self._retries.final(trajectory) if pause is None else trajectory), pause
+
+    def _next(self, attempt: _Attempt) -> Address:
+        return replace(attempt.address, attempt=attempt.address.attempt + self._limits.group_size)
+
+    async def _record(self, attempt: _Attempt, trajectory: Trajectory, retried: bool) -> None:
+        await self._intake.attempt(replace(attempt.group, trajectories=(trajectory,)), self._version, retried)
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, in order; where one raises, the others are cancelled and waited for."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except Exception:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)  # nothing is sampled any more when the run ends
+        raise

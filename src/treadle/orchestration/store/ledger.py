@@ -75,7 +75,7 @@ class LoopState:
 
     cursor: groups started so far, in submission order; outstanding: those of them that were not taken for training.
     evaluations: held-out results so far, for the summary. failed_tasks: task_id -> groups in a row with too few
-    graded attempts.
+    graded attempts. retries: first attempts, and retries of failed ones, so far.
     """
 
     update: int = 0
@@ -86,6 +86,7 @@ class LoopState:
     evaluations: tuple[dict[str, Any], ...] = ()
     outstanding: tuple[int, ...] = ()
     failed_tasks: Mapping[str, int] = field(default_factory=dict)
+    retries: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,8 +362,8 @@ def _manifest_name(directory: str) -> str:
 
 def _loop_state(text: str) -> LoopState:
     state = json.loads(text)
-    for name in ("evaluations", "outstanding"):
-        state[name] = tuple(state[name])
+    for name in ("evaluations", "outstanding", "retries"):
+        state[name] = tuple(state.get(name, getattr(LoopState(), name)))
     return LoopState(**state)
 
 
