@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import pandas
 import pytest
 
 from tests.orchestration.runs import Summary, check_finished, put_config, query, resume, start, updates
-from tests.worlds import Quiet, Ragged, Vowels, make_step, tiny, user, vowel_tasks
+from tests.worlds import ROOT, Quiet, Ragged, Vowels, make_step, tiny, user, vowel_tasks
 from treadle.core.config import dump_yaml
 from treadle.core.errors import CheckpointError, ConfigError, DamageError, RunError, TrainingStopped
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Task, Trajectory
 from treadle.envs.base import EnvStep
 from treadle.orchestration.reporting.metrics import DECLARED
+from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.orchestration.setup.inputs import Inputs, make_inputs
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.checks import split_untrainable
@@ -746,3 +748,25 @@ def test_attempts_that_are_made_again_do_not_stop_a_run(tmp_path: Path) -> None:
     check_finished(tmp_path / "run")
     failed = query(tmp_path / "run", "SELECT count(*) AS n FROM trajectories WHERE status = 'failed'")
     assert failed[0]["n"] > 8
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_runs_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Before(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Before":
+            return cls(1999, 3, 4)
+
+    template = tmp_path / "dated.jinja"
+    own = (ROOT / "src/treadle/recipes/tokenizer/chat_template.jinja").read_text()
+    template.write_text("{{ strftime_now('%Y') }}" + own)
+    with monkeypatch.context() as then:
+        then.setattr("treadle.orchestration.train.datetime", Before)
+        start(tmp_path / "run", "orchestration.updates=2", f"model.chat_template={template}")
+    config = tiny("orchestration.updates=3", f"model.chat_template={template}")
+    resume(tmp_path / "run", config=config)
+    tables = [pandas.read_parquet(shard) for shard in (tmp_path / "run" / "rollouts").iterdir()]
+    year = load_chat_interface(config.model).renderer.encode("1999").tolist()
+    prompts = [list(prompt) for table in tables for prompt in table.prompt_ids]
+    assert len(prompts) > 20 and all(prompt[: len(year)] == year for prompt in prompts)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from treadle.rendering.chat import ChatRenderer
 GENERATION_CONFIG = "generation_config.json"
 
 
-def load_chat(config: ModelConfig) -> tuple[PreTrainedTokenizerBase, ChatRenderer]:
-    """Return the configured tokenizer and its renderer, whose `stop_ids` end a reply.
+def load_chat(config: ModelConfig, began: datetime | None = None) -> tuple[PreTrainedTokenizerBase, ChatRenderer]:
+    """Return the configured tokenizer and its renderer, whose `stop_ids` end a reply. began: see `ChatRenderer`.
 
     Raises ConfigError or DamageError.
     """
@@ -43,6 +44,7 @@ def load_chat(config: ModelConfig) -> tuple[PreTrainedTokenizerBase, ChatRendere
             chat_template=config.chat_template,
             chat_template_kwargs=config.chat_template_kwargs,
             roles=config.roles,
+            began=began,
         )
 
     if config.stop_tokens is not None:

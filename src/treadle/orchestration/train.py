@@ -9,6 +9,7 @@ import json
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,9 @@ def start_run(
     config: RunConfig, inputs: Inputs, path: Path, progress: Progress, runtime: Runtime | None = None
 ) -> dict[str, Any]:
     """Train from the beginning in a new run directory; returns the summary. Raises TreadleError."""
-    clock = Clock()
+    clock, began = Clock(), datetime.now().isoformat(timespec="seconds")
     check_config(config)
-    chat = load_chat_interface(config.model)
+    chat = load_chat_interface(config.model, began)
     with (
         _opened(runtime, config, path, progress) as parts,
         closing(parts.make_trainer(config.trainer)) as trainer,
@@ -82,7 +83,8 @@ def start_run(
                 ledger = cleanup.enter_context(open_ledger(run, config.orchestration.ledger_directory))
                 ledger.note_files(run.written)
                 ledger.copy_out()
-                return _Beginning(ledger, StartingPoint(clock=clock), None if report is None else asdict(report))
+                start = StartingPoint(LoopState(began=began), clock=clock)
+                return _Beginning(ledger, start, None if report is None else asdict(report))
 
             return _Session(config, inputs, run, chat, trainer, progress, parts).train(0, begin)
 
@@ -119,7 +121,7 @@ def resume_run(
         changed = changes(before, config)
         check_changes(changed, state.update)
         check_same_data(run, inputs)
-        chat = load_chat_interface(config.model)
+        chat = load_chat_interface(config.model, state.began)
         with (
             _opened(runtime, config, path, progress) as parts,
             closing(parts.make_trainer(config.trainer)) as trainer,

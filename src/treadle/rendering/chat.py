@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property, lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -58,6 +59,7 @@ class ChatRenderer:
     (`qwen3_keep_thoughts`); default: the tokenizer's own.
     chat_template_kwargs: options that the template reads (`enable_thinking`, say).
     roles: roles that the template lacks -> those as which it is shown them.
+    began: what templates that write a date take for today, a run's beginning; default: when a conversation begins.
 
     Raises ConfigError if there is no such template.
     """
@@ -70,7 +72,9 @@ class ChatRenderer:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         roles: Mapping[str, str] | None = None,
+        began: datetime | None = None,
     ) -> None:
+        self.began = began
         self.structure = Structure(tokenizer.backend_tokenizer, stop_token_ids)
         self._backend = tokenizer.backend_tokenizer
         self.options, self.roles = dict(chat_template_kwargs or {}), dict(roles or {})
@@ -89,7 +93,7 @@ class ChatRenderer:
     def __reduce__(self) -> tuple[Callable[..., ChatRenderer], tuple[Any, ...], dict[str, str]]:
         """Pickle as what it was made from, without the tokenizer's class: who only renders needs no transformers."""
         parts = _TokenizerParts(self._backend, self._sources, self._variables)
-        made = partial(ChatRenderer, chat_template_kwargs=self.options, roles=self.roles)
+        made = partial(ChatRenderer, chat_template_kwargs=self.options, roles=self.roles, began=self.began)
         return made, (parts, self.stop_ids), {"_label": self._label}
 
     def template(self, tools: Sequence[Any]) -> ChatTemplate:

@@ -195,7 +195,7 @@ class Conversation:
     Invariant: a recorded reply that a prompt carries along with all its parts stands there with the ids that were
     sampled, behind those of its own prompt. Calls may be rendered while others are still being sampled: what is
     recorded later (from another thread even) can only be continued later. The date, where a template writes it, stays
-    that of the beginning.
+    that of the run's beginning, or the conversation's.
 
     check_length: called before much is encoded, with the fewest tokens that the prompt can have; raises if they are too
     many.
@@ -206,7 +206,7 @@ class Conversation:
         self._records: list[Record] = []
         self._by_value: dict[identity.Value, list[Record]] = {}
         self._settings: dict[str, _Setting] = {}
-        self._began = datetime.now()
+        self._began = renderer.began or datetime.now()
 
     def render(
         self,

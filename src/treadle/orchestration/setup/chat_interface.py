@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 import numpy as np
 import torch
@@ -32,9 +33,12 @@ class ChatInterface:
     decode: Decode
 
 
-def load_chat_interface(config: ModelConfig) -> ChatInterface:
-    """Return the interface of the configured tokenizer and chat template. Raises ConfigError or DamageError."""
-    tokenizer, renderer = load_chat(config)
+def load_chat_interface(config: ModelConfig, began: str = "") -> ChatInterface:
+    """Return the interface of the configured tokenizer and chat template. Raises ConfigError or DamageError.
+
+    began: the run's beginning, for templates that write a date; default: each conversation's.
+    """
+    tokenizer, renderer = load_chat(config, datetime.fromisoformat(began) if began else None)
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))

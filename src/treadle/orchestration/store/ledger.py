@@ -75,7 +75,8 @@ class LoopState:
 
     cursor: groups started so far, in submission order; outstanding: those of them that were not taken for training.
     evaluations: held-out results so far, for the summary. failed_tasks: task_id -> groups in a row with too few
-    graded attempts. retries: first attempts, and retries of failed ones, so far.
+    graded attempts. retries: first attempts, and retries of failed ones, so far. began: when the run did, in ISO
+    format: the date that templates write.
     """
 
     update: int = 0
@@ -87,6 +88,7 @@ class LoopState:
     outstanding: tuple[int, ...] = ()
     failed_tasks: Mapping[str, int] = field(default_factory=dict)
     retries: tuple[int, int] = (0, 0)
+    began: str = ""
 
 
 @dataclass(frozen=True, slots=True)
