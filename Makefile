@@ -62,8 +62,8 @@ test: dev-env ## lint, types and the quick tests
 test-quick: dev-env
 	@$(BIN)/python -m pytest $(WORKERS) -m "not slow" --hypothesis-profile quick $(ARGS)
 
-test-all: lint ## lint, types and every test
-	@$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+test-all: lint ## lint, types and every test that needs no cluster
+	@$(BIN)/python -m pytest $(WORKERS) -m "not cluster" $(ARGS)
 
 test-newest: RESOLUTION := highest
 test-newest: beside-newest ## the quick tests with the newest version of everything, in .venv-newest*; prints what changed
@@ -80,7 +80,8 @@ beside-%: tools-env
 	  TREADLE_VERIFIERS_VENV=$(CURDIR)/.venv-$*-verifiers TREADLE_VERIFIERS_CLASSIC_VENV=$(CURDIR)/.venv-$*-verifiers-classic \
 	  TREADLE_OPENENV_VENV=$(CURDIR)/.venv-$*-openenv TREADLE_HARBOR_VENV=$(CURDIR)/.venv-$*-harbor
 
-test-cluster: dev-env ## one run on a local Ray cluster, with twenty processes killed at random (many minutes)
+test-cluster: dev-env ## what needs a Ray cluster, and one run with twenty processes killed at random (half an hour)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m cluster tests/placement $(ARGS)
 	@$(BIN)/python -m pytest -s tests/placement/random_kills.py $(ARGS)
 
 gpu-check: dev-env ## what runs on a GPU, checked and measured; skips what is not there

@@ -35,7 +35,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what `quick(n)` leaves to `make test-all`: all but n variants, drawn by the test's name."""
+    """Marks as slow what `quick(n)` leaves to `make test-all`: all but n variants, drawn by the test's name.
+
+    Slow tests of placement are the cluster's, and run with `make test-cluster`.
+    """
+    for item in items:
+        if item.get_closest_marker("slow") and "placement" in item.path.parts:
+            item.add_marker(pytest.mark.cluster)
     variants: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):

@@ -130,7 +130,6 @@ def kill(folder: Path, draws: random.Random, updates: int) -> None:
     ("seed", "options"),
     [
         (0, ""),
-        (1, "engine.own_process=true"),
         (3, "engine.own_process=true training.updates_per_batch=2"),
     ],
 )
@@ -219,11 +218,6 @@ WHOLE_INTERVAL = "write=:24,record=:4,checkpoint=1,publish=:2,resume=:7,end=:5" 
         *(
             pytest.param(kills, options, marks=pytest.mark.slow)
             for kills, options in (
-                (WHOLE_INTERVAL, "orchestration.updates=90"),
-                (
-                    WHOLE_INTERVAL,
-                    "orchestration.updates=90 orchestration.max_staleness=2 data.train.options.seconds=0.01",
-                ),
                 (
                     WHOLE_INTERVAL,
                     "orchestration.updates=90 orchestration.max_staleness=2 orchestration.stale_policy=wait",
@@ -239,11 +233,6 @@ WHOLE_INTERVAL = "write=:24,record=:4,checkpoint=1,publish=:2,resume=:7,end=:5" 
                     "orchestration.stale_policy=drop_group engine.own_process=true",
                 ),
                 (WHOLE_INTERVAL, "orchestration.updates=90 orchestration.ledger_directory=LOCAL"),
-                (
-                    WHOLE_INTERVAL,
-                    "orchestration.updates=90 orchestration.max_staleness=2 data.train.options.seconds=0.01 "
-                    "orchestration.ledger_directory=LOCAL",
-                ),
             )
         ),
     ],

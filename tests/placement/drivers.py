@@ -51,10 +51,9 @@ def of_test(mark: str) -> list[str]:
     return found
 
 
-def orphans() -> set[str]:
-    """Files of shared memory that no process has any longer; other tests may have some at the same time."""
+def orphans(*kinds: str) -> set[str]:
+    """Files of shared memory of these kinds that no process has any longer; of others, other tests leave some."""
     kept = {Path(path).name for path in shared_memory(psutil.pids())}
-    kinds = ("plasma", "ray", "treadle", "psm_", "sem.", "vllm")
     left = {name for name in os.listdir(FOLDER) if name.startswith(kinds)} - kept
     return {name for name in left if not name.startswith("treadle") or not is_running(_writer(name))}
 

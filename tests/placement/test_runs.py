@@ -47,7 +47,7 @@ def test_taking_turns_changes_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_a_driver_that_is_ended(tmp_path: Path, how: signal.Signals) -> None:
-    before, mark, run = orphans(), uuid4().hex, tmp_path / "run"
+    before, mark, run = orphans("plasma", "ray"), uuid4().hex, tmp_path / "run"
     driver = start_driver(run, mark, *SETTINGS, "orchestration.updates=1000")
     wait_for_updates(driver, run, 2)
     assert len(of_test(mark)) > 4
@@ -56,7 +56,7 @@ def test_nothing_is_left_of_a_driver_that_is_ended(tmp_path: Path, how: signal.S
     else:
         driver.send_signal(how)
     assert driver.wait(CEILING) == (0 if how is signal.SIGINT else -9)
-    wait_until(lambda: not of_test(mark) and not orphans() - before)
+    wait_until(lambda: not of_test(mark) and not orphans("plasma", "ray") - before)
     resumed = resume(run, config=tiny(*SETTINGS, f"orchestration.updates={len(updates(run)) + 1}"))
     assert not resumed["stopped_early"]
     check_finished(run)

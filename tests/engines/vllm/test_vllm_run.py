@@ -68,8 +68,7 @@ class Watching(Quiet):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transfer", ["shared_memory", "collective"])
-def test_a_run_goes_on_with_servers_that_are_started_again(transfer: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_servers_that_are_started_again(tmp_path: Path) -> None:
     run, progress = tmp_path / "run", Watching()
     Patient.late.clear()
     Patient.again.clear()
@@ -84,7 +83,7 @@ def test_a_run_goes_on_with_servers_that_are_started_again(transfer: str, tmp_pa
 
     thread = threading.Thread(target=kill_both, daemon=True)
     thread.start()
-    settings = overrides(python=python_with_vllm(), servers=2, transfer=transfer)
+    settings = overrides(python=python_with_vllm(), servers=2, transfer="collective")
     start(
         run,
         *settings,

@@ -180,7 +180,7 @@ def test_updates_are_trained_from_trials(how: list[str], tmp_path: Path, monkeyp
 
 
 TEST = '[ "$(cat /app/verdict)" = slow ] && sleep 60\ncp /app/verdict /logs/verifier/reward.txt'
-LIMITS = "[verifier]\ntimeout_sec = 10.0\n[agent]\ntimeout_sec = 45.0\n[environment]\nbuild_timeout_sec = 60.0\n"
+LIMITS = "[verifier]\ntimeout_sec = 10.0\n[agent]\ntimeout_sec = 150.0\n[environment]\nbuild_timeout_sec = 60.0\n"
 
 
 @pytest.mark.slow
