@@ -20,6 +20,7 @@ PUBLIC = {
     "Group",
     "Message",
     "Metric",
+    "Recovered",
     "Reward",
     "SamplingParams",
     "Step",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from treadle.envs.base import Environment, EnvStep, Finish
     from treadle.orchestration.api import train
     from treadle.orchestration.reporting.callbacks import Callback
+    from treadle.rollout.agents.agent import Recovered
 
 __version__ = "0.1.0"
 

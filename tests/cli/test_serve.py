@@ -18,22 +18,26 @@ def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path) -
     model = sorted((finished.path / "checkpoints").iterdir())[-1]
     command = [sys.executable, "-m", "treadle.cli.main", "serve", str(model), "--port", "0", "--record", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None and server.stderr is not None
-        told = "".join(server.stdout.readline() for _ in range(4))
-        url, key = re.findall(r"base URL +(\S+)|API key +(\S+)", told)[0][0], told.split()[-1]
-        assert url.startswith("http://127.0.0.1:")
-        assert "replies   read by plain\n" in told
-        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=300) as client:
-            assert [m["id"] for m in client.get("models").json()["data"]] == [model.name]
-            message = {"role": "user", "content": "say 1"}
-            asked = {"model": "any", "messages": [message], "max_tokens": 3, "temperature": 0.5}
-            answer = client.post("chat/completions", json={**asked, "return_token_ids": True}).json()
-            for wrong, said in (
-                ({"prompt": "say", "frequency_penalty": 1}, "frequency_penalty"),
-                ({"prompt": "say " * 128}, "tokens, the model's context is 128; shorten the prompt"),
-            ):
-                refused = client.post("completions", json={"model": "any", **wrong})
-                assert (refused.status_code, said in refused.text) == (400, True)
+        try:
+            assert server.stdout is not None and server.stderr is not None
+            told = "".join(server.stdout.readline() for _ in range(4))
+            url, key = re.findall(r"base URL +(\S+)|API key +(\S+)", told)[0][0], told.split()[-1]
+            assert url.startswith("http://127.0.0.1:")
+            assert "replies   read by auto\n" in told
+            with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=300) as client:
+                assert [m["id"] for m in client.get("models").json()["data"]] == [model.name]
+                message = {"role": "user", "content": "say 1"}
+                asked = {"model": "any", "messages": [message], "max_tokens": 3, "temperature": 0.5}
+                answer = client.post("chat/completions", json={**asked, "return_token_ids": True}).json()
+                for wrong, said in (
+                    ({"prompt": "say", "frequency_penalty": 1}, "frequency_penalty"),
+                    ({"prompt": "say " * 128}, "tokens, the model's context is 128; shorten the prompt"),
+                ):
+                    refused = client.post("completions", json={"model": "any", **wrong})
+                    assert (refused.status_code, said in refused.text) == (400, True)
+        except BaseException:
+            server.kill()  # or leaving the context would wait for it
+            raise
         server.send_signal(signal.SIGINT)
         rest, errors = server.communicate()
     assert (server.returncode, errors) == (0, "")

@@ -71,11 +71,6 @@ def test_results_of_tools_may_be_written_as_the_users(name: str) -> None:
     assert text is not None and "12:00" in text
 
 
-def test_a_later_system_message_of_gpt_oss_is_refused() -> None:
-    assert said("gptoss", [SYSTEM, QUESTION], []) is not None
-    assert said("gptoss", [QUESTION, ANSWER, SYSTEM, QUESTION], []) is None
-
-
 def test_calls_of_a_template_without_tools_are_refused_unless_the_model_made_them() -> None:
     """Of a recorded reply it is a break, which has its cause."""
     renderer = world("phi3_5").renderer
@@ -136,3 +131,27 @@ def test_whatever_is_sent_stands_in_the_prompt_or_is_refused(
 
 def test_the_renderer_of_these_tests_writes_every_role() -> None:
     assert Conversation(plain_renderer()).render([SYSTEM, DEVELOPER, QUESTION, ANSWER, tool("x")]).break_cause is None
+
+
+# Several system messages
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_6", "qwen3_8", "gptoss", "cohere", "gemma3"])
+def test_system_messages_are_one_where_the_template_wants_one_first(name: str) -> None:
+    renderer = World({**FAMILIES, **WRITING_TOOLS}[name], small_vocabulary()).renderer
+    talk = Conversation(renderer)
+    said = ("system", "be brief"), ("user", "who?"), ("assistant", "Anna"), ("system", "be kind"), ("user", "well?")
+    messages = [Message(role=role, content=content) for role, content in said]
+    prompt = talk.render(messages)
+    text = renderer.decode(prompt.ids)
+    assert text.index("be brief") < text.index("be kind") < text.index("who?") < text.index("well?")
+    assert [m["role"] for m in prompt.messages] == ["system", "user", "assistant", "user"]
+    assert prompt.messages[0]["content"] == "be brief\n\nbe kind"
+    assert (talk.render([messages[3], messages[1]]).ids == talk.render([messages[1], messages[3]]).ids).all()
+
+
+def test_elsewhere_they_stay_where_they_are() -> None:
+    renderer = World(FAMILIES["qwen3"], small_vocabulary()).renderer
+    said = [("system", "be brief"), ("user", "who?"), ("system", "be kind"), ("user", "well?")]
+    prompt = Conversation(renderer).render([Message(role=role, content=content) for role, content in said])
+    assert [m["role"] for m in prompt.messages] == ["system", "user", "system", "user"]

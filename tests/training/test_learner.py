@@ -191,9 +191,18 @@ def test_epochs_go_through_a_batch_again_with_what_was_known_at_its_start(
 
 
 def test_refusals_are_told_in_every_epoch() -> None:
-    spoilt = make_group([([make_step([1], [])], 1.0), ([make_step([1], [2])], 0.0)])
+    sound = ([make_step([1], [2])], 0.0)
+    spoilt = make_group([([make_step([1], [])], 1.0), sound, sound])
     results = make_learner(tiny(), epochs_per_batch=2).train_batch([spoilt])
     assert [set(result.refused) for result in results] == [{"g000000.0"}] * 2
+
+
+def test_a_group_that_is_too_small_after_refusals_trains_nothing() -> None:
+    spoilt = make_group([([make_step([1], [])], 1.0), ([make_step([1], [2])], 0.0)])
+    [result] = make_learner(tiny()).train_batch([spoilt])
+    assert set(result.refused) == {"g000000.0", "g000000.1"}
+    [result] = make_learner(tiny(), min_group_size=1).train_batch([spoilt])
+    assert set(result.refused) == {"g000000.0"}
 
 
 def test_the_only_update_of_a_batch_is_its_own_anchor() -> None:

@@ -324,7 +324,7 @@ def test_experts_of_another_model_are_refused_by_name() -> None:
     first = groups[0].trajectories[0]
     strange = replace(first.steps[0], routing=np.full((1, 2, 1), 3, np.int16))
     groups = [replace(groups[0], trajectories=(replace(first, steps=(strange,)), *groups[0].trajectories[1:]))]
-    learner = make_learner(exact("qwen3-moe"), routing_replay=True)
+    learner = make_learner(exact("qwen3-moe"), routing_replay=True, min_group_size=1)
     [result] = learner.train_batch(groups)
     assert list(result.refused) == [first.trajectory_id]
     assert "its routing is of 2 layers and 1 experts up to 3" in result.refused[first.trajectory_id]

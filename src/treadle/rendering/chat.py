@@ -17,7 +17,7 @@ import numpy as np
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids, Message, ToolCall
 from treadle.rendering.complete import Shape, example, left_out
-from treadle.rendering.identity import parsed
+from treadle.rendering.identity import flat, parsed
 from treadle.rendering.replies import (
     AUTO,
     FORMATS,
@@ -124,6 +124,28 @@ class ChatRenderer:
             return left_out(shape, self.write(messages, tools or None, options, generation_prompt=True))
         except DataError:
             return ()
+
+    def merged(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Return the messages as the template takes them: its system messages as one, first, where it wants that."""
+        system = [message for message in messages if self.roles.get(message["role"], message["role"]) == "system"]
+        if not system or (len(system) == 1 and system[0] is messages[0]) or not self._wants_one_system:
+            return messages
+        text = "\n\n".join(filter(str.strip, (flat(message["content"]) for message in system)))
+        return (Message(role="system", content=text), *(message for message in messages if message not in system))
+
+    @cached_property
+    def _wants_one_system(self) -> bool:
+        several = ("system", "system", "user"), ("system", "user", "system", "user")
+        return self._takes("system", "user") and not all(self._takes(*roles) for roles in several)
+
+    def _takes(self, *roles: str) -> bool:
+        """Whether the template writes all of such a conversation."""
+        talk: list[Plain] = [{"role": role, "content": f"zqz{number}z"} for number, role in enumerate(roles)]
+        try:
+            text = self.write(talk, None, self.options, generation_prompt=True)
+        except DataError:
+            return False
+        return all(message["content"] in text for message in talk)
 
     def text(self, completion_ids: Ids) -> str:
         """Return the completion as text, without its end token."""

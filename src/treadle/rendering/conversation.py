@@ -223,11 +223,12 @@ class Conversation:
 
         Raises DataError for a conversation that the template refuses, or tools that it does not write.
         """
+        messages = self._renderer.merged(tuple(messages))
         setting = self._setting(tools, template_kwargs or {})
         form = self._continued if continue_final_message else self._answered
-        ids, cause, rendering = form(tuple(messages), setting)
+        ids, cause, rendering = form(messages, setting)
         ids.flags.writeable = False  # it may be a memoised piece
-        return Prompt(ids, tuple(messages), cause, rendering)
+        return Prompt(ids, messages, cause, rendering)
 
     def record(self, prompt: Prompt, completion_ids: Ids, reply: Message) -> None:
         """Remember what was sampled for a prompt of `render`, and the message that the agent got for it.

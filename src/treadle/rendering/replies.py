@@ -22,7 +22,7 @@ from functools import partial
 from treadle.core.errors import ConfigError
 from treadle.core.registry import resolve
 from treadle.core.types import Message, ToolCall
-from treadle.rendering.tool_calls import Tool, glm_call, json_call, named_call, tagged, xml_call
+from treadle.rendering.tool_calls import CALL, Tool, glm_call, json_call, named_call, tagged, xml_call
 
 ReplyParser = Callable[[str, Sequence[Tool]], Message]
 """What the model wrote -> the assistant message that the agent gets. Without tools, tool calls are content."""
@@ -132,8 +132,7 @@ def _split_thought(text: str) -> tuple[str, str, str]:
     """(thought, the text up to the thought's end, the rest); without a thought the rest is all."""
     before, end, after = text.partition(THOUGHT_END)
     inner = before.lstrip()
-    opened = inner.startswith(THOUGHT)
-    if not end and not opened:
+    if not inner.startswith(THOUGHT) and (not end or CALL in before):  # in a call, the tag is an argument's
         return "", "", text
     rest = after.lstrip("\n")
     return inner.removeprefix(THOUGHT).strip(), text[: len(text) - len(rest)], rest

@@ -26,7 +26,7 @@ Tool = Mapping[str, Any]
 ReadCall = Callable[[str, Sequence[Tool]], ToolCall | None]
 """The text of a call, without the tags around it -> the call; None if it cannot be read."""
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+CALL, _CLOSE = "<tool_call>", "</tool_call>"
 _MOST_ENDS = 32  # closing tags that are tried for one call
 _TAGS = "tool_call>", "function=", "parameter=", "arg_value>"
 _PAIRS = tuple((f"<{name}", f"</{name.rstrip('=>')}>") for name in _TAGS)
@@ -44,8 +44,8 @@ def tagged(text: str, tools: Sequence[Tool], read: ReadCall) -> tuple[str, list[
     calls: list[ToolCall] = []
     kept: list[str] = []
     at = 0
-    while (start := text.find(_OPEN, at)) >= 0:
-        begin = start + len(_OPEN)
+    while (start := text.find(CALL, at)) >= 0:
+        begin = start + len(CALL)
         found = next(((call, end) for end in _ends(text, begin) if (call := read(text[begin:end], tools))), None)
         if found is None:
             kept.append(text[at:begin])

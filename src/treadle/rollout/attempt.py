@@ -188,23 +188,28 @@ async def open_rollouts(
 ) -> AsyncIterator[Rollouts]:
     """Open `Rollouts` with a driver for each player; those that call over HTTP share one gateway.
 
-    log: called from another thread with a line about user code that blocks the event loop. directory: the run's, for
+    log: called with a line about what agents ask for in vain, and from another thread about user code that blocks the
+    event loop. directory: the run's, for
     what drivers write. Raises ConfigError for a shaping hook or a reply parser that does not exist, and what drivers
     raise on being opened.
     """
     monitor = LoopMonitor(log)
-    async with open_drivers(renderer, players, config, directory) as drivers:
+    async with open_drivers(renderer, players, config, directory, log) as drivers:
         with monitor.watching():
             yield Rollouts(engine, renderer, drivers, config, rewards, monitor)
 
 
 @asynccontextmanager
 async def open_drivers(
-    renderer: ChatRenderer, players: Players, config: RolloutConfig, directory: Path | None = None
+    renderer: ChatRenderer,
+    players: Players,
+    config: RolloutConfig,
+    directory: Path | None = None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> AsyncIterator[Mapping[tuple[str, str], AttemptDriver[Any]]]:
     """Open a driver for each player, by kind and name. Raises ConfigError as `open_rollouts` does."""
     async with AsyncExitStack() as opened:
-        gateway = await opened.enter_async_context(SharedGateway(config.gateway))
+        gateway = await opened.enter_async_context(SharedGateway(config.gateway, log))
         setup = DriverSetup(config, renderer, renderer.parser(config.reply_parser), gateway, directory)
         drivers: dict[tuple[str, str], AttemptDriver[Any]] = {}
         if players.environments:

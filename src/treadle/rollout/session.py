@@ -99,7 +99,7 @@ class Session:
     later calls of the session wait for them. The engine session is opened on construction and must be closed.
 
     callers_sampling: what a caller asks for takes the place of the spec's sampling, call by call; otherwise a caller
-    only adds stop strings, and `overridden` counts the calls that asked for something else.
+    only adds stop strings; `overridden` counts the calls that asked for something else, `notes` says what.
     bad_requests, unanswered: kept by the gateway, which takes its requests: why malformed ones were refused; what the
     last try of others failed with, by the digest of their bodies.
     parse: reads replies. context: most tokens of prompt and completion together, if that bounds a call's `max_tokens`.
@@ -116,6 +116,7 @@ class Session:
         self.name = spec.name
         self.renderer = spec.renderer
         self.overridden = 0
+        self.notes: dict[str, str] = {}
         self.bad_requests: list[str] = []
         self.unanswered: dict[bytes, BaseException] = {}
         self.parse = parse
@@ -264,9 +265,10 @@ class Session:
             sampling = replace(seeded, **overrides)
         else:
             others = {name: value for name, value in overrides.items() if name != "stop"}
-            self.overridden += any(
-                name == "seed" or getattr(own, name, None) != value for name, value in others.items()
-            )
+            ignored = {n: v for n, v in others.items() if n == "seed" or getattr(own, n, None) != v}
+            self.overridden += bool(ignored)
+            for name in ignored.keys() - self.notes.keys():
+                self.notes[name] = f"agents ask for another {name} than the recipe's, which holds (rollout)"
             sampling = replace(seeded, stop=tuple(dict.fromkeys((*own.stop, *overrides.get("stop", ())))))
         if self._context is None:
             return sampling

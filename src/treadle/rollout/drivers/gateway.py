@@ -132,8 +132,9 @@ class GatewayDriver(AttemptDriver[AgentSession]):
         code raised becomes a warning.
         """
         outcome = await self._outcome(session, task, user)
-        refused = session.bad_requests
-        what = f"{len(refused)} of its requests were malformed, the first: {refused[0]}" if refused else ""
+        if not (refused := session.bad_requests):
+            return outcome
+        what = f"{len(refused)} of its requests were malformed, the first: {refused[0]}"
         return replace(
             outcome,
             metrics=outcome.metrics + measured("trajectory", {BAD_REQUESTS: [len(refused)]}),

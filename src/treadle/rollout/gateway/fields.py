@@ -7,6 +7,7 @@ OpenAPI description is made of them (`schemas`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -147,6 +148,14 @@ def one_of(*known: str, here: tuple[str, ...] = ()) -> Checked:
 def only(problem: str, *known: Any) -> Checked:
     """Return the check of one of a few values, in words: `only("only text is supported here", "text")`."""
     return Checked(lambda value: "" if value in known else f"{problem}, got {value!r:.40}", {"enum": [*known]})
+
+
+def matching(pattern: re.Pattern[str], what: str) -> Checked:
+    """Return the check of text that a pattern describes whole."""
+    return Checked(
+        lambda value: "" if pattern.fullmatch(value) else f"must be {what}, got {value!r:.40}",
+        {"pattern": f"^{pattern.pattern}$"},
+    )
 
 
 def unsupported(*neutral: Any) -> Checked:

@@ -37,8 +37,10 @@ class SessionAddress:
 class Attached:
     """Answers the requests of a session that is open to clients, and remembers conversations for follow-ups by id."""
 
-    def __init__(self, session: Session, exchanges: Exchanges, memory: MemoryLimit) -> None:
-        self.session, self.exchanges, self.memory = session, exchanges, memory
+    def __init__(
+        self, session: Session, exchanges: Exchanges, memory: MemoryLimit, note: Callable[[str], None]
+    ) -> None:
+        self.session, self.exchanges, self.memory, self._note = session, exchanges, memory, note
         self._responses: dict[str, tuple[Message, ...]] = {}
 
     async def answer(self, request: CompletionRequest, ident: str, rendered: Callable[[], None]) -> Answer:
@@ -53,6 +55,10 @@ class Attached:
         replies = await self._gathered(
             [self._call(whole, number, rendered if number == last else None) for number in range(last + 1)]
         )
+        for kind in request.left_out:
+            self._note(f"agents offer tools of type {kind}, which no model here can be told of: they are left out")
+        for note in self.session.notes.values():
+            self._note(note)
         if request.prompts is None:
             self._responses[ident] = (*history, replies[0].message)
         return Answer(ident, int(time.time()), request, replies, self.session.renderer)
@@ -102,7 +108,7 @@ class Gateway:
     waits for goes on being sampled. max_in_flight: requests of one session that may be sampled at a time.
     max_body: bytes of a request. max_held: bytes of requests that are being received, read and rendered at a time, of
     one session and of all; others wait. patience: seconds that they wait before they are refused, and that a client may
-    be silent before all of its request has come.
+    be silent before all of its request has come. log: takes a line about what requests ask for in vain, once.
 
     Secrets are looked up by digest: how long a lookup takes says nothing about any of them.
     """
@@ -116,18 +122,20 @@ class Gateway:
         max_body: int = 32 * 2**20,
         max_held: tuple[int, int] = (64 * 2**20, 256 * 2**20),
         patience: float = 10.0,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.model, self.max_body, self.patience = model, max_body, patience
         self._held_by_one, self.memory = max(max_held[0], max_body), MemoryLimit(max(*max_held, max_body))
         self.url = ""  # set by `serving`
         self._grace, self._most = grace, max_in_flight
+        self._log, self._said = log, set[str]()
         self._attached: dict[bytes, Attached] = {}
 
     def attach(self, session: Session, secret: str | None = None) -> SessionAddress:
         """Open a session to clients under a new secret (or the given one); return its address."""
         secret = secret or secrets.token_urlsafe(32)
         exchanges = Exchanges(session, self._grace, self._most)
-        self._attached[_digest(secret)] = Attached(session, exchanges, MemoryLimit(self._held_by_one))
+        self._attached[_digest(secret)] = Attached(session, exchanges, MemoryLimit(self._held_by_one), self._note)
         return SessionAddress(secret, f"{self.url}/sessions/{secret}/v1")
 
     async def detach(self, secret: str) -> None:
@@ -150,6 +158,11 @@ class Gateway:
         everybody, self._attached = list(self._attached.values()), {}
         for attached in everybody:
             await attached.exchanges.close()
+
+    def _note(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._log(line)
 
     def find(self, secret: str) -> Attached | None:
         """Return the session of this secret, None for an unknown one."""

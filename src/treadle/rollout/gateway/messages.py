@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -18,6 +19,7 @@ from treadle.rollout.gateway.fields import (
     SomeOf,
     StopStrings,
     Text,
+    matching,
     one_of,
     only,
     read,
@@ -209,6 +211,24 @@ class CustomTool(RequestModel):
         return {"type": "function", "function": function}
 
 
+_SERVERS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_\w+|memory|advisor)_20\d{6}")
+"""Types of tools that Anthropic's servers run, or that only its models can be told of."""
+
+
+class ServerTool(RequestModel):
+    """Names a tool that is left out."""
+
+    type: Annotated[Text, matching(_SERVERS, "the type of a tool of Anthropic's servers")]
+
+
+AnyTool = Annotated[
+    Annotated[CustomTool, Tag("<custom>")] | Annotated[ServerTool, Tag("<server>")],
+    Discriminator(
+        lambda tool: "<server>" if isinstance(tool, dict) and _SERVERS.fullmatch(str(tool.get("type"))) else "<custom>"
+    ),
+]
+
+
 class Choice(RequestModel):
     """Says which tools may be called: `any` and `tool` cannot be enforced, and count as `auto`."""
 
@@ -227,7 +247,12 @@ class CountRequest(RequestModel):
 
     system: Content = ""
     messages: SomeOf[AnyTurn]
-    tools: Several[CustomTool] = ()
+    tools: Several[AnyTool] = ()
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Return the types of tools that are left out."""
+        return tuple(tool.type for tool in self.tools if isinstance(tool, ServerTool))
 
     def prompt(self) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool]:
         """Return messages, tools, and whether the reply continues the last message (a prefill)."""
@@ -235,7 +260,8 @@ class CountRequest(RequestModel):
         messages = [Message(role="system", content=system)] if system else []
         for message in self.messages:
             messages += message.messages()
-        return tuple(messages), tuple(tool.tool() for tool in self.tools), messages[-1]["role"] == "assistant"
+        tools = tuple(tool.tool() for tool in self.tools if isinstance(tool, CustomTool))
+        return tuple(messages), tools, messages[-1]["role"] == "assistant"
 
 
 class MessagesRequest(SamplingRequest, CountRequest):
@@ -255,6 +281,7 @@ def read_messages(body: Json) -> CompletionRequest:
         model=request.model,
         messages=messages,
         tools=tools,
+        left_out=request.left_out,
         options=CallOptions(
             sampling_overrides=request.overrides(request.max_tokens, request.stop_sequences),
             tool_calls=request.tool_choice.type != "none",

@@ -37,6 +37,7 @@ class CompletionRequest:
     instructions: a system message before everything, not repeated by requests that follow this one. prompts: of raw
     completions, text or ids each; where there are any, messages and tools do not count. choices: samples of each
     prompt. previous: id of an earlier response that the messages follow. thoughts: whether the answer shows them.
+    left_out: types of tools that the model is not told of.
     """
 
     model: str
@@ -52,6 +53,7 @@ class CompletionRequest:
     token_ids: bool = False
     previous: str | None = None
     thoughts: bool = True
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

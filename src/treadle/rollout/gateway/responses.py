@@ -93,6 +93,19 @@ AnyItem = Annotated[
 ]
 
 
+_LEFT_OUT = (
+    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp"),
+    *("computer_use_preview", "tool_search", "namespace", "custom", "local_shell"),
+)
+"""Types of tools that OpenAI's servers run, or that only its models can be told of."""
+
+
+class OtherTool(RequestModel):
+    """Names a tool that is left out."""
+
+    type: Annotated[Text, one_of(*_LEFT_OUT)]
+
+
 class FlatTool(RequestModel):
     """Describes a tool that the model may call: this API writes a function's fields beside its type."""
 
@@ -100,6 +113,12 @@ class FlatTool(RequestModel):
     type: Annotated[Any, only("only function tools are supported here", "function")] = "function"
     name: Text
     parameters: Object | None = None
+
+
+AnyTool = Annotated[
+    Annotated[FlatTool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(lambda tool: "<other>" if isinstance(tool, dict) and tool.get("type") in _LEFT_OUT else "<function>"),
+]
 
 
 class TextOptions(RequestModel):
@@ -113,7 +132,7 @@ class ResponsesRequest(SamplingRequest):
 
     input: Annotated[Annotated[Text, Tag("<text>")] | Annotated[SomeOf[AnyItem], Tag("<items>")], text_or("<items>")]
     instructions: Text = ""
-    tools: Several[FlatTool] = ()
+    tools: Several[AnyTool] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: Flag = True
     max_output_tokens: Length | None = None
@@ -138,7 +157,9 @@ def read_response(body: Json) -> CompletionRequest:
         tools=tuple(
             {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
             for tool in body.get("tools") or ()
+            if tool.get("type") not in _LEFT_OUT
         ),
+        left_out=tuple(tool.type for tool in request.tools if isinstance(tool, OtherTool)),
         options=CallOptions(
             sampling_overrides=request.overrides(request.max_output_tokens, request.stop),
             tool_calls=request.tool_choice != "none",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -17,8 +18,8 @@ _FILES = 65536
 class SharedGateway:
     """Serves a gateway from when the first driver opens it until the run ends; not at all if none does."""
 
-    def __init__(self, config: GatewayConfig) -> None:
-        self._config, self._gateway = config, Gateway()
+    def __init__(self, config: GatewayConfig, log: Callable[[str], None] = lambda line: None) -> None:
+        self._config, self._gateway = config, Gateway(log=log)
         self._serving, self._opening = AsyncExitStack(), asyncio.Lock()
         self._is_served = False
 
