@@ -204,6 +204,22 @@ def test_tool_calls_come_in_with_their_arguments_as_json_text() -> None:
     assert message == {"role": "assistant", "content": "", "tool_calls": [made]}
 
 
+@pytest.mark.parametrize("arguments", ["", " ", None, [], "null", "[]", {}])
+def test_arguments_that_are_none_are_an_empty_object(arguments: Any) -> None:
+    call = {"function": {"name": "add", "arguments": arguments}}
+    [message] = as_messages([{"role": "assistant", "tool_calls": [call]}], "row 3")
+    assert message["content"] == "" and message["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
+def test_content_may_be_text_parts_and_an_assistants_may_be_missing() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    said = [("user", parts), ("assistant", parts), ("assistant", None)]
+    rows: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in said]
+    assert [message["content"] for message in as_messages(rows, "row 3")] == ["a\nb", "ab", ""]
+    with pytest.raises(DataError, match="needs string role and content"):
+        as_messages([{"role": "user", "content": [{"type": "image_url"}]}], "row 3")
+
+
 @pytest.mark.parametrize(
     "value",
     [

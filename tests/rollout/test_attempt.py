@@ -484,3 +484,18 @@ def test_an_attempt_whose_engine_does_not_answer_fails_of_time() -> None:
     assert "took longer than 0.05 s (rollout.trajectory_timeout)" in trajectory.failure.message
     assert [step.dropped for step in trajectory.steps] == [DropReason.CANCELLED]
     assert world.calls == ["reset", "close"] and engine.aborted == 1
+
+
+async def test_a_reply_that_the_task_begins_goes_on() -> None:
+    opening = [user("sum?"), Message(role="assistant", content="The sum is")]
+
+    def world() -> Told:
+        return Told(EnvStep([tool("more")]), EnvStep(reward=1.0, done=True), opening=opening)
+
+    rollouts = plain_rollouts(saying(" ab"), world)
+    [playing] = rollouts.start("g0", Task("t", environment="world"), [Address(0, Stream.TRAIN, 0, 0, 0)])
+    first, second = (await playing).steps
+    assert PLAIN.decode(first.prompt_ids).endswith("assistant\nThe sum is")
+    assert "assistant\nThe sum is ab<|im_end|>\n<|im_start|>tool\nmore" in PLAIN.decode(second.prompt_ids)
+    assert second.break_cause is None
+    assert (second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids).all()

@@ -432,11 +432,13 @@ _OPTIONAL = ("reasoning_content", "tool_call_id", "name")
 
 
 def _as_message(value: Any, where: str) -> Message:
-    if not isinstance(value, Mapping) or not {"role", "content"} <= value.keys():
+    role = value.get("role") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or role is None or ("content" not in value and role != "assistant"):
         raise DataError(f"{where} needs 'role' and 'content', got {value!r}")
-    if not isinstance(value["role"], str) or not isinstance(value["content"], str):
+    content = _as_text(value.get("content"), role)
+    if not isinstance(value["role"], str) or content is None:
         raise DataError(f"{where} needs string role and content, got {value!r}")
-    message = Message(role=value["role"], content=value["content"])
+    message = Message(role=value["role"], content=content)
     if unknown := sorted(map(str, value.keys() - {"role", "content", "tool_calls", *_OPTIONAL})):
         raise DataError(f"{where} has unknown keys {unknown}; known: role, content, tool_calls, {', '.join(_OPTIONAL)}")
     for key in _OPTIONAL:
@@ -449,14 +451,27 @@ def _as_message(value: Any, where: str) -> Message:
     return message
 
 
+def _as_text(content: Any, role: Any) -> str | None:
+    """Content as text: text itself, or a list of text parts; an assistant's may be missing. None for anything else."""
+    if content is None:
+        return "" if role == "assistant" else None
+    if not isinstance(content, list | tuple):
+        return content if isinstance(content, str) else None
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        return None
+    return ("" if role == "assistant" else "\n").join(map(str, texts))
+
+
+def arguments_text(arguments: Any) -> str:
+    """Return a tool call's arguments as JSON text; what some clients send for none (`""`, null, []) is `{}`."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return "{}" if text.strip() in ("", "null", "[]") else text
+
+
 def _as_tool_call(value: Any, where: str) -> ToolCall:
     function = value.get("function") if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{where}: a tool call needs function.name and function.arguments, got {value!r}")
-    arguments = function.get("arguments", "{}")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(
-        id=str(value.get("id", "")),
-        type="function",
-        function=FunctionCall(name=function["name"], arguments=text),
-    )
+    called = FunctionCall(name=function["name"], arguments=arguments_text(function.get("arguments")))
+    return ToolCall(id=str(value.get("id", "")), type="function", function=called)

@@ -30,6 +30,7 @@ from treadle.rendering.replies import (
 )
 from treadle.rendering.structure import Backend, Structure, encode_text
 from treadle.rendering.template import ChatTemplate, Plain, Variables
+from treadle.rendering.token_bytes import TokenBytes
 from treadle.rendering.tool_calls import Tool
 from treadle.rendering.tools import PROBE, ignores_tools, probe_call, written_call
 
@@ -163,6 +164,11 @@ class ChatRenderer:
     def vocabulary(self) -> int:
         """Return the size of the vocabulary: all ids lie below it."""
         return self._backend.get_vocab_size()
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Return what tells the bytes of single tokens."""
+        return TokenBytes(self._backend)
 
     def encode(self, text: str) -> Ids:
         """Return the token ids of raw text, special tokens included, int32[T]."""

@@ -16,7 +16,11 @@ _SHRINKS_AND_GROWS = {
 _UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 _SPLITTING = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")  # pre-tokenizers that never drop a character
 _PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
-_BYTE_LEVEL = {*map(chr, _PRINTABLE), *map(chr, range(256, 512 - len(_PRINTABLE)))}  # as such vocabularies write bytes
+BYTE_LEVEL = {
+    **{chr(byte): byte for byte in _PRINTABLE},
+    **{chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)},
+}
+"""How byte-level vocabularies write a byte -> the byte."""
 _BYTE_FALLBACK = {f"<0x{byte:02X}>" for byte in range(256)}
 _SPACES = [chr(code) for code in range(0x3001) if chr(code).isspace()]
 
@@ -100,7 +104,7 @@ def _is_lossless(model: Mapping[str, Any], words: Sequence[str], steps: _Steps) 
     if model["type"] not in ("BPE", "Unigram"):
         return False
     known = set(words)
-    if any(step["type"] == "ByteLevel" for step in steps) and known >= _BYTE_LEVEL:
+    if any(step["type"] == "ByteLevel" for step in steps) and known >= BYTE_LEVEL.keys():
         return True
     if model.get("byte_fallback") and known >= _BYTE_FALLBACK:
         return True

@@ -7,8 +7,12 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 
 from tests.rollout.gateway.servers import CALL, FINAL, Slow, looks_then_answers, scripted, served, written
 from tests.until import until
@@ -247,6 +251,61 @@ async def test_logprobs_and_token_ids_are_those_of_the_step() -> None:
             assert choice.token_ids == step.completion_ids.tolist()  # type: ignore[attr-defined]
             assert choice.logprobs is not None and choice.logprobs.content is not None
             assert [token.logprob for token in choice.logprobs.content] == step.logprobs.tolist()
+
+
+@pytest.mark.xdist_group("anthropic")
+async def test_answers_and_errors_are_what_the_sdks_models_say() -> None:
+    """Which the SDKs themselves do not check."""
+    from anthropic.types import ErrorResponse, Message
+
+    async with served(looking()) as server:
+        address = server.open()
+        headers = {"anthropic-version": "2023-06-01"}
+        async with httpx.AsyncClient(base_url=address.base_url, timeout=300) as client:
+            for path, body, model in (
+                ("chat/completions", {"messages": HELLO, "logprobs": True}, ChatCompletion),
+                ("completions", {"prompt": "é", "logprobs": 0}, Completion),
+                ("responses", {"input": "hi", "include": ["message.output_text.logprobs"]}, Response),
+                ("messages", {"messages": HELLO, "max_tokens": 9}, Message),
+            ):
+                more = headers if path == "messages" else {}
+                answer = await client.post(path, json={"model": "m", **body}, headers=more)
+                assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
+                model.model_validate(answer.json())
+                wrong = await client.post(path, json={"model": 3, **body}, headers=more)
+                assert wrong.status_code == 400
+                if path == "messages":
+                    ErrorResponse.model_validate({"request_id": None, **wrong.json()})
+                else:
+                    assert wrong.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+
+
+@pytest.mark.xdist_group("anthropic")
+@pytest.mark.parametrize("asked", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}])
+async def test_formats_that_no_engine_keeps_to_are_refused(asked: dict[str, Any]) -> None:
+    body = {"model": "m", "messages": HELLO, "max_tokens": 9, "output_config": {"effort": "high"}}
+    async with served(looking()) as server, httpx.AsyncClient(base_url=server.open().base_url, timeout=300) as client:
+        assert (await client.post("messages", json=body)).status_code == 200
+        refused = await client.post("messages", json={**body, **asked})
+        assert refused.status_code == 400 and "format" in refused.text
+
+
+async def test_what_clients_ask_for_in_vain_is_said_once() -> None:
+    said: list[str] = []
+    tools = [{"type": "web_search"}, {"type": "namespace", "name": "mine", "tools": []}]
+    async with served(looking(), log=said.append) as server:
+        for name in ("first", "second"):
+            client = server.openai(server.open(name))
+            await client.responses.create(model="m", input="hi", tools=tools, temperature=0.2)  # type: ignore[arg-type]
+            await client.responses.create(model="m", input="hi", temperature=0.3)
+    assert said == [
+        "agents offer tools of type web_search, which no model here can be told of: they are left out",
+        "agents offer tools of type namespace, which no model here can be told of: they are left out",
+        "agents ask for another temperature than the recipe's, which holds (rollout)",
+    ]
 
 
 @pytest.mark.xdist_group("anthropic")

@@ -71,7 +71,8 @@ class EnvironmentDriver(AttemptDriver[Session]):
         environment.check_steps(self._config.max_steps)
         state = ""
         for _ in range(self._config.max_steps):
-            going_on = one_message and conversation[-1]["role"] == "assistant"
+            begun = conversation[-1]["role"] == "assistant" and not session.steps  # a reply that the task begins
+            going_on = begun or (one_message and conversation[-1]["role"] == "assistant")
             reply = await session.chat(conversation, options=_CONTINUED if going_on else _NEW)
             if state:
                 session.set_state(reply.number, state)
@@ -83,7 +84,10 @@ class EnvironmentDriver(AttemptDriver[Session]):
                 raise TrajectoryFailure(Cause.ENVIRONMENT, f"step: {error}") from error
             if answer.done:
                 return
-            conversation += [reply.message, *answer.observations]
+            said = reply.message
+            if begun:
+                said = {**said, "content": conversation.pop()["content"] + said["content"]}
+            conversation += [said, *answer.observations]
             if one_message:
                 conversation = _one_turn(conversation)
         raise StepsExceeded(self._config.max_steps)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Tag, model_validator
 
-from treadle.core.types import FunctionCall, Message, ToolCall
+from treadle.core.types import FunctionCall, Message, ToolCall, arguments_text
 from treadle.rollout.gateway.fields import (
     Flag,
     Object,
@@ -18,7 +18,6 @@ from treadle.rollout.gateway.fields import (
     StopStrings,
     Text,
     between,
-    json_text,
     one_of,
     only,
     read,
@@ -92,7 +91,7 @@ class RequestedCall(RequestModel):
 
     def tool_call(self) -> ToolCall:
         """Return the call as a `Message` holds it."""
-        function = FunctionCall(name=self.function.name, arguments=json_text(self.function.arguments))
+        function = FunctionCall(name=self.function.name, arguments=arguments_text(self.function.arguments))
         return ToolCall(id=self.id, type="function", function=function)
 
 
@@ -324,12 +323,15 @@ def _prompt_ids(answer: Answer) -> Json:
 def _logprobs(answer: Answer, reply: Reply) -> Json | None:
     if not answer.request.logprobs:
         return None
-    tokens = zip(reply.step.completion_ids.tolist(), reply.step.logprobs.tolist(), strict=True)
-    return {"content": [_token(answer.text_of(token), logprob) for token, logprob in tokens], "refusal": None}
+    return {"content": token_logprobs(answer, reply), "refusal": None}
 
 
-def _token(text: str, logprob: float) -> Json:
-    return {"token": text, "bytes": list(text.encode()), "logprob": logprob, "top_logprobs": []}
+def token_logprobs(answer: Answer, reply: Reply) -> list[Json]:
+    """Return each sampled token with its bytes and log-probability, in OpenAI's form."""
+    return [
+        {"token": piece.decode(errors="replace"), "bytes": list(piece), "logprob": logprob, "top_logprobs": []}
+        for piece, logprob in zip(answer.bytes_of(reply), reply.step.logprobs.tolist(), strict=True)
+    ]
 
 
 def usage(answer: Answer) -> Json:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Tag
 
+from treadle.rendering.token_bytes import offsets
 from treadle.rollout.gateway.chat_completions import StreamOptions, error, error_event, event, usage
 from treadle.rollout.gateway.fields import (
     NOT_EMPTY,
@@ -135,13 +136,10 @@ def _choices(answer: Answer) -> Iterator[Json]:
 
 
 def _logprobs(answer: Answer, reply: Reply) -> Json:
-    texts = [answer.text_of(token) for token in reply.step.completion_ids.tolist()]
-    logprobs = reply.step.logprobs.tolist()
-    offsets = [0]
-    for text in texts[:-1]:
-        offsets.append(offsets[-1] + len(text))
+    pieces, logprobs = answer.bytes_of(reply), reply.step.logprobs.tolist()
+    texts = [piece.decode(errors="replace") for piece in pieces]
     top = [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)]
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets(pieces)}
 
 
 COMPLETIONS = Dialect("cmpl-", RawRequest, read_completion, write, events, error, error_event)

@@ -6,7 +6,6 @@ OpenAPI description is made of them (`schemas`).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -198,11 +197,6 @@ StopStrings = Annotated[
     | Annotated[Several[Annotated[Text, NOT_EMPTY]], count(0, 64, "strings"), Tag("<texts>")],
     text_or("<texts>"),
 ]
-
-
-def json_text(value: Any) -> str:
-    """Return a value as JSON text, or text as it is."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def shown(value: Any, limit: int = 60) -> str:

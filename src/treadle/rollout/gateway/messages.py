@@ -24,6 +24,7 @@ from treadle.rollout.gateway.fields import (
     only,
     read,
     text_or,
+    unsupported,
 )
 from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json, add_thought
 from treadle.rollout.gateway.sampling_overrides import Length, SamplingRequest
@@ -264,8 +265,17 @@ class CountRequest(RequestModel):
         return tuple(messages), tools, messages[-1]["role"] == "assistant"
 
 
+class OutputConfig(RequestModel):
+    """Says how answers are made: efforts are ignored, formats refused."""
+
+    format: Annotated[Any, unsupported()] = None
+
+
 class MessagesRequest(SamplingRequest, CountRequest):
     """Holds the body of a request for a message."""
+
+    output_config: OutputConfig = OutputConfig()
+    output_format: Annotated[Any, unsupported()] = None
 
     max_tokens: Length
     stop_sequences: StopStrings = ()

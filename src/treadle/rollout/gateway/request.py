@@ -76,9 +76,9 @@ class Answer:
         """Return the number of sampled tokens of all choices."""
         return sum(len(reply.step.completion_ids) for reply in self.replies)
 
-    def text_of(self, token: int) -> str:
-        """Return one token as text."""
-        return self.renderer.decode([token])
+    def bytes_of(self, reply: Reply) -> list[bytes]:
+        """Return the bytes of each sampled token."""
+        return self.renderer.token_bytes.of(reply.step.completion_ids.tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Tag
 
-from treadle.core.types import FunctionCall, Message, StopReason, ToolCall
-from treadle.rollout.gateway.chat_completions import Content, TextFormat, ToolChoice, error, joined
+from treadle.core.types import FunctionCall, Message, StopReason, ToolCall, arguments_text
+from treadle.rollout.gateway.chat_completions import Content, TextFormat, ToolChoice, error, joined, token_logprobs
 from treadle.rollout.gateway.fields import (
     Flag,
     Object,
@@ -18,7 +18,6 @@ from treadle.rollout.gateway.fields import (
     SomeOf,
     StopStrings,
     Text,
-    json_text,
     one_of,
     only,
     read,
@@ -200,7 +199,7 @@ def _add(message: Message, item: MessageItem | ReasoningItem | CallItem) -> None
     elif isinstance(item, ReasoningItem):
         add_thought(message, "".join(part.text for part in item.content))
     else:
-        function = FunctionCall(name=item.name, arguments=json_text(item.arguments))
+        function = FunctionCall(name=item.name, arguments=arguments_text(item.arguments))
         call = ToolCall(id=item.call_id, type="function", function=function)
         message.setdefault("tool_calls", []).append(call)
 
@@ -216,7 +215,7 @@ def write(answer: Answer) -> Json:
         "output": _items(answer),
         "usage": {
             "input_tokens": answer.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": answer.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
@@ -283,14 +282,7 @@ def _items(answer: Answer) -> list[Json]:
 
 
 def _logprobs(answer: Answer) -> list[Json]:
-    if not answer.request.logprobs:
-        return []
-    step = answer.replies[0].step
-    texts = [answer.text_of(token) for token in step.completion_ids.tolist()]
-    return [
-        {"token": text, "bytes": list(text.encode()), "logprob": logprob, "top_logprobs": []}
-        for text, logprob in zip(texts, step.logprobs.tolist(), strict=True)
-    ]
+    return token_logprobs(answer, answer.replies[0]) if answer.request.logprobs else []
 
 
 def events(answer: Answer) -> Iterator[str]:
