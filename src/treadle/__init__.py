@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from treadle.core.metrics import Metric
     from treadle.core.rewards import Reward
     from treadle.core.types import Group, Message, SamplingParams, Step, Task, Trajectory
-    from treadle.envs.base import Environment, EnvStep, Finish
+    from treadle.envs.base import Environment, EnvStep, Finish, Reply
+    from treadle.envs.tools import ToolEnvironment
     from treadle.orchestration.api import train
     from treadle.orchestration.reporting.callbacks import Callback
     from treadle.rollout.agents.agent import Recovered
@@ -30,10 +31,12 @@ _HOME = {
     "Message": "treadle.core.types",
     "Metric": "treadle.core.metrics",
     "Recovered": "treadle.rollout.agents.agent",
+    "Reply": "treadle.envs.base",
     "Reward": "treadle.core.rewards",
     "SamplingParams": "treadle.core.types",
     "Step": "treadle.core.types",
     "Task": "treadle.core.types",
+    "ToolEnvironment": "treadle.envs.tools",
     "Trajectory": "treadle.core.types",
     "TreadleError": "treadle.core.errors",
     "train": "treadle.orchestration.api",
@@ -49,10 +52,12 @@ __all__ = [
     "Message",
     "Metric",
     "Recovered",
+    "Reply",
     "Reward",
     "SamplingParams",
     "Step",
     "Task",
+    "ToolEnvironment",
     "Trajectory",
     "TreadleError",
     "__version__",

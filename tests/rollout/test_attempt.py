@@ -495,7 +495,7 @@ async def test_a_reply_that_the_task_begins_goes_on() -> None:
     rollouts = plain_rollouts(saying(" ab"), world)
     [playing] = rollouts.start("g0", Task("t", environment="world"), [Address(0, Stream.TRAIN, 0, 0, 0)])
     first, second = (await playing).steps
-    assert PLAIN.decode(first.prompt_ids).endswith("assistant\nThe sum is")
+    assert str(PLAIN.decode(first.prompt_ids)).endswith("assistant\nThe sum is")
     assert "assistant\nThe sum is ab<|im_end|>\n<|im_start|>tool\nmore" in PLAIN.decode(second.prompt_ids)
     assert second.break_cause is None
     assert (second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids).all()

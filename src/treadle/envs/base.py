@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol
 
 from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward
-from treadle.core.types import Message, Status, Task
+from treadle.core.types import Message, Status, Task, ToolCall
 
 P = ParamSpec("P")
 
@@ -32,6 +32,18 @@ class EnvStep(NamedTuple):
     done: bool = False
     info: Mapping[str, Any] = {}
     state: str = ""
+
+
+class Reply(NamedTuple):
+    """Holds a reply as the model's reply parser reads it (`rollout.reply_parser`).
+
+    text: what it said to the user, with the stop string that ended it. thoughts: what it thought; "" without any.
+    tool_calls: each with id, and its function's name and arguments (JSON text).
+    """
+
+    text: str
+    thoughts: str = ""
+    tool_calls: Sequence[ToolCall] = ()
 
 
 def _or_plain(method: Callable[P, Coroutine[Any, Any, Any]]) -> Callable[P, Any]:
@@ -71,12 +83,15 @@ class Environment(Protocol):
     cause of its own. `rollout.environment_timeout` must be longer.
     required_steps: calls of the model without which it gives no grade, known once `reset` has returned.
     `rollout.max_steps` must not be lower; 0: any will do.
+    tool_schemas: tools that the chat template tells the model of, known once `reset` has returned; JSON schemas, as
+    OpenAI's API has them. `ToolEnvironment` makes them of functions.
     """
 
     task: Task
     metrics: ClassVar[Sequence[Metric]] = ()
     longest_wait: float = 0.0
     required_steps: int = 0
+    tool_schemas: Sequence[Mapping[str, Any]] = ()
 
     @_or_plain
     async def reset(self, task: Task) -> Sequence[Message]:
@@ -86,7 +101,10 @@ class Environment(Protocol):
 
     @_or_plain
     async def step(self, text: str) -> EnvStep:
-        """Act on the agent's reply: the decoded completion, with the stop string but without the end-of-turn token."""
+        """Act on the agent's reply: the decoded completion, with the stop string but without the end-of-turn token.
+
+        `def step(self, reply: Reply)` gets it parsed: text, thoughts and tool calls.
+        """
         ...
 
     @_or_plain

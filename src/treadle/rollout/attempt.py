@@ -213,7 +213,9 @@ async def open_drivers(
         setup = DriverSetup(config, renderer, renderer.parser(config.reply_parser), gateway, directory)
         drivers: dict[tuple[str, str], AttemptDriver[Any]] = {}
         if players.environments:
-            environments = await opened.enter_async_context(EnvironmentDriver(players.environments, config))
+            environments = await opened.enter_async_context(
+                EnvironmentDriver(players.environments, config, setup.parse)
+            )
             drivers |= {("environment", name): environments for name in players.environments}
         if players.agents:
             agents = await opened.enter_async_context(AgentDriver(players.agents, setup))

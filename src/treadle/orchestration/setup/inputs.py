@@ -20,6 +20,7 @@ from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.validation import check_context
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, check_turns
+from treadle.rendering.tool_calls import Tool
 from treadle.rollout.agents.agent import Agent, load_agent
 from treadle.rollout.attempt import Players, open_drivers, user_code
 from treadle.rollout.drivers.driver import DriverFactory, load_driver
@@ -207,11 +208,13 @@ def first_prompt(
     tasks = (task for task in inputs.train if task.environment) if inputs.players.environments else ()
     for task in islice(tasks, 3):
         try:
-            messages = run(_first_messages(inputs.players.environments[task.environment], task, config, log), log)
+            messages, tools = run(_first(inputs.players.environments[task.environment], task, config, log), log)
         except TrajectoryFailure as failure:
             problems.append(f"task {task.task_id}: {failure}")
             continue
-        ids = Conversation(renderer).render(messages).ids
+        if tools:
+            _check_tools(tools, task.environment, renderer, config)
+        ids = Conversation(renderer).render(messages, tools).ids
         if len(ids) > config.rollout.max_input_tokens:
             raise ConfigError(
                 f"the first prompt of task {task.task_id} has {len(ids)} tokens, rollout.max_input_tokens is "
@@ -224,9 +227,20 @@ def first_prompt(
     return None
 
 
-async def _first_messages(
+def _check_tools(tools: Sequence[Tool], name: str, renderer: ChatRenderer, config: RunConfig) -> None:
+    if problem := renderer.tools_problem(tools, renderer.parser(config.rollout.reply_parser)):
+        raise ConfigError(f"environment {name!r} has tools, but {problem}")
+    if config.rollout.conversation == "single_message":
+        raise ConfigError(
+            f"environment {name!r} has tools, whose answers are messages of their own, and rollout.conversation is "
+            "'single_message'; leave it out"
+        )
+
+
+async def _first(
     factory: EnvironmentFactory, task: Task, config: RunConfig, log: Callable[[str], None]
-) -> tuple[Message, ...]:
+) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
+    """The messages that the first attempt at the task starts from, and its tools."""
     monitor = LoopMonitor(log)
     user = user_code(task, "as a check", monitor)
     environment = IsolatedEnvironment(task.environment, factory, user, config.rollout.environment_timeout)
@@ -238,7 +252,7 @@ async def _first_messages(
                 environment.check_steps(config.rollout.max_steps)
             except TrajectoryFailure as failure:
                 raise ConfigError(f"task {task.task_id}: {failure.message}") from failure
-            return messages
+            return messages, environment.tools()
         finally:
             await environment.close()  # what that raises is only a warning, as in an attempt
             user.release()

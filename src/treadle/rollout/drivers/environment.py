@@ -12,21 +12,29 @@ from treadle.core.errors import Cause, DataError, StepsExceeded, TrajectoryFailu
 from treadle.core.metrics import Measures
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Status, Task
+from treadle.envs.base import Reply
+from treadle.rendering.replies import ReplyParser, plain
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, AttemptError, Outcome, outcome_of
 from treadle.rollout.isolation.isolated_environment import EnvironmentFactory, IsolatedEnvironment
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import CallOptions, Session
+from treadle.rollout.session import Reply as SessionReply
 
 _NEW, _CONTINUED = CallOptions(), CallOptions(continue_final_message=True)
 
 
 class EnvironmentDriver(AttemptDriver[Session]):
-    """Plays the tasks of environments, each attempt with an environment of its own."""
+    """Plays the tasks of environments, each attempt with an environment of its own.
 
-    def __init__(self, environments: Mapping[str, EnvironmentFactory], config: RolloutConfig) -> None:
-        self._environments, self._config = environments, config
+    parse: reads replies for environments that take them parsed.
+    """
+
+    def __init__(
+        self, environments: Mapping[str, EnvironmentFactory], config: RolloutConfig, parse: ReplyParser = plain
+    ) -> None:
+        self._environments, self._config, self._parse = environments, config, parse
 
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
         """Let model and environment answer each other; return how that ended.
@@ -69,14 +77,16 @@ class EnvironmentDriver(AttemptDriver[Session]):
         one_message = self._config.conversation == "single_message"
         conversation: list[Message] = list(await environment.reset(task))
         environment.check_steps(self._config.max_steps)
-        state = ""
+        tools, parsed, state = environment.tools(), environment.reads_replies, ""
+        if parsed:
+            session.parse = self._parse
         for _ in range(self._config.max_steps):
             begun = conversation[-1]["role"] == "assistant" and not session.steps  # a reply that the task begins
             going_on = begun or (one_message and conversation[-1]["role"] == "assistant")
-            reply = await session.chat(conversation, options=_CONTINUED if going_on else _NEW)
+            reply = await session.chat(conversation, tools, _CONTINUED if going_on else _NEW)
             if state:
                 session.set_state(reply.number, state)
-            answer = await environment.step(reply.text)
+            answer = await environment.step(_parsed(reply) if parsed else reply.text)
             state = answer.state
             try:
                 session.reward_last(Reward.of(answer.reward))
@@ -91,6 +101,11 @@ class EnvironmentDriver(AttemptDriver[Session]):
             if one_message:
                 conversation = _one_turn(conversation)
         raise StepsExceeded(self._config.max_steps)
+
+
+def _parsed(reply: SessionReply) -> Reply:
+    message = reply.message
+    return Reply(reply.text, message.get("reasoning_content", ""), tuple(message.get("tool_calls", ())))
 
 
 async def _error_of(playing: Awaitable[None]) -> AttemptError | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, Status, Task, as_messages
-from treadle.envs.base import Environment, EnvStep, Finish
+from treadle.envs.base import Environment, EnvStep, Finish, Reply
 from treadle.envs.single_turn import SingleTurn
 from treadle.envs.tasks import made_class
 from treadle.rollout.env_metrics import EnvMetrics
@@ -62,10 +62,19 @@ class IsolatedEnvironment:
                 f"rollout.max_steps is {max_steps}; set rollout.max_steps={required}, or let it take fewer turns",
             )
 
-    async def step(self, text: str) -> EnvStep:
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the tools that the model is told of, as JSON schemas, once the environment is reset."""
+        return self._user.run(lambda: tuple(getattr(self._environment, "tool_schemas", ())), "tool_schemas")
+
+    @property
+    def reads_replies(self) -> bool:
+        """Return whether `step` takes a parsed `Reply`."""
+        return self._user.run(lambda: _takes_reply(getattr(self._environment, "step", None)), "step")
+
+    async def step(self, reply: str | Reply) -> EnvStep:
         """Return the environment's answer to a reply, and count its metrics."""
         what = "the reward function" if isinstance(self._environment, SingleTurn) else "step"
-        return await self._call("step", text, check=partial(self._checked_step, what=what), what=what)
+        return await self._call("step", reply, check=partial(self._checked_step, what=what), what=what)
 
     async def finish(self, ended: Status, timeout: float) -> Reward:
         """Let the environment finish the attempt, count its metrics, and return what it adds to the last reward.
@@ -172,6 +181,12 @@ def _checked_reward(value: object, where: str) -> Reward:
             Cause.ENVIRONMENT, f"{where} gave the reward {value!r:.100}; it must be a {NUMBER}, or a Reward"
         )
     return Reward.of(value)
+
+
+def _takes_reply(step: Any) -> bool:
+    """Whether the parameter of `step` is annotated as a `Reply`."""
+    annotations = [parameter.annotation for parameter in inspect.signature(step).parameters.values()]
+    return any(kind is Reply or str(kind).rpartition(".")[2] == "Reply" for kind in annotations)
 
 
 def _is_synchronous(factory: EnvironmentFactory) -> bool:

@@ -1,0 +1,227 @@
+"""`ToolEnvironment`: an environment whose tools are plain functions or methods.
+
+class Shop(treadle.ToolEnvironment):
+    def price(self, item: str) -> float:
+        \"\"\"Look up what an item costs.\"\"\"
+        return self.task.extras["prices"][item]
+
+    def pay(self, amount: float) -> treadle.EnvStep:
+        \"\"\"Pay the whole bill.\"\"\"
+        return treadle.EnvStep(reward=float(amount == self.task.ground_truth), done=True)
+
+    tools = (price, pay)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Annotated, Any, ClassVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+
+from treadle.core.errors import ConfigError, TrajectoryFailure
+from treadle.core.metrics import Metric
+from treadle.core.rewards import Reward
+from treadle.core.types import Message, ToolCall
+from treadle.envs.base import Environment, EnvStep, Reply
+
+_CALLS = Metric("tool_calls", "trajectory", "mean", "calls", "tool calls of a trajectory")
+_ERRORS = Metric("tool_errors", "trajectory", "mean", "calls", "of these, those that the model was told an error for")
+
+Tool = Callable[..., Any]
+_Work = Generator[Callable[[], Any], Any, EnvStep]
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A tool as the model is told of it, and what reads its arguments. of_self: whether it is a method."""
+
+    name: str
+    schema: Mapping[str, Any]
+    arguments: type[BaseModel]
+
+
+@dataclass(frozen=True, slots=True)
+class _Error:
+    """What the model is told where a call fails."""
+
+    text: str
+
+
+class ToolEnvironment(Environment):
+    """Lets the model call tools: functions, or methods of the class, `async` or not.
+
+    The schema of each is made of its signature and docstring: types must be such that pydantic knows, and a line
+    `name: text` of the docstring describes the parameter of that name. What a tool returns is the answer, text or
+    JSON; if it is an `EnvStep`, its reward counts, and `done` ends the episode. What it raises (but TrajectoryFailure)
+    is told to the model as text, as are unknown tools and arguments that do not fit: `env/tool_errors` counts them. A
+    reply without a call is the last one: `answered` grades it.
+
+    tools: what the model may call. max_calls: in one reply; others get an error. max_answer: characters of an answer;
+    what is longer is cut.
+
+    Where no tool is `async`, all of them run on the attempt's own thread; else plain ones run in threads of their own.
+    """
+
+    tools: ClassVar[Sequence[Tool]] = ()
+    max_calls: ClassVar[int] = 16
+    max_answer: ClassVar[int] = 20_000
+    metrics: ClassVar[Sequence[Metric]] = (_CALLS, _ERRORS)
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Make `step` a plain method where no tool is `async`."""
+        super().__init_subclass__(**more)
+        if cls.step in (ToolEnvironment.step, _plain_step):
+            some_async = any(map(inspect.iscoroutinefunction, (*cls.tools, cls.answered)))
+            cls.step = ToolEnvironment.step if some_async else _plain_step  # type: ignore[assignment, method-assign]
+
+    @property
+    def tool_schemas(self) -> Sequence[Mapping[str, Any]]:  # type: ignore[override]
+        """Return the tools as JSON schemas. Raises ConfigError for a tool that cannot be described."""
+        return [_described(tool).schema for tool in self.tools]
+
+    def answered(self, text: str) -> float | Reward | EnvStep:
+        """Grade a reply without tool calls, with which the episode ends unless this returns an EnvStep; `async` or not.
+
+        Default: it earns nothing.
+        """
+        return 0.0
+
+    async def step(self, reply: Reply) -> EnvStep:  # type: ignore[override]
+        """Play the calls of a reply, and answer them."""
+        work, result = self._turn(reply), None
+        while True:
+            try:
+                call = work.send(result)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            try:
+                is_async = isinstance(call, partial) and inspect.iscoroutinefunction(call.func)
+                result = await _awaited(call()) if is_async else await asyncio.to_thread(call)
+            except TrajectoryFailure:
+                raise
+            except Exception as error:  # noqa: BLE001  # whatever a tool raises is told to the model
+                result = _error(error)
+
+    def _turn(self, reply: Reply) -> _Work:
+        """Play a reply. Yields what is to be called, and gets what that returned."""
+        if not reply.tool_calls:
+            graded = yield partial(self.answered, reply.text)
+            if isinstance(graded, _Error):
+                raise TypeError(f"answered raised {graded.text}")
+            step = graded if isinstance(graded, EnvStep) else EnvStep(reward=graded, done=True)
+            return step._replace(info={**step.info, "tool_calls": 0, "tool_errors": 0})
+        answers: list[Message] = []
+        reward, done, errors = Reward(), False, 0
+        for number, call in enumerate(reply.tool_calls):
+            bound = self._bound(call) if number < self.max_calls else _Error(f"at most {self.max_calls} calls a turn")
+            result = bound if isinstance(bound, _Error) else (yield bound)
+            errors += isinstance(result, _Error)
+            if isinstance(result, EnvStep):
+                reward, done = reward.plus(Reward.of(result.reward)), result.done
+            answers.append(self._answer(call, result))
+            if done:
+                break
+        info = {"tool_calls": len(answers), "tool_errors": errors}
+        return EnvStep(answers, reward, done, info)
+
+    def _bound(self, call: ToolCall) -> Callable[[], Any] | _Error:
+        """The tool with its arguments."""
+        name = call["function"]["name"]
+        tool = next((tool for tool in self.tools if _described(tool).name == name), None)
+        if tool is None:
+            return _Error(
+                f"there is no tool {name!r:.100}; there are {', '.join(_described(t).name for t in self.tools)}"
+            )
+        try:
+            given = _described(tool).arguments.model_validate_json(call["function"]["arguments"])
+        except ValidationError as error:
+            return _Error("; ".join(f"{'.'.join(map(str, e['loc'])) or name}: {e['msg']}" for e in error.errors()))
+        own = getattr(type(self), name, None) is tool
+        arguments = {key: getattr(given, key) for key in type(given).model_fields}
+        return partial(getattr(self, name) if own else tool, **arguments)
+
+    def _answer(self, call: ToolCall, result: Any) -> Message:
+        if isinstance(result, EnvStep):
+            text = "\n".join(message["content"] for message in result.observations)
+        elif isinstance(result, _Error):
+            text = f"error: {result.text}"
+        else:
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        if len(text) > self.max_answer:
+            text = f"{text[: self.max_answer]}... ({len(text) - self.max_answer} more characters are left out)"
+        name = call["function"]["name"]
+        return Message(role="tool", content=text or "done", tool_call_id=call["id"], name=name)
+
+
+def _plain_step(self: ToolEnvironment, reply: Reply) -> EnvStep:
+    """Play the calls of a reply, and answer them."""
+    work, result = self._turn(reply), None
+    while True:
+        try:
+            call = work.send(result)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        try:
+            result = call()
+        except TrajectoryFailure:
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever a tool raises is told to the model
+            result = _error(error)
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _error(error: Exception) -> _Error:
+    return _Error(f"{type(error).__name__}: {error}"[:2000])
+
+
+@lru_cache(maxsize=1024)
+def _described(tool: Tool) -> _Described:
+    """Raises ConfigError for parameters without a type, or of one that has no JSON schema."""
+    name = getattr(tool, "__name__", type(tool).__name__)
+    text = inspect.getdoc(tool) or ""
+    hints = get_type_hints(tool, include_extras=True)
+    fields: dict[str, Any] = {}
+    for number, (key, parameter) in enumerate(inspect.signature(tool).parameters.items()):
+        if number == 0 and key == "self":
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ConfigError(f"tool {name!r}: parameter {key!r} has no name that a model could give; name each")
+        if key not in hints:
+            raise ConfigError(f"tool {name!r}: parameter {key!r} has no type; write '{key}: str', or what it is")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        said = re.search(rf"^\s*{re.escape(key)}\s*(?:\([^)]*\))?:\s*(.+)$", text, re.MULTILINE)
+        fields[key] = (Annotated[hints[key], Field(description=said[1])] if said else hints[key], default)
+    try:
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        parameters = _without_titles(model.model_json_schema())
+    except (PydanticSchemaGenerationError, PydanticUserError) as error:
+        raise ConfigError(f"tool {name!r} cannot be described in JSON: {error}".split("\n")[0]) from error
+    parameters.setdefault("properties", {})
+    described = {"name": name, "description": text.split("\n\n")[0].replace("\n", " "), "parameters": parameters}
+    return _Described(name, {"type": "function", "function": described}, model)
+
+
+def _without_titles(schema: Any) -> Any:
+    """A JSON schema without the titles that pydantic makes of names."""
+    if isinstance(schema, list):
+        return [_without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: {name: _without_titles(part) for name, part in item.items()}
+        if key in ("properties", "$defs")
+        else _without_titles(item)
+        for key, item in schema.items()
+        if not (key == "title" and isinstance(item, str))
+    }

@@ -1,0 +1,249 @@
+"""Tools of environments are plain functions: described, called, answered, and told what was wrong."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field
+
+import treadle
+from tests.orchestration.runs import check_finished
+from tests.worlds import CHATML, END, PLAIN, PlainTokenizer, Quiet, plain_ids, plain_renderer, user
+from treadle.core.draws import Stream
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
+from treadle.core.types import Task, ToolCall, Trajectory
+from treadle.envs.base import EnvStep, Reply
+from treadle.envs.tools import ToolEnvironment
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.replies import hermes
+from treadle.rollout.attempt import Rollouts
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.drivers.environment import EnvironmentDriver
+from treadle.rollout.session import Address
+from treadle.testing import FakeEngine
+
+
+def double(x: int, unit: Literal["cm", "m"] = "m") -> str:
+    """Double a length.
+
+    x: the length
+    unit: of the length
+    """
+    return f"{2 * x} {unit}"
+
+
+class Shop(ToolEnvironment):
+    """Three tools: a method, one that ends the episode, and a function."""
+
+    def price(self, item: str) -> float:
+        """Look up what an item costs."""
+        return float(self.task.extras["prices"][item])
+
+    def pay(self, amount: Annotated[float, Field(description="in euros")]) -> EnvStep:
+        """Pay the bill."""
+        return EnvStep(reward=float(amount == self.task.ground_truth), done=True)
+
+    tools = (price, pay, double)
+
+    def answered(self, text: str) -> float:
+        return -1.0
+
+
+TASK = Task("t", (user("Buy tea."),), environment="world", extras={"prices": {"tea": 2.5}}, ground_truth=2.5)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def played(world: Any, *replies: str, template: str = CHATML) -> Trajectory:
+    """An attempt in which the model says this."""
+    said = iter(replies)
+    engine = FakeEngine(lambda prompt, sampling: [*plain_ids(next(said)), END])
+    config = RolloutConfig(max_completion_tokens=500, max_input_tokens=9000, environment_timeout=300.0)
+    renderer = plain_renderer() if template is CHATML else ChatRenderer(PlainTokenizer(template), [END])
+    rollouts = Rollouts(
+        engine, renderer, {("environment", "world"): EnvironmentDriver({"world": world}, config, hermes)}, config
+    )
+
+    async def play() -> Trajectory:
+        [playing] = rollouts.start("g0", TASK, [Address(0, Stream.TRAIN, 0, 0, 0)])
+        return await playing
+
+    return asyncio.run(play())
+
+
+def prompt(trajectory: Trajectory, step: int) -> str:
+    return str(PLAIN.decode(trajectory.steps[step].prompt_ids))
+
+
+def test_an_episode_with_tools() -> None:
+    trajectory = played(Shop, call("price", item="tea") + call("double", x=2), call("pay", amount=2.5))
+    assert (trajectory.reward, len(trajectory.steps), trajectory.failure) == (1.0, 2, None)
+    assert '"name": "price"' in prompt(trajectory, 0)  # the model is told of them
+    assert "<|im_start|>tool\n2.5<|im_end|>\n<|im_start|>tool\n4 m<|im_end|>" in prompt(trajectory, 1)
+    assert trajectory.steps[1].break_cause is None
+    assert dict(trajectory.metrics) == {"tool_calls": 3.0, "tool_errors": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (call("prices", item="tea"), "error: there is no tool 'prices'; there are price, pay, double"),
+        (call("price"), "error: item: Field required"),
+        (call("price", item="tea", much=1), "error: much: Extra inputs are not permitted"),
+        (call("double", x="long"), "error: x: Input should be a valid integer"),
+        (call("price", item="gold"), "error: KeyError: 'gold'"),
+    ],
+)
+def test_what_is_wrong_is_told_to_the_model(made: str, told: str) -> None:
+    trajectory = played(Shop, made, "I give up.")
+    assert trajectory.reward == -1.0 and told in prompt(trajectory, 1)
+    assert trajectory.metrics["tool_errors"] == 1.0
+
+
+def test_too_many_calls_and_long_answers_are_cut() -> None:
+    class Few(Shop):
+        max_calls = 2
+        max_answer = 3
+
+    trajectory = played(Few, call("double", x=500) * 3, "enough")
+    assert prompt(trajectory, 1).count("100... (3 more characters are left out)") == 2
+    assert "err... (" in prompt(trajectory, 1)
+
+
+def test_what_ends_the_attempt_is_not_told() -> None:
+    class Lost(ToolEnvironment):
+        def look(self) -> None:
+            """Look."""
+            raise TrajectoryFailure(Cause.INFRASTRUCTURE, "no light")
+
+        tools = (look,)
+
+    trajectory = played(Lost, call("look"))
+    assert trajectory.failure is not None
+    assert (trajectory.failure.cause, trajectory.failure.message) == (Cause.INFRASTRUCTURE, "no light")
+
+
+def test_plain_tools_share_the_attempts_thread_and_async_ones_the_loop() -> None:
+    threads: list[str] = []
+
+    class Plain(ToolEnvironment):
+        def reset(self, task: Task) -> Any:
+            threads.append(threading.current_thread().name)
+            return task.prompt
+
+        def look(self) -> str:
+            """Look."""
+            threads.append(threading.current_thread().name)
+            return "a"
+
+        tools = (look,)
+
+    class Async(Plain):
+        async def think(self) -> str:
+            """Think."""
+            await asyncio.sleep(0)
+            threads.append(threading.current_thread().name)
+            return "b"
+
+        tools = (Plain.look, think)  # type: ignore[assignment]
+
+    assert played(Plain, call("look"), "done").metrics["tool_errors"] == 0
+    assert len(set(threads)) == 1 and threads[0] != "MainThread"
+    threads.clear()
+    trajectory = played(Async, call("think") + call("look"), "done")
+    assert threads[1] == "MainThread" and threads[2] != "MainThread"
+    assert "tool\nb<|im_end|>\n<|im_start|>tool\na<|im_end|>" in prompt(trajectory, 1)
+
+
+def test_schemas_come_from_signatures_and_docstrings() -> None:
+    price, pay, doubled = (schema["function"] for schema in Shop().tool_schemas)
+    assert price == {
+        "name": "price",
+        "description": "Look up what an item costs.",
+        "parameters": {
+            "type": "object",
+            "properties": {"item": {"type": "string"}},
+            "required": ["item"],
+            "additionalProperties": False,
+        },
+    }
+    assert pay["parameters"]["properties"]["amount"] == {"type": "number", "description": "in euros"}
+    assert doubled["parameters"]["properties"] == {
+        "x": {"type": "integer", "description": "the length"},
+        "unit": {"type": "string", "enum": ["cm", "m"], "default": "m", "description": "of the length"},
+    }
+
+
+def untyped(x) -> None:  # type: ignore[no-untyped-def]
+    """Do."""
+
+
+def several(*x: int) -> None:
+    """Do."""
+
+
+def strange(x: threading.Thread) -> None:
+    """Do."""
+
+
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        (untyped, "tool 'untyped': parameter 'x' has no type; write 'x: str'"),
+        (several, "tool 'several': parameter 'x' has no name that a model could give"),
+        (strange, "tool 'strange' cannot be described in JSON"),
+    ],
+)
+def test_tools_that_cannot_be_described_are_refused(tool: Any, said: str) -> None:
+    class World(ToolEnvironment):
+        tools = (tool,)
+
+    with pytest.raises(ConfigError, match=said):
+        _ = World().tool_schemas
+
+
+def test_any_environment_may_take_the_parsed_reply() -> None:
+    class Reading(treadle.Environment):
+        tool_schemas: Sequence[Any] = Shop().tool_schemas
+
+        def step(self, reply: Reply) -> EnvStep:  # type: ignore[override]
+            [made] = reply.tool_calls
+            return EnvStep(
+                reward=float((reply.text, reply.thoughts, name_of(made)) == ("so", "hm", "price")), done=True
+            )
+
+    assert played(Reading, "<think>hm</think>so" + call("price", item="tea")).reward == 1.0
+
+
+def name_of(made: ToolCall) -> str:
+    return made["function"]["name"]
+
+
+def test_it_trains_in_a_few_lines_and_a_template_without_tools_is_refused(tmp_path: Path) -> None:
+    tasks = [Task(f"t{n}", (user(f"Buy {n}."),), extras={"prices": {}}, ground_truth=1.0) for n in range(2)]
+    template = tmp_path / "tools.jinja"
+    template.write_text(CHATML)
+    settings = {
+        "model.chat_template": str(template),
+        "training.tasks_per_update": 2,
+        "training.group_size": 2,
+        "orchestration.updates": 1,
+        "rollout.max_completion_tokens": 4,
+        "rollout.max_input_tokens": 3000,
+    }
+    build = {"model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 4096}
+    model = {"build": build, "tokenizer": "demo"}
+    run = tmp_path / "run"
+    treadle.train(Shop, tasks, model=model, run=run, settings=settings, progress=Quiet())
+    check_finished(run)
+    template.write_text(CHATML.replace("{% if tools %}", "{% if false %}"))
+    with pytest.raises(
+        ConfigError, match=r"environment 'Shop' has tools, but .* does not write tools.*describe them in"
+    ):
+        treadle.train(Shop, tasks, model=model, run=tmp_path / "other", settings=settings, progress=Quiet())
