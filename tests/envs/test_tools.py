@@ -12,7 +12,7 @@ from pydantic import Field
 
 import treadle
 from tests.orchestration.runs import check_finished
-from tests.worlds import CHATML, END, PLAIN, PlainTokenizer, Quiet, plain_ids, plain_renderer, user
+from tests.worlds import CHATML, END, PLAIN, ROOT, PlainTokenizer, Quiet, plain_ids, plain_renderer, user
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.types import Task, ToolCall, Trajectory
@@ -247,3 +247,13 @@ def test_it_trains_in_a_few_lines_and_a_template_without_tools_is_refused(tmp_pa
         ConfigError, match=r"environment 'Shop' has tools, but .* does not write tools.*describe them in"
     ):
         treadle.train(Shop, tasks, model=model, run=tmp_path / "other", settings=settings, progress=Quiet())
+
+
+def test_the_example_of_the_documentation_plays() -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    [example] = [block for block in page.split("```python\n") if "ToolEnvironment" in block[:200]]
+    code = example.split("```")[0]
+    assert len(list(filter(str.strip, code.splitlines()))) <= 12
+    found: dict[str, Any] = {"__name__": "shop"}
+    exec(code, found)
+    assert played(found["Shop"], call("price", item="tea"), call("pay", amount=2.5)).reward == 1.0
