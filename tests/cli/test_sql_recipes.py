@@ -45,7 +45,12 @@ def test_sql_small_makes_an_update(folder: Path) -> None:
 def test_sql_small_plays_enough_of_both_hop_counts_with_half_a_second_for_a_query() -> None:
     config = load_recipe("sql-small")
     assert config.data.held_out is not None and config.data.held_out.options["count"] >= 2 * 512
-    assert config.environment_options == {"max_turns": MAX_TURNS, "query_seconds": 0.6, "grading_seconds": 0.6}
+    assert config.environment_options == {
+        "max_turns": MAX_TURNS,
+        "operations": 20_000_000,
+        "query_seconds": 30.0,
+        "grading_seconds": 30.0,
+    }
     assert config.rollout.max_steps == MAX_TURNS
     assert config.data.table_by == "hops" and config.warm_start is not None and config.warm_start.max_loss is not None
     assert config.data.train.options["count"] >= config.orchestration.updates * config.training.tasks_per_update

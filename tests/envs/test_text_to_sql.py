@@ -78,6 +78,19 @@ def test_a_query_that_takes_too_long(file: Path) -> None:
     assert first.info == {"queries": 1, "query_failed": True} and (last.reward, last.done) == (0.0, True)
 
 
+def test_operations_are_counted_whatever_the_clock_says(file: Path) -> None:
+    """An hour would do for the endless one; what is within its operations is graded as ever."""
+    counting = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c LIMIT {}) SELECT count(*) FROM c"
+    options = {"operations": 100_000, "query_seconds": 3600.0, "grading_seconds": 3600.0}
+    for many, timed_out in ((100, False), (10**9, True)):
+        query = counting.format(many)
+        first, last = play(task_of(file), [asking(query), solving(query)], **options)
+        assert ("SQL Timeout" in contents([first])[0]) is timed_out
+        assert last.reward == 0.0
+    with pytest.raises(ConfigError, match="operations"):
+        TextToSql(operations=0)
+
+
 def test_what_the_sandbox_refuses_reads_as_an_error_and_is_wrong_as_a_solution(file: Path) -> None:
     """The published environment runs these on the database itself."""
     before = file.read_bytes()

@@ -2,14 +2,15 @@
 
 Standard input: requests, a line of JSON each. Standard output: `{}` once it is ready, then an answer to each.
 
-    {"do": "select", "uri": "file:///a/b.sqlite?mode=ro", "script": "", "sql": ..., "seconds": 5, "rows": 4501,
-     "characters": 1000000}
+    {"do": "select", "uri": "file:///a/b.sqlite?mode=ro", "script": "", "sql": ..., "operations": null,
+     "seconds": 5, "rows": 4501, "characters": 1000000}
         -> {"rows": [[...], ...]}        the distinct rows in the order in which they came, no more than was asked for
-    {"do": "expect", "uri": ":memory:", "script": "CREATE TABLE ...", "sql": ..., "seconds": 30}
+    {"do": "expect", "uri": ":memory:", "script": "CREATE TABLE ...", "sql": ..., "operations": 1000000,
+     "seconds": 30}
         -> {"count": 12}                 the distinct rows, which are kept for `compare`
     {"do": "compare", ...}
         -> {"equal": true}               whether the query gives the rows that were expected, as sets
-    {"error": "no such table: t"}        instead of any of these: what SQLite said; `"late": true` if time was over
+    {"error": "no such table: t"}        instead of any of these: what SQLite said; `"late": true` if it took too long
     {"fault": "unable to open ..."}      the database is to blame, not the query
 
 Standard library only: it starts in little more than the time that Python itself takes.
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 _READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
 _PRAGMAS = {"table_info", "foreign_key_list", "index_list"}
 _FUNCTIONS_REFUSED = {"load_extension", "fts3_tokenizer"}
-_OPERATIONS = 1000  # of SQLite's virtual machine, between two looks at the clock
+_OPERATIONS = 1000  # of SQLite's virtual machine, between two looks at the budget
 _LARGEST_VALUE = 2**24  # bytes of a text, a blob or a row
 _LONGEST_CELL = 9000  # characters of a cell that are shown; so long a text is cut to 50 rows anyway
 _SPARE_CPU = 2  # seconds beyond a query's limit after which the kernel ends this process, if its parent has not
@@ -35,8 +36,26 @@ _SPARE_CPU = 2  # seconds beyond a query's limit after which the kernel ends thi
 Row = tuple[Any, ...]
 
 
+class Budget:
+    """Says when a query must be over: after so many operations of SQLite's virtual machine, and so many seconds."""
+
+    def __init__(self, operations: int | None, seconds: float) -> None:
+        self._left = inf if operations is None else operations
+        self._deadline = time.monotonic() + seconds
+
+    def spend(self) -> bool:
+        """Count operations; return whether the query must end."""
+        self._left -= _OPERATIONS
+        return self.is_spent
+
+    @property
+    def is_spent(self) -> bool:
+        """Return whether operations or time are over."""
+        return self._left <= 0 or time.monotonic() >= self._deadline
+
+
 class Query(NamedTuple):
-    """Holds what every request has: the database, the query, and when it must be over (on the monotonic clock).
+    """Holds what every request has: the database, the query, and what it may take.
 
     script: SQL that is run first, to make a database in memory.
     """
@@ -44,7 +63,7 @@ class Query(NamedTuple):
     uri: str
     script: str
     sql: str
-    deadline: float
+    budget: Budget
 
 
 def main(address_space: int) -> None:
@@ -54,7 +73,8 @@ def main(address_space: int) -> None:
     send({})
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        query = Query(request["uri"], request["script"], request["sql"], time.monotonic() + request["seconds"])
+        budget = Budget(request["operations"], request["seconds"])
+        query = Query(request["uri"], request["script"], request["sql"], budget)
         limit_cpu(request["seconds"])
         try:
             if request["do"] == "select":
@@ -67,7 +87,7 @@ def main(address_space: int) -> None:
         except DatabaseFault as error:
             answer = {"fault": str(error)}
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
-            answer = {"error": str(error), "late": time.monotonic() >= query.deadline}
+            answer = {"error": str(error), "late": budget.is_spent}
         send(answer)
 
 
@@ -149,7 +169,7 @@ def connect(query: Query) -> sqlite3.Connection:
         connection.text_factory = as_text
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LARGEST_VALUE)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-        connection.set_progress_handler(lambda: time.monotonic() >= query.deadline, _OPERATIONS)
+        connection.set_progress_handler(query.budget.spend, _OPERATIONS)
         connection.executescript(f"PRAGMA temp_store = MEMORY; PRAGMA trusted_schema = OFF; {query.script}")
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # a file is only opened when it is read
     except sqlite3.Error as error:

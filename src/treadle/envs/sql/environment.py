@@ -44,7 +44,9 @@ class TextToSql(Environment):
     """Plays one question about a SQLite database. Its options are a recipe's `environment_options`.
 
     max_turns: replies of the model; `rollout.max_steps` is at least that. query_seconds: time of a query.
-    grading_seconds: of each of the two queries that are compared, the solution and the reference.
+    grading_seconds: of each of the two queries that are compared, the solution and the reference. operations: of
+    SQLite's virtual machine, of each query; then rewards do not depend on how fast or busy the machine is, and the
+    times only protect. Some fifty millions take a second. Default: any number.
 
     The task's ground truth is the reference query. Its extras hold `database`, the path of a SQLite file, or `script`,
     SQL that makes one in memory. Only what the model wrote is graded: tags in the rows of a database change nothing.
@@ -57,11 +59,20 @@ class TextToSql(Environment):
         Metric("bad_format", "trajectory", "mean", "share", "attempts whose replies break the format"),
     )
 
-    def __init__(self, max_turns: int = 6, query_seconds: float = 5.0, grading_seconds: float = 30.0) -> None:
+    def __init__(
+        self,
+        max_turns: int = 6,
+        query_seconds: float = 5.0,
+        grading_seconds: float = 30.0,
+        operations: int | None = None,
+    ) -> None:
         check_positive("max_turns", max_turns, whole=True)
         check_positive("query_seconds", query_seconds)
         check_positive("grading_seconds", grading_seconds)
+        if operations is not None:
+            check_positive("operations", operations, whole=True)
         self._max_turns, self._query_seconds, self._grading_seconds = max_turns, query_seconds, grading_seconds
+        self._operations = operations
 
     def reset(self, task: Task) -> Sequence[Message]:
         """Return the task's prompt; raises DataError where the task lacks what is needed."""
@@ -80,7 +91,7 @@ class TextToSql(Environment):
         query = _SQL.search(text)
         if query is None:
             return EnvStep([observation(INVALID, turns_left)], info={"no_action": 1})
-        shown, failed = run_query(Query(self._database, query[1], self._query_seconds))
+        shown, failed = run_query(Query(self._database, query[1], self._query_seconds, self._operations))
         return EnvStep([observation(shown, turns_left)], info={"queries": 1, "query_failed": failed})
 
     def finish(self, ended: Status) -> Finish | None:
@@ -93,7 +104,7 @@ class TextToSql(Environment):
         info = {"queries": 0, "no_action": 0, "bad_format": sql is None}
         if sql is None:
             return BAD_FORMAT, info
-        return grade(Query(self._database, sql, self._grading_seconds), self._gold), info
+        return grade(Query(self._database, sql, self._grading_seconds, self._operations), self._gold), info
 
 
 def run_query(query: Query) -> tuple[str, bool]:

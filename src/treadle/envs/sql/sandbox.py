@@ -61,11 +61,16 @@ class Database:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Says what runs where, and for how long at most. seconds: from when a child has it."""
+    """Says what runs where, and for how long at most.
+
+    seconds: from when a child has it. operations: of SQLite's virtual machine, which do not depend on the machine: some
+    fifty millions take a second. None: any number.
+    """
 
     database: Database
     sql: str
     seconds: float
+    operations: int | None = None
 
 
 class Sandbox(ChildPool):
@@ -106,7 +111,8 @@ def _ask(child: Child, do: str, query: Query, **more: int) -> dict[str, Any]:
     Raises QueryError, QueryTimeout; TrajectoryFailure (environment) where the database cannot be opened.
     """
     database = query.database
-    message = {"do": do, "uri": database.uri, "script": database.script, "sql": query.sql, "seconds": query.seconds}
+    message: dict[str, Any] = {"do": do, "uri": database.uri, "script": database.script, "sql": query.sql}
+    message |= {"operations": query.operations, "seconds": query.seconds}
     try:
         answer = child.ask(message | more, query.seconds + _GRACE)
     except NoAnswer as error:
@@ -115,7 +121,8 @@ def _ask(child: Child, do: str, query: Query, **more: int) -> dict[str, Any]:
         where = database.file or "a task's script"
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} is no database: {answer['fault']}")
     if answer.get("late"):
-        raise QueryTimeout(f"it took more than {query.seconds:g} s")
+        most = f"{query.seconds:g} s" if query.operations is None else f"{query.operations} operations"
+        raise QueryTimeout(f"it took more than {most}")
     if "error" in answer:
         raise QueryError(str(answer["error"]))
     return answer
