@@ -99,3 +99,11 @@ def test_a_wrong_declaration_is_refused(arguments: tuple[str, ...], message: str
 
 def test_a_module_is_its_own_list_of_metrics() -> None:
     assert declared({"A": ALL["sum"], "other": 3, "B": ALL["max"]}) == (ALL["sum"], ALL["max"])
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean"])
+def test_huge_values_end_nothing(aggregation: Aggregation) -> None:
+    metric = Metric("own", "trajectory", aggregation)
+    huge = Tally.over(metric, [1e308] * 4) + Tally.over(metric, [1e308, -1.0])
+    assert isinstance(huge.value, float) and 0 < huge.value < math.inf
+    assert Tally.over(metric, [-1e308] * 4).total < 0

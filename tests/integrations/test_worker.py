@@ -133,6 +133,17 @@ async def test_results_that_cannot_be_sent_fail_their_attempt() -> None:
             assert await pool.call({"do": "return", "what": "{'a': 'x' * 1900}"}) == {"a": "x" * 1900}
 
 
+async def test_a_line_that_cannot_be_read_ends_the_process_and_no_more() -> None:
+    async with opened() as pool:
+        held = Held(pool)
+        await begun(pool)
+        process = await pool._slots[0].process()
+        process._reader.feed_data(b"[" * 100_000 + b"\n")
+        failure = await failed(held.call)
+        assert "the Test worker wrote a line that cannot be read (maximum recursion depth" in failure.message
+        assert (await pool.call({"do": "echo", "value": "b"}))["value"] == "b"  # by another one
+
+
 async def test_what_is_printed_is_no_answer() -> None:
     async with opened() as pool:
         assert await pool.call({"do": "print", "lines": 1000}) == {"value": ""}

@@ -82,6 +82,11 @@ def test_what_is_no_request_is_refused(body: Any) -> None:
     assert ask(body).status_code == 422
 
 
+@pytest.mark.parametrize("body", [b'{"query": "\xff"}', b"[" * 100_000])
+def test_a_body_that_cannot_be_read_is_refused(body: bytes) -> None:
+    assert ask(body).status_code in (400, 422)
+
+
 def test_a_retriever_that_fails_is_an_error_of_the_server() -> None:
     broken = Slow()
     broken.gate.set()

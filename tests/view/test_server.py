@@ -4,6 +4,7 @@ import json
 import shutil
 import sqlite3
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from statistics import mean
@@ -21,7 +22,7 @@ from treadle.core.types import DropReason, StepState
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.view import trajectories
+from treadle.view import fates, trajectories
 from treadle.view.app import make_app
 from treadle.view.fates import RULES
 from treadle.view.recorded_run import Runs
@@ -432,3 +433,11 @@ def test_one_file_holds_a_trajectory(recorded: Path) -> None:
     assert held["attempt"]["failure_message"].startswith("step raised <script>")
     assert text.count("<script") == 2 and "src=" not in text.split("<body>")[0] and ESCAPES not in text
     assert len(embedded(client.get("/export/recorded/group/g000000").text)) == 4
+
+
+def test_rules_may_be_asked_for_by_many_at_once() -> None:
+    """Many threads must not parse the sources at a time."""
+    fates._all_rules.cache_clear()
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: fates.all_rules(), range(64)))
+    assert all(rules is found[0] for rules in found)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field, model_validator
 
 from treadle.retrieval.queue import Found, Overloaded, RetrievalQueue
@@ -57,6 +57,11 @@ def make_app(queue: RetrievalQueue, topk: int = 3) -> FastAPI:
         except Overloaded as error:
             return _json({"detail": str(error)}, 503, {"Retry-After": str(error.retry_after)})
         return _json({"result": [[_document(found, request.return_scores) for found in row] for row in results]})
+
+    @app.exception_handler(UnicodeDecodeError)
+    @app.exception_handler(RecursionError)
+    async def unreadable(_: Request, error: Exception) -> Response:
+        return _json({"detail": f"the body is not JSON in UTF-8: {type(error).__name__}"}, 400)
 
     @app.get("/health")
     async def health() -> Response:

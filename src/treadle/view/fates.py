@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 from treadle.core.types import DropReason, StepState
 from treadle.view import models
 from treadle.view.texts import clipped
+
+_READING = threading.Lock()
 
 
 class _Rule(NamedTuple):
@@ -87,9 +90,17 @@ _STATES: Mapping[StepState, _Rule] = {
 }
 
 
-@cache
 def all_rules() -> models.Rules:
-    """Return every way in which a step can end, each with the function that decides it."""
+    """Return every way in which a step can end, each with the function that decides it.
+
+    One thread at a time: CPython's parser of its own syntax trees is not safe in several.
+    """
+    with _READING:
+        return _all_rules()
+
+
+@cache
+def _all_rules() -> models.Rules:
     named: list[tuple[StepState, DropReason | None, _Rule]] = [(s, None, rule) for s, rule in _STATES.items()]
     named += [(StepState.DROPPED, reason, rule) for reason, rule in RULES.items()]
     found = []

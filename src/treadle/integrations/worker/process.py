@@ -208,15 +208,17 @@ class WorkerProcess:
 
     async def _read(self) -> None:
         """Take in answers and heartbeats until the process has ended, or has given no sign of life for too long."""
-        blocked = False
+        blocked, broken = False, ""
         try:
             while line := await self._line_in_time():
                 self._take(json.loads(line))
         except TimeoutError:
             blocked = True
+        except (ValueError, RecursionError) as error:
+            broken = f"wrote a line that cannot be read ({error}) and "
         self.is_usable = False
         await self._process.stop()
-        self._fail_all(f"the {self._program.name} worker {await self._death(blocked)}")
+        self._fail_all(f"the {self._program.name} worker {broken}{await self._death(blocked)}")
 
     async def _line_in_time(self) -> bytes:
         """Return the next line. Raises TimeoutError."""
