@@ -37,6 +37,11 @@ print(json.dumps(results))
 # Words of the command -> what the error says: the value, and what to do about it. Status 2, but for what is of a run.
 TRAIN: dict[str, tuple[str, ...]] = {
     # overrides
+    "training.optimizer.lr=1": (
+        "unknown key 'training.optimizer.lr'; did you mean 'training.optimizer.learning_rate'",
+    ),
+    "training.num_generations=4": ("did you mean 'training.group_size'?",),
+    "algorithm.policy_loss=ppo": ("algorithm.policy_loss: 'ppo' is not registered; did you mean 'ppo_clip'?",),
     "algorithm.loss=typo": ("algorithm.loss=typo: unknown key", "did you mean 'algorithm.policy_loss'?"),
     "updates=5": ("updates=5: unknown key 'updates'", "exists as 'orchestration.updates'"),
     "training.group_size=four": ("training.group_size=four: got 'four', expected a valid integer",),

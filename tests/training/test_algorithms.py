@@ -1,5 +1,6 @@
 """What the learner makes of the `algorithm` section: every combination trains, and only what is needed is computed."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from tests.training.reference import ADVANTAGES, accumulated, earlier_policy, ma
 from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig, ValueConfig
 from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.kl import k1
-from treadle.algorithms.losses import by_name
-from treadle.core.errors import ConfigError
+from treadle.algorithms.losses import PolicyLoss, by_name
+from treadle.core.errors import ConfigError, TrainingStopped
 from treadle.core.manifest import Manifest
 from treadle.core.registry import names
 from treadle.packing.flat import FlatBatch, flatten
@@ -235,3 +236,54 @@ def test_every_loss_without_an_anchor_of_old_says_so() -> None:
         "importance_sampling",
         "reinforce",
     }
+
+
+# Functions of users that give something else
+
+
+def scalar(logp: torch.Tensor, tokens: Any, config: Any) -> torch.Tensor:
+    return -(logp * tokens.advantage).mean()
+
+
+def not_a_number(logp: torch.Tensor, tokens: Any, config: Any) -> torch.Tensor:
+    return logp * math.nan
+
+
+SCALAR, NOT_A_NUMBER = PolicyLoss(scalar), PolicyLoss(not_a_number)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "said"),
+    [
+        (
+            "SCALAR",
+            ConfigError,
+            r"SCALAR' returned of shape \[\]; it must return the loss of each token, a tensor of shape",
+        ),
+        (
+            "NOT_A_NUMBER",
+            TrainingStopped,
+            "NOT_A_NUMBER' gave the loss nan in update 1, though all log-probabilities are",
+        ),
+    ],
+)
+def test_a_loss_that_is_none_is_named_at_the_first_update(loss: str, error: type[Exception], said: str) -> None:
+    learner = learner_with(AlgorithmConfig(policy_loss=f"tests.training.test_algorithms:{loss}"))
+    before = weights_of(learner.model)
+    with pytest.raises(error, match=said):
+        learner.train_batch(random_groups(0))
+    assert distance(before, weights_of(learner.model)) == 0
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        (lambda tokens: np.zeros(3), r"gave an array of shape \(3,\); it must give one number for each of the"),
+        (lambda tokens: np.full(tokens, np.nan), "gave nan for token .*; it must be finite"),
+    ],
+)
+def test_an_advantage_that_is_none_is_named_at_the_first_update(gives: Any, said: str) -> None:
+    learner = learner_with(AlgorithmConfig())
+    learner.advantage = replace(learner.advantage, per_token=lambda batch, signals, config: gives(len(batch.mask)))
+    with pytest.raises(ConfigError, match=f"algorithm.advantage: 'grpo' {said}"):
+        learner.train_batch(random_groups(0))

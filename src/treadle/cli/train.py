@@ -28,6 +28,7 @@ _EXAMPLES = """examples:
   treadle train my_recipe.yaml --dry-run      check everything and show the first prompt, but train nothing
   treadle train demo --resume                 the newest unfinished run of that recipe
   treadle train demo --resume --name short    a certain run
+  treadle train runs/short --resume           the same
   treadle train demo --resume --name short orchestration.updates=200      with more updates
   treadle train demo --resume-from step-000040 --name short               go back to a checkpoint that was kept
 
@@ -103,6 +104,9 @@ def _check_unused(options: argparse.Namespace) -> None:
 
 
 def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
+    given = Path(options.recipe)
+    if (given / "config.yaml").is_file():  # a run's directory in place of its recipe
+        options.runs, options.name, options.recipe = given.parent, given.name, RunDirectory.open(given).config().recipe
     recipe = None if options.name else load_recipe(options.recipe).recipe
     path: Path = options.runs / options.name if recipe is None else find_run(options.runs, recipe)
     run = RunDirectory.open(path)

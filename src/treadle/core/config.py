@@ -321,6 +321,24 @@ def _expected(problem: Mapping[str, Any]) -> str:
     return expected + (" (quote it)" if problem["type"] == "string_type" else "")
 
 
+_ALIASES = {
+    **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
+    **dict.fromkeys(("grad_clip", "clip_grad", "max_norm"), "max_grad_norm"),
+    **dict.fromkeys(("n", "num_generations", "rollouts_per_prompt", "n_samples", "n_samples_per_prompt"), "group_size"),
+    **dict.fromkeys(("train_batch_size", "prompts_per_step", "num_prompts"), "tasks_per_update"),
+    **dict.fromkeys(("num_epochs", "ppo_epochs", "num_iterations", "mu"), "epochs_per_batch"),
+    **dict.fromkeys(("max_new_tokens", "max_response_length", "max_completion_length"), "max_completion_tokens"),
+    **dict.fromkeys(("max_prompt_length", "max_prompt_tokens", "max_model_len"), "max_input_tokens"),
+    **dict.fromkeys(("max_turns", "max_assistant_turns"), "max_steps"),
+    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "init_kl_coef"), "coef"),
+    **dict.fromkeys(("epsilon", "clip_range", "cliprange", "clip_ratio", "clip_eps"), "eps_high"),
+    **dict.fromkeys(("lam", "gae_lam", "lambda_"), "gae_lambda"),
+    **dict.fromkeys(("adv_estimator", "advantage_estimator"), "advantage"),
+    **dict.fromkeys(("loss_type", "loss", "policy_loss_type"), "policy_loss"),
+}
+"""What other libraries call a setting -> what it is called here."""
+
+
 def _short(value: Any, limit: int = 80, quote: bool = True) -> str:
     text = repr(value) if quote else str(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
@@ -337,6 +355,9 @@ def _unknown_key(cls: type[Config], keys: Location) -> str:
     if new := cls.renamed_keys.get(".".join([*parents, leaf])):
         return f"{'.'.join([*parents, leaf])!r} is now {new!r}"
     known = list(_fields_at(cls, keys[:-1]))
+    if meant := [path for path in _paths(cls) if path.rpartition(".")[2] == _ALIASES.get(leaf)]:
+        meant = [path for path in meant if path.rpartition(".")[0] == ".".join(parents)] or meant
+        return f"unknown key {'.'.join([*parents, leaf])!r}; did you mean {' or '.join(map(repr, meant))}?"
     near = difflib.get_close_matches(leaf, known, n=1) or [name for name in known if leaf in name.split("_")]
     hints = [f"did you mean {'.'.join([*parents, near[0]])!r}?"] if near else []
     elsewhere = [path for path in _paths(cls) if path.rpartition(".")[2] == leaf]

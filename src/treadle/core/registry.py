@@ -74,7 +74,8 @@ def _entry_points(group: str, path: tuple[str, ...]) -> importlib.metadata.Entry
 
 
 def _hint(group: str, name: str, registered: list[str]) -> str:
-    near = difflib.get_close_matches(name, registered, n=1)
+    near = [known for known in registered if known.startswith(f"{name}_")]  # ppo: ppo_clip
+    near = near or difflib.get_close_matches(name, registered, n=1)
     module, _, attribute = name.rpartition(".")
     meant = f"did you mean {near[0]!r}? " if near else f"did you mean '{module}:{attribute}'? " if module else ""
     if registered:

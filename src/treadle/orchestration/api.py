@@ -103,12 +103,18 @@ def train(
     from treadle.orchestration.recovery import train_run  # torch
 
     start = partial(train_run, config, inputs, Path(run), progress, resume=resume)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _loop_is_running():
         return start()
     with ThreadPoolExecutor(1) as thread:  # in a notebook an event loop is running already: ours needs another thread
         return thread.submit(start).result()
+
+
+def _loop_is_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _player(given: Any) -> tuple[str, str, Any]:

@@ -94,7 +94,7 @@ class EngineActor:
             async with asyncio.timeout(_OPENING):
                 await self._opened[session].wait()
         except TimeoutError as error:
-            del self._opened[session]
+            self._opened.pop(session, None)  # several calls may have waited for it
             raise EngineError(f"session {session!r} is not open") from error
         assert self._server is not None
         return await self._server.engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)

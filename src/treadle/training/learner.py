@@ -12,6 +12,7 @@ Shapes: N completion tokens of an update, J graded trajectories, P pairs of a tr
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from treadle.algorithms.kl import ESTIMATORS, KlController
 from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.algorithms.reductions import token_weights
 from treadle.algorithms.values import ValueTargets
-from treadle.core.errors import ConfigError
+from treadle.core.errors import ConfigError, TrainingStopped
 from treadle.core.memory import release_freed_memory
 from treadle.core.metrics import Measures, Metric, measured
 from treadle.core.trainer import UpdateResult
@@ -188,11 +189,17 @@ class Learner:
         values = None if start is None or start.value is None else start.value.cpu().numpy()
         logp_ref = None if self.reference is None else self._scores(self.reference, batch).logp.cpu().numpy()
         signals = Signals(self._penalty(logp_old, logp_ref), None if values is None else values.astype(np.float64))
-        advantage = self.advantage.per_token(batch, signals, self.algorithm)
+        advantage = self._checked(self.advantage.per_token(batch, signals, self.algorithm), batch)
         rate = learning_rate(self.training.optimizer, self.updates_done, self.updates)
         objective = self.objective(batch, advantage, logp_old, logp_ref, values)
         scores, layout = self._backward(batch, objective)
         totals = objective.metrics(scores) + layout
+        loss = totals["loss"]
+        if loss is not None and not math.isfinite(loss) and bool(torch.isfinite(scores.logp).all()):
+            raise TrainingStopped(
+                f"algorithm.policy_loss: {self.algorithm.policy_loss!r} gave the loss {loss} in update "
+                f"{self.updates_done + 1}, though all log-probabilities are finite; no weights were changed"
+            )
         norm = step(self.optimizer, self.trained, self.training.optimizer, rate) if batch.mask.any() else 0.0
         self.updates_done += 1
         of_update = {LEARNING_RATE: [rate], GRADIENT_NORM: [norm]}
@@ -206,6 +213,19 @@ class Learner:
             advantage=_by_trajectory(batch, advantage),
             traces=self.traced.traces(batch, partial(objective.trace, scores), self.updates_done),
         )
+
+    def _checked(self, advantage: NDArray[np.float64], batch: FlatBatch) -> NDArray[np.float64]:
+        """The advantages, if they are one finite number a token. Raises ConfigError for others."""
+        name, tokens = self.algorithm.advantage, len(batch.mask)
+        if np.shape(advantage) != (tokens,):
+            raise ConfigError(
+                f"algorithm.advantage: {name!r} gave an array of shape {np.shape(advantage)}; it must give one number "
+                f"for each of the {tokens} tokens, of shape ({tokens},)"
+            )
+        if not np.isfinite(advantage[batch.mask]).all():
+            at = int(np.flatnonzero(~np.isfinite(advantage) & batch.mask)[0])
+            raise ConfigError(f"algorithm.advantage: {name!r} gave {advantage[at]} for token {at}; it must be finite")
+        return advantage
 
     def _penalty(
         self, logp_old: NDArray[np.floating] | None, logp_ref: NDArray[np.floating] | None

@@ -18,6 +18,7 @@ from treadle.algorithms.corrections import Corrected, corrected
 from treadle.algorithms.kl import ESTIMATORS, k3
 from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.algorithms.values import ValueTargets, explained_variance, value_clipped, value_loss
+from treadle.core.errors import ConfigError
 from treadle.core.metrics import Measures, Metric, Tally, measured
 from treadle.packing.flat import Indices
 from treadle.training.metrics import (
@@ -125,6 +126,12 @@ class Objective:
         """Return the loss of these tokens, a scalar. scores: of all N if the objective couples tokens."""
         index, tokens = self._tokens(scores)
         each = self.policy_loss.per_token(scores.logp, tokens, self.config)
+        if not isinstance(each, Tensor) or each.shape != scores.logp.shape:
+            what = f"of shape {list(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+            raise ConfigError(
+                f"algorithm.policy_loss: {self.config.policy_loss!r} returned {what}; it must return the loss of each "
+                f"token, a tensor of shape {list(scores.logp.shape)}, unreduced"
+            )
         weight = self.weight[index]
         if self.config.correction.active:
             correction = self._corrected(index, tokens)

@@ -86,6 +86,8 @@ def test_an_address_that_is_not_this_machines_is_named(host: str) -> None:
         ({"advertised_url": "http://box:80"}, "advertised_url is 'http://box:80', but port is 0, any free one"),
         ({"advertised_url": "box:80", "port": 80}, "'box:80' is no base URL; write scheme and host"),
         ({"advertised_url": "http://", "port": 80}, "'http://' is no base URL"),
+        ({"advertised_url": "http://box:99999", "port": 80}, "'http://box:99999' is no base URL"),
+        ({"advertised_url": "http://box:x", "port": 80}, "'http://box:x' is no base URL"),
         ({"advertised_url": "http://[box", "port": 80}, "is no base URL"),
         ({"advertised_url": "http://box/?a=b", "port": 80}, "is no base URL"),
         ({"port": 65536}, "gateway.port: got 65536, expected less than 65536"),

@@ -83,6 +83,12 @@ def _choose(run: RunDirectory, ledger: Ledger, which: str) -> tuple[str, list[st
         if best is None:
             raise RunError(f"no checkpoint of run {str(run.path)!r} was evaluated; it has {', '.join(there)}")
         name = checkpoint_name(best)
+        ever = best_update(state.evaluations, metric, config.evaluation.temperature)
+        if ever is not None and ever != best:
+            raise RunError(
+                f"run {str(run.path)!r} was best at update {ever}, whose checkpoint is not kept: "
+                f"orchestration.keep_best was not set; of those there are ({', '.join(there)}), {name} is best"
+            )
     elif which != "latest":
         name = which
         if which not in there:

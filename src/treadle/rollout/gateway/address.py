@@ -35,6 +35,7 @@ class GatewayConfig(Config):
         try:
             parts = urlsplit(value)
             usable = parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment)
+            usable = usable and parts.port != 0  # reading it raises for one that is no number, or too large
         except ValueError:  # a port that is none, brackets that do not match
             usable = False
         if not usable:
