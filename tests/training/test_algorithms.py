@@ -242,7 +242,7 @@ def test_every_loss_without_an_anchor_of_old_says_so() -> None:
 
 
 def scalar(logp: torch.Tensor, tokens: Any, config: Any) -> torch.Tensor:
-    return -(logp * tokens.advantage).mean()
+    return torch.as_tensor(-(logp * tokens.advantage).mean())
 
 
 def not_a_number(logp: torch.Tensor, tokens: Any, config: Any) -> torch.Tensor:
@@ -258,7 +258,7 @@ SCALAR, NOT_A_NUMBER = PolicyLoss(scalar), PolicyLoss(not_a_number)
         (
             "SCALAR",
             ConfigError,
-            r"SCALAR' returned of shape \[\]; it must return the loss of each token, a tensor of shape",
+            r"SCALAR' returned one of shape \[\]; it must return the loss of each token, a tensor of shape",
         ),
         (
             "NOT_A_NUMBER",

@@ -11,6 +11,7 @@ from treadle.cli.console import Console, Table, make_table
 from treadle.cli.transcript import print_transcript
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.metrics import shown
+from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.run_directory import RunDirectory
 
 
@@ -60,7 +61,6 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
     """
     sampled = [r for r in results if r["temperature"] == results[0]["temperature"]]
     mark = "g" if results[0]["temperature"] == 0 else ""
-    first, last = (f"e{r['update']:06d}{mark}-*" for r in (sampled[0], sampled[-1]))
     success, component = config.evaluation.success_at, config.evaluation.success_of
     of = () if component is None else (component,)
 
@@ -70,6 +70,7 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
         return f"coalesce((SELECT value FROM json_each({table}.components) WHERE key = ?), {table}.reward)"
 
     with closing(RunDirectory(path).ledger()) as ledger:
+        first, last = (_groups_of(ledger, f"e{r['update']:06d}{mark}") for r in (sampled[0], sampled[-1]))
         pairs = ledger.query(
             "SELECT b.trajectory_id AS before, a.trajectory_id AS after "
             "FROM trajectories b JOIN groups gb USING (group_id) "
@@ -84,3 +85,10 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
             console.line()
             console.line((f"{when} training", "bold"), f"   {command}")
             print_transcript(console, path, pair[when])
+
+
+def _groups_of(ledger: Ledger, evaluation: str) -> str:
+    """Return the pattern of an evaluation's groups; of one that was repeated, those of the last time."""
+    rows = ledger.query("SELECT group_id FROM groups WHERE group_id GLOB ?", f"{evaluation}r*-0000")
+    times = max((int(row["group_id"].partition("-")[0].removeprefix(f"{evaluation}r")) for row in rows), default=0)
+    return f"{evaluation}r{times}-*" if times else f"{evaluation}-*"

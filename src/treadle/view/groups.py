@@ -43,7 +43,7 @@ _COLUMNS = {"group": "g.rowid", "update": "coalesce(g.trained_version, g.batch)"
 SORTS = (*_COLUMNS, *_SUMS)
 """What the table can be sorted by."""
 
-_EVALUATION = re.compile(r"e(\d+)g?-")
+_EVALUATION = re.compile(r"e(\d+)g?(?:r\d+)?-")  # r2: repeated for the second time
 _MOST_CHARACTERS = 240  # of a question in the table
 
 

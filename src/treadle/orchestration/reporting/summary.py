@@ -24,8 +24,11 @@ def run_summary(
     sampled = [e for e in state.evaluations if e["temperature"] == config.evaluation.temperature]
     greedy = [e for e in state.evaluations if e["temperature"] == 0]
 
-    def success(results: list[dict[str, Any]], which: int) -> float | None:
-        return results[which]["success"] if len(results) > 1 else None
+    def before(results: list[dict[str, Any]]) -> float | None:
+        return next((e["success"] for e in results if e["update"] == 0), None)
+
+    def after(results: list[dict[str, Any]]) -> float | None:
+        return results[-1]["success"] if results and results[-1]["update"] > 0 and not stopped_early else None
 
     return {
         "run": str(run),
@@ -33,10 +36,10 @@ def run_summary(
         "seed": config.seed,
         "updates": state.update,
         "stopped_early": stopped_early,
-        "held_out_success_before": sampled[0]["success"] if sampled else None,
-        "held_out_success_after": None if stopped_early else success(sampled, -1),
-        "held_out_greedy_before": greedy[0]["success"] if greedy else None,
-        "held_out_greedy_after": None if stopped_early else success(greedy, -1),
+        "held_out_success_before": before(sampled),
+        "held_out_success_after": after(sampled),
+        "held_out_greedy_before": before(greedy),
+        "held_out_greedy_after": after(greedy),
         "held_out_tasks": sampled[0]["tasks"] if sampled else 0,
         "evaluations": list(state.evaluations),
         "warm_start": warm_start,

@@ -64,7 +64,7 @@ export function SideBySide({run, view, groups}) {
   const attempts = groups.flatMap((group) => group.attempts.map((/** @type {any} */ attempt) => ({group, attempt})))
     .filter(({attempt}) => groups.length === 1 || drawn.has(attempt.trajectory_id));
   const update = (/** @type {any} */ group) => html`<a class="when" href=${link(["run", run, "group", group.group_id])}>${group.update === null
-    ? "in no checkpoint yet" : `update ${group.update}`}${/^e\d+g-/.test(group.group_id) ? ", greedy" : ""}</a>`;
+    ? "in no checkpoint yet" : `update ${group.update}`}${/^e\d+g(r\d+)?-/.test(group.group_id) ? ", greedy" : ""}</a>`;
   return html`
     <h2>Prefix tree</h2>
     <${Tree} segments=${view.segments} names=${view.steps.map((/** @type {any} */ s) => `${s.trajectory_id} step ${s.step}`)}
