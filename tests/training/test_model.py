@@ -46,6 +46,7 @@ def test_a_built_model_is_a_function_of_the_seed() -> None:
     [
         ({"model_type": "qwen33"}, r"knows no model_type 'qwen33'; did you mean 'qwen3'\?"),
         ({"model_type": "vit"}, "model.build: model_type 'vit' is no causal language model"),
+        ({"model_type": "qwen3_moe", "head_dims": 8}, r"model.build: qwen3_moe knows no \['head_dims'\]"),
         ({"hiden_size": 8}, r"model.build: qwen3 knows no \['hiden_size'\]"),
         ({"hidden_size": "8"}, "model.build: .*hidden_size"),
         ({"layer_types": ["full_attention"] * 2}, "model.build: .*layer_types"),
@@ -130,3 +131,12 @@ def test_tokenizers(tmp_path: Path) -> None:
     assert tokenizer_directory(built()) == TOKENIZER
     with pytest.raises(ConfigError, match=r"model\.path: no tokenizer\.json in .*nothing"):
         tokenizer_directory(ModelConfig(path=str(tmp_path / "nothing")))
+
+
+def test_fields_have_the_names_that_the_architecture_accepts() -> None:
+    """`num_experts` is another name of a field of Qwen 3 MoE's, `head_dim` is read by its code alone."""
+    build = {"model_type": "qwen3_moe", "hidden_size": 32, "num_hidden_layers": 1, "num_experts": 4, "head_dim": 8}
+    more = {"num_attention_heads": 2, "num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    model: Any = make_model(ModelConfig(build={**build, **more}, tokenizer="demo"), seed=0)
+    assert (model.config.num_experts, model.config.head_dim) == (4, 8)
+    assert model.model.layers[0].self_attn.q_proj.out_features == 16

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
+import re
+import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -156,6 +161,12 @@ def compute_buffers(model: PreTrainedModel) -> None:
             model._init_weights(module)
 
 
+def _read_by_the_model(config: PretrainedConfig, names: Iterable[str]) -> set[str]:
+    """Those of the names that the model's own code reads of its configuration, as Qwen 3 MoE does `head_dim`."""
+    source = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]) if names else ""
+    return {name for name in names if re.search(rf'\bconfig(\.|, "){re.escape(name)}\b', source)}
+
+
 def _build(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
     fields = {"vocab_size": vocabulary, **(config.build or {})}
     model_type = fields.pop("model_type")
@@ -169,8 +180,9 @@ def _build(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
         model_config = AutoConfig.for_model(model_type, **fields)
     except (ValueError, StrictDataclassError) as error:
         raise ConfigError(f"model.build: {' '.join(str(error).split())}") from error
-    known = type(model_config)().to_dict().keys()
-    if unknown := sorted(fields.keys() - known - {"rope_parameters", "rope_theta"}):
+    known = {*type(model_config)().to_dict(), *model_config.attribute_map}
+    unread = fields.keys() - known - {"rope_parameters", "rope_theta"}
+    if unknown := sorted(unread - _read_by_the_model(model_config, unread)):
         raise ConfigError(f"model.build: {model_type} knows no {unknown}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
