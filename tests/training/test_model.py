@@ -137,6 +137,6 @@ def test_fields_have_the_names_that_the_architecture_accepts() -> None:
     """`num_experts` is another name of a field of Qwen 3 MoE's, `head_dim` is read by its code alone."""
     build = {"model_type": "qwen3_moe", "hidden_size": 32, "num_hidden_layers": 1, "num_experts": 4, "head_dim": 8}
     more = {"num_attention_heads": 2, "num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
-    model: Any = make_model(ModelConfig(build={**build, **more}, tokenizer="demo"), seed=0)
+    model: Any = make_model(ModelConfig(build={**build, **more}, tokenizer="demo"), VOCABULARY, 0)
     assert (model.config.num_experts, model.config.head_dim) == (4, 8)
     assert model.model.layers[0].self_attn.q_proj.out_features == 16

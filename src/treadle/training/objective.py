@@ -127,7 +127,7 @@ class Objective:
         index, tokens = self._tokens(scores)
         each = self.policy_loss.per_token(scores.logp, tokens, self.config)
         if not isinstance(each, Tensor) or each.shape != scores.logp.shape:
-            what = f"of shape {list(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+            what = f"one of shape {list(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
             raise ConfigError(
                 f"algorithm.policy_loss: {self.config.policy_loss!r} returned {what}; it must return the loss of each "
                 f"token, a tensor of shape {list(scores.logp.shape)}, unreduced"
