@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.isolation import user_code
 from treadle.rollout.isolation.event_loop import run
-from treadle.rollout.isolation.interrupts import Interrupt, InterruptHandler
+from treadle.rollout.isolation.interrupts import Interrupt, InterruptHandler, uninterrupted
 from treadle.rollout.isolation.threads import DaemonThreads, abandoned_threads
 from treadle.rollout.isolation.user_code import UserCode, attributed
 from treadle.testing import VirtualLoop
@@ -324,6 +325,7 @@ def test_without_a_handler_of_its_own_an_interrupt_passes(caplog: pytest.LogCapt
     handler(2, None)
     with pytest.raises(Interrupt):
         handler(2, None)
+    handler.close()
 
 
 # What blocks
@@ -626,3 +628,44 @@ def test_each_attempt_has_its_own_task() -> None:
     play([lambda: Vandal(DONE)] * 3, saying("a"), task)
     assert seen == [("hello", 1, {"a": [1]})] * 3
     assert (task.prompt[0]["content"], task.ground_truth, task.extras) == ("hello", {"rows": [1]}, {"a": [1]})
+
+
+# An interrupt where C code calls Python
+
+
+@pytest.fixture
+def interrupts(monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptHandler]:
+    handler = InterruptHandler(lambda: None)
+    handler.asked = True  # once already
+    before = signal.signal(signal.SIGINT, handler)
+    yield handler
+    handler.close()
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_within_a_function_of_sqlites_comes_behind_it(interrupts: InterruptHandler) -> None:
+    """SQLite would make an error of it, which reads as damage."""
+    called: list[int] = []
+
+    @uninterrupted
+    def checksum(value: int) -> int:
+        called.append(value)
+        if len(called) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return value
+
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.create_function("checksum", 1, checksum)
+        with pytest.raises(Interrupt):
+            while True:
+                connection.execute("SELECT checksum(1)").fetchone()
+    assert called
+
+
+def test_an_interrupt_that_is_lost_comes_again(interrupts: InterruptHandler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treadle.rollout.isolation.interrupts.INSISTING", 0.01)
+    with suppress(Interrupt):
+        signal.raise_signal(signal.SIGINT)  # lost
+    with pytest.raises(Interrupt):
+        threading.Event().wait(CEILING)
+    interrupts.close()

@@ -80,5 +80,6 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
             signal.signal(number, interrupts)
         yield
     finally:
+        interrupts.close()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -80,6 +80,7 @@ def _cancelled_by_interrupt(task: asyncio.Task[Any]) -> Iterator[InterruptHandle
     try:
         yield handler
     finally:
+        handler.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
