@@ -225,3 +225,20 @@ def test_a_name_that_is_taken_meanwhile_is_told(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "rollouts").mkdir()
     with pytest.raises(RunError, match="is already in use; choose another name"):
         RunDirectory.create(tmp_path, tiny())
+
+
+def test_a_lock_that_is_a_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    run = RunDirectory(tmp_path)
+    assert run.state() == "stopped"
+    with pytest.raises(RunError, match="lock is a directory, and must be a file or missing; remove it"):
+        run.lock()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[]"])
+def test_a_summary_that_cannot_be_read_is_none(content: bytes, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.summary_file.write_bytes(content)
+    assert run.state() == "stopped"
+    run.summary_file.write_bytes(b"{}")
+    assert run.state() == "finished"

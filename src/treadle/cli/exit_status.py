@@ -34,6 +34,9 @@ def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Name
     except OSError as error:
         _complain(f"error: {error}")
         return 1
+    except MemoryError as error:  # also of pyarrow's, where `ulimit -v` refuses an allocation
+        _complain(f"error: out of memory: {error}" if str(error) else "error: out of memory")
+        return 1
     except sqlite3.Error as error:
         _complain(f"error: the run's ledger.sqlite cannot be read: {error}")
         return 1

@@ -110,7 +110,7 @@ def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
     recipe = None if options.name else load_recipe(options.recipe).recipe
     path: Path = options.runs / options.name if recipe is None else find_run(options.runs, recipe)
     run = RunDirectory.open(path)
-    if run.summary_file.is_file() and not options.overrides and options.resume_from is None:
+    if run.has_summary and not options.overrides and options.resume_from is None:
         raise RunError(
             f"run {str(path)!r} is finished; nothing to resume (see treadle report {path}); "
             "give it more orchestration.updates, or --resume-from an earlier checkpoint"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import os
 import platform
 import shutil
@@ -154,7 +155,10 @@ class RunDirectory:
 
     def lock(self) -> None:
         """Claim the run for this process. Raises RunError if another process is training it."""
-        file = (self.path / "lock").open("a+")
+        try:
+            file = (self.path / "lock").open("a+")
+        except IsADirectoryError as error:
+            raise RunError(f"{self.path / 'lock'} is a directory, and must be a file or missing; remove it") from error
         for attempts_left in reversed(range(_LOCK_ATTEMPTS)):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,14 +171,22 @@ class RunDirectory:
                 time.sleep(0.02)
         self._lock = file
 
+    @property
+    def has_summary(self) -> bool:
+        """Return whether there is a summary that can be read: the run has come to an end."""
+        try:
+            return isinstance(json.loads(self.summary_file.read_bytes()), dict)
+        except (OSError, ValueError):
+            return False
+
     def state(self) -> str:
         """Return `finished`, `in progress` (a process holds the lock), or `stopped`."""
-        if self.summary_file.is_file():
+        if self.has_summary:
             return "finished"
         try:
             with (self.path / "lock").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return "stopped"
         except BlockingIOError:
             return "in progress"
@@ -265,7 +277,7 @@ def find_run(runs: Path, recipe: str) -> Path:
     Raises RunError if there is none, and if a damaged run leaves open which it is.
     """
     started = [run for run in map(RunDirectory, runs.glob("*")) if any(run.checkpoints.glob("step-*"))]
-    unfinished = [run for run in started if run.config_file.is_file() and not run.summary_file.is_file()]
+    unfinished = [run for run in started if run.config_file.is_file() and not run.has_summary]
     try:
         own = [run for run in unfinished if run.config_data().get("recipe") == recipe]
         ready = [run for run in own if run.latest_checkpoint() is not None]
