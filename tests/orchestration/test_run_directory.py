@@ -199,7 +199,7 @@ def test_the_newest_unfinished_run_of_a_recipe_is_found(tmp_path: Path) -> None:
         run.close()
         commit(run)
         os.utime(run.config_file, (1000 - age, 1000 - age))
-    (tmp_path / "done" / "summary.json").touch()
+    (tmp_path / "done" / "summary.json").write_text("{}")
     RunDirectory.create(tmp_path / "killed before its first checkpoint", tiny("recipe=tiny")).close()
     assert find_run(tmp_path, "tiny").name == "b"
     assert find_run(tmp_path, "other").name == "z"
