@@ -11,6 +11,7 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 import pytest
 
+from tests.until import wait_until
 from tests.view.browser import PHONE, WIDE, Viewer, chromium, require_chromium, serving
 from tests.view.worlds import EMOJI, SCRIPT, UPDATES, log_update, record_run
 from tests.worlds import make_group
@@ -88,6 +89,22 @@ def test_every_page_fits_and_complains_of_nothing(
     assert (sum(map(int, background[4:-1].split(","))) < 300) == (theme == "dark")
     assert all("404" in complaint for complaint in viewer.complaints)  # of the run that does not exist
     viewer.close()
+
+
+def test_the_overlay_shows_each_temperature_by_itself(viewer: Viewer) -> None:
+    page = viewer.open("#/compare?run=recorded&run=twin", ".chart")
+    page.wait_for_selector("text=Held-out success, T = 1")
+    titles = page.locator(".chart figcaption b").all_inner_texts()
+    assert sum(title.startswith("Held-out success") for title in titles) == 1  # all of these evaluations are sampled
+
+
+def test_a_double_click_on_a_chart_leads_nowhere(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded", ".chart .u-over")
+    page.locator(".chart .u-over").first.dblclick()
+    page.wait_for_timeout(600)  # longer than a single click waits for a second one
+    assert page.evaluate("location.hash") == "#/run/recorded"
+    page.locator(".chart .u-over").first.click()
+    wait_until(lambda: page.wait_for_timeout(50) or page.evaluate("location.hash") != "#/run/recorded")
 
 
 def test_a_trajectory_shows_the_shards_tokens(viewer: Viewer, recorded: Path) -> None:

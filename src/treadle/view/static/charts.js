@@ -38,11 +38,12 @@ export function Chart({title, help = "", series, log = false, smooth = 1, share 
     options.hooks = {
       setCursor: [(/** @type {any} */ u) => setAt(u.cursor.idx ?? null)],
       ready: [(/** @type {any} */ u) => {
-        let down = 0;
+        let down = 0, picking = 0;
         u.over.addEventListener("mousedown", (/** @type {MouseEvent} */ e) => { down = e.clientX; });
         u.over.addEventListener("click", (/** @type {MouseEvent} */ e) => {
           const update = u.data[0][u.posToIdx(e.clientX - u.over.getBoundingClientRect().left)];
-          if (Math.abs(e.clientX - down) < 4 && update !== undefined) pick.current?.(update);
+          clearTimeout(picking);  // the second click of a double one, which zooms out
+          if (e.detail < 2 && Math.abs(e.clientX - down) < 4 && update !== undefined) picking = setTimeout(() => pick.current?.(update), 250);
         });
       }],
     };
@@ -109,7 +110,15 @@ function optionsOf(series, {log, share, stacked, height, width}) {
     width, height, series: lines, bands, legend: {show: false},
     cursor: {sync: {key: "updates"}, drag: {x: true, y: false}, points: {size: 6}},
     scales: {x: {time: false}, y: {distr: log ? 3 : 1, range: share && !log ? [0, 1] : undefined}},
-    axes: [{...axis, size: 24, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000]}, {...axis, size: 48, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) =>
-      ticks.map((v) => v === null ? "" : figure(v, 2))}],
+    axes: [{...axis, size: 24, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000]}, {...axis, size: 48, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => labels(ticks)}],
   });
+}
+
+/** Labels of an axis, with as many digits as tell them apart. @param {(number | null)[]} ticks */
+function labels(ticks) {
+  for (let digits = 2; digits < 7; digits += 1) {
+    const found = ticks.map((v) => v === null ? "" : figure(v, digits)), shown = found.filter((text) => text !== "");
+    if (new Set(shown).size === shown.length) return found;
+  }
+  return ticks.map((v) => v === null ? "" : String(v));
 }

@@ -10,9 +10,9 @@ import {link} from "./sequence.js";
 const FIRST = ["Reward", "Success in training", "Sampled tokens a trajectory", "Steps a trajectory", "Entropy",
   "Log-prob gap, engine and learner", "KL", "Clipped and corrected", "Gradient norm"];
 
-/** @param {any[][]} runs rows of each run @param {string} name @param {string} kind */
-function bandOf(runs, name, kind) {
-  return band(runs.map((rows) => pointsOf(rows.filter((row) => row.kind === kind), name)));
+/** @param {any[][]} runs rows of each run @param {string} name @param {string} kind @param {number} [temperature] */
+function bandOf(runs, name, kind, temperature) {
+  return band(runs.map((rows) => pointsOf(rows.filter((row) => row.kind === kind && (temperature === undefined || row.temperature === temperature)), name)));
 }
 
 /** @param {{query: URLSearchParams}} props */
@@ -34,12 +34,13 @@ export function ComparePage({query}) {
   const groups = data.groups.map((/** @type {any} */ group) => ({...group, rows: group.runs.map((/** @type {string} */ key) => rows[key] || [])}));
   const updates = Object.values(rows).flat().filter((row) => row.kind === "update");
   const names = panelsOf(updates).panels.filter((panel) => FIRST.includes(panel.title)).map((panel) => ({...panel, name: panel.own[0]}));
-  const series = (/** @type {string} */ name, /** @type {string} */ kind) => groups.map((/** @type {any} */ group, /** @type {number} */ n) => {
-    const {mean, low, high} = bandOf(group.rows, name, kind);
+  const series = (/** @type {string} */ name, /** @type {string} */ kind, /** @type {number | undefined} */ temperature = undefined) => groups.map((/** @type {any} */ group, /** @type {number} */ n) => {
+    const {mean, low, high} = bandOf(group.rows, name, kind, temperature);
     return {label: group.label, points: mean, colour: n, dots: kind === "evaluation" && group.runs.length === 1,
       ...(group.runs.length > 1 ? {low, high} : {})};
   }).filter((/** @type {any} */ s) => s.points.length);
-  const held = series("success", "evaluation");
+  const evaluations = Object.values(rows).flat().filter((row) => row.kind === "evaluation");
+  const temperatures = [...new Set(evaluations.map((row) => row.temperature))].sort((a, b) => b - a);
   return html`
     <div class="head"><h1>Overlay</h1><span class="grow"></span>
       <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(Number(e.target.value))} /></label></div>
@@ -48,7 +49,8 @@ export function ComparePage({query}) {
       <b>${group.label}</b> <span class="faint">${group.runs.length > 1 ? `mean of ${group.runs.length} runs, lowest to highest as a band:` : ""}
       ${group.runs.map((/** @type {string} */ key) => html` <a href=${link(["run", key])}>${key}</a>`)}</span></li>`)}</ul>
     <div class="charts">
-      ${held.length > 0 && html`<${Chart} title="Held-out success" series=${held} share bare />`}
+      ${temperatures.map((t) => html`<${Chart} key=${t} title=${`Held-out success, ${t === 0 ? "greedy" : `T = ${t}`}`}
+        series=${series("success", "evaluation", t)} share bare />`)}
       ${names.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${shortName(panel.name)} smooth=${smooth} share=${panel.share} bare
         series=${series(panel.name, "update")} />`)}
     </div>
