@@ -24,17 +24,15 @@ async def test_all_end_tokens_of_an_export_end_a_reply(tmp_path: Path) -> None:
     export_model(place, model, TOKENIZER, {"generation_config.json": json.dumps({"eos_token_id": ends}).encode()})
     _, renderer = load_chat(ModelConfig(path=str(place)))
     assert set(renderer.stop_ids) == set(ends)
-    config = build(
-        EngineConfig, {"batch": 4, "vllm": {"python": python_with_vllm(), "args": {"generation-config": "auto"}}}
-    )
+    vllm = {"python": python_with_vllm(), "args": {"generation-config": "auto"}}
     process = ServerProcess(place, build(EngineConfig, {"batch": 4, "vllm": vllm}), tmp_path / "vllm.log")
     try:
         await started(process)
         async with httpx.AsyncClient(base_url=process.url, timeout=300) as client:
             for first in range(10, 26):
                 prompt = [first, first + 1, first + 2]
-                body = {"model": "policy", "prompt": prompt, "max_tokens": 40, "temperature": 0}
-                body["return_token_ids"] = True
+                asked = {"model": "policy", "prompt": prompt, "max_tokens": 40, "temperature": 0}
+                body = {**asked, "return_token_ids": True}
                 [choice] = (await client.post("/v1/completions", json=body)).json()["choices"]
                 made = model.generate(  # type: ignore[operator]
                     torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=list(renderer.stop_ids)
