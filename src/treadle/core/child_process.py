@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import IO
 
-_GRACE = 10.0  # seconds to end by itself once the other process has ended
+_GRACE = 5.0  # seconds to end by itself once the other process has ended
 
 
 def start_child(module: str, channel: socket.socket, output: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -33,16 +36,24 @@ def start_child(module: str, channel: socket.socket, output: IO[bytes]) -> subpr
     )
 
 
-def end_with_parent() -> None:
+def parent_has_ended() -> bool:
+    """Return whether the process that started this one has ended; it may take a tenth of a second to tell."""
+    readable, _, _ = select.select([0], [], [], 0.1)  # a pipe without input: its end
+    return bool(readable)
+
+
+def end_with_parent(folders: Sequence[str] = ()) -> None:
     """Kill this process if it outlives the one that started it, however that one dies, by more than `_GRACE` seconds.
 
-    That process holds the other end of standard input, which then closes.
+    That process holds the other end of standard input, which then closes. folders: of that process, removed before.
     """
 
     def watch() -> None:
         while os.read(0, 1024):
             pass
         time.sleep(_GRACE)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -1,5 +1,6 @@
 """What goes wrong on a rank ends all of them soon, and its own error is what is shown."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -102,9 +103,10 @@ def test_a_rank_that_does_not_begin_is_named_and_nothing_stays() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_end_with_their_caller() -> None:
-    """Also while they compute, and with one that is killed: their standard input closes."""
-    caller = subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True)
+def test_ranks_end_with_their_caller(tmp_path: Path) -> None:
+    """Also while they compute, and with one that is killed: their standard input closes. No folder stays."""
+    own = {**os.environ, "TMPDIR": str(tmp_path)}
+    caller = subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True, env=own)
     assert caller.stdout is not None
     pids = [int(pid) for pid in caller.stdout.readline().split()]
     assert len(pids) == 2
@@ -112,3 +114,4 @@ def test_ranks_end_with_their_caller() -> None:
     caller.wait()
     caller.stdout.close()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    assert list(tmp_path.glob("treadle-ranks-*")) == []
