@@ -1,17 +1,19 @@
 """The shipped agent programs, trained: the same weights as the demo's environment, also when interrupted."""
 
+import contextlib
 import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 import treadle
 from tests.orchestration.runs import Summary, check_finished, query
 from tests.worlds import CHATML, Quiet, tiny, user
-from treadle.core.errors import ConfigError, DataError
+from treadle.core.errors import ConfigError, DataError, TrainingStopped
 from treadle.core.types import Task
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.setup.inputs import load_inputs, make_inputs
@@ -200,3 +202,22 @@ def test_every_step_of_failing_agents_is_accounted_for(tmp_path: Path) -> None:
     failures = query(run, "SELECT failure_cause, failure_message FROM trajectories WHERE status = 'failed'")
     assert {row["failure_cause"] for row in failures} == {"agent"}
     assert {row["failure_message"].split()[2] for row in failures} == {"raised", "ended"}
+
+
+async def sends_images(task: Task, client: Any) -> float:
+    """Swallows the error of a request that nobody takes, as harnesses do, and grades what is left."""
+    await solve(task, client)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    with contextlib.suppress(openai.BadRequestError):
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": [image]}])
+    return 0.0
+
+
+def test_a_run_whose_agents_send_what_nobody_takes_ends_and_says_so(tmp_path: Path) -> None:
+    tasks, run = [Task(f"t{i}", (user(f"be brief {i}"),)) for i in range(3)], tmp_path / "run"
+    with pytest.raises(TrainingStopped, match=r"6 of 6 trajectories of update 1 sent malformed requests .*messages"):
+        treadle.train(sends_images, tasks, model=MODEL, run=run, settings=SETTINGS, progress=Quiet())
+    rows = query(run, "SELECT status, reward, warning, metrics FROM trajectories")
+    assert {(row["status"], row["reward"]) for row in rows} == {("done", 0.0)}
+    assert all("1 of its requests were malformed" in row["warning"] for row in rows)
+    assert all(json.loads(row["metrics"])["bad_requests"]["value"] == 1 for row in rows)
