@@ -129,6 +129,15 @@ def test_what_ends_the_attempt_is_not_told() -> None:
     assert (trajectory.failure.cause, trajectory.failure.message) == (Cause.INFRASTRUCTURE, "no light")
 
 
+def test_a_grader_that_raises_fails_the_attempt_as_any_step_does() -> None:
+    class Broken(Shop):
+        def answered(self, text: str) -> float:
+            raise LookupError("no key")
+
+    failure = played(Broken, "tea").failure
+    assert failure is not None and failure.message == "step raised LookupError: no key"
+
+
 def test_plain_tools_share_the_attempts_thread_and_async_ones_the_loop() -> None:
     threads: list[str] = []
 

@@ -18,7 +18,7 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar, get_type_hints
@@ -96,6 +96,10 @@ class ToolEnvironment(Environment):
 
     async def step(self, reply: Reply) -> EnvStep:  # type: ignore[override]
         """Play the calls of a reply, and answer them."""
+        if not reply.tool_calls:
+            answered: Callable[[str], Any] = self.answered
+            is_async = inspect.iscoroutinefunction(answered)
+            return _last(await answered(reply.text) if is_async else await asyncio.to_thread(answered, reply.text))
         work, result = self._turn(reply), None
         while True:
             try:
@@ -104,20 +108,14 @@ class ToolEnvironment(Environment):
                 return end.value  # type: ignore[no-any-return]
             try:
                 is_async = isinstance(call, partial) and inspect.iscoroutinefunction(call.func)
-                result = await _awaited(call()) if is_async else await asyncio.to_thread(call)
+                result = await call() if is_async else await asyncio.to_thread(call)
             except TrajectoryFailure:
                 raise
             except Exception as error:  # noqa: BLE001  # whatever a tool raises is told to the model
                 result = _error(error)
 
     def _turn(self, reply: Reply) -> _Work:
-        """Play a reply. Yields what is to be called, and gets what that returned."""
-        if not reply.tool_calls:
-            graded = yield partial(self.answered, reply.text)
-            if isinstance(graded, _Error):
-                raise TypeError(f"answered raised {graded.text}")
-            step = graded if isinstance(graded, EnvStep) else EnvStep(reward=graded, done=True)
-            return step._replace(info={**step.info, "tool_calls": 0, "tool_errors": 0})
+        """Play the calls of a reply. Yields what is to be called, and gets what that returned."""
         answers: list[Message] = []
         reward, done, errors = Reward(), False, 0
         for number, call in enumerate(reply.tool_calls):
@@ -153,6 +151,8 @@ class ToolEnvironment(Environment):
             text = "\n".join(message["content"] for message in result.observations)
         elif isinstance(result, _Error):
             text = f"error: {result.text}"
+        elif result is None:
+            text = "done"
         else:
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         if len(text) > self.max_answer:
@@ -163,6 +163,8 @@ class ToolEnvironment(Environment):
 
 def _plain_step(self: ToolEnvironment, reply: Reply) -> EnvStep:
     """Play the calls of a reply, and answer them."""
+    if not reply.tool_calls:
+        return _last(self.answered(reply.text))
     work, result = self._turn(reply), None
     while True:
         try:
@@ -177,8 +179,10 @@ def _plain_step(self: ToolEnvironment, reply: Reply) -> EnvStep:
             result = _error(error)
 
 
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
+def _last(graded: float | Reward | EnvStep) -> EnvStep:
+    """What `answered` makes of a reply without calls."""
+    step = graded if isinstance(graded, EnvStep) else EnvStep(reward=graded, done=True)
+    return step._replace(info={**step.info, "tool_calls": 0, "tool_errors": 0})
 
 
 def _error(error: Exception) -> _Error:

@@ -252,6 +252,7 @@ class Conversation:
         They are what the template writes for it, thoughts and tool calls included, up to its end token. Raises
         DataError for a reply of which the template leaves something out, or that it begins otherwise than it prompts.
         """
+        messages = self._renderer.merged(tuple(messages))
         setting, message = self._setting(tools, {}), messages[-1]
         opening, template = setting.opening, setting.template
         begun = opening.prompt != opening.kept or opening.prompt.rstrip().endswith(THOUGHT)

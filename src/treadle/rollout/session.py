@@ -267,7 +267,7 @@ class Session:
             others = {name: value for name, value in overrides.items() if name != "stop"}
             ignored = {n: v for n, v in others.items() if n == "seed" or getattr(own, n, None) != v}
             self.overridden += bool(ignored)
-            for name in ignored.keys() - self.notes.keys():
+            for name in sorted(ignored.keys() - self.notes.keys()):
                 self.notes[name] = f"agents ask for another {name} than the recipe's, which holds (rollout)"
             sampling = replace(seeded, stop=tuple(dict.fromkeys((*own.stop, *overrides.get("stop", ())))))
         if self._context is None:

@@ -46,7 +46,7 @@ class TextToSql(Environment):
     max_turns: replies of the model; `rollout.max_steps` is at least that. query_seconds: time of a query.
     grading_seconds: of each of the two queries that are compared, the solution and the reference. operations: of
     SQLite's virtual machine, of each query; then rewards do not depend on how fast or busy the machine is, and the
-    times only protect. Some fifty millions take a second. Default: any number.
+    times only protect. Default: any number.
 
     The task's ground truth is the reference query. Its extras hold `database`, the path of a SQLite file, or `script`,
     SQL that makes one in memory. Only what the model wrote is graded: tags in the rows of a database change nothing.

@@ -63,8 +63,8 @@ class Database:
 class Query:
     """Says what runs where, and for how long at most.
 
-    seconds: from when a child has it. operations: of SQLite's virtual machine, which do not depend on the machine: some
-    fifty millions take a second. None: any number.
+    seconds: from when a child has it. operations: of SQLite's virtual machine, whose number does not depend on the
+    machine. None: any number.
     """
 
     database: Database
