@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds lock test-quick test-newest test-oldest vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all test-cluster lint lint-pages format dist clean tools-env train-env dev-env python-check
+.PHONY: help demo demo-seeds lock test-quick test-every test-newest test-oldest vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all test-cluster lint lint-pages format dist clean tools-env train-env dev-env python-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,7 +62,10 @@ test: dev-env ## lint, types and the quick tests
 test-quick: dev-env
 	@$(BIN)/python -m pytest $(WORKERS) -m "not slow" --hypothesis-profile quick $(ARGS)
 
-test-all: lint ## lint, types and every test that needs no cluster
+test-all: dev-env ## lint, types and every test that needs no cluster
+	@$(MAKE) --no-print-directory --jobs 2 lint test-every
+
+test-every: dev-env
 	@$(BIN)/python -m pytest $(WORKERS) -m "not cluster" $(ARGS)
 
 test-newest: RESOLUTION := highest

@@ -53,7 +53,7 @@ def test_the_demo_recipe_from_nothing_to_its_summary(folder: Path) -> None:
 def test_the_demo_is_the_same_in_two_processes_and_killed(folder: Path) -> None:
     """At random moments of its updates, each time resumed."""
     draws = random.Random(1)
-    for number, moment in enumerate(sorted(draws.uniform(1, 3.5) for _ in range(3))):
+    for number, moment in enumerate(sorted(draws.uniform(1, 3.5) for _ in range(2))):
         again = ("--resume",) if number else (*SHORT, "engine.own_process=true")
         with training(folder, *again, recipe="demo", name="killed") as process:
             read_until(process, "resuming" if number else "update")

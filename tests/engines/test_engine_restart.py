@@ -37,6 +37,7 @@ from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
 
 AGAIN = "the engine's process was started again"
+IN_LOCK_STEP = pytest.mark.parametrize("mortal", [True], ids=["lock_step"], indirect=True, scope="module")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -113,6 +114,7 @@ async def expected(seed: int, version: int, *sessions: str) -> list[tuple[Any, .
 
 
 @pytest.mark.slow
+@IN_LOCK_STEP
 async def test_killed_between_calls_it_goes_on_with_what_was_published_last(mortal: Mortal) -> None:
     engine = mortal.engine
     for name in "cab":
@@ -187,6 +189,7 @@ async def test_killed_amid_a_publication_the_next_process_has_it(mortal: Mortal)
 
 
 @pytest.mark.slow
+@IN_LOCK_STEP
 async def test_a_process_that_ends_again_before_it_answers_has_no_successor(mortal: Mortal) -> None:
     engine = mortal.engine
     for name in "ab":

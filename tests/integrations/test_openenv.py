@@ -174,7 +174,10 @@ async def test_a_running_server_goes_on_after_the_run(counting: dict[str, Any], 
             assert line, "the server has ended"
         url = line.decode().partition("running on ")[2].split()[0]
         [trajectory] = await play({"url": url}, tasks(1), lambda text: '{"direction": "up", "by": 5}')
-        assert trajectory.reward == 1.0 and alive(server.pid)
+        assert trajectory.reward == 1.0
+        with pytest.raises(ConfigError, match="its actions have no field 'text', only direction, by"):
+            await play({"url": url, "action": "text"}, tasks(1), lambda text: "")
+        assert alive(server.pid)
     finally:
         server.terminate()
         await server.communicate()
@@ -197,12 +200,6 @@ def test_what_cannot_work_is_one_line(options: dict[str, Any], expected: str) ->
     with pytest.raises(ConfigError, match=expected) as error:
         played(options, tasks(1), lambda text: "")
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-def test_a_field_that_actions_do_not_have_is_refused(counting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="its actions have no field 'text', only direction, by"):
-        played({**counting, "action": "text"}, tasks(1), lambda text: "")
 
 
 @pytest.mark.slow

@@ -135,7 +135,6 @@ def own_loop(case: Case) -> list[dict[str, Any]]:
     [
         SINGLE_V1,
         pytest.param(MULTI, marks=pytest.mark.slow),  # the quick tests play it below
-        pytest.param(SINGLE, marks=pytest.mark.slow),
         pytest.param(TOOLS, marks=pytest.mark.slow),
         pytest.param(MULTI_V1, marks=pytest.mark.slow),
         pytest.param(TOOLS_V1, marks=pytest.mark.slow),

@@ -79,21 +79,18 @@ def test_ranks_begin_with_the_weights_of_one_process() -> None:
     assert np.abs(scores - expected).max() <= 1e-6
 
 
-SHAPES = {
-    "untied": ("model.build.tie_word_embeddings=false",),
-    "gemma3": (
-        "model.build.model_type=gemma3_text",
-        "model.build.num_hidden_layers=2",
-        "model.build.sliding_window=4",
-        "model.build.layer_types=[sliding_attention, full_attention]",
-    ),
-}
+UNTIED_GEMMA = (
+    "model.build.model_type=gemma3_text",
+    "model.build.num_hidden_layers=2",
+    "model.build.sliding_window=4",
+    "model.build.layer_types=[sliding_attention, full_attention]",
+    "model.build.tie_word_embeddings=false",
+)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_each_rank_reads_its_own_parts_of_a_model(shape: str, tmp_path: Path) -> None:
+def test_each_rank_reads_its_own_parts_of_a_model(tmp_path: Path) -> None:
     """From several files, in half precision, with a reference and a value head; none of which changes a bit."""
-    source = trainer_of(1, *SHAPES[shape])
+    source = trainer_of(1, *UNTIED_GEMMA)
     asyncio.run(source.export(tmp_path / "one"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "one", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
@@ -157,7 +154,7 @@ def test_training_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4  # nothing half-written
 
 
-@pytest.mark.parametrize("killed", ["caller", "first rank", "second rank"])
+@pytest.mark.parametrize("killed", ["caller", "second rank"])
 def test_a_checkpoint_is_complete_or_absent_whoever_is_killed_while_it_is_written(tmp_path: Path, killed: str) -> None:
     caller = subprocess.Popen(
         [sys.executable, "-c", SAVER, str(tmp_path)],
@@ -174,7 +171,7 @@ def test_a_checkpoint_is_complete_or_absent_whoever_is_killed_while_it_is_writte
             time.sleep(0.001)
         while not (writing := list(tmp_path.glob(".step-*.tmp/model.safetensors"))):
             time.sleep(0.0001)
-        os.kill({"caller": caller.pid, "first rank": pids[0], "second rank": pids[1]}[killed], signal.SIGKILL)
+        os.kill({"caller": caller.pid, "second rank": pids[1]}[killed], signal.SIGKILL)
         said = caller.communicate(timeout=CEILING)[1]
         assert killed == "caller" or "RankError" in said
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

@@ -236,14 +236,30 @@ def test_the_cases_are_what_they_say(pair: RankProcesses) -> None:
     assert pair.call("passes", CASES["one tree for all ranks"]) == [[(1, 1)]] * 2
 
 
+# Where more than two ranks, or copies of their shards, could differ from two
+MORE = (
+    *LAYOUTS,
+    "tree within group, streamed",
+    "one tree for all ranks",
+    "one tree in many chunks beside single ones",
+    "a rank without trainable tokens",
+    "nothing to train",
+    "coupled",
+    "correction of trajectories",
+    "value head",
+    "routing replay, streamed",
+    "gradient checkpointing, streamed",
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "replicas"), [(3, 1), (4, 2)])
 def test_more_ranks_and_copies_of_shards(size: int, replicas: int) -> None:
     ranks = RankProcesses(Parity, size, replicas=replicas, limit=300)
     try:
-        for case in CASES.values():
-            check(ranks.call("gradient", case), 1e-12)
-        for case in (*FLOAT32.values(), FAMILIES["qwen3-moe"], FAMILIES["gemma3-half-sliding"]):
+        for name in MORE:
+            check(ranks.call("gradient", CASES[name]), 1e-12)
+        for case in (FLOAT32["step"], FAMILIES["gemma3-half-sliding"]):
             check(ranks.call("gradient", case), 1e-6)
         for case in TRAINED.values():
             for found in ranks.call("trained", case):

@@ -38,7 +38,8 @@ def play(path: Path, *stops: tuple[int, int]) -> str:
 def test_a_run_on_two_ranks_that_is_killed_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
+    """Warm start, KL to the reference after it, publication to another process, evaluation, checkpoint and resume."""
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "other-cache"))  # the warm start is learned again
     expected = play(tmp_path / "straight", (5, 2))
     settings = ("orchestration.updates=5", "orchestration.checkpoint_every=2", "placement.learner.ranks=2")
     (tmp_path / "tiny.yaml").write_text(dump_yaml(tiny(SLOWLY, *SETTINGS, *settings)))
@@ -50,10 +51,6 @@ def test_a_run_on_two_ranks_that_is_killed_ends_with_the_same_bits(
     assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["weights_sha256"] == expected
 
 
-def test_a_run_on_two_ranks_repeats_and_resumes_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warm start, KL to the reference after it, publication to another process, evaluation, checkpoint and resume."""
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
-    expected = play(tmp_path / "one", (3, 2))
-    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "other-cache"))  # the warm start is learned again
-    assert play(tmp_path / "two", (1, 2), (3, 2)) == expected
-    assert play(tmp_path / "three", (1, 1), (2, 2), (3, 1))
+    assert play(tmp_path / "run", (1, 1), (2, 2), (3, 1))
