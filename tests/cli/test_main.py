@@ -4,6 +4,7 @@ import resource
 import subprocess
 import sys
 
+import pyarrow
 import pytest
 
 import treadle as package
@@ -82,6 +83,16 @@ def test_an_error_of_the_system_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(recipes, "recipe_names", lambda: (_ for _ in ()).throw(error))
     done = treadle("recipes")
     assert (done.status, done.error) == (1, "error: [Errno 13] Permission denied: '/locked/config.yaml'")
+
+
+def test_memory_that_pyarrow_is_refused_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate() -> list[str]:
+        pyarrow.allocate_buffer(2**60)
+        raise AssertionError("there was room")
+
+    monkeypatch.setattr(recipes, "recipe_names", allocate)
+    done = treadle("recipes")
+    assert done.status == 1 and done.error.startswith("error: out of memory: malloc of size "), done
 
 
 def test_a_reader_that_leaves_is_no_error(finished: Trained) -> None:

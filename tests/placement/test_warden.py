@@ -9,15 +9,13 @@ from uuid import uuid4
 import pytest
 
 from tests.until import wait_until
+from treadle.placement.cluster import _SETTINGS
 from treadle.placement.warden import VARIABLE, marked, warden
 
-pytest.importorskip("ray")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="marks are read in /proc")
 
 
 def test_a_process_that_renames_itself_as_rays_agents_do_keeps_the_mark() -> None:
-    from treadle.placement.cluster import _SETTINGS
-
     code = "import sys, ray._raylet as r; r.setproctitle('ray-dashboard-agent'); print(flush=True); sys.stdin.read()"
     mark = uuid4().hex
     with subprocess.Popen(
