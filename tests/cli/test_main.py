@@ -3,6 +3,8 @@
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pyarrow
 import pytest
@@ -11,6 +13,7 @@ import treadle as package
 from tests.cli.conftest import Trained
 from tests.cli.worlds import finish, start_treadle, treadle
 from treadle.cli import recipes
+from treadle.core.files import write_atomically
 
 COMMANDS = ("train", "sft", "eval", "export", "recipes", "report", "show", "bench")
 
@@ -83,6 +86,16 @@ def test_an_error_of_the_system_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(recipes, "recipe_names", lambda: (_ for _ in ()).throw(error))
     done = treadle("recipes")
     assert (done.status, done.error) == (1, "error: [Errno 13] Permission denied: '/locked/config.yaml'")
+
+
+@pytest.mark.parametrize("write", [Path.read_bytes, lambda path: write_atomically(path, b"")])
+def test_a_directory_where_a_file_belongs_is_named(
+    write: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path := tmp_path / "metrics.jsonl").mkdir()
+    monkeypatch.setattr(recipes, "recipe_names", lambda: write(path))
+    done = treadle("recipes")
+    assert (done.status, done.error) == (1, f"error: {path} is a directory where a file belongs; move it away")
 
 
 def test_memory_that_pyarrow_is_refused_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
