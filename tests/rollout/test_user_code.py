@@ -312,6 +312,24 @@ def test_a_first_ctrl_c_cancels_what_is_running() -> None:
     assert cleaned == [True]
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_ctrl_c_in_a_task_that_nobody_awaits_is_no_error_of_that_task(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def twice() -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    async def main() -> None:
+        asyncio.ensure_future(twice())
+        await hang()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main(), print)
+    gc.collect()
+    assert not caplog.records  # of an exception that was never retrieved
+
+
 def test_without_a_handler_of_its_own_an_interrupt_passes(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         code = UserCode("code", Cause.AGENT)

@@ -107,6 +107,8 @@ class _UnawaitedErrors:
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         task, error = context.get("task") or context.get("future"), context.get("exception")
+        if isinstance(error, Interrupt):  # it ended the loop, too, and `run` raises it
+            return
         user = user_code_of(task) if isinstance(task, asyncio.Task) else None
         if user is None or error is None:
             loop.default_exception_handler(context)
