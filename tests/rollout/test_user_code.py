@@ -321,8 +321,9 @@ def test_a_second_ctrl_c_in_a_task_that_nobody_awaits_is_no_error_of_that_task(
             signal.raise_signal(signal.SIGINT)
 
     async def main() -> None:
-        asyncio.ensure_future(twice())
+        tasks = [asyncio.ensure_future(twice())]
         await hang()
+        tasks.clear()
 
     with pytest.raises(KeyboardInterrupt):
         run(main(), print)
