@@ -331,6 +331,22 @@ def test_a_second_ctrl_c_in_a_task_that_nobody_awaits_is_no_error_of_that_task(
     assert not caplog.records  # of an exception that was never retrieved
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_after_a_second_ctrl_c_no_task_is_waited_for_without_end() -> None:
+    """It may have broken what the others wait for."""
+    said: list[str] = []
+
+    async def main() -> None:
+        for _ in range(2):
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        await resisting()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main(), said.append, new_event_loop=VirtualLoop)
+    [line] = said
+    assert "main()" in line and line.endswith("does not end when it is cancelled, and is left behind")
+
+
 def test_without_a_handler_of_its_own_an_interrupt_passes(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         code = UserCode("code", Cause.AGENT)
