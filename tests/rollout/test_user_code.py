@@ -313,15 +313,21 @@ def test_a_first_ctrl_c_cancels_what_is_running() -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_second_ctrl_c_in_a_task_that_nobody_awaits_is_no_error_of_that_task(
+def test_a_second_ctrl_c_in_a_task_that_nobody_awaits_is_no_error_of_any_task(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    async def broken() -> None:
+        try:
+            await hang()
+        finally:
+            raise RuntimeError("what it needs to end has gone")
+
     async def twice() -> None:
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
 
     async def main() -> None:
-        tasks = [asyncio.ensure_future(twice())]
+        tasks = [asyncio.ensure_future(broken()), asyncio.ensure_future(twice())]
         await hang()
         tasks.clear()
 

@@ -142,7 +142,8 @@ async def _end_others(log: Callable[[str], None], interrupted: bool) -> None:
     generators = loop.create_task(loop.shutdown_asyncgens())
     await asyncio.wait(asyncio.all_tasks() - {this}, timeout=_GRACE)
     for task in own:
-        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+        error = task.exception() if task.done() and not task.cancelled() else None
+        if error is not None and not interrupted:  # else it may be of the interrupt's making
             loop.call_exception_handler({"message": "exception while ending", "exception": error, "task": task})
     left = asyncio.all_tasks() - {this}
     for who, count in Counter(map(_who, left - {generators})).items():
