@@ -137,14 +137,14 @@ async def _end_others(log: Callable[[str], None], interrupted: bool) -> None:
     for task in others:
         task.cancel()
     own = {task for task in others if user_code_of(task) is None}
-    if not interrupted:
-        await asyncio.gather(*own, return_exceptions=True)
-    generators = loop.create_task(loop.shutdown_asyncgens())
-    await asyncio.wait(asyncio.all_tasks() - {this}, timeout=_GRACE)
+    if own:
+        await asyncio.wait(own, timeout=_GRACE / 2 if interrupted else None)
     for task in own:
         error = task.exception() if task.done() and not task.cancelled() else None
         if error is not None and not interrupted:  # else it may be of the interrupt's making
             loop.call_exception_handler({"message": "exception while ending", "exception": error, "task": task})
+    generators = loop.create_task(loop.shutdown_asyncgens())
+    await asyncio.wait(asyncio.all_tasks() - {this}, timeout=_GRACE)
     left = asyncio.all_tasks() - {this}
     for who, count in Counter(map(_who, left - {generators})).items():
         log(f"{who} does not end when it is cancelled, and is left behind" + (f" ({count} times)" if count > 1 else ""))
