@@ -16,6 +16,7 @@ from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import Done, files, treadle
 from tests.orchestration.runs import shard_of
 from tests.sqlite_pages import content_bytes
+from treadle.orchestration.store.checkpoint_retention import find_checkpoint
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.run_directory import RunDirectory
 
@@ -219,6 +220,18 @@ def test_a_latest_checkpoint_that_is_gone(world: World) -> None:
         assert world.command("show one").status == 0
     finally:
         away.rename(world.checkpoint)
+
+
+def test_a_best_checkpoint_that_is_gone(world: World) -> None:
+    best = find_checkpoint(world.run, "best").directory
+    [other] = {path.name for path in best.parent.iterdir()} - {best.name}
+    away = best.rename(world.place.path / "away")
+    try:
+        for words in (("eval", world.run), ("export", world.run, world.place.path / "never")):
+            done = treadle(*words, "--checkpoint", "best")
+            refused(done, f"was best at update {int(best.name[5:])}, whose checkpoint is gone", f"it has {other}; ")
+    finally:
+        away.rename(best)
 
 
 @pytest.mark.parametrize("how", ["gone", "empty", "new"])

@@ -3,13 +3,17 @@
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
+import pyarrow
 import pytest
 
 import treadle as package
 from tests.cli.conftest import Trained
 from tests.cli.worlds import finish, start_treadle, treadle
 from treadle.cli import recipes
+from treadle.core.files import write_atomically
 
 COMMANDS = ("train", "sft", "eval", "export", "recipes", "report", "show", "bench")
 
@@ -82,6 +86,26 @@ def test_an_error_of_the_system_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(recipes, "recipe_names", lambda: (_ for _ in ()).throw(error))
     done = treadle("recipes")
     assert (done.status, done.error) == (1, "error: [Errno 13] Permission denied: '/locked/config.yaml'")
+
+
+@pytest.mark.parametrize("write", [Path.read_bytes, lambda path: write_atomically(path, b"")])
+def test_a_directory_where_a_file_belongs_is_named(
+    write: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path := tmp_path / "metrics.jsonl").mkdir()
+    monkeypatch.setattr(recipes, "recipe_names", lambda: write(path))
+    done = treadle("recipes")
+    assert (done.status, done.error) == (1, f"error: {path} is a directory where a file belongs; move it away")
+
+
+def test_memory_that_pyarrow_is_refused_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate() -> list[str]:
+        pyarrow.allocate_buffer(2**60)
+        raise AssertionError("there was room")
+
+    monkeypatch.setattr(recipes, "recipe_names", allocate)
+    done = treadle("recipes")
+    assert done.status == 1 and done.error.startswith("error: out of memory: malloc of size "), done
 
 
 def test_a_reader_that_leaves_is_no_error(finished: Trained) -> None:

@@ -349,6 +349,20 @@ async def test_closing_fails_calls_in_flight_without_waiting_for_their_end() -> 
             await asyncio.wait_for(call, CEILING)
 
 
+async def test_an_interrupted_engine_fails_its_calls_and_can_be_closed() -> None:
+    """As a Ctrl-C does that is raised in the middle of it."""
+    engine = make_engine(tiny(max_position_embeddings=CONTEXT), stop_token_ids=[])
+    engine.open_session("a")
+    call = asyncio.create_task(engine.generate(PROMPT, lasting(), session="a"))
+    await until(lambda: engine.counters.sampled >= 3)
+    assert engine._driver is not None
+    engine._driver.cancel()
+    with pytest.raises(EngineError, match="interrupted"):
+        await asyncio.wait_for(call, CEILING)
+    engine.close_session("a")
+    await asyncio.wait_for(engine.close(), CEILING)
+
+
 # Publication in flight
 
 

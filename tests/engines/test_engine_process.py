@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import fields
@@ -36,7 +37,7 @@ from treadle.engines.process.protocol import (
     sampling_message,
     sampling_of,
 )
-from treadle.engines.process.rpc import Link
+from treadle.engines.process.rpc import ChildChannel, Link
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
@@ -431,3 +432,17 @@ def test_the_process_ends_with_one_that_is_killed_in_the_middle_of_a_wave(tmp_pa
 def test_vllm_has_processes_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"engine\.own_process is for engine\.kind=torch"):
         build(EngineConfig, {"kind": "vllm", "own_process": True})
+
+
+async def test_the_end_of_a_process_is_waited_for_without_polling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """time.sleep raises this where a library sets the monotonic clock back below zero."""
+
+    def sleep(seconds: float) -> None:
+        raise OSError(22, "Invalid argument")
+
+    channel = await ChildChannel.start("code", tmp_path / "log")  # which does not know its argument, and ends
+    monkeypatch.setattr(time, "sleep", sleep)
+    channel.abort()
+    assert await channel.reap() == "code 2"

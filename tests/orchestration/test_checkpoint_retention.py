@@ -7,8 +7,15 @@ import pytest
 
 from tests.orchestration.runs import check_finished, start
 from tests.worlds import tiny
+from treadle.core.errors import RunError
 from treadle.orchestration.loop.schedule import pending_evaluations
-from treadle.orchestration.store.checkpoint_retention import best_update, checkpoint_updates, retained
+from treadle.orchestration.store.checkpoint_retention import (
+    best_update,
+    checkpoint_name,
+    checkpoint_updates,
+    find_checkpoint,
+    retained,
+)
 from treadle.orchestration.store.ledger import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 
@@ -57,6 +64,13 @@ def test_a_run_keeps_the_best_and_every_so_many(tmp_path: Path) -> None:
     assert best is not None
     assert checkpoint_updates(run.checkpoints) == sorted({best, 3, 4})
     check_finished(tmp_path)
+    assert find_checkpoint(tmp_path, "best").directory.name == checkpoint_name(best)
+    for other in checkpoint_updates(run.checkpoints):
+        (run.checkpoints / checkpoint_name(other)).rename(tmp_path / f"away-{other}")
+    with pytest.raises(
+        RunError, match=f"was best at update {best}, whose checkpoint is gone: it was removed; it has none"
+    ):
+        find_checkpoint(tmp_path, "best")
 
 
 def test_evaluations_are_due_after_a_batch_that_steps_over_a_multiple_and_at_both_ends() -> None:

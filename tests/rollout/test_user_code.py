@@ -312,6 +312,47 @@ def test_a_first_ctrl_c_cancels_what_is_running() -> None:
     assert cleaned == [True]
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_ctrl_c_in_a_task_that_nobody_awaits_is_no_error_of_any_task(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def broken() -> None:
+        try:
+            await hang()
+        finally:
+            raise RuntimeError("what it needs to end has gone")
+
+    async def twice() -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    async def main() -> None:
+        tasks = [asyncio.ensure_future(broken()), asyncio.ensure_future(twice())]
+        await hang()
+        tasks.clear()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main(), print)
+    gc.collect()
+    assert not caplog.records  # of an exception that was never retrieved
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_after_a_second_ctrl_c_no_task_is_waited_for_without_end() -> None:
+    """It may have broken what the others wait for."""
+    said: list[str] = []
+
+    async def main() -> None:
+        for _ in range(2):
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        await resisting()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main(), said.append, new_event_loop=VirtualLoop)
+    [line] = said
+    assert "main()" in line and line.endswith("does not end when it is cancelled, and is left behind")
+
+
 def test_without_a_handler_of_its_own_an_interrupt_passes(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         code = UserCode("code", Cause.AGENT)

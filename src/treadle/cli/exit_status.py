@@ -31,6 +31,9 @@ def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Name
     except BrokenPipeError:  # `treadle report RUN | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except IsADirectoryError as error:
+        _complain(f"error: {error.filename2 or error.filename} is a directory where a file belongs; move it away")
+        return 1
     except OSError as error:
         _complain(f"error: {error}")
         return 1

@@ -18,7 +18,7 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar, get_type_hints
@@ -36,7 +36,6 @@ _CALLS = Metric("tool_calls", "trajectory", "mean", "calls", "tool calls of a tr
 _ERRORS = Metric("tool_errors", "trajectory", "mean", "calls", "of these, those that the model was told an error for")
 
 Tool = Callable[..., Any]
-_Work = Generator[Callable[[], Any], Any, EnvStep]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,30 +96,21 @@ class ToolEnvironment(Environment):
     async def step(self, reply: Reply) -> EnvStep:  # type: ignore[override]
         """Play the calls of a reply, and answer them."""
         if not reply.tool_calls:
-            answered: Callable[[str], Any] = self.answered
-            is_async = inspect.iscoroutinefunction(answered)
-            return _last(await answered(reply.text) if is_async else await asyncio.to_thread(answered, reply.text))
-        work, result = self._turn(reply), None
-        while True:
-            try:
-                call = work.send(result)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            try:
-                is_async = isinstance(call, partial) and inspect.iscoroutinefunction(call.func)
-                result = await call() if is_async else await asyncio.to_thread(call)
-            except TrajectoryFailure:
-                raise
-            except Exception as error:  # noqa: BLE001  # whatever a tool raises is told to the model
-                result = _error(error)
+            return _last(await _called(partial(self.answered, reply.text)))
+        return await self._turn(reply, awaits=True)
 
-    def _turn(self, reply: Reply) -> _Work:
-        """Play the calls of a reply. Yields what is to be called, and gets what that returned."""
+    async def _turn(self, reply: Reply, awaits: bool) -> EnvStep:
+        """Play the calls of a reply. awaits: whether tools may be `async`; where none is, nothing is awaited here."""
         answers: list[Message] = []
         reward, done, errors = Reward(), False, 0
         for number, call in enumerate(reply.tool_calls):
             bound = self._bound(call) if number < self.max_calls else _Error(f"at most {self.max_calls} calls a turn")
-            result = bound if isinstance(bound, _Error) else (yield bound)
+            try:
+                result = bound if isinstance(bound, _Error) else await _called(bound) if awaits else bound()
+            except TrajectoryFailure:
+                raise
+            except Exception as error:  # noqa: BLE001  # whatever a tool raises is told to the model
+                result = _Error(f"{type(error).__name__}: {error}"[:2000])
             errors += isinstance(result, _Error)
             if isinstance(result, EnvStep):
                 reward, done = reward.plus(Reward.of(result.reward)), result.done
@@ -165,28 +155,22 @@ def _plain_step(self: ToolEnvironment, reply: Reply) -> EnvStep:
     """Play the calls of a reply, and answer them."""
     if not reply.tool_calls:
         return _last(self.answered(reply.text))
-    work, result = self._turn(reply), None
-    while True:
-        try:
-            call = work.send(result)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        try:
-            result = call()
-        except TrajectoryFailure:
-            raise
-        except Exception as error:  # noqa: BLE001  # whatever a tool raises is told to the model
-            result = _error(error)
+    try:
+        self._turn(reply, awaits=False).send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    raise AssertionError("a turn without `async` tools awaited something")
+
+
+def _called(call: Callable[[], Any]) -> Awaitable[Any]:
+    """Call what may be `async`; if it is not, in a thread."""
+    return call() if inspect.iscoroutinefunction(call) else asyncio.to_thread(call)
 
 
 def _last(graded: float | Reward | EnvStep) -> EnvStep:
     """What `answered` makes of a reply without calls."""
     step = graded if isinstance(graded, EnvStep) else EnvStep(reward=graded, done=True)
     return step._replace(info={**step.info, "tool_calls": 0, "tool_errors": 0})
-
-
-def _error(error: Exception) -> _Error:
-    return _Error(f"{type(error).__name__}: {error}"[:2000])
 
 
 @lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -26,7 +26,7 @@ from treadle.engines.vllm.worker.treadle_launch import is_tracker, remove, share
 
 VARIABLE = "TREADLE_LOCAL_CLUSTER"
 _GRACE = 1.0  # seconds for processes to end by themselves, and to be waited for by who started them
-_ROUNDS = 5  # one may start another while it is found
+_LIMIT = 10.0  # seconds to find all of them, and for them to end once they are killed
 
 
 def start_warden(mark: str = "") -> subprocess.Popen[bytes]:
@@ -64,27 +64,41 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def _end(mark: str) -> None:
-    found = {process.pid for process in marked(mark)}
-    memory = shared_memory(found)
+    found = marked(mark)
+    memory = shared_memory(process.pid for process in found)
     time.sleep(_GRACE)
-    for _ in range(_ROUNDS):
-        left = marked(mark)
-        found |= {process.pid for process in left}
-        memory |= shared_memory(process.pid for process in left)
-        for process in [each for each in left if not is_tracker(each.pid)] or left:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        if not left:
-            break
-        psutil.wait_procs(left, timeout=1)
-    deadline = time.monotonic() + _GRACE * _ROUNDS
-    while any(map(is_running, found)) and time.monotonic() < deadline:  # a process that frees its memory has no mark
+    stopped = _stop(mark)
+    memory |= shared_memory(process.pid for process in stopped)
+    for process in stopped:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    deadline = time.monotonic() + _LIMIT
+    while any(is_running(process.pid) for process in (*found, *stopped)) and time.monotonic() < deadline:
         time.sleep(0.05)
+    for process in marked(mark):  # trackers that hang, and what was starting just then
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     remove(memory)
     remove_orphans(Path("/dev/shm"))
     remove_orphans(Path(tempfile.gettempdir()))
+
+
+def _stop(mark: str) -> list[psutil.Process]:
+    """Stop the marked processes until no new process appears, as each may start another; return them.
+
+    Trackers go on: they end by themselves when the others have been killed.
+    """
+    stopped: list[psutil.Process] = []
+    seen, deadline = {os.getpid()}, time.monotonic() + _LIMIT
+    while (new := set(psutil.pids()) - seen) and time.monotonic() < deadline:
+        seen |= new
+        for pid in sorted(new, reverse=True):  # the youngest first: they may be the first to end
+            with suppress(psutil.Error):  # it has ended, or is another user's
+                process = psutil.Process(pid)
+                if process.environ().get(VARIABLE) == mark and not is_tracker(pid):
+                    process.suspend()
+                    stopped.append(process)
+    return stopped
 
 
 if __name__ == "__main__":

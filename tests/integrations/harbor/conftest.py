@@ -8,7 +8,7 @@ from tests.integrations.libraries import KeptWorkers
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps this folder's tests in one process: they look at all sandboxes of the machine."""
+    """Keeps this folder's tests in one process: they look at all sandboxes that it has started."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.xdist_group("harbor"))

@@ -1,6 +1,7 @@
 """Many trials at once, segments that agents fork off, an update trained from trials, and nothing left after a kill."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +106,15 @@ def reply(text):
     return busy
 asyncio.run(play(scripted(reply), [task] * 2, harbor(folder / "trials")))
 """
+
+
+@pytest.mark.parametrize(("environment", "count"), [({}, 0), (None, 1)])
+def test_only_own_sandboxes_are_looked_at(environment: dict[str, str] | None, count: int) -> None:
+    words = ["bwrap --die-with-parent", "1000"]
+    with subprocess.Popen(words, executable=shutil.which("sleep"), env=environment) as other:
+        listed = [line.split()[0] for line in sandboxes()]
+        other.kill()
+    assert listed.count(str(other.pid)) == count
 
 
 @pytest.mark.quick(1)

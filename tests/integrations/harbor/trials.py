@@ -9,6 +9,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import pytest
 
@@ -31,6 +32,7 @@ from treadle.testing import FakeEngine
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 SHIPPED = Path(str(files("treadle.recipes") / "harbor_tasks"))
+MARK = os.environ.setdefault("LC_TREADLE_TESTS", uuid4().hex)  # LC_*: workers and their sandboxes inherit it
 GREETING = "echo 'Hello, world!' > /app/hello.txt\n"
 LIMITS = "[verifier]\ntimeout_sec = 900.0\n[agent]\ntimeout_sec = 900.0\n[environment]\nbuild_timeout_sec = 900.0\n"
 OK = "[ -f /app/hello.txt ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
@@ -69,8 +71,20 @@ def worker_of(run: int) -> int:
 
 
 def sandboxes() -> list[str]:
-    """Those that are local sandboxes."""
-    return [line for line in processes().splitlines() if "bwrap --die-with-parent" in line]
+    """Those that are local sandboxes of these tests; others may run on this machine at the same time."""
+    return [
+        line for line in processes().splitlines() if "bwrap --die-with-parent" in line and is_marked(line.split()[0])
+    ]
+
+
+def is_marked(pid: str) -> bool:
+    """Whether the process, or one that started it, was started by these tests."""
+    try:
+        return MARK.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except PermissionError:
+        return True
+    except OSError:  # it has ended
+        return False
 
 
 def write_task(

@@ -218,12 +218,10 @@ class ChildChannel:
         """Close standard input and return the exit code in words; kill a process that does not end by itself."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            code = await asyncio.to_thread(self._process.wait, _PATIENCE)
-        except subprocess.TimeoutExpired:
+        ending = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
+        if not (await asyncio.wait({ending}, timeout=_PATIENCE))[0]:
             self._process.kill()
-            code = await asyncio.to_thread(self._process.wait)
-        return exit_in_words(code)
+        return exit_in_words(await ending)
 
     def tail(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -232,6 +232,13 @@ class TorchEngine:
                     self._pause = False
                     self._admit()
                     await self._advance()
+        except BaseException:  # Ctrl-C, or the event loop is being torn down: nobody takes what is computed now
+            for call, request in self._running.items():
+                call.cancelled = True
+                _fail(request, EngineError("the engine was interrupted"))
+            self._running.clear()
+            self._admitted.clear()
+            raise
         finally:
             self._driver = None
 
@@ -261,12 +268,7 @@ class TorchEngine:
     async def _advance(self) -> None:
         self._drop_cancelled()
         work = asyncio.ensure_future(self._computing.run(self._compute, self._take_gone()))
-        try:
-            await asyncio.wait([work])
-        finally:
-            if not work.done():  # the event loop is being torn down: leave nothing to compute
-                for call in self._running:
-                    call.cancelled = True
+        await asyncio.wait([work])
         error = _failure(work)
         if error is not None:
             self._batch.clear()
@@ -276,6 +278,8 @@ class TorchEngine:
             self._running.clear()
             return
         for call, completion in work.result():
+            if call not in self._running:  # it was being computed when the engine was interrupted
+                continue
             request = self._running.pop(call)
             if self._closed:
                 _fail(request, EngineError("the engine was closed"))

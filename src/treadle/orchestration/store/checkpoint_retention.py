@@ -39,7 +39,7 @@ def find_checkpoint(path: Path, which: str) -> Manifest:
 
     The ledger says which there are: a directory that it does not know was never completed. The manifest is compared
     with the ledger's record; the files that it lists are not read.
-    best: by `orchestration.keep_best`, or held-out success, among those on disk. Raises RunError.
+    best: by `orchestration.keep_best`, or held-out success. Raises RunError, also where it is not on disk any more.
     """
     run, tried = RunDirectory.open(path), None
     while True:
@@ -78,16 +78,18 @@ def _choose(run: RunDirectory, ledger: Ledger, which: str) -> tuple[str, list[st
     if which == "best":
         config = run.config()
         metric = config.orchestration.keep_best or "held_out_success"
-        among = [checkpoint_update(Path(own)) for own in there]
-        best = best_update(state.evaluations, metric, config.evaluation.temperature, among)
+        best = best_update(state.evaluations, metric, config.evaluation.temperature)
         if best is None:
             raise RunError(f"no checkpoint of run {str(run.path)!r} was evaluated; it has {', '.join(there)}")
         name = checkpoint_name(best)
-        ever = best_update(state.evaluations, metric, config.evaluation.temperature)
-        if ever is not None and ever != best:
+        if name not in there:
+            why = "it was removed" if config.orchestration.keep_best else "orchestration.keep_best was not set"
+            among = [checkpoint_update(Path(own)) for own in there]
+            second = best_update(state.evaluations, metric, config.evaluation.temperature, among)
+            advice = "" if second is None else f"; of those there are, {checkpoint_name(second)} is best"
             raise RunError(
-                f"run {str(run.path)!r} was best at update {ever}, whose checkpoint is not kept: "
-                f"orchestration.keep_best was not set; of those there are ({', '.join(there)}), {name} is best"
+                f"run {str(run.path)!r} was best at update {best}, whose checkpoint is gone: {why}; "
+                f"it has {', '.join(there) or 'none'}{advice}"
             )
     elif which != "latest":
         name = which

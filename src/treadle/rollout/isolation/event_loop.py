@@ -35,7 +35,7 @@ def run(
     Where user code stops the loop, or tries to exit the process in a callback, the loop goes on, and `on_culprit`
     (default: `log`) gets a line that names the culprit. `log` gets a line for each error in a task of user code that
     nobody awaits, and for tasks that do not end when they are cancelled at the end, which are left behind. Raises
-    KeyboardInterrupt after a Ctrl-C, which cancels `main`.
+    KeyboardInterrupt after a Ctrl-C, which cancels `main`; after a second one, no task is waited for longer than that.
     """
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         loop = runner.get_loop()
@@ -44,6 +44,7 @@ def run(
         stops = _Stops(loop)
         task = loop.create_task(main)
         with _cancelled_by_interrupt(task) as handler:
+            interrupted = False
             try:
                 while True:
                     try:
@@ -58,8 +59,11 @@ def run(
                 if handler is not None and handler.asked:
                     raise Interrupt from None
                 raise
+            except KeyboardInterrupt:  # in the middle of any task, which others may wait for
+                interrupted = True
+                raise
             finally:
-                loop.run_until_complete(_end_others(log))
+                loop.run_until_complete(_end_others(log, interrupted))
                 _name_abandoned_threads(log)
 
 
@@ -107,6 +111,8 @@ class _UnawaitedErrors:
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         task, error = context.get("task") or context.get("future"), context.get("exception")
+        if isinstance(error, Interrupt):  # it ended the loop, too, and `run` raises it
+            return
         user = user_code_of(task) if isinstance(task, asyncio.Task) else None
         if user is None or error is None:
             loop.default_exception_handler(context)
@@ -124,16 +130,18 @@ def _exiting(error: BaseException) -> str:
     return f"a callback tried to exit the process ({error!r:.100})" + (f", at {place}" if place else "")
 
 
-async def _end_others(log: Callable[[str], None]) -> None:
-    """Cancel all other tasks, and wait for them: for user code's a few seconds only."""
+async def _end_others(log: Callable[[str], None], interrupted: bool) -> None:
+    """Cancel all other tasks, and wait for them: for user code's, and if interrupted for all, a few seconds only."""
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     others = asyncio.all_tasks() - {this}
     for task in others:
         task.cancel()
     own = {task for task in others if user_code_of(task) is None}
-    await asyncio.gather(*own, return_exceptions=True)
+    if own:
+        await asyncio.wait(own, timeout=_GRACE / 2 if interrupted else None)
     for task in own:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = task.exception() if task.done() and not task.cancelled() else None
+        if error is not None and not interrupted:  # else it may be of the interrupt's making
             loop.call_exception_handler({"message": "exception while ending", "exception": error, "task": task})
     generators = loop.create_task(loop.shutdown_asyncgens())
     await asyncio.wait(asyncio.all_tasks() - {this}, timeout=_GRACE)
