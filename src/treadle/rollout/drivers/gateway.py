@@ -128,8 +128,8 @@ class GatewayDriver(AttemptDriver[AgentSession]):
 
         Where a call failed on this side (engine, gateway, chat template) and no retry of it was answered, there is no
         reward: what graded the attempt may have graded that. If its code raises after its last call was refused for a
-        limit or failed in the engine, that call's error decides how the attempt ended; where it was a limit, what the
-        code raised becomes a warning.
+        limit, or any failed in the engine, that call's error decides how the attempt ended; where it was a limit, what
+        the code raised becomes a warning.
         """
         outcome = await self._outcome(session, task, user)
         if not (refused := session.bad_requests):
@@ -146,9 +146,11 @@ class GatewayDriver(AttemptDriver[AgentSession]):
             graded = await self._attached(task, session, user)
             session.reward_last(graded.reward)
         except TrajectoryFailure as error:
-            if error.cause is not user.cause or session.last_error is None:
+            lost = (failed.error for failed in session.unanswered if isinstance(failed.error, EngineError))
+            ended_by = session.last_error or next(lost, None)
+            if error.cause is not user.cause or ended_by is None:
                 return outcome_of(session.steps, error, user.cause)
-            outcome = outcome_of(session.steps, session.last_error, user.cause)
+            outcome = outcome_of(session.steps, ended_by, user.cause)
             return outcome if outcome.failure else replace(outcome, warning=error.message)
         except DataError as error:
             failure = TrajectoryFailure(user.cause, f"the {user.cause}'s reward: {error}")
@@ -169,7 +171,7 @@ def _ended_by(graded: Graded, session: AgentSession, cause: Cause) -> AttemptErr
     if isinstance(graded.ended_by, TrajectoryFailure):
         return graded.ended_by
     if session.unanswered and not graded.recovered:
-        return _failure(next(iter(session.unanswered.values())), cause)
+        return _failure(session.unanswered[0].error, cause)
     over = isinstance(session.last_error, EngineError) and any(was_played(step) for step in session.steps)
     return graded.ended_by or (None if over else session.last_error)
 
