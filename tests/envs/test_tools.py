@@ -283,6 +283,7 @@ class Book(BaseModel):
         (np.int64(3), "3"),
         ({"a": np.arange(2)}, '{"a": [0, 1]}'),
         (1j, '"1j"'),
+        ("\udc80", "\\udc80"),
     ],
 )
 def test_what_a_tool_returns_is_told_as_json(value: Any, said: str) -> None:

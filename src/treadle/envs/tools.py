@@ -168,7 +168,7 @@ class ToolEnvironment(Environment):
             text = result if isinstance(result, str) else _json(result)
         if len(text) > self.max_answer:
             text = f"{text[: self.max_answer]}... ({len(text) - self.max_answer} more characters are left out)"
-        name = call["function"]["name"]
+        name, text = call["function"]["name"], text.encode(errors="backslashreplace").decode()  # half characters
         return Message(role="tool", content=text or "done", tool_call_id=call["id"], name=name)
 
 
