@@ -38,7 +38,8 @@ CallError = StepsExceeded | ContextExceeded | EngineError
 
 
 class AgentSession(Session):
-    """Records an attempt whose calls come from an agent program: at most `max_calls`.
+    """Records an attempt whose calls come from an agent program: at most `max_calls`, without those that the engine
+    failed.
 
     last_error: what the last call to end was refused or failed with; None if it was answered. errors: all of these, as
     they come.
@@ -46,7 +47,7 @@ class AgentSession(Session):
 
     def __init__(self, spec: SessionSpec, parse: ReplyParser = plain, *, max_calls: int) -> None:
         super().__init__(spec, parse)
-        self._max_calls = max_calls
+        self._max_calls, self._failed = max_calls, 0
         self.last_error: CallError | None = None
         self.errors: asyncio.Queue[CallError] = asyncio.Queue()
 
@@ -67,7 +68,7 @@ class AgentSession(Session):
         return super()._numbered(prompt)
 
     def _check_calls(self) -> None:
-        if self._calls >= self._max_calls:
+        if self._calls - self._failed >= self._max_calls:
             raise StepsExceeded(self._max_calls)
 
     @contextmanager
@@ -77,6 +78,7 @@ class AgentSession(Session):
             yield
         except (StepsExceeded, ContextExceeded, EngineError) as error:
             self.last_error = error
+            self._failed += isinstance(error, EngineError)
             self.errors.put_nowait(error)
             raise
         self.last_error = None
