@@ -41,8 +41,8 @@ class AgentSession(Session):
     """Records an attempt whose calls come from an agent program: at most `max_calls`, without those that the engine
     failed.
 
-    last_error: what the last call to end was refused or failed with; None if it was answered. errors: all of these, as
-    they come.
+    last_error: what the last call to end was refused or failed with; None if it was answered, and none was one too
+    many. errors: all of these, as they come.
     """
 
     def __init__(self, spec: SessionSpec, parse: ReplyParser = plain, *, max_calls: int) -> None:
@@ -81,7 +81,8 @@ class AgentSession(Session):
             self._failed += isinstance(error, EngineError)
             self.errors.put_nowait(error)
             raise
-        self.last_error = None
+        if not isinstance(self.last_error, StepsExceeded):
+            self.last_error = None
 
 
 @dataclass(frozen=True, slots=True)
