@@ -263,6 +263,25 @@ async def test_another_key_says_that_a_request_is_no_retry(failed: str, retry: s
         assert len(server.sessions["s"].unanswered) == left
 
 
+async def test_a_failure_that_nobody_waited_for_is_not_held_against_anybody() -> None:
+    class Failing(Slow):
+        async def generate(self, *a: Any, **k: Any) -> Any:
+            await super().generate(*a, **k)
+            raise EngineError("out of memory")
+
+    engine = Failing(scripted(lambda prompt, number: "x"))
+    async with served(engine, grace=CEILING) as server, httpx.AsyncClient() as http:
+        address = server.open(parse=plain)
+        engine.gate.clear()
+        await hang_up(http, server, address)
+        await until(lambda: not joined(server, address))
+        engine.gate.set()
+        attached = server.gateway.find(address.secret)
+        assert attached is not None
+        await until(lambda: not attached.exchanges._running)
+        assert server.sessions["s"].unanswered == []
+
+
 async def test_a_retry_whose_answer_nobody_reads_answers_nothing() -> None:
     class Failing(Slow):
         async def generate(self, *a: Any, **k: Any) -> Any:

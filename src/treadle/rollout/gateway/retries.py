@@ -179,7 +179,9 @@ class Exchanges:
             case ApiError():
                 self.refuse(error, exchange.origin)
             case None | StepsExceeded() | ContextExceeded():
-                pass  # nobody waited for it; or limits, which are the model's own doing
+                pass  # cancelled; or limits, which are the model's own doing
+            case _ if exchange.abandoned:
+                pass  # its client has given up by itself
             case _:
                 exchange.repeats = Unanswered(exchange.origin.body, exchange.origin.key, error)
         self._put_back(exchange)
