@@ -18,7 +18,6 @@ import asyncio
 import inspect
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -89,9 +88,9 @@ class ToolEnvironment(Environment):
     def tool_schemas(self) -> Sequence[Mapping[str, Any]]:  # type: ignore[override]
         """Return the tools as JSON schemas. Raises ConfigError for one that cannot be described, or called by name."""
         described = [_described(_of(type(self), tool)) for tool in self.tools]
-        for name, count in Counter(tool.name for tool in described).items():
-            if count > 1:
-                raise ConfigError(f"{count} tools have the name {name!r}; rename all but one")
+        names = [tool.name for tool in described]
+        if name := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"{names.count(name)} tools have the name {name!r}; rename all but one")
         return [tool.schema for tool in described]
 
     def answered(self, text: str) -> float | Reward | EnvStep:
@@ -200,37 +199,6 @@ def _error(error: Exception) -> _Error:
     return _Error(f"{type(error).__name__}: {error}"[:2000])
 
 
-def _json(value: Any) -> str:
-    return json.dumps(to_jsonable_python(value, fallback=_other), ensure_ascii=False)
-
-
-def _other(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
-
-
-def _merged(info: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The info of several calls of one reply: numbers add up."""
-    both = {key: info[key] + more[key] for key in info.keys() & more.keys() if _numbers(info[key], more[key])}
-    return {**info, **more, **both}
-
-
-def _numbers(*values: Any) -> bool:
-    return all(isinstance(value, int | float) for value in values)
-
-
-def _is_method(tool: Tool) -> bool:
-    try:
-        return next(iter(inspect.signature(tool).parameters), "") == "self"
-    except (TypeError, ValueError):  # `_described` says so
-        return False
-
-
-def _of(owner: type, tool: Tool) -> Tool:
-    """The tool, or what overrides it in a subclass."""
-    found: Tool = getattr(owner, getattr(tool, "__name__", ""), tool) if _is_method(tool) else tool
-    return found
-
-
 @lru_cache(maxsize=1024)
 def _described(tool: Tool) -> _Described:
     """Raises ConfigError for parameters without a type, or of one that has no JSON schema."""
@@ -279,3 +247,34 @@ def _without_titles(schema: Any) -> Any:
         for key, item in schema.items()
         if not (key == "title" and isinstance(item, str))
     }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(to_jsonable_python(value, fallback=_other), ensure_ascii=False)
+
+
+def _other(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+
+
+def _merged(info: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """The info of several calls of one reply: numbers add up."""
+    both = {key: info[key] + more[key] for key in info.keys() & more.keys() if _numbers(info[key], more[key])}
+    return {**info, **more, **both}
+
+
+def _numbers(*values: Any) -> bool:
+    return all(isinstance(value, int | float) for value in values)
+
+
+def _is_method(tool: Tool) -> bool:
+    try:
+        return next(iter(inspect.signature(tool).parameters), "") == "self"
+    except (TypeError, ValueError):  # `_described` says so
+        return False
+
+
+def _of(owner: type, tool: Tool) -> Tool:
+    """The tool, or what overrides it in a subclass."""
+    found: Tool = getattr(owner, getattr(tool, "__name__", ""), tool) if _is_method(tool) else tool
+    return found
