@@ -370,6 +370,17 @@ def test_any_environment_may_take_the_parsed_reply() -> None:
     assert played(Reading, "<think>hm</think>so" + call("price", item="tea")).reward == 1.0
 
 
+def test_an_environment_with_tools_may_read_the_calls_itself() -> None:
+    class Reading(treadle.Environment):
+        tool_schemas: Sequence[Any] = Shop().tool_schemas
+
+        def step(self, text: str) -> EnvStep:
+            return EnvStep(reward=float(text == call("price", item="tea")), done=True)
+
+    trajectory = played(Reading, call("price", item="tea"))
+    assert (trajectory.failure, trajectory.reward) == (None, 1.0) and '"name": "price"' in prompt(trajectory, 0)
+
+
 def name_of(made: ToolCall) -> str:
     return made["function"]["name"]
 
