@@ -189,6 +189,14 @@ TABLE = [
         "out of memory",
         engine=lambda: failing(1),
     ),
+    failed(
+        "it meets a limit after a failure",
+        agent("x", "y", "z", "w", caught=1),
+        Cause.ENGINE,
+        "out of memory",
+        engine=lambda: failing(2),
+        settings=(("max_steps", 2),),
+    ),
     failed("no answer but failures", agent("x", caught=1), Cause.ENGINE, "out of memory", engine=lambda: failing(1)),
     Row("it asks again", agent("x", "x", caught=1), Status.DONE, 1.0, engine=lambda: failing(1)),
     Row(

@@ -93,7 +93,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unanswered:
-    """A client's request that failed on this side: digest of its body, idempotency key, and what it failed with."""
+    """Holds why a client's request failed on this side; body: its digest, key: its idempotency key."""
 
     body: bytes
     key: str | None

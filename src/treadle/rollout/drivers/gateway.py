@@ -131,8 +131,8 @@ class GatewayDriver(AttemptDriver[AgentSession]):
 
         Where a call failed on this side (engine, gateway, chat template) and no retry of it was answered, there is no
         reward: what graded the attempt may have graded that. If its code raises after its last call was refused for a
-        limit, or any failed in the engine, that call's error decides how the attempt ended; where it was a limit, what
-        the code raised becomes a warning.
+        limit, or in want of an answer that failed, that call's error decides how the attempt ended; where it was a
+        limit, what the code raised becomes a warning.
         """
         outcome = await self._outcome(session, task, user)
         if not (refused := session.bad_requests):
@@ -149,8 +149,7 @@ class GatewayDriver(AttemptDriver[AgentSession]):
             graded = await self._attached(task, session, user)
             session.reward_last(graded.reward)
         except TrajectoryFailure as error:
-            lost = (failed.error for failed in session.unanswered if isinstance(failed.error, EngineError))
-            ended_by = session.last_error or next(lost, None)
+            ended_by = _lost(session, user.cause) or session.last_error
             if error.cause is not user.cause or ended_by is None:
                 return outcome_of(session.steps, error, user.cause)
             outcome = outcome_of(session.steps, ended_by, user.cause)
@@ -177,6 +176,13 @@ def _ended_by(graded: Graded, session: AgentSession, cause: Cause) -> AttemptErr
         return _failure(session.unanswered[0].error, cause)
     over = isinstance(session.last_error, EngineError) and any(was_played(step) for step in session.steps)
     return graded.ended_by or (None if over else session.last_error)
+
+
+def _lost(session: AgentSession, cause: Cause) -> AttemptError | None:
+    """The failure of a call that was not answered. Of one that was refused, what its code then raised says more."""
+    errors = [failed.error for failed in session.unanswered]
+    refusals = DataError if session.last_error is None else ()
+    return next((_failure(error, cause) for error in errors if not isinstance(error, refusals)), None)
 
 
 def _failure(error: BaseException, cause: Cause) -> AttemptError:
