@@ -382,7 +382,7 @@ def test_a_bug_ends_the_run_with_its_own_exception() -> None:
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
-def test_an_attempt_that_is_cancelled_from_within_fails_alone(synchronous: bool) -> None:
+def test_an_attempt_whose_engine_cancels_a_call_fails_alone(synchronous: bool) -> None:
     class Cancelling(FakeEngine):
         asked = 0
 
@@ -392,10 +392,10 @@ def test_an_attempt_that_is_cancelled_from_within_fails_alone(synchronous: bool)
                 raise asyncio.CancelledError
             return await super().generate(*arguments, **options)
 
-    policy = FailuresConfig(infrastructure=FailurePolicy(retries=0))
+    policy = FailuresConfig(engine=FailurePolicy(retries=0))
     batch = one_batch(engine=Cancelling(saying("a").reply), retries=policy, synchronous=synchronous)
     failures = [t.failure for group in batch for t in group.trajectories if t.failure]
-    assert [failure.cause for failure in failures] == [Cause.INFRASTRUCTURE]
+    assert [failure.cause for failure in failures] == [Cause.ENGINE]
     assert sum(t.reward == 1.0 for group in batch for t in group.trajectories) == 5
 
 

@@ -35,7 +35,7 @@ from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address, Session, SessionSpec
 
 _AS_GIVEN = RewardsConfig()
-_CANCELLED = "a call was cancelled from within, by the engine or the driver"
+_CANCELLED = "the attempt was cancelled from within, by its driver"
 _CHECK, _BRIEF = Address(0, Stream.EVALUATE, 0, 0, 0), 16  # of a driver's check, and the tokens of its calls
 
 

@@ -254,7 +254,9 @@ class Session:
         call = _EngineCall(prompt, sampling)
         try:
             completion = await self._engine.generate(prompt.ids, sampling, session=self.name)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
+            if (current := asyncio.current_task()) is not None and not current.cancelling():
+                raise EngineError(f"step {number}: the engine cancelled the call by itself") from error
             self._steps[number] = call.aborted()
             raise
         step = call.recorded(completion, number)
