@@ -3,12 +3,16 @@
 import asyncio
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 import treadle
 from tests.orchestration.runs import check_finished
@@ -197,6 +201,15 @@ def several(*x: int) -> None:
     """Do."""
 
 
+def unknown(x: "Nowhere") -> None:  # type: ignore[name-defined] # noqa: F821
+    """Do."""
+
+
+def counting(x: int) -> Iterator[int]:
+    """Do."""
+    yield from range(x)
+
+
 def strange(x: threading.Thread) -> None:
     """Do."""
 
@@ -207,6 +220,11 @@ def strange(x: threading.Thread) -> None:
         (untyped, "tool 'untyped': parameter 'x' has no type; write 'x: str'"),
         (several, "tool 'several': parameter 'x' has no name that a model could give"),
         (strange, "tool 'strange' cannot be described in JSON"),
+        (unknown, "tool 'unknown': its signature cannot be read: name 'Nowhere' is not defined"),
+        (counting, "tool 'counting' is a generator; return a list"),
+        (partial(double, 3), r"tool functools.partial.* has no name; define it by 'def'"),
+        (lambda: 3, "has no name; define it by 'def'"),
+        ("double", "tool 'double' has no name"),
     ],
 )
 def test_tools_that_cannot_be_described_are_refused(tool: Any, said: str) -> None:
@@ -214,6 +232,128 @@ def test_tools_that_cannot_be_described_are_refused(tool: Any, said: str) -> Non
         tools = (tool,)
 
     with pytest.raises(ConfigError, match=said):
+        _ = World().tool_schemas
+
+
+def answer(tool: Any, **arguments: Any) -> EnvStep:
+    """What a call of a tool is answered."""
+
+    class World(ToolEnvironment):
+        tools = (tool,)
+
+    made = World()
+    function = {"name": made.tool_schemas[0]["function"]["name"], "arguments": json.dumps(arguments)}
+    step: Any = made.step(Reply("", tool_calls=(ToolCall(id="c", type="function", function=function),)))  # type: ignore[typeddict-item]
+    assert isinstance(step, EnvStep)
+    return step
+
+
+def text(step: EnvStep) -> str:
+    [message] = step.observations
+    return message["content"]
+
+
+def named(json: str, copy: int = 2, _hidden: int = 3, model_fields: str = "m", model_config: str = "c") -> str:
+    """Take what pydantic's models have names for."""
+    return f"{json} {copy} {_hidden} {model_fields} {model_config}"
+
+
+def test_parameters_may_have_any_name() -> None:
+    assert text(answer(named, json="j")) == "j 2 3 m c"
+    assert text(answer(named, json="j", _hidden=7, model_config="d")) == "j 2 7 m d"
+    assert text(answer(named, json="j", p0="k")) == "error: p0: Extra inputs are not permitted"
+
+
+@dataclass
+class Point:
+    x: int
+
+
+class Book(BaseModel):
+    title: str
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (Book(title="é"), '{"title": "é"}'),
+        ([Point(1), Book(title="a")], '[{"x": 1}, {"title": "a"}]'),
+        ({"at": date(2020, 1, 2)}, '{"at": "2020-01-02"}'),
+        ((n for n in range(2)), "[0, 1]"),
+        (np.int64(3), "3"),
+        ({"a": np.arange(2)}, '{"a": [0, 1]}'),
+        (1j, '"1j"'),
+        ("\udc80", "\\udc80"),
+    ],
+)
+def test_what_a_tool_returns_is_told_as_json(value: Any, said: str) -> None:
+    def look() -> Any:
+        """Look."""
+        return value
+
+    assert text(answer(look)) == said
+
+
+def test_a_subclass_may_override_a_tool() -> None:
+    class Dearer(Shop):
+        def price(self, item: str, pieces: int = 1) -> float:
+            """Look up what some cost."""
+            return 2 * pieces * super().price(item)
+
+    class Async(Shop):
+        async def price(self, item: str) -> float:  # type: ignore[override]
+            """Look up, slowly."""
+            return 7.0
+
+    assert "5.0<" in prompt(played(Dearer, call("price", item="tea"), "so"), 1)
+    assert Dearer().tool_schemas[0]["function"]["description"] == "Look up what some cost."
+    assert "7.0<" in prompt(played(Async, call("price", item="tea"), "so"), 1)
+
+
+def test_a_method_may_have_another_name_in_the_class() -> None:
+    def look(self: Any) -> str:
+        """Look."""
+        return str(self.task.task_id)
+
+    class World(ToolEnvironment):
+        see = look
+        tools = (see,)
+
+    assert "tool\nt<" in prompt(played(World, call("look"), "so"), 1)
+
+
+def test_info_and_state_of_tools_are_kept() -> None:
+    def turn(pages: int) -> EnvStep:
+        """Turn pages."""
+        return EnvStep(info={"pages": pages, "kind": "a"}, state=f"at {pages}")
+
+    class World(ToolEnvironment):
+        metrics = (treadle.Metric("pages", "trajectory", "mean", "pages", "pages turned"),)
+        tools = (turn,)
+
+    step = answer(turn, pages=2)
+    assert (step.info, step.state) == ({"pages": 2, "kind": "a", "tool_calls": 1, "tool_errors": 0}, "at 2")
+    trajectory = played(World, call("turn", pages=2) + call("turn", pages=3), "so")
+    assert trajectory.metrics["pages"] == 5 and trajectory.steps[1].state_key
+
+
+def test_a_plain_tool_that_gives_a_coroutine_fails_the_attempt() -> None:
+    async def slowly() -> str:
+        return "a"
+
+    def look() -> Any:
+        """Look."""
+        return slowly()
+
+    with pytest.raises(TypeError, match="tool 'look' gave a coroutine; define it by 'async def'"):
+        answer(look)
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    class World(ToolEnvironment):
+        tools = (double, double)
+
+    with pytest.raises(ConfigError, match="2 tools have the name 'double'"):
         _ = World().tool_schemas
 
 
@@ -228,6 +368,17 @@ def test_any_environment_may_take_the_parsed_reply() -> None:
             )
 
     assert played(Reading, "<think>hm</think>so" + call("price", item="tea")).reward == 1.0
+
+
+def test_an_environment_with_tools_may_read_the_calls_itself() -> None:
+    class Reading(treadle.Environment):
+        tool_schemas: Sequence[Any] = Shop().tool_schemas
+
+        def step(self, text: str) -> EnvStep:
+            return EnvStep(reward=float(text == call("price", item="tea")), done=True)
+
+    trajectory = played(Reading, call("price", item="tea"))
+    assert (trajectory.failure, trajectory.reward) == (None, 1.0) and '"name": "price"' in prompt(trajectory, 0)
 
 
 def name_of(made: ToolCall) -> str:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.until import until
 from tests.worlds import hang, make_step, plain_rollouts, saying, user
+from treadle.core.engine import Completion
 from treadle.core.errors import Cause, DataError, TrajectoryFailure
 from treadle.core.types import DropReason, Failure, Group, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
@@ -378,6 +379,24 @@ def test_a_bug_ends_the_run_with_its_own_exception() -> None:
 
     with pytest.raises(ZeroDivisionError, match="a bug"):
         one_batch(engine=FakeEngine(reply), capacity=1)
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_an_attempt_whose_engine_cancels_a_call_fails_alone(synchronous: bool) -> None:
+    class Cancelling(FakeEngine):
+        asked = 0
+
+        async def generate(self, *arguments: Any, **options: Any) -> Completion:
+            self.asked += 1
+            if self.asked == 2:
+                raise asyncio.CancelledError
+            return await super().generate(*arguments, **options)
+
+    policy = FailuresConfig(engine=FailurePolicy(retries=0))
+    batch = one_batch(engine=Cancelling(saying("a").reply), retries=policy, synchronous=synchronous)
+    failures = [t.failure for group in batch for t in group.trajectories if t.failure]
+    assert [failure.cause for failure in failures] == [Cause.ENGINE]
+    assert sum(t.reward == 1.0 for group in batch for t in group.trajectories) == 5
 
 
 async def test_whatever_ends_a_group_ends_attempts_that_were_retried_too() -> None:

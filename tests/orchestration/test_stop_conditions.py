@@ -6,7 +6,12 @@ from tests.worlds import make_group, tiny
 from treadle.core.errors import Cause
 from treadle.core.types import DropReason, Failure, Status, Trajectory
 from treadle.orchestration.sampling.failures import fails_by_task
-from treadle.orchestration.sampling.stop_conditions import StopConditionMet, WindowStats, check_discard_rate
+from treadle.orchestration.sampling.stop_conditions import (
+    StopConditionMet,
+    WindowStats,
+    check_discard_rate,
+    check_refusal_rate,
+)
 
 
 def test_groups_that_wait_for_a_straggler_do_not_count_as_discarded() -> None:
@@ -23,6 +28,13 @@ def test_groups_that_wait_for_a_straggler_do_not_count_as_discarded() -> None:
     check(groups=15, discarded=15)
     with pytest.raises(StopConditionMet, match=r"^16 groups were sampled for update 3, which needs 2; discarded: 15 f"):
         check(groups=16, discarded=15)
+
+
+def test_what_was_retried_makes_no_refusal_count_less() -> None:
+    """Two groups of three: each place counts once."""
+    check_refusal_rate({str(n): "empty" for n in range(3)}, tiny(), update=1)
+    with pytest.raises(StopConditionMet, match=r"^4 of 6 trajectories of update 1 could not be trained"):
+        check_refusal_rate({str(n): "empty" for n in range(4)}, tiny(), update=1)
 
 
 ENGINE, ENVIRONMENT = Cause.ENGINE, Cause.ENVIRONMENT

@@ -266,6 +266,32 @@ def test_an_agent_may_give_its_own_reward_at_the_limit() -> None:
     assert (trajectory.status, trajectory.reward, trajectory.warning) == (Status.MAX_STEPS, 0.25, "")
 
 
+def test_a_call_that_is_answered_later_hides_no_refusal() -> None:
+    """Two calls side by side, of which one is too many: it is refused while the other is sampled."""
+    refused = asyncio.Event()
+
+    async def pair(task: Task, client: AsyncOpenAI) -> float:
+        first = asyncio.ensure_future(ask(client, [user("a")]))
+        await until(lambda: bool(engine.calls))
+        try:
+            await ask(client, [user("b")])
+        finally:
+            refused.set()
+            await first
+        return 1.0
+
+    class Waiting(FakeEngine):
+        async def generate(self, *arguments: Any, **options: Any) -> Completion:
+            completion = await super().generate(*arguments, **options)
+            await refused.wait()
+            return completion
+
+    engine = Waiting(saying("a").reply)
+    trajectory = play(pair, engine, max_steps=1)
+    assert (trajectory.status, trajectory.reward, len(trajectory.steps)) == (Status.MAX_STEPS, 0.0, 1)
+    assert trajectory.warning.startswith("the agent raised BadRequestError")
+
+
 @pytest.mark.parametrize(("agent", "reward"), [(endless, 0.0), (endless_but_polite, 0.25)])
 def test_a_conversation_that_outgrows_the_context_is_an_outcome(agent: AnyAgent, reward: float) -> None:
     trajectory = play(agent, max_input_tokens=80)

@@ -37,8 +37,10 @@ from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.attempt import gather_group
 from treadle.rollout.config import RolloutConfig
+from treadle.rollout.drivers.environment import EnvironmentDriver
+from treadle.rollout.drivers.outcome import Outcome
 from treadle.rollout.isolation.user_code import UserCode
-from treadle.rollout.session import Address
+from treadle.rollout.session import Address, Session
 from treadle.testing import FakeEngine, VirtualLoop
 
 DONE = EnvStep(reward=1.0, done=True)
@@ -296,6 +298,18 @@ def test_an_engine_error_fails_its_attempt_alone() -> None:
     assert len(failed.steps) == 1
     assert healthy.reward == 1.25
     assert [w.calls.count("close") for w in worlds] == [1, 1]
+
+
+async def test_an_attempt_that_its_driver_cancels_fails() -> None:
+    class Cancelling(EnvironmentDriver):
+        async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
+            raise asyncio.CancelledError
+
+    rollouts = plain_rollouts(saying("a"), Told)
+    rollouts._drivers = {("environment", "world"): Cancelling({}, RolloutConfig())}
+    [playing] = rollouts.start("g", Task("t", (), "world"), [Address(1, Stream.TRAIN, 0, 0, 0)])
+    failure = (await playing).failure
+    assert failure is not None and failure.cause is Cause.INFRASTRUCTURE
 
 
 def test_an_unexpected_exception_of_the_engine_is_no_trajectory_but_still_cleans_up() -> None:

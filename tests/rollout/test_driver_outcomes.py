@@ -182,8 +182,31 @@ TABLE = [
     failed(
         "it raises as the engine fails later", agent("x", "y"), Cause.ENGINE, "out of memory", engine=lambda: failing(2)
     ),
+    failed(
+        "it raises for want of an answer",
+        agent("x", "y", caught=1, returns=Boom("x")),
+        Cause.ENGINE,
+        "out of memory",
+        engine=lambda: failing(1),
+    ),
+    failed(
+        "it meets a limit after a failure",
+        agent("x", "y", "z", "w", caught=1),
+        Cause.ENGINE,
+        "out of memory",
+        engine=lambda: failing(2),
+        settings=(("max_steps", 2),),
+    ),
     failed("no answer but failures", agent("x", caught=1), Cause.ENGINE, "out of memory", engine=lambda: failing(1)),
     Row("it asks again", agent("x", "x", caught=1), Status.DONE, 1.0, engine=lambda: failing(1)),
+    Row(
+        "a call that the engine failed is no step",
+        agent("x", "x", "y", caught=1),
+        Status.DONE,
+        1.0,
+        engine=lambda: failing(1),
+        settings=(("max_steps", 2),),
+    ),
     failed(
         "it swallows a failure", agent("x", "y", caught=1), Cause.ENGINE, "out of memory", engine=lambda: failing(2)
     ),

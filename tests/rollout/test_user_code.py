@@ -583,6 +583,17 @@ def test_the_default_executor_passes_results_and_exceptions_on() -> None:
             executor.submit(divmod, 1, 0).result()
 
 
+async def test_a_thread_that_raises_stop_iteration_keeps_nobody_waiting() -> None:
+    asyncio.get_running_loop().set_default_executor(DaemonThreads())
+    with pytest.raises(RuntimeError, match="StopIteration: none is left"):
+        async with asyncio.timeout(CEILING):
+            await asyncio.to_thread(_stop)
+
+
+def _stop() -> None:
+    raise StopIteration("none is left")
+
+
 @pytest.mark.slow
 def test_a_process_exits_though_user_code_does_not_end(tmp_path: Path) -> None:
     script = """

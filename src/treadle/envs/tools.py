@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar, get_type_hints
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic_core import to_jsonable_python
 
 from treadle.core.errors import ConfigError, TrajectoryFailure
 from treadle.core.metrics import Metric
@@ -40,7 +42,7 @@ Tool = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A tool as the model is told of it, and what reads its arguments. of_self: whether it is a method."""
+    """A tool as the model is told of it, and what reads its arguments."""
 
     name: str
     schema: Mapping[str, Any]
@@ -59,9 +61,9 @@ class ToolEnvironment(Environment):
 
     The schema of each is made of its signature and docstring: types must be such that pydantic knows, and a line
     `name: text` of the docstring describes the parameter of that name. What a tool returns is the answer, text or
-    JSON; if it is an `EnvStep`, its reward counts, and `done` ends the episode. What it raises (but TrajectoryFailure)
-    is told to the model as text, as are unknown tools and arguments that do not fit: `env/tool_errors` counts them. A
-    reply without a call is the last one: `answered` grades it.
+    JSON; if it is an `EnvStep`, its reward, info and state count, and `done` ends the episode. What it raises (but
+    TrajectoryFailure) is told to the model as text, as are unknown tools and arguments that do not fit:
+    `env/tool_errors` counts them. A reply without a call is the last one: `answered` grades it.
 
     tools: what the model may call. max_calls: in one reply; others get an error. max_answer: characters of an answer;
     what is longer is cut.
@@ -78,13 +80,17 @@ class ToolEnvironment(Environment):
         """Make `step` a plain method where no tool is `async`."""
         super().__init_subclass__(**more)
         if cls.step in (ToolEnvironment.step, _plain_step):
-            some_async = any(map(inspect.iscoroutinefunction, (*cls.tools, cls.answered)))
+            some_async = any(map(inspect.iscoroutinefunction, (*(_of(cls, tool) for tool in cls.tools), cls.answered)))
             cls.step = ToolEnvironment.step if some_async else _plain_step  # type: ignore[assignment, method-assign]
 
     @property
     def tool_schemas(self) -> Sequence[Mapping[str, Any]]:  # type: ignore[override]
-        """Return the tools as JSON schemas. Raises ConfigError for a tool that cannot be described."""
-        return [_described(tool).schema for tool in self.tools]
+        """Return the tools as JSON schemas. Raises ConfigError for one that cannot be described, or called by name."""
+        described = [_described(_of(type(self), tool)) for tool in self.tools]
+        names = [tool.name for tool in described]
+        if name := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"{names.count(name)} tools have the name {name!r}; rename all but one")
+        return [tool.schema for tool in described]
 
     def answered(self, text: str) -> float | Reward | EnvStep:
         """Grade a reply without tool calls, with which the episode ends unless this returns an EnvStep; `async` or not.
@@ -103,6 +109,8 @@ class ToolEnvironment(Environment):
         """Play the calls of a reply. awaits: whether tools may be `async`; where none is, nothing is awaited here."""
         answers: list[Message] = []
         reward, done, errors = Reward(), False, 0
+        info: dict[str, Any] = {}
+        state = ""
         for number, call in enumerate(reply.tool_calls):
             bound = self._bound(call) if number < self.max_calls else _Error(f"at most {self.max_calls} calls a turn")
             try:
@@ -114,29 +122,31 @@ class ToolEnvironment(Environment):
             errors += isinstance(result, _Error)
             if isinstance(result, EnvStep):
                 reward, done = reward.plus(Reward.of(result.reward)), result.done
+                info, state = _merged(info, result.info), result.state or state
             answers.append(self._answer(call, result))
             if done:
                 break
-        info = {"tool_calls": len(answers), "tool_errors": errors}
-        return EnvStep(answers, reward, done, info)
+        info |= {"tool_calls": len(answers), "tool_errors": errors}
+        return EnvStep(answers, reward, done, info, state)
 
     def _bound(self, call: ToolCall) -> Callable[[], Any] | _Error:
         """The tool with its arguments."""
         name = call["function"]["name"]
-        tool = next((tool for tool in self.tools if _described(tool).name == name), None)
-        if tool is None:
-            return _Error(
-                f"there is no tool {name!r:.100}; there are {', '.join(_described(t).name for t in self.tools)}"
-            )
+        tools = {_described(tool).name: tool for tool in (_of(type(self), tool) for tool in self.tools)}
+        if name not in tools:
+            return _Error(f"there is no tool {name!r:.100}; there are {', '.join(tools)}")
+        tool = tools[name]
         try:
             given = _described(tool).arguments.model_validate_json(call["function"]["arguments"])
         except ValidationError as error:
             return _Error("; ".join(f"{'.'.join(map(str, e['loc'])) or name}: {e['msg']}" for e in error.errors()))
-        own = getattr(type(self), name, None) is tool
-        arguments = {key: getattr(given, key) for key in type(given).model_fields}
-        return partial(getattr(self, name) if own else tool, **arguments)
+        arguments = {str(field.alias): getattr(given, key) for key, field in type(given).model_fields.items()}
+        return partial(tool, *([self] if _is_method(tool) else []), **arguments)
 
     def _answer(self, call: ToolCall, result: Any) -> Message:
+        if inspect.iscoroutine(result):
+            result.close()
+            raise TypeError(f"tool {call['function']['name']!r} gave a coroutine; define it by 'async def'")
         if isinstance(result, EnvStep):
             text = "\n".join(message["content"] for message in result.observations)
         elif isinstance(result, _Error):
@@ -144,10 +154,10 @@ class ToolEnvironment(Environment):
         elif result is None:
             text = "done"
         else:
-            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            text = result if isinstance(result, str) else _json(result)
         if len(text) > self.max_answer:
             text = f"{text[: self.max_answer]}... ({len(text) - self.max_answer} more characters are left out)"
-        name = call["function"]["name"]
+        name, text = call["function"]["name"], text.encode(errors="backslashreplace").decode()  # half characters
         return Message(role="tool", content=text or "done", tool_call_id=call["id"], name=name)
 
 
@@ -176,11 +186,18 @@ def _last(graded: float | Reward | EnvStep) -> EnvStep:
 @lru_cache(maxsize=1024)
 def _described(tool: Tool) -> _Described:
     """Raises ConfigError for parameters without a type, or of one that has no JSON schema."""
-    name = getattr(tool, "__name__", type(tool).__name__)
+    name = getattr(tool, "__name__", "")
+    if not name.isidentifier():
+        raise ConfigError(f"tool {tool!r:.100} has no name; define it by 'def'")
+    if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+        raise ConfigError(f"tool {name!r} is a generator; return a list, or what the model shall read")
     text = inspect.getdoc(tool) or ""
-    hints = get_type_hints(tool, include_extras=True)
+    try:
+        hints, signature = get_type_hints(tool, include_extras=True), inspect.signature(tool)
+    except (TypeError, ValueError, NameError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"tool {name!r}: its signature cannot be read: {error}") from error
     fields: dict[str, Any] = {}
-    for number, (key, parameter) in enumerate(inspect.signature(tool).parameters.items()):
+    for number, (key, parameter) in enumerate(signature.parameters.items()):
         if number == 0 and key == "self":
             continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
@@ -189,7 +206,8 @@ def _described(tool: Tool) -> _Described:
             raise ConfigError(f"tool {name!r}: parameter {key!r} has no type; write '{key}: str', or what it is")
         default = ... if parameter.default is parameter.empty else parameter.default
         said = re.search(rf"^\s*{re.escape(key)}\s*(?:\([^)]*\))?:\s*(.+)$", text, re.MULTILINE)
-        fields[key] = (Annotated[hints[key], Field(description=said[1])] if said else hints[key], default)
+        about = Field(alias=key, description=said[1]) if said else Field(alias=key)
+        fields[f"p{number}"] = Annotated[hints[key], about], default  # pydantic keeps some names to itself
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         parameters = _without_titles(model.model_json_schema())
@@ -213,3 +231,34 @@ def _without_titles(schema: Any) -> Any:
         for key, item in schema.items()
         if not (key == "title" and isinstance(item, str))
     }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(to_jsonable_python(value, fallback=_other), ensure_ascii=False)
+
+
+def _other(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+
+
+def _merged(info: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """The info of several calls of one reply: numbers add up."""
+    both = {key: info[key] + more[key] for key in info.keys() & more.keys() if _numbers(info[key], more[key])}
+    return {**info, **more, **both}
+
+
+def _numbers(*values: Any) -> bool:
+    return all(isinstance(value, int | float) for value in values)
+
+
+def _is_method(tool: Tool) -> bool:
+    try:
+        return next(iter(inspect.signature(tool).parameters), "") == "self"
+    except (TypeError, ValueError):  # `_described` says so
+        return False
+
+
+def _of(owner: type, tool: Tool) -> Tool:
+    """The tool, or what overrides it in a subclass."""
+    found: Tool = getattr(owner, getattr(tool, "__name__", ""), tool) if _is_method(tool) else tool
+    return found

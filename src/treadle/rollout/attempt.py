@@ -35,6 +35,7 @@ from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address, Session, SessionSpec
 
 _AS_GIVEN = RewardsConfig()
+_CANCELLED = "the attempt was cancelled from within, by its driver"
 _CHECK, _BRIEF = Address(0, Stream.EVALUATE, 0, 0, 0), 16  # of a driver's check, and the tokens of its calls
 
 
@@ -170,6 +171,10 @@ class Rollouts:
                 return outcome
         except ATTEMPT_ERRORS as error:
             return outcome_of(session.steps, error, user.cause)
+        except asyncio.CancelledError:
+            if (current := asyncio.current_task()) is None or current.cancelling():
+                raise
+            return outcome_of(session.steps, TrajectoryFailure(Cause.INFRASTRUCTURE, _CANCELLED), user.cause)
         except TimeoutError:
             pass
         what = f"the attempt took longer than {limit:g} s (rollout.trajectory_timeout)"

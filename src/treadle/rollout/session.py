@@ -91,6 +91,15 @@ class Reply:
         return self.message["content"] + (self.stop or "")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Unanswered:
+    """Holds why a client's request failed on this side; body: its digest, key: its idempotency key."""
+
+    body: bytes
+    key: str | None
+    error: BaseException
+
+
 class Session:
     """Records one attempt at a task. Messages go out to the agent; ids stay here.
 
@@ -100,8 +109,8 @@ class Session:
 
     callers_sampling: what a caller asks for takes the place of the spec's sampling, call by call; otherwise a caller
     only adds stop strings; `overridden` counts the calls that asked for something else, `notes` says what.
-    bad_requests, unanswered: kept by the gateway, which takes its requests: why malformed ones were refused; what the
-    last try of others failed with, by the digest of their bodies.
+    bad_requests, unanswered: kept by the gateway, which takes its requests: why malformed ones were refused; others
+    that failed, and of which no retry was answered.
     parse: reads replies. context: most tokens of prompt and completion together, if that bounds a call's `max_tokens`.
     """
 
@@ -118,7 +127,7 @@ class Session:
         self.overridden = 0
         self.notes: dict[str, str] = {}
         self.bad_requests: list[str] = []
-        self.unanswered: dict[bytes, BaseException] = {}
+        self.unanswered: list[Unanswered] = []
         self.parse = parse
         self._engine, self._sampling = spec.engine, spec.sampling
         self._max_input_tokens, self._address = spec.max_input_tokens, spec.address
@@ -245,7 +254,9 @@ class Session:
         call = _EngineCall(prompt, sampling)
         try:
             completion = await self._engine.generate(prompt.ids, sampling, session=self.name)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
+            if (current := asyncio.current_task()) is not None and not current.cancelling():
+                raise EngineError(f"step {number}: the engine cancelled the call by itself") from error
             self._steps[number] = call.aborted()
             raise
         step = call.recorded(completion, number)

@@ -110,7 +110,7 @@ async def test_a_task_with_two_tools(name: str, program: str, programs: Path, tm
             if process.returncode is None:
                 process.kill()
         session: Any = server.sessions["s"]
-        assert (process.returncode, session.bad_requests, session.unanswered) == (0, [], {}), said.decode()[-2000:]
+        assert (process.returncode, session.bad_requests, session.unanswered) == (0, [], []), said.decode()[-2000:]
         assert (tmp_path / "one.txt").read_text() == "one\n" and "all done" in said.decode()
         tool, _ = CALLS[program]
         steps = [step for step in server.steps() if tool in family.renderer.decode(step.prompt_ids)]

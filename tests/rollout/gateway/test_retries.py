@@ -221,6 +221,89 @@ async def test_a_failed_call_is_forgotten_and_asked_again() -> None:
         assert len(server.steps()) == 1
 
 
+class FailingFirst(Slow):
+    """The first call fails at once, when others are under way already; these wait for the gate."""
+
+    async def generate(self, *a: Any, **k: Any) -> Any:
+        if not self.calls:
+            self.calls.append(a[0])
+            await until(lambda: len(self.calls) == 2)
+            raise EngineError("out of memory")
+        return await super().generate(*a, **k)
+
+
+async def test_an_identical_request_that_was_under_way_is_no_retry_of_one_that_fails() -> None:
+    """Best of two: one fails while the other is sampled. A later one is its retry."""
+    engine = FailingFirst(scripted(lambda prompt, number: "x"))
+    async with served(engine) as server, httpx.AsyncClient() as http:
+        address = server.open(parse=plain)
+        results = await asyncio.gather(*(ask(http, address) for _ in range(2)), return_exceptions=True)
+        assert sum(isinstance(result, httpx.HTTPStatusError) for result in results) == 1
+        assert len(server.sessions["s"].unanswered) == 1
+        assert await ask(http, address) == "x"
+        await server.gateway.detach(address.secret)
+        assert server.sessions["s"].unanswered == []
+
+
+@pytest.mark.parametrize(("failed", "retry", "left"), [("a", "a", 0), ("a", "b", 1)])
+async def test_another_key_says_that_a_request_is_no_retry(failed: str, retry: str, left: int) -> None:
+    engine = numbering()
+    async with served(engine, max_in_flight=0) as server, httpx.AsyncClient() as http:
+        address = server.open(parse=plain)
+        for _ in range(2):
+            refused = await http.post(
+                f"{address.base_url}/chat/completions", json=BODY, headers={"Idempotency-Key": failed}
+            )
+            assert refused.status_code == 429
+        attached = server.gateway.find(address.secret)
+        assert attached is not None
+        attached.exchanges._most = 1
+        await ask(http, address, idempotency_key=retry)
+        await server.gateway.detach(address.secret)
+        assert len(server.sessions["s"].unanswered) == left
+
+
+async def test_a_failure_that_nobody_waited_for_is_not_held_against_anybody() -> None:
+    class Failing(Slow):
+        async def generate(self, *a: Any, **k: Any) -> Any:
+            await super().generate(*a, **k)
+            raise EngineError("out of memory")
+
+    engine = Failing(scripted(lambda prompt, number: "x"))
+    async with served(engine, grace=CEILING) as server, httpx.AsyncClient() as http:
+        address = server.open(parse=plain)
+        engine.gate.clear()
+        await hang_up(http, server, address)
+        await until(lambda: not joined(server, address))
+        engine.gate.set()
+        attached = server.gateway.find(address.secret)
+        assert attached is not None
+        await until(lambda: not attached.exchanges._running)
+        assert server.sessions["s"].unanswered == []
+
+
+async def test_a_retry_whose_answer_nobody_reads_answers_nothing() -> None:
+    class Failing(Slow):
+        async def generate(self, *a: Any, **k: Any) -> Any:
+            if not self.calls:
+                self.calls.append(a[0])
+                raise EngineError("out of memory")
+            return await super().generate(*a, **k)
+
+    engine = Failing(scripted(lambda prompt, number: "x"))
+    async with served(engine, grace=CEILING) as server, httpx.AsyncClient() as http:
+        address = server.open(parse=plain)
+        with pytest.raises(httpx.HTTPStatusError, match="503"):
+            await ask(http, address)
+        engine.gate.clear()
+        await hang_up(http, server, address)
+        engine.gate.set()
+        await until(server.steps)
+        await server.gateway.detach(address.secret)
+        assert [step.dropped for step in server.steps()] == [DropReason.CANCELLED]
+        assert len(server.sessions["s"].unanswered) == 1
+
+
 async def test_the_openai_clients_own_retry_after_a_timeout() -> None:
     engine = numbering()
     async with served(engine, grace=CEILING) as server:

@@ -137,8 +137,7 @@ class Loop:
             replace(before, update=before.update + len(results), version=before.version + 1)
         )
         self.reporter.callbacks.publish(self.state.version)
-        everyone = sum(len(group.trajectories) for group in groups)
-        check_refusal_rate(refused, everyone, self.config, self.state.update)
+        check_refusal_rate(refused, self.config, self.state.update)
 
     async def _evaluate(self) -> None:
         self.state = await self.evaluator.evaluate(self.state, self.stop)

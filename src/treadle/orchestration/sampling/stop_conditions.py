@@ -42,9 +42,10 @@ def check_failure_rate(window: WindowStats, config: RunConfig, update: int) -> N
         _check_share(window.bad_requests.total(), everyone, config, what, why)
 
 
-def check_refusal_rate(refused: Mapping[str, str], trajectories: int, config: RunConfig, update: int) -> None:
-    """Raise StopConditionMet if the trainer could not train too many. refused: trajectory_id -> why, of an update."""
+def check_refusal_rate(refused: Mapping[str, str], config: RunConfig, update: int) -> None:
+    """Raise StopConditionMet if the trainer could not train too many. refused: trajectory_id -> why, of a batch."""
     if refused:
+        trajectories = config.groups_per_batch * config.training.group_size  # whatever was retried before
         what, why = f"of update {update} could not be trained", f"for example {min(refused.values())}"
         _check_share(len(refused), trajectories, config, what, why)
 

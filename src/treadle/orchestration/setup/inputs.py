@@ -208,12 +208,12 @@ def first_prompt(
     tasks = (task for task in inputs.train if task.environment) if inputs.players.environments else ()
     for task in islice(tasks, 3):
         try:
-            messages, tools = run(_first(inputs.players.environments[task.environment], task, config, log), log)
+            messages, tools, parsed = run(_first(inputs.players.environments[task.environment], task, config, log), log)
         except TrajectoryFailure as failure:
             problems.append(f"task {task.task_id}: {failure}")
             continue
         if tools:
-            _check_tools(tools, task.environment, renderer, config)
+            _check_tools(tools, parsed, task.environment, renderer, config)
         ids = Conversation(renderer).render(messages, tools).ids
         if len(ids) > config.rollout.max_input_tokens:
             raise ConfigError(
@@ -227,8 +227,9 @@ def first_prompt(
     return None
 
 
-def _check_tools(tools: Sequence[Tool], name: str, renderer: ChatRenderer, config: RunConfig) -> None:
-    if problem := renderer.tools_problem(tools, renderer.parser(config.rollout.reply_parser)):
+def _check_tools(tools: Sequence[Tool], parsed: bool, name: str, renderer: ChatRenderer, config: RunConfig) -> None:
+    """parsed: whether the environment has its replies parsed; otherwise it reads calls itself."""
+    if problem := renderer.tools_problem(tools, renderer.parser(config.rollout.reply_parser) if parsed else None):
         raise ConfigError(f"environment {name!r} has tools, but {problem}")
     if config.rollout.conversation == "single_message":
         raise ConfigError(
@@ -239,8 +240,8 @@ def _check_tools(tools: Sequence[Tool], name: str, renderer: ChatRenderer, confi
 
 async def _first(
     factory: EnvironmentFactory, task: Task, config: RunConfig, log: Callable[[str], None]
-) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
-    """The messages that the first attempt at the task starts from, and its tools."""
+) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool]:
+    """The messages that the first attempt at the task starts from, its tools, and whether it takes parsed replies."""
     monitor = LoopMonitor(log)
     user = user_code(task, "as a check", monitor)
     environment = IsolatedEnvironment(task.environment, factory, user, config.rollout.environment_timeout)
@@ -252,7 +253,7 @@ async def _first(
                 environment.check_steps(config.rollout.max_steps)
             except TrajectoryFailure as failure:
                 raise ConfigError(f"task {task.task_id}: {failure.message}") from failure
-            return messages, environment.tools()
+            return messages, environment.tools(), environment.reads_replies
         finally:
             await environment.close()  # what that raises is only a warning, as in an attempt
             user.release()

@@ -22,8 +22,6 @@ from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import CallOptions, Session
 from treadle.rollout.session import Reply as SessionReply
 
-_NEW, _CONTINUED = CallOptions(), CallOptions(continue_final_message=True)
-
 
 class EnvironmentDriver(AttemptDriver[Session]):
     """Plays the tasks of environments, each attempt with an environment of its own.
@@ -83,7 +81,8 @@ class EnvironmentDriver(AttemptDriver[Session]):
         for _ in range(self._config.max_steps):
             begun = conversation[-1]["role"] == "assistant" and not session.steps  # a reply that the task begins
             going_on = begun or (one_message and conversation[-1]["role"] == "assistant")
-            reply = await session.chat(conversation, tools, _CONTINUED if going_on else _NEW)
+            options = CallOptions(tool_calls=parsed, continue_final_message=going_on)
+            reply = await session.chat(conversation, tools, options)
             if state:
                 session.set_state(reply.number, state)
             answer = await environment.step(_parsed(reply) if parsed else reply.text)

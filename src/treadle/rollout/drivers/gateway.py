@@ -38,15 +38,16 @@ CallError = StepsExceeded | ContextExceeded | EngineError
 
 
 class AgentSession(Session):
-    """Records an attempt whose calls come from an agent program: at most `max_calls`.
+    """Records an attempt whose calls come from an agent program: at most `max_calls`, without those that the engine
+    failed.
 
-    last_error: what the last call to end was refused or failed with; None if it was answered. errors: all of these, as
-    they come.
+    last_error: what the last call to end was refused or failed with; None if it was answered, and none was one too
+    many. errors: all of these, as they come.
     """
 
     def __init__(self, spec: SessionSpec, parse: ReplyParser = plain, *, max_calls: int) -> None:
         super().__init__(spec, parse)
-        self._max_calls = max_calls
+        self._max_calls, self._failed = max_calls, 0
         self.last_error: CallError | None = None
         self.errors: asyncio.Queue[CallError] = asyncio.Queue()
 
@@ -67,7 +68,7 @@ class AgentSession(Session):
         return super()._numbered(prompt)
 
     def _check_calls(self) -> None:
-        if self._calls >= self._max_calls:
+        if self._calls - self._failed >= self._max_calls:
             raise StepsExceeded(self._max_calls)
 
     @contextmanager
@@ -77,9 +78,11 @@ class AgentSession(Session):
             yield
         except (StepsExceeded, ContextExceeded, EngineError) as error:
             self.last_error = error
+            self._failed += isinstance(error, EngineError)
             self.errors.put_nowait(error)
             raise
-        self.last_error = None
+        if not isinstance(self.last_error, StepsExceeded):
+            self.last_error = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +131,8 @@ class GatewayDriver(AttemptDriver[AgentSession]):
 
         Where a call failed on this side (engine, gateway, chat template) and no retry of it was answered, there is no
         reward: what graded the attempt may have graded that. If its code raises after its last call was refused for a
-        limit or failed in the engine, that call's error decides how the attempt ended; where it was a limit, what the
-        code raised becomes a warning.
+        limit, or in want of an answer that failed, that call's error decides how the attempt ended; where it was a
+        limit, what the code raised becomes a warning.
         """
         outcome = await self._outcome(session, task, user)
         if not (refused := session.bad_requests):
@@ -146,9 +149,10 @@ class GatewayDriver(AttemptDriver[AgentSession]):
             graded = await self._attached(task, session, user)
             session.reward_last(graded.reward)
         except TrajectoryFailure as error:
-            if error.cause is not user.cause or session.last_error is None:
+            ended_by = _lost(session, user.cause) or session.last_error
+            if error.cause is not user.cause or ended_by is None:
                 return outcome_of(session.steps, error, user.cause)
-            outcome = outcome_of(session.steps, session.last_error, user.cause)
+            outcome = outcome_of(session.steps, ended_by, user.cause)
             return outcome if outcome.failure else replace(outcome, warning=error.message)
         except DataError as error:
             failure = TrajectoryFailure(user.cause, f"the {user.cause}'s reward: {error}")
@@ -169,9 +173,16 @@ def _ended_by(graded: Graded, session: AgentSession, cause: Cause) -> AttemptErr
     if isinstance(graded.ended_by, TrajectoryFailure):
         return graded.ended_by
     if session.unanswered and not graded.recovered:
-        return _failure(next(iter(session.unanswered.values())), cause)
+        return _failure(session.unanswered[0].error, cause)
     over = isinstance(session.last_error, EngineError) and any(was_played(step) for step in session.steps)
     return graded.ended_by or (None if over else session.last_error)
+
+
+def _lost(session: AgentSession, cause: Cause) -> AttemptError | None:
+    """The failure of a call that was not answered. Of one that was refused, what its code then raised says more."""
+    errors = [failed.error for failed in session.unanswered]
+    refusals = DataError if session.last_error is None else ()
+    return next((_failure(error, cause) for error in errors if not isinstance(error, refusals)), None)
 
 
 def _failure(error: BaseException, cause: Cause) -> AttemptError:

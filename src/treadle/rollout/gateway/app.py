@@ -82,7 +82,7 @@ def _asking(gateway: Gateway, dialect: Dialect) -> Handler:
                     rendered.push(held.pop_all())
                     exchange.task.add_done_callback(lambda _: rendered.close())
             except ApiError as error:
-                exchanges.refuse(error, origin.body)
+                exchanges.refuse(error, origin)
                 raise
         return CompletionResponse(dialect, exchanges, exchange, origin, completion.stream)
 

@@ -20,12 +20,15 @@ from dataclasses import dataclass
 
 from treadle.core.errors import ContextExceeded, StepsExceeded
 from treadle.rollout.gateway.request import Answer, ApiError
-from treadle.rollout.session import Session
+from treadle.rollout.session import Session, Unanswered
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Identifies a request and its retries. body: digest of route and body. retry: the SDK's retry count."""
+    """Identifies a request and its retries.
+
+    body: digest of route and body; b"" for a request that was refused unread. retry: the SDK's retry count.
+    """
 
     body: bytes
     key: str | None = None
@@ -36,12 +39,14 @@ class Origin:
 class Exchange:
     """Tracks one request with all its retries.
 
-    waiting: how many connections want the answer now. retry: the highest retry count so far.
+    waiting: how many connections want the answer now. retry: the highest retry count so far. repeats: the failed
+    request that this one is a retry of.
     """
 
     origin: Origin
     task: asyncio.Task[Answer]
     retry: int
+    repeats: Unanswered | None = None
     waiting: int = 0
     delivered: bool = False
     abort: asyncio.TimerHandle | None = None
@@ -59,6 +64,7 @@ class Exchanges:
     most: how many may be sampled at a time.
 
     Invariant: a step is dropped (as cancelled) exactly while its answer has been given up and never fully delivered.
+    A request that failed on this side is answered only by one that came later, and whose answer was delivered.
     """
 
     def __init__(self, session: Session, grace: float, most: int) -> None:
@@ -90,10 +96,11 @@ class Exchanges:
 
     def start(self, origin: Origin, sample: Callable[[], Awaitable[Answer]]) -> Exchange:
         """Start and return a new exchange. Raises ApiError (429) where too many are being sampled already."""
+        repeats = self._take_unanswered(origin)
         if len(self._running) >= self._most:
             self._void[origin.body] += 1
             raise ApiError(429, f"this session has {self._most} requests in flight already; wait for one of them")
-        exchange = Exchange(origin, asyncio.ensure_future(_run(sample)), origin.retry)
+        exchange = Exchange(origin, asyncio.ensure_future(_run(sample)), origin.retry, repeats)
         self._by_body.setdefault(origin.body, []).append(exchange)
         if origin.key is not None:
             self._by_key[origin.key] = exchange
@@ -118,15 +125,16 @@ class Exchanges:
 
     def deliver(self, exchange: Exchange) -> None:
         """Record that all of the answer was sent."""
-        exchange.delivered = True
+        exchange.delivered, exchange.repeats = True, None
         self._set_delivered(exchange, True)
 
-    def refuse(self, error: ApiError, body: bytes = b"") -> None:
-        """Note that a request was refused: as malformed, or for now (429, 503). body: its digest, if it was read."""
-        if error.status in (429, 503):
-            self._session.unanswered[body] = error
-        else:
+    def refuse(self, error: ApiError, origin: Origin = Origin(b"")) -> None:
+        """Note that a request was refused: as malformed, or for now (429, 503)."""
+        if error.status not in (429, 503):
             self._session.bad_requests.append(error.message)
+            return
+        self._take_unanswered(origin)
+        self._session.unanswered.append(Unanswered(origin.body, origin.key, error))
 
     async def close(self) -> None:
         """Abort what is being sampled, and drop the steps of answers that were not delivered."""
@@ -141,28 +149,42 @@ class Exchanges:
                     exchange.abort.cancel()
                 if not exchange.delivered:
                     self._set_delivered(exchange, False)
+                    self._put_back(exchange)
+
+    def _take_unanswered(self, origin: Origin) -> Unanswered | None:
+        """Take out the failed request that this one is a retry of, if there is one."""
+        failed = self._session.unanswered
+        same = [f for f in failed if f.body == origin.body and not (f.key and origin.key and f.key != origin.key)]
+        found = next(iter(same or [f for f in failed if not f.body]), None)
+        if found is not None:
+            failed.remove(found)
+        return found
+
+    def _put_back(self, exchange: Exchange) -> None:
+        if exchange.repeats is not None:
+            self._session.unanswered.append(exchange.repeats)
+            exchange.repeats = None
 
     def _sampled(self, exchange: Exchange) -> None:
         self._running.discard(exchange)
         error = None if exchange.task.cancelled() else exchange.task.exception()
-        if error is not None:
-            self._note_failure(exchange, error)
         if exchange.task.cancelled() or error is not None:
+            self._note_failure(exchange, error)
             self._forget(exchange)  # there is no answer to repeat: the next request is a new one
-            return
-        for body in (exchange.origin.body, b""):
-            self._session.unanswered.pop(body, None)
-        if exchange.abandoned:
+        elif exchange.abandoned:
             self._set_delivered(exchange, False)
 
-    def _note_failure(self, exchange: Exchange, error: BaseException) -> None:
+    def _note_failure(self, exchange: Exchange, error: BaseException | None) -> None:
         match error:
             case ApiError():
-                self.refuse(error, exchange.origin.body)
-            case StepsExceeded() | ContextExceeded():
-                pass  # limits, which are the model's own doing
+                self.refuse(error, exchange.origin)
+            case None | StepsExceeded() | ContextExceeded():
+                pass  # cancelled; or limits, which are the model's own doing
+            case _ if exchange.abandoned:
+                pass  # its client has given up by itself
             case _:
-                self._session.unanswered[exchange.origin.body] = error
+                exchange.repeats = Unanswered(exchange.origin.body, exchange.origin.key, error)
+        self._put_back(exchange)
 
     def _give_up(self, exchange: Exchange) -> None:
         if exchange.task.done():
