@@ -53,6 +53,7 @@ BUDGETS = (1, 2, 3, 7, 20, 60, 8192)
 REINFORCE = AlgorithmConfig(policy_loss="reinforce")
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot share prefixes")
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-next"])  # the second one's steps are rows of their own
 def test_a_forward_pass_tells_the_experts_of_every_token(family: str) -> None:
     model = tiny(family)

@@ -125,13 +125,14 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitS
 
 def _routers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Modules, by name, of the classes that transformers records router logits of."""
+    named: dict[str, nn.Module] = dict(model.named_modules())
     classes: list[type] = []
-    for module in model.modules():
+    for module in named.values():
         if isinstance(module, PreTrainedModel):
             recorders: Any = (module._can_record_outputs or {}).get("router_logits", [])
             recorders = recorders if isinstance(recorders, list) else [recorders]
             classes += [getattr(recorder, "target_class", recorder) for recorder in recorders]
-    return {name: module for name, module in model.named_modules() if isinstance(module, tuple(classes))}
+    return {name: named[name] for name in named if isinstance(named[name], tuple(classes))}
 
 
 def _kind(router: nn.Module, model: PreTrainedModel) -> tuple[int, int, int] | None:

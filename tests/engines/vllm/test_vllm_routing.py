@@ -21,7 +21,7 @@ from tests.orchestration.test_routing import MOE
 from tests.sources import FixedWeights
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, EngineError
-from treadle.core.types import Ids, SamplingParams, StopReason
+from treadle.core.types import SamplingParams, StopReason
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.calls import decode_routing
 from treadle.engines.vllm.start import open_engine
@@ -108,7 +108,7 @@ class Scripted:
         }
 
 
-def routing(positions: Ids) -> NDArray[np.int64]:
+def routing(positions: NDArray[Any]) -> NDArray[np.int64]:
     """[positions, 3, 2]"""
     return (positions[:, None, None] + np.arange(3)[:, None] + np.arange(2)) % 8
 
