@@ -33,11 +33,12 @@ class FixedWeights:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] | None = None
     scores: Callable[[Ids], Floats] = no_scores
+    expert_layers: tuple[int, ...] | None = None
 
     @property
     def model(self) -> ModelInfo:
         own = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
-        return ModelInfo(1024, 1024, 0, own if self.shapes is None else self.shapes)
+        return ModelInfo(1024, 1024, 0, own if self.shapes is None else self.shapes, self.expert_layers)
 
     async def stage(self, destination: WeightsDestination[R]) -> R:
         weights = dict(sorted(self.weights.items()))

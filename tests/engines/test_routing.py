@@ -55,6 +55,7 @@ def test_routers_do_as_they_are_told_and_choose_for_themselves_otherwise(name: s
     model = made(name)
     routers = Routers.of(model)
     assert routers.layers == len(routers_of(model)) > 0 and (routers.top_k, routers.experts) == (2, 4)
+    assert routers.numbers == {1: (1,), 2: (0, 1)}[routers.layers]  # where one has none, it is the first
     with torch.no_grad():
         plain = model(input_ids=ids, use_cache=False).logits
         with routers.choosing() as own:

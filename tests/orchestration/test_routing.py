@@ -1,7 +1,12 @@
 """Runs of a tiny mixture of experts whose routing is told, recorded and replayed."""
 
+import asyncio
 import signal
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
@@ -10,7 +15,17 @@ import pytest
 from tests.orchestration.runs import check_finished, query, recorded, resume, start, updates
 from tests.orchestration.test_loop import Interrupting
 from tests.worlds import tiny
-from treadle.core.errors import ConfigError
+from treadle.core.engine import Completion
+from treadle.core.errors import ConfigError, EngineError
+from treadle.core.types import Routing
+from treadle.engines.compute import Compute
+from treadle.engines.weight_sync import EmbeddedSync
+from treadle.models.model_files import tokenizer_directory
+from treadle.orchestration.setup.chat_interface import check_engine, load_chat_interface
+from treadle.orchestration.setup.engines import embedded_engine
+from treadle.training.learner import Learner
+from treadle.training.make import load_model
+from treadle.training.trainer import EmbeddedTrainer
 
 MOE = (
     "model.build={model_type: qwen3_moe, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 24, "
@@ -49,11 +64,41 @@ def test_a_model_without_experts_is_refused_before_there_is_a_run(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-def test_an_engine_that_does_not_tell_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"engine\.kind 'vllm' does not tell which experts it chose; use engine\.kind"
-    ):
-        tiny(*MOE, "engine.kind=vllm")
+LIES: dict[str, tuple[Callable[[Routing], Routing | None], str]] = {
+    "none": (lambda told: None, "TorchEngine does not report the experts it chose; use an engine that does"),
+    "the next token's": (lambda told: np.roll(told, -1, 0), "reports experts of which the learner chooses only "),
+    "layers mixed up": (lambda told: told[:, ::-1], "reports experts of which the learner chooses only "),
+    "too few layers": (lambda told: told[:, :1], r"shape \(8, 1, 1\), the learner chooses \(8, 2, 1\)"),
+    "too few tokens": (lambda told: told[1:], r"shape \(7, 2, 1\), the learner chooses \(8, 2, 1\)"),
+    "nothing": (lambda told: told, ""),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_the_experts_of_a_first_call_are_compared_with_the_learners(lie: str) -> None:
+    falsify, message = LIES[lie]
+    config = tiny(*MOE, "model.build.num_experts_per_tok=1", "model.build.num_local_experts=16")
+    chat, model = load_chat_interface(config.model), load_model(config.model, 0)
+    tokenizer = tokenizer_directory(config.model)
+    trainer = EmbeddedTrainer(Learner(model, config.training, config.algorithm, 4), tokenizer, Compute(None))
+
+    async def check() -> None:
+        engine = embedded_engine(config.engine, chat, model, routing=True)
+        generate = engine.generate
+
+        async def falsified(*arguments: Any, **options: Any) -> Completion:
+            answer = await generate(*arguments, **options)
+            assert answer.routing is not None
+            return replace(answer, routing=falsify(answer.routing))
+
+        engine.generate = falsified  # type: ignore[method-assign]
+        try:
+            await check_engine(engine, EmbeddedSync(trainer, engine), trainer, chat)
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineError, match=message) if message else nullcontext():
+        asyncio.run(check())
 
 
 def test_routing_is_not_recorded_unless_it_is_replayed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from treadle.core.errors import CheckpointError, TreadleError
 from treadle.core.manifest import Manifest
 from treadle.core.status import ComponentStatus
 from treadle.core.trainer import Conversation, Trainer, UpdateResult, WeightsDestination
-from treadle.core.types import Floats, Group, Ids
+from treadle.core.types import Floats, Group, Ids, Routing
 from treadle.orchestration.runtime import Runtime
 from treadle.orchestration.setup.chat_interface import use_threads
 from treadle.orchestration.setup.inputs import load_inputs
@@ -91,6 +91,10 @@ class Pair:
     async def score(self, ids: Ids) -> Floats:
         logprobs: Floats = await self._call("score", ids)
         return logprobs
+
+    async def experts(self, ids: Ids) -> Routing:
+        chosen: Routing = await self._call("experts", ids)
+        return chosen
 
     async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
         await self._call("export", directory, more, ranks=1)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.engines.test_routing import choices
 from tests.models import (
     VOCABULARY,
     ExactRouter,
@@ -45,10 +46,21 @@ from treadle.packing.flat import flatten
 from treadle.packing.layout import Packing
 from treadle.packing.routing import distinct, replayed
 from treadle.training.config import OptimizerConfig
+from treadle.training.forward import Forward
 
 GENERATE = [Phase.explicit, Phase.reuse, Phase.generate]  # shrinking would take minutes
 BUDGETS = (1, 2, 3, 7, 20, 60, 8192)
 REINFORCE = AlgorithmConfig(policy_loss="reinforce")
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot share prefixes")
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-next"])  # the second one's steps are rows of their own
+def test_a_forward_pass_tells_the_experts_of_every_token(family: str) -> None:
+    model = tiny(family)
+    ids = np.arange(1, 12, dtype=np.int32)
+    chosen = Forward(model, 64, routing=True).experts(ids)
+    assert chosen.dtype == np.int16 and chosen.shape == (11, 2, 2)
+    assert np.array_equal(np.sort(chosen, -1), choices(model, ids).numpy())
 
 
 # Each step alone, with its experts, is the definition

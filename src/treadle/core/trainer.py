@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 from treadle.core.manifest import Manifest
 from treadle.core.metrics import Measures
 from treadle.core.status import ComponentStatus
-from treadle.core.types import Floats, Group, Ids, Mask
+from treadle.core.types import Floats, Group, Ids, Mask, Routing
 
 R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
@@ -76,13 +76,15 @@ class ModelInfo:
     """Describes a model without its weights.
 
     vocabulary: ids are below it. context: most tokens of a sequence. parameters: their number, tied ones once.
-    shapes: of the published weights, by name.
+    shapes: of the published weights, by name. expert_layers: the hidden layers, from 0, whose experts engines report
+    and the trainer replays; None without `training.routing_replay`.
     """
 
     vocabulary: int
     context: int
     parameters: int
     shapes: Mapping[str, tuple[int, ...]]
+    expert_layers: tuple[int, ...] | None = None
 
 
 class WeightsDestination(Protocol[R_co]):
@@ -152,6 +154,13 @@ class Trainer(WeightSource, Protocol):
 
         step: from 0; the optimizer is that of the warm start, and lasts from the first step to the last.
         Returns the mean loss before the step, in nats a token. Raises TrainingStopped as `train_batch` does.
+        """
+        ...
+
+    async def experts(self, ids: Ids) -> Routing:
+        """Return the experts that the routers choose for each token: int32[T] -> int16[T, M, k].
+
+        Computed as `score`. Asked only of models with `ModelInfo.expert_layers`, whose number is M.
         """
         ...
 

@@ -54,13 +54,15 @@ class _Choice(TorchFunctionMode):
 class Routers:
     """Holds a model's routers, in the order of its layers.
 
-    layers: M. top_k: k. experts: of a layer. topks: how often a router computes a top-k.
+    layers: M. top_k: k. experts: of a layer. topks: how often a router computes a top-k. numbers: which of the model's
+    hidden layers they belong to, from 0.
     """
 
     modules: tuple[nn.Module, ...]
     top_k: int
     experts: int
     topks: int
+    numbers: tuple[int, ...]
 
     @property
     def layers(self) -> int:
@@ -73,7 +75,8 @@ class Routers:
 
         Raises ConfigError for a model without experts, or with routers that are not as described above.
         """
-        name, modules = type(model).__name__, _routers(model)
+        name, named = type(model).__name__, _routers(model)
+        modules = tuple(named.values())
         if not modules:
             raise ConfigError(f"{name} has no experts to replay; set training.routing_replay to false")
         kinds = {_kind(module, model) for module in modules}
@@ -83,7 +86,7 @@ class Routers:
                 f"{name} chooses experts in a way that Treadle cannot replay ({type(modules[0]).__name__}); "
                 "set training.routing_replay to false"
             )
-        return cls(modules, *kind)
+        return cls(modules, *kind, tuple(next(int(p) for p in name.split(".") if p.isdigit()) for name in named))
 
     @contextmanager
     def choosing(self, wanted: Tensor | None = None) -> Iterator[list[Tensor]]:
@@ -120,15 +123,16 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitS
         undo.callback(object.__setattr__, module, "forward", before)
 
 
-def _routers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
-    """Modules of the classes that transformers records router logits of."""
+def _routers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Modules, by name, of the classes that transformers records router logits of."""
+    named: dict[str, nn.Module] = dict(model.named_modules())
     classes: list[type] = []
-    for module in model.modules():
+    for module in named.values():
         if isinstance(module, PreTrainedModel):
             recorders: Any = (module._can_record_outputs or {}).get("router_logits", [])
             recorders = recorders if isinstance(recorders, list) else [recorders]
             classes += [getattr(recorder, "target_class", recorder) for recorder in recorders]
-    return tuple(module for module in model.modules() if isinstance(module, tuple(classes)))
+    return {name: named[name] for name in named if isinstance(named[name], tuple(classes))}
 
 
 def _kind(router: nn.Module, model: PreTrainedModel) -> tuple[int, int, int] | None:

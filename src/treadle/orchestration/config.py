@@ -284,15 +284,6 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _engine_reports_experts(self) -> RunConfig:
-        if self.training.routing_replay and self.engine.kind == "vllm":
-            raise ValueError(
-                f"training.routing_replay is true, but engine.kind {self.engine.kind!r} does not tell which experts it "
-                "chose; use engine.kind=torch, or set it to false"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _continuous_if_asynchronous(self) -> RunConfig:
         if self.orchestration.max_staleness and self.engine.lock_step:
             raise ValueError(

@@ -36,12 +36,20 @@ _STOPPING = 30.0  # seconds for a server to end by itself
 class ServerActor:
     """Has a server as its child, which ends when this process does, and makes rollout workers' calls of it.
 
-    stop_token_ids: tokens that end a completion. Invariant: calls begin and return only while it is told to be open.
+    stop_token_ids: tokens that end a completion. expert_layers: those whose experts completions report.
+    Invariant: calls begin and return only while it is told to be open.
     """
 
-    def __init__(self, model: Path, config: EngineConfig, log: Path, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: Path,
+        config: EngineConfig,
+        log: Path,
+        stop_token_ids: Sequence[int],
+        expert_layers: Sequence[int] | None = None,
+    ) -> None:
         self._process = ServerProcess(model, config, log, ray.util.get_node_ip_address())
-        self._stop = sorted(stop_token_ids)
+        self._stop, self._expert_layers = sorted(stop_token_ids), expert_layers
         self._admission = Admission()
         self._server: Server | None = None  # once it serves
 
@@ -68,7 +76,9 @@ class ServerActor:
         await self._admission.settled()
         assert self._server is not None
         check_call(len(prompt_ids), sampling, self._server.context)
-        return await sample(self._server, self._admission, prompt_ids, sampling, self._stop, cache_salt)
+        return await sample(
+            self._server, self._admission, prompt_ids, sampling, self._stop, cache_salt, self._expert_layers
+        )
 
     async def ended(self) -> None:
         """Return once the server has ended, or calls of it fail."""
@@ -90,13 +100,14 @@ class PlacedServer:
         config: EngineConfig,
         log: Path,
         stop_token_ids: Sequence[int],
+        expert_layers: Sequence[int] | None = None,
     ) -> None:
         log.touch()
         self.log = log
         made = ray.remote(ServerActor).options(
             max_restarts=0, max_task_retries=0, max_concurrency=_SIDE_BY_SIDE, **options
         )
-        self.route = made.remote(model.absolute(), config, log.absolute(), stop_token_ids)
+        self.route = made.remote(model.absolute(), config, log.absolute(), stop_token_ids, expert_layers)
         try:
             self.url: str = ray.get(self.route.url.remote())
         except RayError as error:
@@ -145,7 +156,9 @@ async def open_servers(config: RunConfig, reservation: Reservation, spec: Engine
     vllm = spec.config.vllm.model_copy(update={"servers": len(places), "args": args})
 
     def serve(number: int, model: Path, config: EngineConfig, log: Path) -> PlacedServer:
-        return PlacedServer(places[number], model, config, log, spec.chat.stop_token_ids)
+        return PlacedServer(
+            places[number], model, config, log, spec.chat.stop_token_ids, spec.source.model.expert_layers
+        )
 
     spec = replace(spec, config=spec.config.model_copy(update={"vllm": vllm}))
     return await open_vllm(spec, serve, spec.log_directory())

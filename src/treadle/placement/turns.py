@@ -19,7 +19,7 @@ from treadle.core.engine import Completion
 from treadle.core.manifest import Manifest
 from treadle.core.status import ComponentStatus
 from treadle.core.trainer import Conversation, ModelInfo, Trainer, UpdateResult, WeightsDestination
-from treadle.core.types import Floats, Group, Ids, SamplingParams
+from treadle.core.types import Floats, Group, Ids, Routing, SamplingParams
 from treadle.engines.pool import EnginePool, Member
 from treadle.engines.staging import Staged
 
@@ -117,6 +117,9 @@ class ColocatedTrainer:
 
     async def score(self, ids: Ids) -> Floats:
         return await self._in_turn(self._trainer.score, ids)
+
+    async def experts(self, ids: Ids) -> Routing:
+        return await self._in_turn(self._trainer.experts, ids)
 
     async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
         await self._in_turn(self._trainer.export, directory, more)

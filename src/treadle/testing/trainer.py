@@ -14,7 +14,7 @@ from treadle.core.manifest import Manifest
 from treadle.core.metrics import Measures
 from treadle.core.status import ComponentStatus
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
-from treadle.core.types import Floats, Group, Ids
+from treadle.core.types import Floats, Group, Ids, Routing
 
 R = TypeVar("R")
 
@@ -54,6 +54,10 @@ class FakeTrainer:
     async def score(self, ids: Ids) -> Floats:
         """Return `logprob` for every token but the first."""
         return np.full(len(ids) - 1, self._logprob, np.float32)
+
+    async def experts(self, ids: Ids) -> Routing:
+        """Return no layer's: it has none."""
+        return np.empty((len(ids), 0, 0), np.int16)
 
     async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
         """Write nothing."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
-from treadle.core.types import Floats, Ids
+from treadle.core.types import Floats, Ids, Routing
 from treadle.models.routing import Routers
 from treadle.models.support import refuse_randomness
 from treadle.packing.flat import PackedCall
@@ -94,6 +94,11 @@ class Forward:
         routers = self._routers
         return None if routers is None else (routers.layers, routers.top_k, routers.experts)
 
+    @property
+    def expert_layers(self) -> tuple[int, ...] | None:
+        """Return which hidden layers' experts are replayed, by number; None if none are."""
+        return None if self._routers is None else self._routers.numbers
+
     def trees(self, calls: Sequence[PackedCall], packing: Packing, sharing: Sharing) -> list[PrefixTree]:
         """Lay out calls for this model. Raises DataError for a call that cannot be laid out."""
         if self.shares:
@@ -109,6 +114,13 @@ class Forward:
         exact = self.configured(len(ids))
         [tree] = exact.trees([PackedCall(ids, 1, 0)], Packing.STEP, Sharing.TRAJECTORY)
         return np.asarray(exact.scores(tree, torch.ones(len(ids) - 1)).logp.cpu().numpy(), np.float32)
+
+    def experts(self, ids: Ids) -> Routing:
+        """Return the experts that the routers choose, without autocast: int32[T] -> int16[T, M, k]."""
+        assert self._routers is not None, "the caller asks only if experts are replayed"
+        with self._routers.choosing() as chosen:
+            self.exact_logprobs(ids)
+        return torch.stack(chosen, 1)[: len(ids)].cpu().numpy().astype(np.int16)
 
     def scores(self, tree: PrefixTree, temperature: Tensor, passes: int = 1) -> TokenScores:
         """Compute a tree without gradient. temperature [N]: of all pairs; its dtype is the result's.

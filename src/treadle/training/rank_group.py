@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from treadle.core.manifest import Manifest
 from treadle.core.status import ComponentStatus, ProcessId
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
-from treadle.core.types import Floats, Group, Ids
+from treadle.core.types import Floats, Group, Ids, Routing
 from treadle.engines.compute import Compute
 from treadle.models.model_files import tokenizer_directory
 from treadle.training.config import TrainerSpec
@@ -105,6 +105,10 @@ class RankGroup:
     async def score(self, ids: Ids) -> Floats:
         logprobs: Floats = await self._call("score", ids)
         return logprobs
+
+    async def experts(self, ids: Ids) -> Routing:
+        chosen: Routing = await self._call("experts", ids)
+        return chosen
 
     async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
         await self._call("export", directory.absolute(), more)

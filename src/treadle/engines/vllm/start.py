@@ -11,6 +11,7 @@ import torch
 from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
 from treadle.engines.config import EngineConfig
+from treadle.engines.vllm.calls import decode_routing
 from treadle.engines.vllm.collective import Collective
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.vllm.launch import Started
@@ -41,7 +42,7 @@ async def open_engine(
         server = Server(config.vllm.urls[number]) if serve is None else await _started(serve, number)
         try:
             await wait_for(server, config.vllm.start_timeout)
-            await _connect(server)
+            await _connect(server, source.model.expert_layers)
             if config.vllm.transfer == "collective":
                 server.workers = int((await server.get("/get_world_size"))["world_size"])
         except BaseException:
@@ -66,6 +67,7 @@ async def open_engine(
         servers,
         publication,
         stop_token_ids=stop_token_ids,
+        expert_layers=source.model.expert_layers,
         restart=None if serve is None else open_server,
         notify=notify,
         on_close=on_close,
@@ -106,14 +108,20 @@ async def wait_for(server: Server, timeout: float) -> None:
         await asyncio.sleep(0.2)
 
 
-async def _connect(server: Server) -> None:
-    """Learn the context's length; check that weights are whole, and log-probabilities those of what is sampled from."""
+async def _connect(server: Server, expert_layers: Sequence[int] | None) -> None:
+    """Learn the context's length; check that weights are whole, and log-probabilities those of what is sampled from.
+
+    expert_layers: those whose experts it must report, if any.
+    """
     if (await server.get("/weight_info"))["weight_version"] == LOADING:
         raise EngineError(f"{server} is half loaded: whoever published to it was interrupted; restart it")
     await server.post("/resume")  # it may have been left paused
     await server.read_context()
     certain = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True}
     answer = await server.post("/inference/v1/generate", {"token_ids": [0], "sampling_params": certain})
-    logprob = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
+    [choice] = answer["choices"]
+    logprob = choice["logprobs"]["content"][0]["logprob"]
     if logprob < -1e-3:  # the only token left has probability 1
         raise EngineError(f"{server} reports raw log-probabilities; start it with --logprobs-mode processed_logprobs")
+    if expert_layers is not None:
+        decode_routing(server, choice, expert_layers)

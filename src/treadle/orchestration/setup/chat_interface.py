@@ -12,6 +12,7 @@ import torch
 from treadle.core.engine import Engine
 from treadle.core.errors import EngineError
 from treadle.core.trainer import Trainer, WeightSync
+from treadle.core.types import Routing
 from treadle.engines.probe import ProbeResult, probe_engine
 from treadle.engines.stop_strings import Decode
 from treadle.models.chat import load_chat
@@ -19,6 +20,8 @@ from treadle.models.config import ModelConfig
 from treadle.orchestration.setup.thread_count import available_cores, default_threads
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
+
+_LEAST_AGREEMENT = 0.8  # of the experts of engine and learner: rounding decides a few per cent in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,8 @@ async def check_engine(
     """Publish to the engine, probe it and have the trainer score what it sampled; returns what the probe found.
 
     Raises EngineError if their log-probabilities differ by `tolerance` nats or more, so that they are not the same
-    policy, or if the engine lacks what training needs (`probe_engine`).
+    policy, if the engine lacks what training needs (`probe_engine`), or, where experts are replayed, if those it
+    reports are not the learner's.
     """
     await weight_sync.publish(0)
     prompt = Conversation(chat.renderer).render([{"role": "user", "content": "ok"}]).ids
@@ -77,4 +81,27 @@ async def check_engine(
             f"{facts.engine} reports log-probabilities that differ from those of the learner by up to {gap:.2e}; "
             "it must serve the published weights in the learner's precision"
         )
+    if trainer.model.expert_layers is not None:
+        _check_experts(facts, (await trainer.experts(ids))[len(prompt) - 1 : -1])
     return facts
+
+
+def _check_experts(facts: ProbeResult, chosen: Routing) -> None:
+    """Raise EngineError unless the engine reports the experts that the learner chose: int16[C, M, k], in any order."""
+    reported = facts.sampled.routing
+    if reported is None:
+        raise EngineError(
+            f"{facts.engine} does not report the experts it chose; use an engine that does, or set "
+            "training.routing_replay to false"
+        )
+    if reported.shape != chosen.shape:
+        raise EngineError(
+            f"{facts.engine} reports experts of shape {reported.shape}, the learner chooses {chosen.shape} (sampled "
+            "tokens, layers, experts a token); it must serve the learner's model and report each sampled token"
+        )
+    agreement = float((reported[..., None] == chosen[..., None, :]).any(-1).mean())
+    if agreement < _LEAST_AGREEMENT:
+        raise EngineError(
+            f"{facts.engine} reports experts of which the learner chooses only {agreement:.0%}; a row must be of the "
+            "token before the sampled one, and layers in the model's order"
+        )

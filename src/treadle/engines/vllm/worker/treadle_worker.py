@@ -149,17 +149,23 @@ def abandon_reload(model: torch.nn.Module) -> None:
 
 
 def pack_again(model: torch.nn.Module) -> None:
-    """Renew the packed copy of the output layer's weight, which is what linear layers multiply by on the CPU.
+    """Pack what vLLM 0.32 packs on the CPU when a model is loaded first, and silently does not when it is loaded again.
 
-    vLLM 0.32 renews that copy for layers whose own weight was loaded, and so not for the output layer of a model with
-    tied embeddings, which silently goes on with the old weights.
+    Linear layers multiply by a packed copy, which is renewed for layers whose own weight was loaded, and so not for the
+    output layer of a model with tied embeddings. The weights of experts are packed in place.
     """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        elif isinstance(layer, RoutedExperts) and layer.quant_method.moe_kernel is not None:
+            experts = layer.quant_method.moe_kernel.fused_experts
+            if isinstance(experts, CPUUnquantizedExperts):
+                experts.process_weights_after_loading(layer)
 
 
 class Extension:
