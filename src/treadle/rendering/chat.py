@@ -21,7 +21,6 @@ from treadle.rendering.identity import flat, parsed
 from treadle.rendering.replies import (
     AUTO,
     FORMATS,
-    THOUGHT_END,
     Parser,
     ReplyParser,
     harmony,
@@ -31,7 +30,7 @@ from treadle.rendering.replies import (
 from treadle.rendering.structure import Backend, Structure, encode_text
 from treadle.rendering.template import ChatTemplate, Plain, Variables
 from treadle.rendering.token_bytes import TokenBytes
-from treadle.rendering.tool_calls import Tool
+from treadle.rendering.tool_calls import THOUGHT_END, Tool
 from treadle.rendering.tools import PROBE, ignores_tools, probe_call, written_call
 
 

@@ -31,10 +31,10 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.complete import shape
 from treadle.rendering.marks import Marked, Marks
 from treadle.rendering.off_loop import LARGE
-from treadle.rendering.replies import THOUGHT
 from treadle.rendering.spans import Encoded, Spans, concat, cut, message_spans, reply_spans
 from treadle.rendering.splices import Written, locate
 from treadle.rendering.template import ChatTemplate, Opening, Plain
+from treadle.rendering.tool_calls import THOUGHT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
