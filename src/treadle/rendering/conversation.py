@@ -34,7 +34,6 @@ from treadle.rendering.off_loop import LARGE
 from treadle.rendering.spans import Encoded, Spans, concat, cut, message_spans, reply_spans
 from treadle.rendering.splices import Written, locate
 from treadle.rendering.template import ChatTemplate, Opening, Plain
-from treadle.rendering.tool_calls import THOUGHT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +56,7 @@ class Prompt:
 
 
 Span = tuple[int, int, int, int]
+_TAGS = re.compile(r"</?think>")  # templates read them in content
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,14 +254,14 @@ class Conversation:
         """
         messages = self._renderer.merged(tuple(messages))
         setting, message = self._setting(tools, {}), messages[-1]
-        opening, template = setting.opening, setting.template
-        begun = opening.prompt != opening.kept or opening.prompt.rstrip().endswith(THOUGHT)
-        if not (message.get("tool_calls") or identity.reasoning(message) or begun):
-            return self._renderer.reply(message)
-        shown = [_shown(m, False, template.arguments_as_text, self._renderer.roles) for m in messages]
+        as_text = setting.template.arguments_as_text
+        shown = [_shown(m, False, as_text, self._renderer.roles) for m in messages]
+        for m in shown[:-1]:  # gpt-oss writes earlier thoughts in a prompt, and not before a reply
+            for key in ("reasoning_content", "thinking"):
+                m.pop(key, None)
         write = partial(self._renderer.write, tools=setting.tools, options=setting.options)
         prompt, text = write(shown[:-1], generation_prompt=True), write(shown, generation_prompt=False)
-        self._check_complete(shown, [*messages[:-1], None], setting)
+        self._check_complete(shown, [*messages[:-1], None], setting, asks=False)
         same = next((n for n, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
         if prompt[same:].strip():
             written, asked = (self._structure.plain(t)[-80:] for t in (text, prompt))
@@ -272,7 +272,10 @@ class Conversation:
             text = longer if longer.startswith(text) else text
         reply = text[same:]
         end = re.search("|".join(map(re.escape, self._structure.stops)) or "(?!)", reply)
-        ids = self._structure.encode(reply[: end.end()] if end else reply)
+        reply = reply[: end.end()] if end else reply
+        if lost := next((t for t in _TAGS.split(identity.flat(message["content"])) if t.strip() not in reply), ""):
+            raise DataError(f"the chat template leaves out {lost.strip()[:80]!r} of this reply")
+        ids = self._structure.encode(reply)
         return np.concatenate(ids if end else [*ids, self._renderer.end_of_turn])
 
     # Two kinds of prompts
@@ -360,12 +363,14 @@ class Conversation:
         self._check_complete(shown[: len(known)], replies, setting)
         return _Draft(values, replies, shown, text, write, setting)
 
-    def _check_complete(self, shown: Sequence[Plain], replies: Sequence[object], setting: _Setting) -> None:
+    def _check_complete(
+        self, shown: Sequence[Plain], replies: Sequence[object], setting: _Setting, asks: bool = True
+    ) -> None:
         """Raise DataError for what the template leaves out of messages that are no recorded replies (None).
 
-        Of those it is a break, which has its cause.
+        Of those it is a break, which has its cause. asks: whether they are to be answered.
         """
-        left_out = self._renderer.left_out(setting.key, shape(shown))
+        left_out = self._renderer.left_out(setting.key, shape(shown), asks)
         for number, part in left_out:
             if replies[number] is None:
                 message = shown[number]
