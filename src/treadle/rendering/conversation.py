@@ -34,6 +34,7 @@ from treadle.rendering.off_loop import LARGE
 from treadle.rendering.spans import Encoded, Spans, concat, cut, message_spans, reply_spans
 from treadle.rendering.splices import Written, locate
 from treadle.rendering.template import ChatTemplate, Opening, Plain
+from treadle.rendering.tool_calls import THOUGHT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -361,6 +362,9 @@ class Conversation:
 
         text = write(shown)
         self._check_complete(shown[: len(known)], replies, setting)
+        for number, message in enumerate(known):
+            if (said := _before_thought(message)) not in text and replies[number] is None:
+                raise DataError(f"the chat template leaves out {said[:80]!r} of message {number + 1}")
         return _Draft(values, replies, shown, text, write, setting)
 
     def _check_complete(
@@ -513,11 +517,17 @@ def _shown(message: Mapping[str, Any], recorded: bool, as_text: bool, roles: Map
         shown["tool_calls"] = [_call(call, as_text) for call in calls]
     else:
         shown.pop("tool_calls", None)
-    if recorded:
+    if recorded or _before_thought(message):
         shown.setdefault("reasoning_content", "")  # a string here keeps templates from looking for it in the content
     if thought := shown.get("reasoning_content"):
         shown["thinking"] = thought
     return shown
+
+
+def _before_thought(message: Mapping[str, Any]) -> str:
+    """What an assistant says before a thought in the content; templates look for thoughts there, and drop it, too."""
+    before, thought, _ = identity.flat(message.get("content")).partition(THOUGHT)
+    return before.strip() if thought and message["role"] == "assistant" else ""
 
 
 def _call(call: Mapping[str, Any], as_text: bool) -> Plain:
