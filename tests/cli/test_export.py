@@ -78,6 +78,7 @@ def test_a_template_of_the_run_goes_with_it(finished: Trained, tmp_path: Path, m
     put_config(run, config.replace("chat_template: null", f"chat_template: {tmp_path / 'own.jinja'}"))
     assert treadle("export", run, tmp_path / "out").status == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tools: Any
     for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
         talk = [{"role": "user", "content": "x"}]
         assert tokenizer.apply_chat_template(talk, tools=tools, tokenize=False) == "OWN x"
