@@ -532,10 +532,10 @@ def _before_thought(message: Mapping[str, Any]) -> str:
 
 def _call(call: Mapping[str, Any], as_text: bool) -> Plain:
     arguments = call["function"]["arguments"]
-    if as_text:
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    else:
-        arguments = identity.parsed(arguments)
+    if not as_text and isinstance(value := identity.parsed(arguments), dict):
+        arguments = value
+    elif not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return _data({**call, "function": {**call["function"], "arguments": arguments}})  # type: ignore[no-any-return]
 
 
