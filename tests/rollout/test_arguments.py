@@ -190,6 +190,7 @@ def test_a_call_that_is_not_read_does_not_go_on_into_the_next(parse: ReplyParser
 
 def test_a_reference_to_itself_ends() -> None:
     assert value_of("x", {"$ref": "#/a"}, {"a": {"$ref": "#/a"}}) == "x"
+    assert value_of("x", {"$ref": "#/a"}, {"a": {"allOf": [{"$ref": "#/a"}] * 9}}) == "x"
 
 
 def test_every_format_is_one_of_the_families() -> None:

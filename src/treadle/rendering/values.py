@@ -19,7 +19,7 @@ Schema = Any
 """A JSON schema, by whoever wrote the tool: usually a mapping, `true` or `false`."""
 
 _PYTHON = {"True": True, "False": False, "None": None}
-_DEEPEST = 16  # levels of $ref, anyOf and so on, which may refer to themselves
+_DEEPEST = 8  # levels of $ref, anyOf and so on, which may refer to themselves, and several times
 _OF_TYPE: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "boolean": (bool,),
