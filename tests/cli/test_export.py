@@ -18,7 +18,7 @@ from tests.orchestration.runs import put_config, start
 from tests.worlds import Quiet
 from treadle.models.weights import unique_weights, weights_sha256
 from treadle.orchestration.export import export_checkpoint
-from treadle.orchestration.store.checkpoint_retention import checkpoint_updates
+from treadle.orchestration.store.checkpoint_retention import checkpoint_updates, read_checkpoint
 from treadle.orchestration.store.ledger import Ledger
 from treadle.training.checkpoint import remove_others
 
@@ -63,7 +63,14 @@ def test_which_checkpoint(finished: Trained, tmp_path: Path) -> None:
     assert json.loads(done.out)["result"]["success"] == figures[best]
 
 
-def test_a_template_of_the_run_goes_with_it(finished: Trained, tmp_path: Path) -> None:
+def test_a_template_of_the_run_goes_with_it(finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the place of all that the tokenizer has."""
+
+    def read_named(*asked: Any) -> tuple[Any, dict[str, bytes]]:
+        checkpoint, found = read_checkpoint(*asked)
+        return checkpoint, {**found, "additional_chat_templates/tool_use.jinja": b"TOOLS"}
+
+    monkeypatch.setattr("treadle.orchestration.export.read_checkpoint", read_named)
     run = tmp_path / "run"
     shutil.copytree(finished.path, run)
     (tmp_path / "own.jinja").write_text("{% for m in messages %}OWN {{ m.content }}{% endfor %}")
@@ -71,7 +78,10 @@ def test_a_template_of_the_run_goes_with_it(finished: Trained, tmp_path: Path) -
     put_config(run, config.replace("chat_template: null", f"chat_template: {tmp_path / 'own.jinja'}"))
     assert treadle("export", run, tmp_path / "out").status == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "OWN x"
+    tools: Any
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        talk = [{"role": "user", "content": "x"}]
+        assert tokenizer.apply_chat_template(talk, tools=tools, tokenize=False) == "OWN x"
 
 
 class Exporting(Quiet):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.rollout.families import FAMILIES, WRITING_TOOLS, World, small_vocabulary
 from treadle.core.types import Message
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.replies import FORMATS, ReplyParser, parser_name
+from treadle.rendering.replies import FORMATS, ReplyParser, glm, parser_name, qwen_xml
 from treadle.rendering.values import Ambiguous, value_of
 
 EVERY = {**FAMILIES, **WRITING_TOOLS}
@@ -39,7 +39,7 @@ SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS
 VALUES = SCALARS | st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2)
 )
-SWALLOWED = re.compile(r"</parameter>\s*<parameter=|</arg_value>\s*<arg_key>|</tool_call>.*<tool_call>", re.DOTALL)
+SWALLOWED = re.compile(r"\n</parameter>\s*<parameter=.*>\n|</arg_value>\s*<arg_key>.*<arg_value>", re.DOTALL)
 """What makes one argument of several, or one call, to any reader."""
 
 
@@ -51,7 +51,7 @@ def kind(value: Json) -> str:
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[dict[str, Json], dict[str, Json]]:
     """Arguments and a schema that they are valid under."""
-    arguments = draw(st.dictionaries(st.sampled_from(["q", "path", "n"]), VALUES, max_size=3))
+    arguments = draw(st.dictionaries(st.sampled_from(["q", "path", "n", " q", ""]), VALUES, max_size=3))
     properties, parts = {}, {}
     for key, value in arguments.items():
         own, other = {"type": kind(value)}, {"type": draw(st.sampled_from(["string", "null", "integer", "boolean"]))}
@@ -70,10 +70,21 @@ def calls(draw: st.DrawFn) -> tuple[dict[str, Json], dict[str, Json]]:
                     {"enum": ["x", 1, None, value]},
                     {"const": value},
                     {"allOf": [own, {}]},
+                    {**own, "nullable": True} if value is not None else {**other, "nullable": True},
                 ]
             )
         )
-    return arguments, {"type": "object", "properties": properties, "$defs": parts}
+    schema = {"type": "object", "properties": properties, "$defs": parts}
+    if draw(st.booleans()) and len(arguments) == 1:
+        [one] = properties.values()
+        others = {"type": draw(st.sampled_from(["string", "integer"]))}
+        by_pattern = {"patternProperties": {".*": one}, "additionalProperties": others}
+        schema = {
+            "type": "object",
+            "$defs": parts,
+            **draw(st.sampled_from([by_pattern, {"additionalProperties": one}])),
+        }
+    return arguments, schema
 
 
 @cache
@@ -162,8 +173,24 @@ def test_what_may_be_one_of_several_is_not_read(kind: Json) -> None:
         value_of("5", kind, {})
 
 
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (qwen_xml, "<tool_call>\n<function=f>\n<parameter=q>\n{}\n</parameter>\n</function>\n</tool_call>"),
+        (glm, "<tool_call>f\n<arg_key>q</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+    ],
+)
+def test_a_call_that_is_not_read_does_not_go_on_into_the_next(parse: ReplyParser, text: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"q": {}}}}}
+    for one, other, expected in (("5", "6", []), ("5", "a", ["a"]), ("a", "5", ["a"])):
+        message = parse(text.format(one) + "\n" + text.format(other), [tool])
+        assert read(message) == [("f", {"q": value}) for value in expected]
+        assert len(message["content"]) >= len(text.format("")) * (2 - len(expected))
+
+
 def test_a_reference_to_itself_ends() -> None:
     assert value_of("x", {"$ref": "#/a"}, {"a": {"$ref": "#/a"}}) == "x"
+    assert value_of("x", {"$ref": "#/a"}, {"a": {"allOf": [{"$ref": "#/a"}] * 9}}) == "x"
 
 
 def test_every_format_is_one_of_the_families() -> None:

@@ -53,6 +53,32 @@ def said(name: str, messages: list[Message], tools: list[Any], renderer: ChatRen
     return world(name).decode(prompt.ids)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_what_stands_before_a_thought_in_content_does_not_vanish_with_it(name: str) -> None:
+    thoughtful = Message(role="assistant", content="It was <think>hm</think> tea.")
+    text = said(name, [QUESTION, thoughtful, QUESTION], [])
+    refusing = "deepseekv3", "around roles", "nemotron_3_nano", "nemotron_3_super"
+    assert text is None if name in refusing else text is not None and "It was" in text and "tea." in text
+
+
+@pytest.mark.parametrize("name", [name for name, family in ALL.items() if family.tools])
+@pytest.mark.parametrize(
+    "arguments", ['["zqz", 1]', '{"q": "zqz", "q": 1}', '{"q": "zqz"', '"zqz"', '{"q": "zqz", "n": 1e999}']
+)
+def test_arguments_that_are_no_object_are_written_or_refused(name: str, arguments: str) -> None:
+    """A client may send back what another model wrote."""
+    [call] = CALLING["tool_calls"]
+    sent = {**CALLING, "tool_calls": [{**call, "function": {"name": "look", "arguments": arguments}}]}
+    text = said(name, [QUESTION, sent, {**tool("r"), "tool_call_id": "abcdefghi"}], [LOOK])  # type: ignore[list-item]
+    assert text is None or "zqz" in text
+
+
+@pytest.mark.parametrize("long", [1, 100_000])
+def test_half_a_character_is_refused(long: int) -> None:
+    with pytest.raises(DataError, match="lone surrogate"):
+        Conversation(plain_renderer()).render([user("a\ud800" * long)])
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "glm4moe", "deepseekv3", "phi3_5", "cohere2", "gemma4"])
 def test_a_role_that_the_template_drops_is_refused_with_its_remedy(name: str) -> None:
     dropped, shown = (tool("12:00"), "user") if name == "gemma4" else (DEVELOPER, "system")

@@ -60,7 +60,22 @@ def test_calls_are_learned_as_the_template_writes_them(name: str) -> None:
     assert "look" in world(name).renderer.decode(prompt)  # the tool
 
 
-@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.parametrize("name", EVERY)
+def test_answers_are_learned_as_the_template_writes_them(name: str) -> None:
+    """With what it puts around a reply: gpt-oss's channel, the empty thought of Qwen 3."""
+    if name == "deepseekv3":  # which prompts for a thought that it does not write
+        return
+    renderer, messages = world(name).renderer, [user("who?"), Message(role="assistant", content="Anna")]
+    [(prompt, answer)] = demonstrated_calls(messages, renderer)
+    shown: Any = messages
+    text = renderer.write(shown, None, renderer.options, generation_prompt=False)
+    written = renderer.structure.plain(text)
+    learned = renderer.decode(prompt) + renderer.decode(answer)
+    assert int(answer[-1]) in renderer.stop_ids
+    assert learned.startswith(written.rstrip()) or written.startswith(learned) or "<think>\n</think>" in learned
+
+
+@pytest.mark.parametrize("name", ["gptoss", *THINKING])
 def test_thoughts_are_learned_too(name: str) -> None:
     (prompt, call), (later, answer) = demonstrated_calls(
         talk("hm, Anna", Message(role="assistant", content="a friend", reasoning_content="so")),
@@ -103,6 +118,21 @@ def test_what_the_template_leaves_out_is_refused() -> None:
     thoughtful = [user("q"), Message(role="assistant", content="a", reasoning_content="hm")]
     with pytest.raises(DataError, match="the chat template leaves out the thought of message 2"):
         demonstrated_calls(thoughtful, ChatRenderer(PlainTokenizer(), [END]))
+
+
+def test_what_is_left_out_of_content_is_refused() -> None:
+    with pytest.raises(DataError, match="the chat template leaves out 'hm' of this reply"):
+        demonstrated_calls(
+            [user("q"), Message(role="assistant", content="<think>hm</think>a")], world("around roles").renderer
+        )
+
+
+@pytest.mark.parametrize("arguments", ['{"who": "An', "[1]", "5", '"a"'])
+def test_calls_whose_arguments_are_no_object_are_refused(arguments: str) -> None:
+    call = ToolCall(id="", type="function", function=FunctionCall(name="look", arguments=arguments))
+    messages = [user("q"), Message(role="assistant", content="", tool_calls=[call])]
+    with pytest.raises(DataError, match="the arguments of a call of 'look' are no JSON object"):
+        demonstrated_calls(messages, world("qwen3").renderer, [LOOK])
 
 
 def test_a_reply_that_begins_otherwise_than_the_prompt_is_refused() -> None:

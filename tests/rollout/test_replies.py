@@ -79,12 +79,60 @@ def test_qwen_xml_calls_take_types_from_the_schema() -> None:
         '<tool_call>{"name": "look", "arguments": {"x": "\\ud800"}}</tool_call>',
         "<tool_call>" + "[" * 100_000 + "</tool_call>",
         '<tool_call>{"name": "look", "arguments": {}}',
+        '<tool_call>{"name": "look", "args": {"who": "Anna"}}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": {}, "parameters": {"who": "Anna"}}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": {"who": "Anna", "who": "Bob"}}</tool_call>',
+        "<tool_call><function=look><parameter=who>\na</parameter><parameter=deep>\n</parameter></function></tool_call>",
         "<tool_call>look at Anna</tool_call>",
     ],
 )
 @pytest.mark.parametrize("parse", [hermes, qwen_xml])
 def test_a_malformed_call_stays_content(parse: ReplyParser, text: str) -> None:
     assert parse(f"so: {text} ", TOOLS) == {"role": "assistant", "content": f"so: {text} "}
+
+
+WRITTEN: dict[ReplyParser, str] = {
+    hermes: '<tool_call>{"name": "look", "arguments": {}}</tool_call>',
+    qwen_xml: "<tool_call>\n<function=look>\n</function>\n</tool_call>",
+    glm: "<tool_call>look\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("parse", WRITTEN)
+@pytest.mark.parametrize(
+    "around",
+    [
+        "Sure. <think>then {}</think> yes",
+        "Sure. <think>cut: {}",
+        "<tool_call>{{'name': 'write', 'arguments': {{'text': '{}'}}}}</tool_call>",
+        "<tool_call>{{'name': 'write', 'arguments': {{'text': '{} and cut",
+        "<tool_call>\n<function=write>\n<parameter=text>\nuse {} and cut",
+        "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n<parameter=b>\n5\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>use {} and cut",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>b</arg_key>\n<arg_value>5</arg_value>\n</tool_call>",
+    ],
+)
+def test_a_call_within_a_later_thought_or_a_call_that_cannot_be_read_is_none(parse: ReplyParser, around: str) -> None:
+    text = around.format(WRITTEN[parse])
+    assert parse(text, TOOLS) == {"role": "assistant", "content": text}
+    assert parse(f"<think>so</think>{text}", TOOLS)["content"] == text
+    behind = parse(f"{WRITTEN[parse]}{text}", TOOLS)
+    assert (behind["content"], len(behind.get("tool_calls", ()))) in [(text, 1), (WRITTEN[parse] + text, 0)]
+
+
+@pytest.mark.parametrize("parse", WRITTEN)
+def test_a_call_that_cannot_be_read_leaves_the_others(parse: ReplyParser) -> None:
+    call, broken = WRITTEN[parse], "<tool_call>look at</tool_call>"
+    message = parse(f"a {call} b {broken} c {call} d", TOOLS)
+    assert message["content"] == f"a  b {broken} c  d"
+    assert calls(message) == [("look", {})] * 2
+
+
+def test_llama_calls_are_nothing_else() -> None:
+    call = '{"name": "look", "parameters": {"who": "</think>"}}'
+    assert calls(llama(call, TOOLS)) == [("look", {"who": "</think>"})]
+    for text in ('{"name": "look", "results": [1]}', f"{call} so"):
+        assert llama(text, TOOLS) == {"role": "assistant", "content": text}
 
 
 @pytest.mark.parametrize("parse", [hermes, qwen_xml])

@@ -12,6 +12,7 @@ from treadle.core.draws import Stream
 from treadle.core.types import Message, SamplingParams
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import ReplyParser, hermes, plain, thinking
+from treadle.rollout.gateway.chat_completions import AssistantMessage
 from treadle.rollout.gateway.messages import AssistantTurn
 from treadle.rollout.gateway.responses import Item, read_items
 from treadle.rollout.session import Address, CallOptions, Session, SessionSpec
@@ -116,3 +117,16 @@ def test_both_reasoning_items_of_openais_client_are_kept() -> None:
     assert read_items(items) == (Message(role="assistant", content="a", reasoning_content="one\ntwo"),)
     [first, second] = read_items([*items, items[0]])
     assert (first["reasoning_content"], second["reasoning_content"]) == ("one\ntwo", "one")
+
+
+def test_a_summary_is_the_thought_where_there_is_no_other() -> None:
+    parts: Any = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}], "content": None}
+    for more, expected in (({}, "so"), ({"content": [{"type": "reasoning_text", "text": "hm"}]}, "hm")):
+        items = [{**parts, **more}, {"type": "message", "role": "assistant", "content": "a"}]
+        [message] = read_items(TypeAdapter(list[Item]).validate_python(items))
+        assert message["reasoning_content"] == expected
+
+
+def test_a_thought_under_its_other_name_is_kept() -> None:
+    sent = {"role": "assistant", "content": "a", "reasoning_content": "", "reasoning": "hm"}
+    assert AssistantMessage.model_validate(sent).message()["reasoning_content"] == "hm"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.rollout.families import small_vocabulary
 from tests.worlds import PLAIN
@@ -24,12 +24,17 @@ def tokenizer(kind: str) -> Any:
     fallback = {f"<0x{byte:02X}>": byte for byte in range(256)}
     merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("\u2581", "\u2581")]
     made = Tokenizer(models.BPE({**fallback, **letters}, merges, byte_fallback=True, unk_token=None, fuse_unk=False))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="never", split=False)
-    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    decoding = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if kind == "llama 2":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        decoding.append(decoders.Strip(" ", 1, 0))
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="never", split=False)
+    made.decoder = decoders.Sequence(decoding)
     return made
 
 
-@pytest.mark.parametrize("kind", ["byte level", "plain", "sentencepiece"])
+@pytest.mark.parametrize("kind", ["byte level", "plain", "sentencepiece", "llama 2"])
 @given(
     text=st.text(max_size=20) | st.sampled_from([" the  the", "日本語 the é", "e\u0301", "🙂 the"]),
     cut=st.integers(0, 9),
@@ -37,7 +42,9 @@ def tokenizer(kind: str) -> Any:
 def test_together_they_are_the_text(kind: str, text: str, cut: int) -> None:
     """Also where the tokens begin or end within a character, for which the text has a replacement."""
     backend = tokenizer(kind)
-    cut = 0 if kind == "sentencepiece" else cut  # whose decoder writes several bytes that are no text in its own way
+    cut = (
+        0 if kind in ("sentencepiece", "llama 2") else cut
+    )  # whose decoder writes several bytes that are no text in its own way
     ids = backend.encode(text, add_special_tokens=False).ids[cut:]
     pieces = TokenBytes(backend).of(ids)
     assert len(pieces) == len(ids)
@@ -51,6 +58,8 @@ def test_offsets_are_places_in_the_text(pieces: list[bytes]) -> None:
     for number, at in enumerate(found):
         begun = b"".join(pieces[:number]).decode(errors="ignore")
         assert 0 <= at <= len(text) and at >= len(begun)
+        if pieces[number : number + 1] != [b""] and not 0x80 <= pieces[number][0] < 0xC0:
+            assert at == len(b"".join(pieces[:number]).decode(errors="replace"))
 
 
 def test_a_character_that_is_cut_has_one_place() -> None:

@@ -16,6 +16,7 @@ from tests.rollout.families import FAMILIES, WRITING_TOOLS, Family, World, small
 from tests.sources import make_engine
 from tests.worlds import user
 from treadle.core.errors import ConfigError
+from treadle.core.manifest import Manifest
 from treadle.core.types import BreakCause, Message, SamplingParams, StopReason
 from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
@@ -117,6 +118,8 @@ def test_the_setting_takes_their_place(tmp_path: Path) -> None:
     [
         ('{"eos_token_id": 99999}', r"generation_config\.json: eos_token_id 99999 is none of the tokenizer's \d+ ids"),
         ("{", r"generation_config\.json cannot be read"),
+        ('{"eos_token_id": [0, true]}', r"generation_config\.json: eos_token_id is an id or a list of them, got True"),
+        ('{"eos_token_id": "<|im_end|>"}', r"generation_config\.json: eos_token_id .*, got '<\|im_end\|>'"),
         ("[]", r"generation_config\.json: expected an object, found list"),
     ],
 )
@@ -169,11 +172,39 @@ def test_files_of_the_models_directory_come_along(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "again").iterdir()} == there
 
 
+def test_the_tokenizer_is_exported_whole_and_no_other_ones_files(tmp_path: Path) -> None:
+    config, tokenizer = model_directory(tmp_path / "model", eos_token_id=[2, 0]), tmp_path / "tokenizer"
+    (tmp_path / "model" / "special_tokens_map.json").write_text('{"eos_token": "<|other|>"}')
+    (tmp_path / "model" / "added_tokens.json").write_text('{"<|other|>": 5}')
+    (tmp_path / "model" / "vocab.json").write_text("{}")
+    facts = json.loads(shutil.copytree(TOKENIZER, tokenizer).joinpath("tokenizer_config.json").read_text())
+    facts = {name: fact for name, fact in facts.items() if name not in ("eos_token", "added_tokens_decoder")}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(facts))
+    (tokenizer / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+    (tokenizer / "additional_chat_templates").mkdir()
+    (tokenizer / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    other = config.model_copy(update={"tokenizer": str(tokenizer)})
+    for configured in (other, ModelConfig(build=TINY, tokenizer=str(tokenizer))):
+        target = tmp_path / f"export of {configured.path is None}"
+        export_model(target, load_model(configured, 0), tokenizer)
+        exported, ours = (
+            load_chat(ModelConfig(path=str(path), tokenizer=str(path)))[0] for path in (target, tokenizer)
+        )
+        assert exported.special_tokens_map == ours.special_tokens_map and len(exported) == len(ours)
+        assert exported.chat_template == ours.chat_template and set(exported.chat_template) == {"default", "tool_use"}
+        Manifest.load(target).prove(["additional_chat_templates/tool_use.jinja"])
+
+
+TINY = {
+    **{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24},
+    **{"num_hidden_layers": 1, "num_attention_heads": 2},
+}
+
+
 @pytest.mark.parametrize("given", [None, ("<|im_end|>", "a")])
 def test_a_model_from_scratch_gets_its_end_tokens(given: tuple[str, ...] | None, tmp_path: Path) -> None:
     """llama's own default is id 2, whatever that is here."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = ModelConfig(build={"model_type": "llama", **sizes}, tokenizer="demo", stop_tokens=given)
+    config = ModelConfig(build=TINY, tokenizer="demo", stop_tokens=given)
     export_model(tmp_path / "model", load_model(config, 0), TOKENIZER)
     stops = load_chat_interface(config).stop_token_ids
     assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"] == list(stops)

@@ -56,6 +56,7 @@ class NewDirectory:
     def write(self, name: str, content: Content) -> None:
         """Write a file durably and list it in the manifest. Raises OSError."""
         path = self.path / name
+        path.parent.mkdir(exist_ok=True)
         if isinstance(content, bytes):
             write_durably(path, content)
             self._sha256[name] = sha256_of(content)

@@ -11,13 +11,17 @@ DEEPEST = 64  # levels; Python's own limit is reached somewhere above 400, and n
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def read_json(text: str, *, strict: bool = True) -> Any:
-    """Return the value of JSON text. strict: whether control characters within strings are refused.
+def read_json(text: str, *, strict: bool = True, unique: bool = False) -> Any:
+    """Return the value of JSON text.
+
+    strict: whether control characters within strings are refused. unique: whether objects that have a key twice are;
+    else the last one counts.
 
     Raises ValueError for broken text, numbers that are not finite, more than `DEEPEST` levels, and lone surrogates.
     """
     try:
-        value = json.loads(text, strict=strict, parse_constant=_refused, parse_float=_finite)
+        pairs = _unique if unique else None
+        value = json.loads(text, strict=strict, parse_constant=_refused, parse_float=_finite, object_pairs_hook=pairs)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
     level = [value]
@@ -35,6 +39,13 @@ def _containers(value: Any) -> list[Any]:
     """Those that a value holds."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [item for item in items if isinstance(item, dict | list)]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError(f"one of the keys {[key for key, _ in pairs]!r:.200} stands there twice")
+    return value
 
 
 def _refused(constant: str) -> None:

@@ -82,9 +82,12 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
 
 
 def end_tokens(generation_config: Mapping[str, Any]) -> list[int]:
-    """Return the ids that it names as end tokens."""
+    """Return the ids that it names as end tokens. Raises ConfigError."""
     ends = generation_config.get("eos_token_id")
-    return [ident for ident in (ends if isinstance(ends, list) else [ends]) if isinstance(ident, int)]
+    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if wrong := [ident for ident in ids if type(ident) is not int]:
+        raise ConfigError(f"{GENERATION_CONFIG}: eos_token_id is an id or a list of them, got {wrong[0]!r}")
+    return ids
 
 
 def _declared(directory: Path, vocabulary: int) -> list[int]:

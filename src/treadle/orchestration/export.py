@@ -27,6 +27,7 @@ def export_checkpoint(run: Path, directory: Path, which: str = "latest") -> Path
     if config.model.chat_template is not None:
         tokenizer = load_tokenizer(tokenizer_directory(config.model))
         renderer = ChatRenderer(tokenizer, (), chat_template=config.model.chat_template)
+        files = {name: content for name, content in files.items() if not name.startswith("additional_chat_templates/")}
         files["chat_template.jinja"] = renderer.source.encode()
     export_files(directory, files.items())
     return checkpoint.directory

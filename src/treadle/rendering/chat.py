@@ -21,7 +21,6 @@ from treadle.rendering.identity import flat, parsed
 from treadle.rendering.replies import (
     AUTO,
     FORMATS,
-    THOUGHT_END,
     Parser,
     ReplyParser,
     harmony,
@@ -31,7 +30,7 @@ from treadle.rendering.replies import (
 from treadle.rendering.structure import Backend, Structure, encode_text
 from treadle.rendering.template import ChatTemplate, Plain, Variables
 from treadle.rendering.token_bytes import TokenBytes
-from treadle.rendering.tool_calls import Tool
+from treadle.rendering.tool_calls import THOUGHT_END, Tool
 from treadle.rendering.tools import PROBE, ignores_tools, probe_call, written_call
 
 
@@ -114,15 +113,16 @@ class ChatRenderer:
             shown = [{key: item for key, item in message.items() if key != "thinking"} for message in messages]
             return render(shown, generation_prompt=generation_prompt)
 
-    def _left_out(self, setting: str, shape: Shape) -> tuple[tuple[int, str], ...]:
+    def _left_out(self, setting: str, shape: Shape, asks: bool = True) -> tuple[tuple[int, str], ...]:
         """Return what the template leaves out of a conversation of that shape (`complete.left_out`).
 
-        setting: tools and options as JSON. Nothing where the template refuses the example.
+        setting: tools and options as JSON. asks: whether an answer is asked for: gpt-oss writes the last thought only
+        where it is not. Nothing where the template refuses the example.
         """
         tools, options = json.loads(setting) if setting else ([], {})
         messages = example(shape, self.template(tools).arguments_as_text)
         try:
-            return left_out(shape, self.write(messages, tools or None, options, generation_prompt=True))
+            return left_out(shape, self.write(messages, tools or None, options, generation_prompt=asks))
         except DataError:
             return ()
 

@@ -31,10 +31,10 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.complete import shape
 from treadle.rendering.marks import Marked, Marks
 from treadle.rendering.off_loop import LARGE
-from treadle.rendering.replies import THOUGHT
 from treadle.rendering.spans import Encoded, Spans, concat, cut, message_spans, reply_spans
 from treadle.rendering.splices import Written, locate
 from treadle.rendering.template import ChatTemplate, Opening, Plain
+from treadle.rendering.tool_calls import THOUGHT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +57,7 @@ class Prompt:
 
 
 Span = tuple[int, int, int, int]
+_TAGS = re.compile(r"</?think>")  # templates read them in content
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,14 +255,14 @@ class Conversation:
         """
         messages = self._renderer.merged(tuple(messages))
         setting, message = self._setting(tools, {}), messages[-1]
-        opening, template = setting.opening, setting.template
-        begun = opening.prompt != opening.kept or opening.prompt.rstrip().endswith(THOUGHT)
-        if not (message.get("tool_calls") or identity.reasoning(message) or begun):
-            return self._renderer.reply(message)
-        shown = [_shown(m, False, template.arguments_as_text, self._renderer.roles) for m in messages]
+        as_text = setting.template.arguments_as_text
+        shown = [_shown(m, False, as_text, self._renderer.roles) for m in messages]
+        for m in shown[:-1]:  # gpt-oss writes earlier thoughts in a prompt, and not before a reply
+            for key in ("reasoning_content", "thinking"):
+                m.pop(key, None)
         write = partial(self._renderer.write, tools=setting.tools, options=setting.options)
         prompt, text = write(shown[:-1], generation_prompt=True), write(shown, generation_prompt=False)
-        self._check_complete(shown, [*messages[:-1], None], setting)
+        self._check_complete(shown, [*messages[:-1], None], setting, asks=False)
         same = next((n for n, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
         if prompt[same:].strip():
             written, asked = (self._structure.plain(t)[-80:] for t in (text, prompt))
@@ -272,7 +273,10 @@ class Conversation:
             text = longer if longer.startswith(text) else text
         reply = text[same:]
         end = re.search("|".join(map(re.escape, self._structure.stops)) or "(?!)", reply)
-        ids = self._structure.encode(reply[: end.end()] if end else reply)
+        reply = reply[: end.end()] if end else reply
+        if lost := next((t for t in _TAGS.split(identity.flat(message["content"])) if t.strip() not in reply), ""):
+            raise DataError(f"the chat template leaves out {lost.strip()[:80]!r} of this reply")
+        ids = self._structure.encode(reply)
         return np.concatenate(ids if end else [*ids, self._renderer.end_of_turn])
 
     # Two kinds of prompts
@@ -358,14 +362,19 @@ class Conversation:
 
         text = write(shown)
         self._check_complete(shown[: len(known)], replies, setting)
+        for number, message in enumerate(known):
+            if (said := _before_thought(message)) not in text and replies[number] is None:
+                raise DataError(f"the chat template leaves out {said[:80]!r} of message {number + 1}")
         return _Draft(values, replies, shown, text, write, setting)
 
-    def _check_complete(self, shown: Sequence[Plain], replies: Sequence[object], setting: _Setting) -> None:
+    def _check_complete(
+        self, shown: Sequence[Plain], replies: Sequence[object], setting: _Setting, asks: bool = True
+    ) -> None:
         """Raise DataError for what the template leaves out of messages that are no recorded replies (None).
 
-        Of those it is a break, which has its cause.
+        Of those it is a break, which has its cause. asks: whether they are to be answered.
         """
-        left_out = self._renderer.left_out(setting.key, shape(shown))
+        left_out = self._renderer.left_out(setting.key, shape(shown), asks)
         for number, part in left_out:
             if replies[number] is None:
                 message = shown[number]
@@ -508,19 +517,25 @@ def _shown(message: Mapping[str, Any], recorded: bool, as_text: bool, roles: Map
         shown["tool_calls"] = [_call(call, as_text) for call in calls]
     else:
         shown.pop("tool_calls", None)
-    if recorded:
+    if recorded or _before_thought(message):
         shown.setdefault("reasoning_content", "")  # a string here keeps templates from looking for it in the content
     if thought := shown.get("reasoning_content"):
         shown["thinking"] = thought
     return shown
 
 
+def _before_thought(message: Mapping[str, Any]) -> str:
+    """What an assistant says before a thought in the content; templates look for thoughts there, and drop it, too."""
+    before, thought, _ = identity.flat(message.get("content")).partition(THOUGHT)
+    return before.strip() if thought and message["role"] == "assistant" else ""
+
+
 def _call(call: Mapping[str, Any], as_text: bool) -> Plain:
     arguments = call["function"]["arguments"]
-    if as_text:
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    else:
-        arguments = identity.parsed(arguments)
+    if not as_text and isinstance(value := identity.parsed(arguments), dict):
+        arguments = value
+    elif not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return _data({**call, "function": {**call["function"], "arguments": arguments}})  # type: ignore[no-any-return]
 
 

@@ -59,7 +59,7 @@ def parsed(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return read_json(arguments)
+        return read_json(arguments, unique=True)
     except ValueError:
         return arguments
 

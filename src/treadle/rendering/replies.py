@@ -22,14 +22,22 @@ from functools import partial
 from treadle.core.errors import ConfigError
 from treadle.core.registry import resolve
 from treadle.core.types import Message, ToolCall
-from treadle.rendering.tool_calls import CALL, Tool, glm_call, json_call, named_call, tagged, xml_call
+from treadle.rendering.tool_calls import (
+    CALL,
+    THOUGHT,
+    THOUGHT_END,
+    Tool,
+    glm_call,
+    json_call,
+    named_call,
+    tagged,
+    xml_call,
+)
 
 ReplyParser = Callable[[str, Sequence[Tool]], Message]
 """What the model wrote -> the assistant message that the agent gets. Without tools, tool calls are content."""
 
 AUTO = "auto"
-THOUGHT = "<think>"
-THOUGHT_END = "</think>"
 _CHANNEL = re.compile(r"\s*(.*?)<\|channel\|>(\w+)([^<]*(?:<\|constrain\|>[^<]*)?)<\|message\|>(.*)", re.DOTALL)
 _TURNS = re.compile(r"<\|end\|>(?:<\|start\|>assistant(?=[^<]*<\|channel\|>)|\Z)")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
@@ -53,7 +61,7 @@ class Parser:
         """Return the assistant message."""
         if self.calls is None and not self.thoughts:
             return Message(role="assistant", content=text)
-        thought, before, content = _split_thought(text)
+        thought, before, content = _split_thought(text, self.thoughts)
         kept, calls = self.calls(content, tools) if self.calls is not None and tools else (content, [])
         if not self.thoughts:
             kept = before + kept
@@ -128,11 +136,15 @@ def parser_name(parser: ReplyParser) -> str:
     return parser.name if isinstance(parser, Parser) else str(getattr(parser, "__qualname__", parser))
 
 
-def _split_thought(text: str) -> tuple[str, str, str]:
-    """(thought, the text up to the thought's end, the rest); without a thought the rest is all."""
+def _split_thought(text: str, unopened: bool) -> tuple[str, str, str]:
+    """(thought, the text up to the thought's end, the rest); without a thought the rest is all.
+
+    unopened: whether a thought may have no opening tag.
+    """
     before, end, after = text.partition(THOUGHT_END)
     inner = before.lstrip()
-    if not inner.startswith(THOUGHT) and (not end or CALL in before):  # in a call, the tag is an argument's
+    # Behind another tag, the end is none of a thought that the text begins with: in a call, it is an argument's.
+    if not inner.startswith(THOUGHT) and (not unopened or not end or CALL in before or THOUGHT in before):
         return "", "", text
     rest = after.lstrip("\n")
     return inner.removeprefix(THOUGHT).strip(), text[: len(text) - len(rest)], rest

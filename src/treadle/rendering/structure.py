@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from treadle.core.errors import DataError
 from treadle.core.types import Ids
 from treadle.rendering.token_bound import TokenBound
 
@@ -71,10 +72,20 @@ class Backend(Protocol):
 
 
 def encode_text(tokenizer: Backend, text: str) -> list[int]:
-    """Return the token ids of text. However long it is, other threads are not halted."""
-    if len(text) < _LONG:
-        return tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
-    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    """Return the token ids of text. However long it is, other threads are not halted.
+
+    Raises DataError for a lone surrogate.
+    """
+    try:
+        if len(text) < _LONG:
+            return tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    except TypeError as error:  # what a str holds that is no text
+        wrong = next((at for at, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), 0)
+        raise DataError(
+            f"half a character (a lone surrogate) cannot be tokenized: {text[max(0, wrong - 40) : wrong + 1]!r}; "
+            "decode bytes with errors='replace'"
+        ) from error
     return encoding.ids  # type: ignore[no-any-return]
 
 

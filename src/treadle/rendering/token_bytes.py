@@ -31,8 +31,14 @@ class TokenBytes:
         self._spaces = bool(kinds & {"Metaspace", "Replace"})
 
     def of(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of each token; an unknown id stands for none."""
-        return [self._of(ident) for ident in ids]
+        """Return the bytes of each token of a text; an unknown id stands for none.
+
+        Where the decoder leaves out a blank at the beginning, as SentencePiece does, so does the first token.
+        """
+        pieces = [self._of(ident) for ident in ids]
+        if pieces and pieces[0] == b" " + self._tokenizer.decode(ids[:1], skip_special_tokens=False).encode():
+            pieces[0] = pieces[0][1:]
+        return pieces
 
     def _of(self, ident: int) -> bytes:
         if ident in self._added:
@@ -56,6 +62,7 @@ def offsets(pieces: Sequence[bytes]) -> list[int]:
     """Return where in the text of all pieces, in characters, each begins; within a character, that is where it does."""
     decoder, found, at = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
     for piece in pieces:
-        found.append(at)
+        cut = decoder.getstate()[0] and piece and not 0x80 <= piece[0] < 0xC0  # off before this token, for good
+        found.append(at + 1 if cut else at)
         at += len(decoder.decode(piece))
     return found

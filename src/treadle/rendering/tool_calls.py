@@ -7,6 +7,7 @@
 A call is read as it was written, or not at all: not where a value may be one of several (`values.py`), and not where
 text is left that belongs to no value. What a value holds does not end it: `</parameter>` does where a parameter or the
 end of the call follows. (A value that holds a whole parameter, line breaks included, cannot be told from that one.)
+What stands in a thought, or in a call that cannot be read, calls nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from treadle.core.types import FunctionCall, ToolCall
@@ -24,16 +26,24 @@ Tool = Mapping[str, Any]
 """A tool's JSON schema, as OpenAI's API has it: `{"type": "function", "function": {"name": ..., ...}}`."""
 
 ReadCall = Callable[[str, Sequence[Tool]], ToolCall | None]
-"""The text of a call, without the tags around it -> the call; None if it cannot be read."""
+"""The text of a call, without the tags around it -> the call.
 
+None if that is no whole call. Raises Ambiguous for one that can be read in several ways: more text is then no remedy.
+"""
+
+THOUGHT, THOUGHT_END = "<think>", "</think>"
 CALL, _CLOSE = "<tool_call>", "</tool_call>"
+_BEGIN = re.compile(f"{CALL}|{THOUGHT}")
+_EITHER = re.compile(f"{CALL}|{_CLOSE}")
 _MOST_ENDS = 32  # closing tags that are tried for one call
 _TAGS = "tool_call>", "function=", "parameter=", "arg_value>"
 _PAIRS = tuple((f"<{name}", f"</{name.rstrip('=>')}>") for name in _TAGS)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
 _GLM = re.compile(r"\s*([^\s<]+)\s*(.*)", re.DOTALL)
-_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL)
+_ARGUMENT = re.compile(
+    r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
+)
 
 
 def tagged(text: str, tools: Sequence[Tool], read: ReadCall) -> tuple[str, list[ToolCall]]:
@@ -44,20 +54,33 @@ def tagged(text: str, tools: Sequence[Tool], read: ReadCall) -> tuple[str, list[
     calls: list[ToolCall] = []
     kept: list[str] = []
     at = 0
-    while (start := text.find(CALL, at)) >= 0:
-        begin = start + len(CALL)
-        found = next(((call, end) for end in _ends(text, begin) if (call := read(text[begin:end], tools))), None)
-        if found is None:
-            kept.append(text[at:begin])
-            at = begin
-            continue
-        calls.append(found[0])
-        kept.append(text[at:start])
-        at = found[1] + len(_CLOSE)
+    while begin := _BEGIN.search(text, at):
+        found = None
+        if begin[0] == CALL:
+            ends = _ends(text, begin.end())
+            with suppress(Ambiguous):
+                found = next(((call, end) for end in ends if (call := read(text[begin.end() : end], tools))), None)
+        stop = found[1] + len(_CLOSE) if found else _skipped(text, begin)
+        kept.append(text[at : begin.start() if found else stop])
+        calls += [found[0]] if found else []
+        at = stop
     rest = "".join([*kept, text[at:]])
     if calls and any(rest.count(close) > rest.count(begin) for begin, close in _PAIRS):
         return text, []
     return rest, calls
+
+
+def _skipped(text: str, begin: re.Match[str]) -> int:
+    """Where a thought, or a call that cannot be read, ends: with what it holds; at the end of the text if it is cut."""
+    if begin[0] == THOUGHT:
+        end = text.find(THOUGHT_END, begin.end())
+        return end if end >= 0 else len(text)
+    depth = 0
+    for tag in _EITHER.finditer(text, begin.start()):
+        depth += 1 if tag[0] == CALL else -1
+        if depth == 0:
+            return tag.end()
+    return len(text)
 
 
 def _ends(text: str, at: int) -> Iterator[int]:
@@ -73,7 +96,10 @@ def json_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
     call = _json(text)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    arguments = call.get("arguments", call.get("parameters", {}))
+    others = call.keys() - {"name", "id", "type"}
+    if len(others) > 1 or not others <= {"arguments", "parameters"}:
+        return None
+    arguments: Any = next((call[key] for key in others), {})
     if isinstance(arguments, str):
         arguments = _json(arguments)
     return _made(call["name"], arguments) if isinstance(arguments, dict) else None
@@ -82,16 +108,16 @@ def json_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
 def xml_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
     """Read `<function=NAME><parameter=KEY>VALUE</parameter></function>`.
 
-    One line break on either side of a value is the format's; where only some values have them, one was cut.
+    One line break on either side of a value is the format's; where values differ in them, one was cut.
     """
     match = _FUNCTION.fullmatch(text)
     pairs = _pairs(_PARAMETER, match[2]) if match else None
     if match is None or pairs is None:
         return None
-    framed = {len(value) > 1 and value[0] == value[-1] == "\n" for _, value in pairs}
-    return (
-        None if len(framed) > 1 else _typed(match[1].strip(), [(key, _unframed(value)) for key, value in pairs], tools)
-    )
+    frames = {value == "\n" or (value[:1] == "\n", value[-1:] == "\n") for _, value in pairs}
+    if len(frames) > 1:
+        raise Ambiguous(f"where the values of {text:.100} end")
+    return _typed(match[1], [(key, _unframed(value)) for key, value in pairs], tools)
 
 
 def glm_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
@@ -114,26 +140,34 @@ def _made(name: str, arguments: Mapping[str, Any]) -> ToolCall:
 
 
 def _pairs(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]] | None:
-    """(key, value) of each argument; None if that is not all of the text, or a key stands there twice."""
+    """(key, value) of each argument.
+
+    None if that is not all of the text, or a value holds a call that does not end in it. Raises Ambiguous for a key
+    that stands there twice.
+    """
+    if text.count(CALL) > text.count(_CLOSE):
+        return None
     pairs: list[tuple[str, str]] = []
     at = 0
     while text[at:].strip():
         match = pattern.match(text, at)
         if match is None:
             return None
-        pairs.append((match[1].strip(), match[2]))
+        pairs.append((match[1], match[2]))
         at = match.end()
-    return pairs if len({key for key, _ in pairs}) == len(pairs) else None
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise Ambiguous(f"one of the arguments {[key for key, _ in pairs]!r:.200} is given twice")
+    return pairs
 
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Tool]) -> ToolCall | None:
-    """A call with values of the types that the tool's schema allows; an unknown tool's may be anything."""
+    """A call with values of the types that the tool's schema allows; an unknown tool's may be anything.
+
+    Raises Ambiguous.
+    """
     functions = [tool.get("function", {}) for tool in tools]
     root = next((function.get("parameters") for function in functions if function.get("name") == name), None)
-    try:
-        return _made(name, {key: value_of(text, _schema_of(key, root), root) for key, text in pairs})
-    except Ambiguous:
-        return None
+    return _made(name, {key: value_of(text, _schema_of(key, root), root) for key, text in pairs})
 
 
 def _schema_of(key: str, root: Any) -> Any:
@@ -144,7 +178,7 @@ def _schema_of(key: str, root: Any) -> Any:
     if isinstance(properties, Mapping) and key in properties:
         return properties[key]
     others = root.get("additionalProperties", True)
-    return True if others is False else others
+    return True if others is False or root.get("patternProperties") else others
 
 
 def _unframed(value: str) -> str:
@@ -152,8 +186,8 @@ def _unframed(value: str) -> str:
 
 
 def _json(text: str) -> Any:
-    """The value, or None for what cannot be read."""
+    """The value, or None for what cannot be read, or has a key twice."""
     try:
-        return read_json(text, strict=False)
+        return read_json(text, strict=False, unique=True)
     except ValueError:
         return None

@@ -19,7 +19,7 @@ Schema = Any
 """A JSON schema, by whoever wrote the tool: usually a mapping, `true` or `false`."""
 
 _PYTHON = {"True": True, "False": False, "None": None}
-_DEEPEST = 16  # levels of $ref, anyOf and so on, which may refer to themselves
+_DEEPEST = 8  # levels of $ref, anyOf and so on, which may refer to themselves, and several times
 _OF_TYPE: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "boolean": (bool,),
@@ -53,7 +53,7 @@ def _readings(text: str) -> Iterator[Any]:
         yield _PYTHON[text.strip()]
         return
     try:
-        value = read_json(text, strict=False)
+        value = read_json(text, strict=False, unique=True)
     except ValueError:
         return
     if not isinstance(value, str):  # texts are written as they are, never as JSON
@@ -64,6 +64,8 @@ def _allows(schema: Schema, value: Any, root: Schema, depth: int = 0) -> bool:
     """Whether a schema allows a value, by types, enums, references and combinations; other limits do not tell."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return schema is not False
+    if value is None and schema.get("nullable") is True:  # OpenAPI's
+        return True
     if "$ref" in schema and not _allows(_referred(schema["$ref"], root), value, root, depth + 1):
         return False
     types = schema.get("type")

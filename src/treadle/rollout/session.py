@@ -23,8 +23,8 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, Prompt
 from treadle.rendering.off_loop import off_loop
 from treadle.rendering.raw import RawPrompts
-from treadle.rendering.replies import THOUGHT, THOUGHT_END, ReplyParser, plain
-from treadle.rendering.tool_calls import Tool
+from treadle.rendering.replies import ReplyParser, plain
+from treadle.rendering.tool_calls import THOUGHT, THOUGHT_END, Tool
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
 

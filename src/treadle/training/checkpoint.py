@@ -41,7 +41,11 @@ from treadle.training.learner import Learner
 from treadle.training.ranks import Ranks
 
 _FACTS = "checkpoint.json"
-_WRITTEN = {"config.json", GENERATION_CONFIG, *TOKENIZER_FILES, MANIFEST, _FACTS}  # and so not copied
+_WRITTEN = {"config.json", GENERATION_CONFIG, MANIFEST, _FACTS}  # and so not copied
+_OF_TOKENIZER = re.compile(
+    r"tokenizer(_config)?\..*|(special_tokens_map|added_tokens)\.json|vocab\.(json|txt)|merges\.txt|spiece\.model|"
+    r"chat_template\..*|additional_chat_templates/.*\.jinja"
+)
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?$|^\.")
 _PARTS = ("optimizer", "value_head", "reference")  # of a checkpoint, beside the model
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -52,24 +56,26 @@ def model_files(
 ) -> Iterator[tuple[str, Content]]:
     """Yield name and content of what makes a model directory: weights, configs, tokenizer. Raises OSError.
 
-    What else its directory had (a processor, a licence) comes along. weights: the saved ones, whole and in the order of
-    names, where the model's own are shards.
+    What else its directory had (a processor, a licence) comes along, but for files of another tokenizer. weights: the
+    saved ones, whole and in the order of names, where the model's own are shards.
     """
     yield "model.safetensors", _weights(model, weights)
     config = json.loads(model.config.to_json_string())
     # inference engines choose the class by `architectures`, which only models that were loaded have
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
     yield "config.json", json.dumps(config, indent=2, sort_keys=True).encode()
-    for name in TOKENIZER_FILES:
-        if name == "tokenizer.json" or (tokenizer / name).is_file():
-            yield name, (tokenizer / name).read_bytes()
+    for path in sorted({tokenizer / "tokenizer.json", *tokenizer.glob("*"), *tokenizer.glob("*/*.jinja")}):
+        name = path.relative_to(tokenizer).as_posix()
+        if _OF_TOKENIZER.fullmatch(name) and (path.is_file() or name == "tokenizer.json"):
+            yield name, path.read_bytes()
     origin = Path(model.name_or_path) if model.name_or_path else tokenizer
     if ends := end_tokens(vars(model.generation_config or GenerationConfig())):
         known = read_generation_config(origin)
         generation = known if set(end_tokens(known)) == set(ends) else {**known, "eos_token_id": ends}
         yield GENERATION_CONFIG, json.dumps(generation, indent=2).encode()
     for path in sorted(origin.iterdir()) if model.name_or_path else ():
-        if path.is_file() and path.name not in _WRITTEN and not _WEIGHTS.search(path.name):
+        written = path.name in _WRITTEN or _OF_TOKENIZER.fullmatch(path.name)
+        if path.is_file() and not written and not _WEIGHTS.search(path.name):
             yield path.name, path.read_bytes()
 
 

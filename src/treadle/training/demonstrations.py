@@ -16,6 +16,7 @@ from treadle.core.registry import resolve
 from treadle.core.types import Ids, Message, as_messages
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
+from treadle.rendering.identity import parsed
 from treadle.rendering.tool_calls import Tool
 
 
@@ -85,6 +86,10 @@ def _fault(messages: Sequence[Message]) -> str | None:
         return "there is no assistant turn to learn"
     if roles[0] == "assistant" or ("assistant", "assistant") in pairwise(roles):
         return "an assistant turn needs a message of somebody else before it"
+    calls = (call["function"] for message in messages for call in message.get("tool_calls", ()))
+    wrong = next((call for call in calls if not isinstance(parsed(call["arguments"]), dict)), None)
+    if wrong:
+        return f"the arguments of a call of {wrong['name']!r} are no JSON object: {wrong['arguments']!r:.100}"
     return None
 
 

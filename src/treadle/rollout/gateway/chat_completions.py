@@ -132,9 +132,9 @@ class AssistantMessage(ChatMessage):
 
     def message(self) -> Message:
         found: Message = {**super().message(), "content": joined(self.content, joint="")}
-        thought = next((text for text in (self.reasoning_content, self.reasoning) if isinstance(text, str)), None)
-        if thought is not None:
-            found["reasoning_content"] = thought
+        thoughts = [text for text in (self.reasoning_content, self.reasoning) if isinstance(text, str)]
+        if thoughts:
+            found["reasoning_content"] = next(filter(None, thoughts), "")
         if self.tool_calls:
             found["tool_calls"] = [call.tool_call() for call in self.tool_calls]
         return found

@@ -51,10 +51,11 @@ class Thought(RequestModel):
 
 
 class ReasoningItem(RequestModel):
-    """Holds what the assistant thought."""
+    """Holds what the assistant thought, or where a client has no more, its summary."""
 
     type: Annotated[Text, one_of("reasoning")]
     content: Several[Thought] = ()
+    summary: Several[Thought] = ()
 
 
 class CallItem(RequestModel):
@@ -197,7 +198,7 @@ def _add(message: Message, item: MessageItem | ReasoningItem | CallItem) -> None
     if isinstance(item, MessageItem):
         message["content"] = joined(item.content, joint="")
     elif isinstance(item, ReasoningItem):
-        add_thought(message, "".join(part.text for part in item.content))
+        add_thought(message, "".join(part.text for part in item.content or item.summary))
     else:
         function = FunctionCall(name=item.name, arguments=arguments_text(item.arguments))
         call = ToolCall(id=item.call_id, type="function", function=function)
