@@ -1,6 +1,6 @@
 // What the pages' pure functions return for a few values; tests/view/test_browser.py says what it must be.
 async () => {
-  const {figure, smoothed, band, aligned, tokenColour, rangeOf, duration, tally} = await import("/static/format.js");
+  const {visible, figure, smoothed, band, aligned, tokenColour, rangeOf, duration, tally} = await import("/static/format.js");
   const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, breaksOf, phasesOf, barsOf} =
     await import("/static/sequence.js");
   const segments = [
@@ -15,6 +15,7 @@ async () => {
     {start: 5, end: 9, role: "tool", kind: "text"},
   ];
   return {
+    visible: visible("a\u202eb\x1b[1m\n\t🧵\ud800"),
     figures: [0.41234, 12345.6, 3.14e-6, null, NaN, 7].map((value) => figure(value)),
     duration: duration(4000),
     smoothed: smoothed([1, null, 3, 5], 3),

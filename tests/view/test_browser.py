@@ -286,11 +286,13 @@ def test_hostile_text_stays_text(browser: Any, hostile: Path) -> None:
     with serving([hostile]) as url:
         viewer = Viewer(browser, url, WIDE)
         viewer.open("#/", ".run .name")
-        key = quote(viewer.text(".run .name"), safe="")
+        assert viewer.text(".run .name") == hostile.name.replace("\u202e", "\\u202e")
+        key = quote(hostile.name, safe="")
         for route in ("", "/groups", "/group/g000000", "/trajectory/g000000.1"):
             viewer.open(f"#/run/{key}{route}")
             viewer.page.wait_for_timeout(300)
-            assert viewer.page.title() != "taken"
+            assert viewer.page.title() != "taken" and "\u202e" not in viewer.page.title()
+            assert "\u202e" not in viewer.page.evaluate("document.body.textContent")
             assert viewer.page.locator("main script, main img").count() == 0
         viewer.page.wait_for_selector(".message")
         assert EMOJI in viewer.page.evaluate("document.querySelector('.thought').textContent")
@@ -350,6 +352,7 @@ def test_what_is_damaged_is_said_on_its_page(browser: Any, recorded: Path, tmp_p
 def test_pure_functions(viewer: Viewer) -> None:
     """The pages' own functions, in the browser that runs them."""
     found = viewer.page.evaluate((Path(__file__).parent / "pure_functions.js").read_text())
+    assert found["visible"] == "a\\u202eb\\x1b[1m\n\t🧵\\ud800"
     assert found["figures"] == ["0.412", "12,346", "3.1e-6", "–", "–", "7"]
     assert found["duration"] == "67 min"
     assert found["smoothed"] == [1, None, 4, 4]

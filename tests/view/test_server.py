@@ -18,8 +18,9 @@ from tests.cli.worlds import files
 from tests.orchestration.runs import change_ledger
 from tests.view.conftest import Get, asking
 from tests.view.worlds import ESCAPES, UPDATES, log_update, record_run
+from treadle.core.errors import Cause
 from treadle.core.types import DropReason, StepState
-from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.ledger import Ledger, LoopState
 from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.view import fates, trajectories
@@ -93,6 +94,7 @@ def test_each_step_says_what_became_of_it(get: Get, recorded: Path) -> None:
     assert "orchestration.max_staleness" in view["steps"][0]["fate"]["settings"]
     assert view["steps"][1]["fate"]["text"].startswith("Trained in update 1: 2 of its 2 sampled tokens")
     failed = get(f"{RUN}/trajectories/g000000.2")
+    assert failed["steps"][0]["fate"]["settings"] == ["failures.environment.retries", "failures.environment.then"]
     assert "step raised" in failed["steps"][0]["fate"]["text"] and "\x1b" not in failed["traceback"]
     assert len(failed["steps"][0]["fate"]["text"]) < 3000  # of a message of a megabyte
     assert get(f"{RUN}/trajectories/g000003.0")["steps"][0]["fate"]["state"] == "recorded"
@@ -164,6 +166,14 @@ def test_every_reason_has_words_and_settings_that_exist(get: Get) -> None:
     known = {setting["path"] for setting in get(RUN)["settings"]}
     assert RULES.keys() == set(DropReason)
     assert {setting for rule in RULES.values() for setting in rule.settings} <= known
+
+
+def test_a_failure_names_the_settings_of_its_cause(get: Get) -> None:
+    known = {setting["path"] for setting in get(RUN)["settings"]}
+    assert {path for cause in Cause for path in fates.failure_settings(cause, "")} <= known
+    found = fates.failure_settings("timeout", "the attempt took longer than 5 s (rollout.trajectory_timeout)")
+    assert found == ["rollout.trajectory_timeout", "failures.timeout.retries", "failures.timeout.then"]
+    assert fates.failure_settings("of another version", "") == []
 
 
 def test_every_way_to_end_shows_the_source_that_decides_it(get: Get) -> None:
@@ -296,11 +306,11 @@ def test_nothing_is_written_and_a_read_only_run_is_shown(copy: Path) -> None:
 def test_a_run_that_writes_is_followed_and_never_waits(copy: Path) -> None:
     get = asking(copy)
     with closing(Ledger(copy / "ledger.sqlite")) as writer:
-        writer.note_advantages({"g000003.0": 0.25})
+        writer.note_trained(1, [], {"g000003.0": 0.25})
         before = get("changes")
         assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == 0.25
         names = files(copy)
-        writer.note_advantages({"g000003.0": -0.25})
+        writer.note_trained(1, [], {"g000003.0": -0.25})
         assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == -0.25
         assert get("changes") != before
         with writer._db.transaction() as db:  # in the middle of a transaction the last commit is seen, at once
@@ -308,6 +318,26 @@ def test_a_run_that_writes_is_followed_and_never_waits(copy: Path) -> None:
             assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == -0.25
     assert files(copy).keys() == names.keys()
     assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == 9
+
+
+def test_a_trained_batch_is_in_its_update_before_any_checkpoint(copy: Path) -> None:
+    get = asking(copy)
+    with closing(Ledger(copy / "ledger.sqlite")) as writer:
+        writer.note_trained(1, ["g000003"], {"g000003.0": 0.25})
+    assert [row["group_id"] for row in get("runs/copy/groups", update=2, split="train")["rows"]] == ["g000003"]
+    view = get("runs/copy/trajectories/g000003.0")
+    assert view["group"]["when"] == "update 2"
+    assert view["steps"][0]["fate"]["text"].startswith("In the batch of update 2, which no checkpoint holds yet")
+
+
+def test_a_group_of_no_update_says_why(copy: Path) -> None:
+    get = asking(copy)
+    assert get("runs/copy/groups/g000002")["group"]["when"] == "no update: filtered"
+    assert get("runs/copy/groups/g000003")["group"]["when"] == "no update: the run stopped before it"
+    with closing(Ledger(copy / "ledger.sqlite")) as writer:
+        writer.commit_checkpoint("step-000001", LoopState(update=1, version=1, cursor=3), finished=True)
+    assert get("runs/copy/groups/g000003")["group"]["when"] == "no update: unused"
+    assert get("runs/copy/groups/e000001-0000")["group"]["when"] == "update 1"
 
 
 def test_a_list_of_many_runs_keeps_their_lines_alone(copy: Path, tmp_path: Path) -> None:

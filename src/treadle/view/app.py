@@ -136,8 +136,10 @@ def _add_runs(app: FastAPI, runs: Runs) -> None:
         return _answer(all_rules())
 
     @app.get("/api/changes")
-    def changes() -> dict[str, str]:
-        return {run.key: run.signature() for run in runs.all()}
+    def changes() -> Response:
+        return _answer(
+            models.Changes(runs={run.key: models.Change(version=run.signature(), now=run.now()) for run in runs.all()})
+        )
 
     @app.get("/api/compare")
     def compare_runs(run: Annotated[list[str], Query(max_length=100)]) -> Response:

@@ -10,7 +10,7 @@ from typing import Any
 
 from treadle.core.errors import RunError
 from treadle.core.text import escape_line
-from treadle.core.types import PLAYERS
+from treadle.core.types import PLAYERS, StepState
 from treadle.view.models import Attempt, GroupRow, Groups
 from treadle.view.recorded_run import RecordedRun
 from treadle.view.texts import clipped
@@ -114,7 +114,8 @@ def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[Grou
     members: dict[str, list[Attempt]] = defaultdict(list)
     for row in trajectories:
         members[row["group_id"]].append(attempt_of(row, states[row["trajectory_id"]]))
-    return [_group_row(run, row, members[row["group_id"]]) for row in rows]
+    state = run.state()
+    return [_group_row(run, row, members[row["group_id"]], state) for row in rows]
 
 
 def attempt_of(row: Mapping[str, Any], states: dict[str, int]) -> Attempt:
@@ -124,19 +125,33 @@ def attempt_of(row: Mapping[str, Any], states: dict[str, int]) -> Attempt:
     return Attempt(**{**own, **said, "components": _json(row["components"]), "states": states})
 
 
-def _group_row(run: RecordedRun, row: Mapping[str, Any], attempts: list[Attempt]) -> GroupRow:
+def _group_row(run: RecordedRun, row: Mapping[str, Any], attempts: list[Attempt], state: str) -> GroupRow:
     task = _json(row["task"])
     evaluated = _EVALUATION.match(row["group_id"]) if row["split"] != "train" else None
+    version = row["trained_version"]
+    update = int(evaluated[1]) if evaluated else run.update_of(version)
     return GroupRow(
         group_id=row["group_id"],
         split=row["split"],
         task_id=str(task.get("task_id", "")),
         question=_question(task),
         played_by=next((str(task[kind]) for kind in PLAYERS if task.get(kind)), ""),
-        update=int(evaluated[1]) if evaluated else run.update_of(row["trained_version"]),
-        version=row["trained_version"] if row["trained_version"] is not None else row["batch"],
+        update=update,
+        version=version if version is not None else row["batch"],
+        when=f"update {update}" if update is not None else _no_update(version, attempts, state),
         attempts=attempts,
     )
+
+
+def _no_update(version: int | None, attempts: Sequence[Attempt], state: str) -> str:
+    """Return why a group of training is in no update. version: of the policy that trained it. state: of the run."""
+    if version is not None:
+        return f"an update of version {version} that metrics.jsonl does not name"
+    ends = dict.fromkeys(end for attempt in attempts for end in attempt.states)
+    if StepState.RECORDED in ends:
+        return "no update yet" if state == "in progress" else "no update: the run stopped before it"
+    reasons = [end.partition(": ")[2] for end in ends]
+    return f"no update: {', '.join(filter(None, reasons)) or 'no step'}"
 
 
 def _question(task: Mapping[str, Any]) -> str:

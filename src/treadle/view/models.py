@@ -38,6 +38,15 @@ class RunSummary(BaseModel):
     problems: list[str] = []
 
 
+class Now(BaseModel):
+    """Is what a run does, or how it ended, in words: `rollout 12 of 64 for 8 s`. left: `about 12 min left`."""
+
+    state: str
+    doing: str = ""
+    left: str = ""
+    message: str = ""
+
+
 class Runs(BaseModel):
     """Is the list of runs. version: of Treadle. roots: the folders that are looked at."""
 
@@ -87,12 +96,16 @@ class FailureCount(BaseModel):
 
 
 class RunDetail(RunSummary):
-    """Is what one run's page begins with. metrics: name -> unit, help and view, of each declared metric."""
+    """Is what one run's page begins with. metrics: name -> unit, help and view, of each declared metric.
+
+    no_update: why there is nothing to draw; empty where there is.
+    """
 
     settings: list[Setting] = []
     checkpoints: list[str] = []
     metrics: dict[str, Json] = {}
     summary: Json | None = None
+    no_update: str = ""
 
 
 class Counts(BaseModel):
@@ -101,6 +114,19 @@ class Counts(BaseModel):
     splits: list[Split] = []
     states: list[StateCount] = []
     failures: list[FailureCount] = []
+
+
+class Change(BaseModel):
+    """Is what may have changed of a run since the last look. version: of what is recorded. now: what it does."""
+
+    version: str
+    now: Now
+
+
+class Changes(BaseModel):
+    """Is that of each run, by its key."""
+
+    runs: dict[str, Change]
 
 
 class Metrics(BaseModel):
@@ -157,7 +183,10 @@ class Attempt(BaseModel):
 
 
 class GroupRow(BaseModel):
-    """Is one line of the groups' table. update: the one that trained it, or after which it was evaluated."""
+    """Is one line of the groups' table. update: the one that trained it, or after which it was evaluated.
+
+    when: that in words, or why there is none: `update 3`, `no update: stale`.
+    """
 
     group_id: str
     split: str
@@ -166,6 +195,7 @@ class GroupRow(BaseModel):
     played_by: str
     update: int | None
     version: int | None
+    when: str
     attempts: list[Attempt]
 
 

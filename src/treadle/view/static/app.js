@@ -1,6 +1,8 @@
 // The frame around every page: routes, keyboard, theme.
-import {html, render, useEffect, useState} from "./vendor/preact.js";
-import {embedded, has} from "./api.js";
+import {html} from "./html.js";
+import {render, useEffect, useState} from "./vendor/preact.js";
+import {embedded, has, useServerProblem} from "./api.js";
+import {visible} from "./format.js";
 import {link, routeOf} from "./sequence.js";
 import {ComparePage} from "./compare.js";
 import {GroupPage} from "./group.js";
@@ -74,6 +76,7 @@ function App() {
   const [hash, setHash] = useState(location.hash || (embedded ? `#/${embedded.route}` : ""));
   const [theme, nextTheme] = useTheme();
   const [help, setHelp] = useState(false);
+  const problem = useServerProblem();
   const route = routeOf(hash);
   useEffect(() => {
     const follow = () => setHash(location.hash);
@@ -82,7 +85,7 @@ function App() {
   }, []);
   useEffect(() => {
     const last = route.parts.at(-1);
-    document.title = last ? `${last} · Treadle` : "Treadle";
+    document.title = last ? `${visible(last)} · Treadle` : "Treadle";
   }, [hash]);
   useEffect(() => {
     /** @param {KeyboardEvent} event */
@@ -117,6 +120,7 @@ function App() {
       <button class="quiet" onClick=${() => setHelp(!help)} title="keys (?)" aria-label="keys">?</button>
       <button class="quiet" onClick=${nextTheme} title="theme (t)" aria-label="theme">${/** @type {Record<string, string>} */ ({auto: "◐", light: "○", dark: "●"})[theme]}</button>
     </header>
+    ${problem && html`<div class="lost" role="alert">${problem} What is below may be old.</div>`}
     <main>${pageOf(route)}</main>
     ${help && html`<div class="veil" onClick=${() => setHelp(false)}><div class="card help" role="dialog" aria-label="keys">
       <h2>Keys</h2><dl>${KEYS.map(([key, does]) => html`<dt><kbd>${key}</kbd></dt><dd>${does}</dd>`)}</dl></div></div>`}`;

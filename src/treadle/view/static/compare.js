@@ -1,5 +1,6 @@
 // Several runs over one another: a line with a band for runs that differ in their seed only, and what else differs.
-import {html, useEffect, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useEffect, useState} from "./vendor/preact.js";
 import {get, useAnswer, useVersion} from "./api.js";
 import {Chart, COLOURS} from "./charts.js";
 import {band} from "./format.js";

@@ -1,5 +1,6 @@
 // Smaller pages: settings, rules, tokens by packing and breaks, text search, one task over time.
-import {html, useEffect, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useEffect, useState} from "./vendor/preact.js";
 import {useAnswer, useVersion} from "./api.js";
 import {Chart} from "./charts.js";
 import {counted, figure} from "./format.js";

@@ -1,5 +1,19 @@
 // Pure functions from values to texts and colours.
 
+const STEERS = /(?![\n\t])\p{Cc}|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|\p{Cs}/gu;
+
+/**
+ * Returns a text with control characters and marks that turn the direction of writing as escapes, as
+ * `treadle.core.text.escape_text` does; line ends and tabs stay.
+ * @param {string} text
+ */
+export function visible(text) {
+  return text.replace(STEERS, (found) => {
+    const code = found.charCodeAt(0);
+    return code < 256 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
+  });
+}
+
 /**
  * Returns a number for reading: "0.412", "12,345", "3.1e-6"; a dash where there is none.
  * @param {number | null | undefined} value

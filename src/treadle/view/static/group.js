@@ -1,6 +1,7 @@
 // Attempts at one task, side by side from the token at which they part, and the tree of all of them: a group's, or those of
 // several evaluations.
-import {html, useMemo} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useMemo} from "./vendor/preact.js";
 import {embedded, useAnswer, useVersion} from "./api.js";
 import {counted, figure, signed} from "./format.js";
 import {AttemptCells, Problems, Waiting} from "./parts.js";
@@ -52,7 +53,7 @@ export function GroupPage({run, id}) {
       <a rel="next" class=${`button ${view.next ? "" : "off"}`} href=${view.next && link(["run", run, "group", view.next])} title="next (n)">→</a>
       <a class="button" href=${`export/${encodeURIComponent(run)}/group/${encodeURIComponent(id)}`} title="one HTML file that opens without a server">export</a>`}</div>
     <p class="lead">${group.question}</p>
-    <p class="faint">${embedded ? group.task_id : html`<a href=${link(["run", run, "task", group.task_id], {split: group.split})}>${group.task_id}</a>`}, ${group.split === "train" ? "training" : "held-out"}${group.update === null ? ", in no checkpoint yet" : `, update ${group.update}`}${view.ground_truth === null ? "" : html` · ground truth <code>${typeof view.ground_truth === "string" ? view.ground_truth : JSON.stringify(view.ground_truth)}</code>`}</p>
+    <p class="faint">${embedded ? group.task_id : html`<a href=${link(["run", run, "task", group.task_id], {split: group.split})}>${group.task_id}</a>`}, ${group.split === "train" ? "training" : "held-out"}, ${group.when}${view.ground_truth === null ? "" : html` · ground truth <code>${typeof view.ground_truth === "string" ? view.ground_truth : JSON.stringify(view.ground_truth)}</code>`}</p>
     <${Problems} problems=${view.problems} />
     <${SideBySide} run=${run} view=${view} groups=${[group]} />`;
 }
@@ -63,8 +64,7 @@ export function SideBySide({run, view, groups}) {
   const drawn = new Set(view.steps.map((/** @type {any} */ s) => s.trajectory_id));
   const attempts = groups.flatMap((group) => group.attempts.map((/** @type {any} */ attempt) => ({group, attempt})))
     .filter(({attempt}) => groups.length === 1 || drawn.has(attempt.trajectory_id));
-  const update = (/** @type {any} */ group) => html`<a class="when" href=${link(["run", run, "group", group.group_id])}>${group.update === null
-    ? "in no checkpoint yet" : `update ${group.update}`}${/^e\d+g(r\d+)?-/.test(group.group_id) ? ", greedy" : ""}</a>`;
+  const update = (/** @type {any} */ group) => html`<a class="when" href=${link(["run", run, "group", group.group_id])}>${group.when}${/^e\d+g(r\d+)?-/.test(group.group_id) ? ", greedy" : ""}</a>`;
   return html`
     <h2>Prefix tree</h2>
     <${Tree} segments=${view.segments} names=${view.steps.map((/** @type {any} */ s) => `${s.trajectory_id} step ${s.step}`)}

@@ -1,5 +1,6 @@
 // The table of groups: filtered and sorted by the server, and only the lines in sight are drawn.
-import {html, useEffect, useRef, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useEffect, useRef, useState} from "./vendor/preact.js";
 import {get, useVersion} from "./api.js";
 import {counted, figure, tally} from "./format.js";
 import {AttemptCells, Problems, Tabs, useSelection} from "./parts.js";
@@ -22,7 +23,7 @@ function Line({run, row, top, selected}) {
   const components = componentsOf(row.attempts);
   return html`<div class="line ${selected ? "selected" : ""}" style=${{transform: `translateY(${top}px)`}} role="row">
     <a class="id" href=${link(["run", run, "group", row.group_id])}>${row.group_id}</a>
-    <span class="num">${row.update ?? html`<span class="faint" title="in no checkpoint yet">…</span>`}</span>
+    <span class="num">${row.update ?? html`<span class="faint" title=${row.when}>–</span>`}</span>
     <span class="task" title=${row.question}><span class="question">${row.question || row.task_id}</span><span class="faint">${row.task_id}</span></span>
     <span class="attempts"><${AttemptCells} run=${run} attempts=${row.attempts} /><span class="mean"><b>${figure(mean(graded), 2)}</b>
       ${components.map(([name, value]) => html`<span class="faint" title=${`mean of ${name}`}>${name} ${figure(value, 2)}</span>`)}</span></span>

@@ -1,5 +1,6 @@
 // Small parts that several pages share.
-import {html, useEffect, useRef, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useEffect, useRef, useState} from "./vendor/preact.js";
 import {figure, signed} from "./format.js";
 import {link} from "./sequence.js";
 
@@ -60,6 +61,17 @@ export function Sparkline({values, label}) {
 /** @param {{state: string}} props */
 export function StatePill({state}) {
   return html`<span class="pill state-${state.replace(" ", "-")}">${state === "in progress" ? html`<i class="dot"></i>` : ""}${state}</span>`;
+}
+
+/**
+ * Says what a run does at this moment, or how it ended.
+ * @param {{now: any, whole?: boolean}} props whole: with the last line of its output
+ */
+export function DoesNow({now, whole = false}) {
+  if (!now?.doing) return null;
+  const ended = now.state !== "in progress";
+  return html`<p class="now">${now.doing}${now.left ? `, ${now.left}` : ""}${whole && now.message && !(ended && now.doing.includes(now.message))
+    ? html`<span class="faint"> · ${now.message}</span>` : ""}</p>`;
 }
 
 /** @param {{items: [string, any, string?][]}} props label, value and explanation */

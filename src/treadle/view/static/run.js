@@ -1,9 +1,10 @@
 // One run: what became of its steps, its curves, evaluations and failures.
-import {html, useMemo, useState} from "./vendor/preact.js";
-import {useAnswer, useRows, useVersion} from "./api.js";
+import {html} from "./html.js";
+import {useMemo, useState} from "./vendor/preact.js";
+import {useAnswer, useNow, useRows, useVersion} from "./api.js";
 import {Chart} from "./charts.js";
 import {counted, duration, figure, percent} from "./format.js";
-import {Facts, Problems, StatePill, Tabs, Waiting} from "./parts.js";
+import {DoesNow, Facts, Problems, StatePill, Tabs, Waiting} from "./parts.js";
 import {link} from "./sequence.js";
 
 /** Panels of metrics, by name or pattern; what no panel has comes behind them. */
@@ -99,6 +100,7 @@ export function RunPage({run}) {
   const {data: detail, error} = useAnswer(`runs/${encodeURIComponent(run)}`, useVersion(run));
   const {data: counts, error: uncounted} = useAnswer(`runs/${encodeURIComponent(run)}/counts`, useVersion(run, 20));
   const metrics = useRows(run);
+  const now = useNow()[run];
   const [smooth, setSmooth] = useState(1);
   const [log, setLog] = useState(false);
   const [all, setAll] = useState(false);
@@ -112,6 +114,7 @@ export function RunPage({run}) {
   return html`
     <div class="head"><h1>${detail.name}</h1><${StatePill} state=${detail.state} /></div>
     <p class="faint lead">${detail.about || detail.recipe}</p>
+    <${DoesNow} now=${now} whole />
     <${Problems} error=${metrics.error} problems=${[...detail.problems, uncounted]} />
     <${Facts} items=${[
       ["updates", html`${detail.update}<span class="faint"> of ${detail.updates}</span>`],
@@ -124,7 +127,7 @@ export function RunPage({run}) {
     <div class="bar-row"><${Tabs} run=${run} here="" /><span class="grow"></span>
       <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(Number(e.target.value))} /></label>
       <label class="control"><input type="checkbox" checked=${log} onChange=${() => setLog(!log)} /> log</label></div>
-    ${updates.length === 0 && html`<p class="empty">No update yet; the curves come with the first one.</p>`}
+    ${updates.length === 0 && html`<p class="empty">${detail.no_update}</p>`}
     <div class="charts">
       ${held.length > 0 && html`<${Chart} title="Held-out success" series=${held} share log=${log} />`}
       ${panels.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${help(panel.own)} share=${panel.share} log=${log}

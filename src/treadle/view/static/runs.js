@@ -1,8 +1,9 @@
 // All runs: what each is, how far it is, and what it has reached.
-import {html, useState} from "./vendor/preact.js";
-import {useAnswer, useVersion} from "./api.js";
+import {html} from "./html.js";
+import {useState} from "./vendor/preact.js";
+import {useAnswer, useNow, useVersion} from "./api.js";
 import {duration, figure, percent} from "./format.js";
-import {Problems, Sparkline, StatePill, Waiting, useSelection} from "./parts.js";
+import {DoesNow, Problems, Sparkline, StatePill, Waiting, useSelection} from "./parts.js";
 import {link} from "./sequence.js";
 
 /** @param {{done: number, all: number}} props */
@@ -22,6 +23,7 @@ const PRESETS = ["", "in progress", "finished", "stopped", PROBLEMS];
 
 export function RunsPage() {
   const {data, error} = useAnswer("runs", useVersion());
+  const now = useNow();
   const [chosen, setChosen] = useState(/** @type {string[]} */ ([]));
   const [search, setSearch] = useState("");
   const [preset, setPreset] = useState("");
@@ -60,6 +62,7 @@ export function RunsPage() {
             <div><dt>held-out, last</dt><dd><${HeldOut} held=${run.last} /></dd></div>
             <div><dt>best</dt><dd><${HeldOut} held=${run.best} /></dd></div>
             <div><dt>an update</dt><dd>${duration(run.seconds_per_update)}</dd></div></dl>
+          ${run.state !== "finished" && html`<${DoesNow} now=${now[run.key]} />`}
           <${Problems} problems=${run.problems} />
         </article>`)}
     </div>

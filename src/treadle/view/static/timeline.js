@@ -1,6 +1,7 @@
 // What happened when: the calls of an attempt, and the engine, the environments and the learner of a run.
-import {html, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
-import {useAnswer, useRows} from "./api.js";
+import {html} from "./html.js";
+import {useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
+import {useAnswer, useRows, useVersion} from "./api.js";
 import {colour} from "./charts.js";
 import {counted, duration, figure, percent} from "./format.js";
 import {Problems, Tabs, Waiting} from "./parts.js";
@@ -97,6 +98,7 @@ function CallsOfUpdate({run, update}) {
 export function TimelinePage({run, query}) {
   const {rows, error} = useRows(run);
   const {rows: intervals} = useRows(run, "intervals");
+  const {data: detail} = useAnswer(`runs/${encodeURIComponent(run)}`, useVersion(run));
   const chosen = query.get("update");
   const phases = useMemo(() => {
     const shares = new Map(rows.filter((row) => row.kind === "update").map((row) => [row.update, row.engine_share]));
@@ -125,7 +127,7 @@ export function TimelinePage({run, query}) {
   const total = (/** @type {string} */ kind) => seen.filter((p) => p.kind === kind)
     .reduce((sum, p) => sum + p.share * (Math.min(p.end, to) - Math.max(p.start, from)), 0);
   return html`<${Tabs} run=${run} here="timeline" /><${Problems} error=${error} />
-    ${phases.length === 0 ? html`<p class="empty">No update yet; the timeline comes with the first one.</p>` : html`
+    ${phases.length === 0 ? html`<p class="empty">${detail?.no_update}</p>` : html`
     <h2>Engine, environments and learner</h2>
     <p class="faint lead">${duration(from)} to ${duration(to)} of the run, without pauses between its processes. While the run waits for a
       batch, the height of a bar is the share of an attempt's seconds that it spent in the engine, or outside of it.</p>

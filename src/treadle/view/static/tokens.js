@@ -1,6 +1,7 @@
 // Tokens as text. All of it is in the page, so that scrolling never waits and the browser's own search finds it; single
 // tokens, with their colours, are made of what is in sight only.
-import {html, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
 import {figure, tokenColour} from "./format.js";
 import {chunked, messagesOf, pathTo, unitsOf} from "./sequence.js";
 

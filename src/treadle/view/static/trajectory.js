@@ -1,5 +1,6 @@
 // One trajectory: what the model saw and wrote, step by step, token by token, and what became of it.
-import {html, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
 import {embedded, get, useAnswer, useVersion} from "./api.js";
 import {counted, duration, figure, rangeOf, signed} from "./format.js";
 import {AttemptCells, Facts, Problems, Waiting, useSelection} from "./parts.js";
@@ -116,7 +117,7 @@ export function TrajectoryPage({run, id, query}) {
           ["task", embedded ? view.group.task_id : html`<a href=${link(["run", run, "task", view.group.task_id], {split: view.split})}>${view.group.task_id}</a>`],
           ["split", view.split === "train" ? "training" : "held-out"],
           ["played by", view.group.played_by || "the recipe's"],
-          ["update", view.group.update ?? "in no checkpoint yet"],
+          ["update", view.group.update ?? view.group.when],
           ["advantage", signed(attempt.advantage), "what its trained tokens are weighed with"],
           ...(attempt.trained_reward !== null && attempt.trained_reward !== attempt.reward ? [["in training", figure(attempt.trained_reward)]] : []),
           ...Object.entries(attempt.components).filter(([name]) => name !== "reward").map(([name, value]) => [name, figure(/** @type {any} */ (value))]),
