@@ -16,14 +16,14 @@ from treadle.view.live import now_of
 STATUS = RunStatus(
     ProcessId.own(), written=1000.0, update=4, updates=10, phase="rollout", done=12, total=64, since=992.0
 )
-SMALL = {"done": 5, "total": 20, "phase": "warm start"}
+WARMING = replace(STATUS, done=5, total=20, phase="warm start")
 
 
 @pytest.mark.parametrize(
     ("status", "state", "doing", "left"),
     [
         (STATUS, "in progress", "rollout 12 of 64 for 9 s", "about 4 min left"),
-        (replace(STATUS, **SMALL), "in progress", "warm start 5 of 20 for 9 s", "about 24 s left of it"),
+        (WARMING, "in progress", "warm start 5 of 20 for 9 s", "about 24 s left of it"),
         (replace(STATUS, total=0), "in progress", "rollout for 9 s", "about 4 min left"),
         (replace(STATUS, written=900.0), "in progress", "no word for 2 min, last in its phase rollout", ""),
         (replace(STATUS, error="RunError: disk full"), "stopped", "RunError: disk full", ""),
