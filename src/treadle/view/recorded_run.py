@@ -260,8 +260,8 @@ class RecordedRun:
         if not self.ledger.path.is_file():
             if any(self.directory.checkpoints.glob("step-*")):
                 return f"the run has no ledger any more; {salvage(self.path)}"
-            when = "yet" if self.state() == "in progress" else "before the run was stopped"
-            return f"nothing was recorded {when}: the run has no ledger"
+            live = self.state() == "in progress"
+            return None if live else "nothing was recorded before the run was stopped: the run has no ledger"
         try:
             self.ledger.query("SELECT 1 FROM checkpoints LIMIT 1")
         except RunError as error:

@@ -139,7 +139,7 @@ export function RunPage({run}) {
     </div>
     ${rest.length > 0 && html`<p><button class="quiet" onClick=${() => setAll(!all)}>${all ? "fewer curves" : counted(rest.length, "more curve")}</button></p>`}
     <${Evaluations} rows=${evaluations} />
-    ${counts && html`<${Account} run=${run} counts=${counts} />`}`;
+    ${counts?.states.length > 0 && html`<${Account} run=${run} counts=${counts} />`}`;
 }
 
 /** @param {any[]} rows */

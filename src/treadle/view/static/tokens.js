@@ -61,11 +61,17 @@ function MessageBlock({message, shown}) {
     })}</div></div>`;
 }
 
+/** Says whether a message is but the line end behind a shared one. @param {any} message @param {Shown} shown */
+function isBlank(message, {view, path}) {
+  return message.parts.every((/** @type {any} */ part) => part.kind === "template")
+    && unitsOf(view.segments, path, view.texts, message.start, message.end).every((unit) => unit.text.trim() === "");
+}
+
 /** @param {{from: number, shown: Shown}} props */
 export function Conversation({from, shown}) {
   const step = shown.view.steps[shown.step];
   const end = step.prompt_tokens + step.completion_tokens;
-  const messages = useMemo(() => messagesOf(step.spans, from, end), [step, from]);
+  const messages = useMemo(() => messagesOf(step.spans, from, end).filter((message, n) => n > 0 || from === 0 || !isBlank(message, shown)), [step, from]);
   const at = (/** @type {Event} */ event) => {
     const found = /** @type {HTMLElement} */ (event.target).closest?.("[data-at]");
     return found ? Number(/** @type {HTMLElement} */ (found).dataset.at) : null;
