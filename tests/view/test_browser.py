@@ -49,6 +49,7 @@ def viewer(browser: Any, base: str) -> Iterator[Viewer]:
 PAGES = {
     "runs": ("#/", ".run"),
     "overlay": ("#/compare?run=recorded&run=twin", ".chart"),
+    "evaluations": ("#/evaluations?before=recorded&after=twin", "table.tasks"),
     "curves": ("#/run/recorded", ".chart .u-over"),
     "groups": ("#/run/recorded/groups", ".lines .line .id"),
     "group": ("#/run/recorded/group/g000000", ".sibling"),

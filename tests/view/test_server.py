@@ -264,6 +264,20 @@ def test_of_many_attempts_the_first_and_newest_are_drawn(
     assert followed["problems"] == ["1 of 2 attempts are side by side: first ones, newest first"]
 
 
+def test_evaluations_are_compared_task_by_task(get: Get, recorded: Path, tmp_path: Path) -> None:
+    found = get("tasks", before="recorded", after="recorded")
+    assert (found["first"], found["second"]) == ("e000000", "e000001")
+    changes = {row["after"]["task_id"]: (row["change"], row["solved"]) for row in found["rows"]}
+    assert changes == {"h0": ("gained", [0, 1]), "h1": ("unchanged", [0, 0]), "h2": ("unchanged", [0, 0])}
+    assert found["rows"][0]["before"]["attempts"][0]["trajectory_id"] == "e000000-0000.0"
+    back = get("tasks", before="recorded", after="recorded", first="e000001", second="e000000")
+    assert [row["change"] for row in back["rows"]] == ["lost", "unchanged", "unchanged"]
+    twin = record_run(tmp_path / "twin", "seed=9")
+    across = asking(recorded, twin)("tasks", before="recorded", after="twin", second="e000000")
+    assert [row["change"] for row in across["rows"]] == ["unchanged"] * 3
+    get("tasks", 404, before="recorded", after="recorded", second="e000007")
+
+
 def test_runs_are_compared(recorded: Path, tmp_path: Path) -> None:
     other = record_run(tmp_path / "other", "training.optimizer.learning_rate=0.5", updates=3)
     twin = record_run(tmp_path / "twin", "seed=9")

@@ -60,6 +60,10 @@ def test_what_ends_a_turn_belongs_to_it() -> None:
         ("user", "template", "<|im_end|>\n"),
         ("assistant", "template", "<|im_start|>assistant\n"),
     ]
+    behind = plain_ids("\n<|im_start|>tool\n")  # an end of a turn that was sampled
+    of_tool = MessageSpan(len(prompt) + len(behind), "tool", "template")
+    spans = recorded_spans([*recorded, of_tool], [*prompt, *behind], TEXTS)
+    assert [(s.role, s.start - len(prompt)) for s in spans][-1] == ("tool", 1)
     before = message_spans(plain_ids("<|im_start|>assistant\nab<|im_end|>"), TEXTS)
     new = plain_ids("\n<|im_start|>tool\n")
     base = plain_ids("<|im_start|>assistant\nab<|im_end|>")

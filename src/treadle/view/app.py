@@ -22,6 +22,7 @@ from treadle.orchestration.reporting.report import count_tokens
 from treadle.orchestration.store.run_directory import MetricsLog
 from treadle.view import models
 from treadle.view.compare import compare
+from treadle.view.evaluations import compare_tasks
 from treadle.view.export import export_page, static_files
 from treadle.view.fates import all_rules
 from treadle.view.groups import PRESETS, SORTS, list_groups
@@ -144,6 +145,10 @@ def _add_runs(app: FastAPI, runs: Runs) -> None:
     @app.get("/api/compare")
     def compare_runs(run: Annotated[list[str], Query(max_length=100)]) -> Response:
         return _answer(compare([_find(runs, key) for key in dict.fromkeys(run)]))
+
+    @app.get("/api/tasks")
+    def tasks(before: str, after: str, first: str | None = None, second: str | None = None) -> Response:
+        return _answer(compare_tasks(_find(runs, before), _find(runs, after), first, second))
 
     @app.get("/api/runs/{key}")
     def run_detail(key: Key) -> Response:

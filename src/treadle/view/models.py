@@ -207,6 +207,38 @@ class Groups(BaseModel):
     rows: list[GroupRow]
 
 
+class Evaluation(BaseModel):
+    """Is one evaluation of the held-out tasks. name: what its groups' names begin with."""
+
+    name: str
+    label: str
+    is_greedy: bool
+
+
+class TaskChange(BaseModel):
+    """Is a task in two evaluations. change: gained, lost or unchanged. solved: share of its attempts, in each."""
+
+    change: str
+    solved: tuple[float, float]
+    before: GroupRow
+    after: GroupRow
+
+
+class TaskChanges(BaseModel):
+    """Is two evaluations task by task. before, after: all evaluations to choose from; first, second: the chosen ones.
+
+    only_before, only_after: how many tasks only one of them has, or with another prompt.
+    """
+
+    before: list[Evaluation]
+    after: list[Evaluation]
+    first: str
+    second: str
+    rows: list[TaskChange] = []
+    only_before: int = 0
+    only_after: int = 0
+
+
 class Relation(BaseModel):
     """Says how a step's prompt relates to the steps before it (`packing.breaks.Relation`)."""
 

@@ -203,8 +203,10 @@ def recorded_spans(prompt: Sequence[MessageSpan], ids: Sequence[int], texts: Tok
 def _ending(template: Sequence[int], texts: TokenTexts) -> int:
     """Return how many tokens of the template between two messages end the first: up to where the second one opens."""
     special = [at for at, ident in enumerate(template) if ident in texts.special]
-    if not special or special[0] != 0:
+    if not special or "".join(map(texts.raw, template[: special[0]])).strip():
         return 0
+    if special[0] > 0:
+        return special[0]  # a line's end behind the token that was sampled
     if len(special) > 1:
         return special[1]
     return len(template) if _ENDS.fullmatch("".join(map(texts.raw, template))) else 0

@@ -5,6 +5,7 @@ import {embedded, has, useServerProblem} from "./api.js";
 import {visible} from "./format.js";
 import {link, routeOf} from "./sequence.js";
 import {ComparePage} from "./compare.js";
+import {EvaluationsPage} from "./evaluations.js";
 import {GroupPage} from "./group.js";
 import {GroupsPage} from "./groups.js";
 import {RunPage} from "./run.js";
@@ -24,6 +25,7 @@ const KEYS = [
 function pageOf({parts, query}) {
   const [kind, key, what, id] = parts;
   if (kind === "compare") return html`<${ComparePage} query=${query} />`;
+  if (kind === "evaluations") return html`<${EvaluationsPage} query=${query} />`;
   if (kind !== "run" || !key) return html`<${RunsPage} />`;
   if (what === "groups") return html`<${GroupsPage} run=${key} query=${query} key=${key} />`;
   if (what === "group" && id) return html`<${GroupPage} run=${key} id=${id} key=${id} />`;
@@ -42,6 +44,7 @@ function Crumbs({parts}) {
   const [kind, key, what, id] = parts;
   const crumbs = [];
   if (kind === "compare") crumbs.push({label: "overlay", href: null});
+  if (kind === "evaluations") crumbs.push({label: "task by task", href: null});
   if (kind === "run" && key) crumbs.push({label: key, href: embedded ? null : link(["run", key])});
   if (what) {
     const own = {groups: "groups", group: id, trajectory: id, task: id, search: "search", config: "settings", tokens: "tokens", rules: "rules", timeline: "timeline"}[what];

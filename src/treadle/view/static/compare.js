@@ -55,6 +55,7 @@ export function ComparePage({query}) {
       ${names.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${shortName(panel.name)} smooth=${smooth} share=${panel.share} bare
         series=${series(panel.name, "update")} />`)}
     </div>
+    ${evaluations.length > 0 && keys.length > 1 && html`<p><a href=${link(["evaluations"], {before: keys[0], after: keys[1]})}>held-out tasks, task by task: gained and lost</a></p>`}
     <section><h2>Settings that differ</h2>
       ${data.differences.length === 0 ? html`<p class="faint">None.</p>` : html`<div class="scroll"><table class="plain settings"><thead><tr><th></th>
         ${data.runs.map((/** @type {string} */ key) => html`<th>${key}</th>`)}</tr></thead>

@@ -68,12 +68,12 @@ function secondsByPhase(updates) {
   return [...series, {label: "evaluation, checkpoints, waiting", points: rest}];
 }
 
-/** @param {{rows: any[]}} props */
-function Evaluations({rows}) {
+/** @param {{run: string, rows: any[]}} props */
+function Evaluations({run, rows}) {
   if (!rows.length) return null;
   const passes = [...new Set(rows.flatMap((row) => Object.keys(row.pass_at || {})))].filter((k) => k !== "1");
   const kinds = [...new Set(rows.flatMap((row) => Object.keys(row.by || {})))];
-  return html`<section><h2>Held-out tasks</h2><div class="scroll"><table class="plain"><thead><tr><th>update</th><th>T</th><th>tasks</th>
+  return html`<section><h2>Held-out tasks ${rows.length > 1 && html`<a class="beside" href=${link(["evaluations"], {before: run})}>task by task: gained and lost</a>`}</h2><div class="scroll"><table class="plain"><thead><tr><th>update</th><th>T</th><th>tasks</th>
     <th>success</th>${passes.map((k) => html`<th>pass@${k}</th>`)}<th>reward</th><th>steps</th><th>failed</th>
     ${kinds.map((kind) => html`<th>${kind}</th>`)}</tr></thead>
     <tbody>${rows.map((row) => html`<tr><td>${row.update}</td><td>${row.temperature || "greedy"}</td><td>${row.tasks}</td>
@@ -138,7 +138,7 @@ export function RunPage({run}) {
         series=${[{label: name, points: pointsOf(updates, name)}]} />`)}
     </div>
     ${rest.length > 0 && html`<p><button class="quiet" onClick=${() => setAll(!all)}>${all ? "fewer curves" : counted(rest.length, "more curve")}</button></p>`}
-    <${Evaluations} rows=${evaluations} />
+    <${Evaluations} run=${run} rows=${evaluations} />
     ${counts?.states.length > 0 && html`<${Account} run=${run} counts=${counts} />`}`;
 }
 
