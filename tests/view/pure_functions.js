@@ -1,7 +1,7 @@
 // What the pages' pure functions return for a few values; tests/view/test_browser.py says what it must be.
 async () => {
   const {visible, figure, smoothed, band, aligned, tokenColour, rangeOf, duration, tally} = await import("/static/format.js");
-  const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, breaksOf, phasesOf, barsOf} =
+  const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, alike, breaksOf, phasesOf, barsOf} =
     await import("/static/sequence.js");
   const segments = [
     {parent: -1, depth: 0, ids: [1, 2], steps: [0, 1], sampled: [], joined: [[0, 2, "é"]]},
@@ -27,6 +27,9 @@ async () => {
     messages: messagesOf(spans, 2, 6).map((m) => [m.role, m.start, m.end, m.parts.length]),
     lanes: lanesOf(segments),
     at_once: lanesInTime([[0, 2], [1, 3], [2, 4], [2.5, 2.6]]),
+    alike: alike({steps: [["a", 1], ["b", 1], ["c", 2], ["d", 1]].map(([trajectory_id, segment]) => ({trajectory_id, segment, prompt_tokens: 2}))},
+      [["a", 1], ["b", 1], ["c", 1], ["d", 0], ["e", 1], ["f", 1]].map(([trajectory_id, reward]) => ({trajectory_id, reward, status: "done"})))
+      .map((same) => same.map((attempt) => attempt.trajectory_id).join("")),
     breaks: breaksOf({segments, steps: [
       {segment: 1, relation: {kind: "opens"}},
       {segment: 2, relation: {kind: "break", shared: 2, cause: "changed", extra_tokens: 1}},

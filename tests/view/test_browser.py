@@ -174,6 +174,13 @@ def test_calls_at_once_are_drawn_below_one_another(viewer: Viewer) -> None:
     page.wait_for_selector("#step-2.selected")
 
 
+def test_attempts_that_are_the_same_are_folded(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/group/g000002", ".sibling")
+    assert page.locator(".sibling").count() == 1 and page.locator(".sibling .cell").count() == 3
+    page.click("button:has-text('3 × the same')")
+    viewer.until("document.querySelectorAll('.sibling').length === 3")
+
+
 @slow
 def test_a_task_is_followed_side_by_side(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded/trajectory/e000001-0001.0", ".step")
@@ -364,6 +371,7 @@ def test_pure_functions(viewer: Viewer) -> None:
     assert found["messages"] == [["user", 2, 5, 2], ["tool", 5, 6, 1]]
     assert found["lanes"] == {"lanes": [0, 0, 1], "count": 2, "width": 4}
     assert found["at_once"] == [0, 1, 0, 2]
+    assert found["alike"] == ["ab", "c", "d", "e", "f"]
     assert found["breaks"] == [{"segment": 2, "cause": "changed", "extra": 1}]
     phases = [(p["phase"], p["start"], p["end"]) for p in found["phases"]]
     assert phases == [("publish", 9, 10), ("update", 7, 9), ("rollout", 3, 7)]

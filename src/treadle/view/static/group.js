@@ -1,15 +1,24 @@
 // Attempts at one task, side by side from the token at which they part, and the tree of all of them: a group's, or those of
 // several evaluations.
 import {html} from "./html.js";
-import {useMemo} from "./vendor/preact.js";
+import {useMemo, useState} from "./vendor/preact.js";
 import {embedded, useAnswer, useVersion} from "./api.js";
 import {counted, figure, signed} from "./format.js";
 import {AttemptCells, Problems, Waiting} from "./parts.js";
-import {breaksOf, link, partsAt, pathTo, unitsOf} from "./sequence.js";
+import {alike, breaksOf, link, partsAt, pathTo, unitsOf} from "./sequence.js";
 import {Cost, Tree} from "./tree.js";
 
-/** @param {{run: string, view: any, attempt: any, from: number, when: any}} props */
-function Sibling({run, view, attempt, from, when}) {
+/** @param {{run: string, view: any, attempts: any[], from: number, when: any}} props attempts: of one group, all the same */
+function Siblings({run, view, attempts, from, when}) {
+  const [open, setOpen] = useState(false);
+  const fold = attempts.length > 1 && html`<button class="fold" aria-expanded=${open} onClick=${() => setOpen(!open)}>${attempts.length} × the same</button>
+    <${AttemptCells} run=${run} attempts=${attempts} />`;
+  return (open ? attempts : attempts.slice(0, 1)).map((attempt, n) => html`<${Sibling} key=${attempt.trajectory_id} run=${run} view=${view} attempt=${attempt}
+    from=${from} when=${when} fold=${n === 0 && fold} />`);
+}
+
+/** @param {{run: string, view: any, attempt: any, from: number, when: any, fold: any}} props */
+function Sibling({run, view, attempt, from, when, fold}) {
   const steps = view.steps.filter((/** @type {any} */ s) => s.trajectory_id === attempt.trajectory_id);
   const last = steps.at(-1);
   const runs = useMemo(() => last ? textRuns(view, last, from) : [], [view, last, from]);
@@ -19,7 +28,7 @@ function Sibling({run, view, attempt, from, when}) {
       ${attempt.advantage !== null && html`<span class=${attempt.advantage > 0 ? "good" : attempt.advantage < 0 ? "bad" : "faint"}>${signed(attempt.advantage)}</span>`}
       <div class="faint">${attempt.status}, ${counted(attempt.steps, "step")}, ${counted(attempt.completion_tokens, "token")}, ${Object.entries(attempt.states)
         .map(([state, count]) => `${count} ${state}`).join(", ")}</div>
-      ${attempt.failure_cause && html`<div class="bad">${attempt.failure_cause}: ${attempt.failure_message}</div>`}</header>
+      ${attempt.failure_cause && html`<div class="bad">${attempt.failure_cause}: ${attempt.failure_message}</div>`}${fold}</header>
     ${last && from > 0 && html`<p class="faint shared">${counted(from, "token")} as the others</p>`}
     <div class="body">${runs.map((piece) => html`<span class=${piece.kind}>${piece.text}</span>`)}</div></article>`;
 }
@@ -62,8 +71,8 @@ export function GroupPage({run, id}) {
 export function SideBySide({run, view, groups}) {
   const from = partsAt(view);
   const drawn = new Set(view.steps.map((/** @type {any} */ s) => s.trajectory_id));
-  const attempts = groups.flatMap((group) => group.attempts.map((/** @type {any} */ attempt) => ({group, attempt})))
-    .filter(({attempt}) => groups.length === 1 || drawn.has(attempt.trajectory_id));
+  const folds = groups.flatMap((group) => alike(view, group.attempts.filter((/** @type {any} */ attempt) => groups.length === 1 || drawn.has(attempt.trajectory_id)))
+    .map((attempts) => ({group, attempts})));
   const update = (/** @type {any} */ group) => html`<a class="when" href=${link(["run", run, "group", group.group_id])}>${group.when}${/^e\d+g(r\d+)?-/.test(group.group_id) ? ", greedy" : ""}</a>`;
   return html`
     <h2>Prefix tree</h2>
@@ -73,6 +82,6 @@ export function SideBySide({run, view, groups}) {
         location.hash = link(["run", run, "trajectory", step.trajectory_id], {step: step.step});
       }} /><${Cost} cost=${view.cost} of="group" />
     <h2>Side by side${from === Infinity ? html`<span class="faint"> all the same, token for token</span>` : ""}</h2>
-    <div class="siblings">${attempts.map(({group, attempt}) => html`<${Sibling} key=${attempt.trajectory_id} run=${run} view=${view}
-      attempt=${attempt} from=${from === Infinity ? 0 : from} when=${groups.length > 1 ? update(group) : ""} />`)}</div>`;
+    <div class="siblings">${folds.map(({group, attempts}) => html`<${Siblings} key=${attempts[0].trajectory_id} run=${run} view=${view}
+      attempts=${attempts} from=${from === Infinity ? 0 : from} when=${groups.length > 1 ? update(group) : ""} />`)}</div>`;
 }

@@ -137,6 +137,24 @@ export function partsAt({segments, steps, apart}) {
   return lengths.every((length) => length === first) ? Infinity : first;
 }
 
+/**
+ * Returns the attempts in lists of those that are the same, token for token and call by call, with the same end; in the order
+ * of their first ones. Attempts without steps are by themselves.
+ * @param {{steps: any[]}} view
+ * @param {any[]} attempts of one group
+ * @returns {any[][]}
+ */
+export function alike({steps}, attempts) {
+  /** @type {Map<string, any[]>} */
+  const found = new Map();
+  for (const attempt of attempts) {
+    const calls = steps.filter((step) => step.trajectory_id === attempt.trajectory_id).map((step) => `${step.segment} ${step.prompt_tokens}`);
+    const key = calls.length ? JSON.stringify([calls, attempt.reward, attempt.status, attempt.failure_cause]) : attempt.trajectory_id;
+    found.set(key, [...(found.get(key) || []), attempt]);
+  }
+  return [...found.values()];
+}
+
 const PAUSE = 120; // seconds without any phase after which a run was not going on
 
 /**
