@@ -1,7 +1,7 @@
 // What the pages' pure functions return for a few values; tests/view/test_browser.py says what it must be.
 async () => {
   const {visible, figure, smoothed, band, aligned, tokenColour, rangeOf, duration, tally} = await import("/static/format.js");
-  const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, alike, breaksOf, phasesOf, barsOf} =
+  const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, alike, breaksOf, phasesOf, stretchesOf, barsOf} =
     await import("/static/sequence.js");
   const segments = [
     {parent: -1, depth: 0, ids: [1, 2], steps: [0, 1], sampled: [], joined: [[0, 2, "é"]]},
@@ -39,6 +39,7 @@ async () => {
       {kind: "update", update: 1, wall_seconds: 10, seconds_publish: 1, seconds_update: 2, seconds_rollout: 4},
       {kind: "update", update: 2},
     ], []),
+    stretches: stretchesOf([{started: 1004, seconds: 2}, {started: 1000, seconds: 4}, {started: 9000, seconds: 3}]),
     intervals: phasesOf([{kind: "update", update: 1, wall_seconds: 10, seconds_update: 2}], [
       {update: 1, phase: "update", started: 1004, seconds: 2},
       {update: 1, phase: "rollout", started: 1000, seconds: 4},

@@ -376,6 +376,7 @@ def test_pure_functions(viewer: Viewer) -> None:
     phases = [(p["phase"], p["start"], p["end"]) for p in found["phases"]]
     assert phases == [("publish", 9, 10), ("update", 7, 9), ("rollout", 3, 7)]
     assert [(p["start"], p["end"], p["update"]) for p in found["intervals"]] == [(0, 4, 1), (4, 6, 1), (6, 9, 2)]
+    assert [(s["began"], s["ended"], s["start"]) for s in found["stretches"]] == [(1000, 1006, 0), (9000, 9003, 6)]
     shares = [[(bar["kind"], bar["share"]) for bar in bars] for bars in found["bars"]]
     assert shares == [[("sampling", 0.75), ("playing", 0.25)], [("sampling", 1)], [("publish", 1)]]
     assert found["tally"] == [["done", 2], ["failed", 1]]

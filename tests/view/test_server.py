@@ -146,6 +146,22 @@ def test_calls_have_the_times_of_the_shards(get: Get, recorded: Path) -> None:
     assert calls["unknown"] == len(shard_rows(recorded, "g000000.0")) + 4 and calls["problems"] == []
 
 
+def test_calls_are_counted_over_time(copy: Path) -> None:
+    get = asking(copy)
+    assert not get("runs/copy/activity", span=["5000,5060,3"])["is_recorded"]  # its calls are of another time
+    RunDirectory(copy).log_interval({"update": 1, "phase": "update", "started": 899.0, "seconds": 4.0})
+    found = get("runs/copy/activity", span=["900,901,10", "901,902,1"])
+    assert found["is_recorded"] and found["most"] == 2 and found["problems"] == []
+    sampling, waiting, outside = (found[name][0] for name in ("sampling", "waiting", "outside"))
+    calls = [r for r in pq.read_table(copy / "rollouts").to_pylist() if r["started"] and 900 <= r["started"] < 901]
+    assert sum(sampling) / 10 == pytest.approx(sum(r["seconds"] - r["waited"] for r in calls), abs=1e-6)
+    assert sum(waiting) / 10 == pytest.approx(sum(r["waited"] for r in calls), abs=1e-6)
+    assert sampling[3] == pytest.approx(0.5) and sampling[4] == pytest.approx(1.5)  # a second call from 0.45 on
+    assert outside[2:4] == pytest.approx([1.0, 0.0], abs=1e-6) and found["sampling"][1] == pytest.approx([0.15])
+    assert found["busy"] == pytest.approx((0.15 + 0.15 + 0.1 + 0.15) / 2, abs=0.06)
+    get("runs/copy/activity", 422, span=["1,0,5"])
+
+
 def test_recorded_messages_are_shown_as_recorded(get: Get) -> None:
     [step] = get(f"{RUN}/trajectories/g000002.0")["steps"]
     first, second, *reply = step["spans"]

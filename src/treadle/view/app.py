@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from fastapi import FastAPI, Query, Request
 from fastapi import Path as InPath
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
@@ -28,7 +29,7 @@ from treadle.view.fates import all_rules
 from treadle.view.groups import PRESETS, SORTS, list_groups
 from treadle.view.guard import Guard
 from treadle.view.recorded_run import RecordedRun, Runs
-from treadle.view.timeline import calls_of_update
+from treadle.view.timeline import activity, calls_of_update
 from treadle.view.trajectories import experts_of, follow_task, search_update, view_group, view_trajectory
 
 _LARGEST = 2**31 - 1
@@ -170,10 +171,28 @@ def _add_runs(app: FastAPI, runs: Runs) -> None:
     def calls(key: Key, update: Number) -> Response:
         return _answer(calls_of_update(_find(runs, key), update))
 
+    @app.get("/api/runs/{key}/activity")
+    def activity_of(key: Key, span: Annotated[list[str], Query(max_length=200)]) -> Response:
+        return _answer(activity(_find(runs, key), [_span(text) for text in span]))
+
     @app.get("/api/runs/{key}/breaks")
     def breaks(key: Key) -> Response:
         run = _find(runs, key)
         return _answer(run.kept("breaks", run.signature(), lambda: _breaks(run)))
+
+
+def _span(text: str) -> tuple[float, float, int]:
+    """Return the (start, end, parts) of `1700000000.5,1700000060,100`. Raises RequestValidationError."""
+    try:
+        start, end, parts = text.split(",")
+        found = float(start), float(end), int(parts)
+        if not (math.isfinite(found[0]) and math.isfinite(found[1]) and found[0] <= found[1] and 0 < found[2] <= 5000):
+            raise ValueError
+    except ValueError:
+        raise RequestValidationError(
+            [{"loc": ("query", "span"), "msg": f"{text!r} is no start,end,parts", "type": "value_error"}]
+        ) from None
+    return found
 
 
 def _rows_after(found: tuple[str, MetricsLog], generation: str, after: int) -> models.Metrics:

@@ -453,6 +453,23 @@ class Calls(BaseModel):
     problems: list[str] = []
 
 
+class Activity(BaseModel):
+    """Is how many attempts of training called the engine, over some spans of time, by equal parts of each: the means.
+
+    sampling: calls that are sampled. waiting: that wait for the engine. outside: attempts between two calls, in the
+    environment or agent. most: of all of them at once, in the whole run. busy: share of the spans in which at
+    least one call is sampled. is_recorded: whether the run records when its calls began.
+    """
+
+    is_recorded: bool = False
+    sampling: list[list[float]] = []
+    waiting: list[list[float]] = []
+    outside: list[list[float]] = []
+    most: int = 0
+    busy: float = 0.0
+    problems: list[str] = []
+
+
 class Breaks(BaseModel):
     """Is what `treadle report` says of a run's tokens: packing, relations, and shards that cannot be read. updates: of
     each update, the tokens that training computes by packing, and those it computes again for breaks."""
