@@ -235,6 +235,10 @@ def test_siblings_part_where_their_tokens_do(get: Get, recorded: Path) -> None:
         ({"split": "held_out", "update": 1}, {"e000001-0000", "e000001-0001", "e000001-0002"}),
         ({"split": "train", "update": 1}, {"g000000", "g000001"}),
         ({"split": "train", "search": "nowhere"}, set()),
+        ({"search": "task_id"}, set()),  # a key, and so are the next two; `user` is a role
+        ({"search": "prompt"}, set()),
+        ({"search": "user"}, set()),
+        ({"search": "WHAT is", "update": 1}, {"e000001-0000", "e000001-0001", "e000001-0002"}),
     ],
 )
 def test_the_table_is_filtered(get: Get, query: dict[str, Any], groups: set[str]) -> None:

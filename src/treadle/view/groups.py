@@ -43,6 +43,10 @@ _COLUMNS = {"group": "g.rowid", "update": "coalesce(g.trained_version, g.batch)"
 SORTS = (*_COLUMNS, *_SUMS)
 """What the table can be sorted by."""
 
+_TASK_SAYS = (  # the first condition is quick, and holds wherever the second does
+    "instr(lower(g.task), lower(?)) AND EXISTS (SELECT 1 FROM json_tree(g.task) WHERE type IN ('text', 'integer', "
+    "'real') AND coalesce(key, '') NOT IN ('role', 'type') AND instr(lower(atom), lower(?)))"
+)
 _EVALUATION = re.compile(r"e(\d+)g?(?:r\d+)?-")  # r2: repeated for the second time
 _MOST_CHARACTERS = 240  # of a question in the table
 
@@ -75,10 +79,10 @@ def list_groups(
         values += [json.dumps(run.versions_of(update)), f"e{update:06d}*"]
     for word in search.split():
         where.append(
-            "(instr(lower(g.task), lower(?)) OR instr(g.group_id, ?) OR g.group_id IN (SELECT group_id FROM "
+            f"(({_TASK_SAYS}) OR instr(g.group_id, ?) OR g.group_id IN (SELECT group_id FROM "
             "trajectories WHERE instr(lower(failure_message), lower(?)) OR instr(trajectory_id, ?)))"
         )
-        values += [word] * 4
+        values += [json.dumps(word)[1:-1], *[word] * 4]
     condition = " AND ".join(where)
     by, joined, of_join = _COLUMNS.get(sort, "a.figure"), "", list[str]()
     if sort in _SUMS:

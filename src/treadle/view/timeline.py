@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,9 +52,8 @@ def activity(run: RecordedRun, spans: Sequence[tuple[float, float, int]]) -> Act
     spans: (start, end, parts) of each, in seconds since 1970.
     """
     found = Activity()
-    began, waited, seconds, attempts = run.kept(
-        "activity", run.ledger.signature(), lambda: _train_calls(run, found.problems)
-    )
+    calls = run.kept("activity", run.ledger.signature(), lambda: _train_calls(run))
+    began, waited, seconds, attempts, found.problems = calls
     logged = run.intervals()[1].rows
     first = min((row["started"] for row in logged), default=np.inf)
     last = max((row["started"] + row["seconds"] for row in logged), default=-np.inf)
@@ -76,16 +76,17 @@ def activity(run: RecordedRun, spans: Sequence[tuple[float, float, int]]) -> Act
     return found
 
 
-def _train_calls(run: RecordedRun, problems: list[str]) -> tuple[Floats, Floats, Floats, NDArray[np.int64]]:
-    """Return when each call of training began, how long it waited and took, and the number of its attempt."""
+def _train_calls(run: RecordedRun) -> tuple[Floats, Floats, Floats, NDArray[np.int64], list[str]]:
+    """Return when each call of training began, how long it waited and took, the number of its attempt, and problems."""
     shards = run.ledger.query(
         "SELECT DISTINCT shard FROM trajectories JOIN groups USING (group_id) WHERE split = 'train'"
     )
     calls: list[dict[str, Any]] = []
+    problems: list[str] = []
     for shard in (row["shard"] for row in shards):
         try:
             file = run.shard(shard)
-            calls += run.kept(f"calls {shard}", file, lambda file=file: read_call_times(run.directory.rollouts, file))  # type: ignore[misc]
+            calls += run.kept(f"calls {shard}", file, partial(read_call_times, run.directory.rollouts, file))
         except TreadleError as error:
             problems.append(str(error))
     timed = [call for call in calls if call["started"] is not None]
@@ -93,7 +94,7 @@ def _train_calls(run: RecordedRun, problems: list[str]) -> tuple[Floats, Floats,
     began, waited, seconds = (
         np.array([call[name] or 0.0 for call in timed], np.float64) for name in ("started", "waited", "seconds")
     )
-    return began, waited, seconds, np.array([names[call["trajectory_id"]] for call in timed], np.int64)
+    return began, waited, seconds, np.array([names[call["trajectory_id"]] for call in timed], np.int64), problems
 
 
 def _extents(began: Floats, ends: Floats, attempts: NDArray[np.int64]) -> tuple[Floats, Floats]:
