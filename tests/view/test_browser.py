@@ -253,12 +253,47 @@ def test_the_table_is_the_ledgers(viewer: Viewer, recorded: Path) -> None:
     page.keyboard.press("Enter")
     page.wait_for_selector(".siblings")
     assert page.locator(".sibling").count() == 3
+    assert page.locator("a[rel=next].off").count() == 1  # of the failed ones it is the last
+    viewer.open("#/run/recorded/group/g000000", "a[rel=next][href]")
     page.keyboard.press("n")
     viewer.until("document.querySelector('h1')?.innerText === 'g000001'")
     page.keyboard.press("u")
     page.wait_for_selector(".lines .line .id")
     page.keyboard.press("?")
     assert "next and previous" in viewer.text(".help")
+
+
+def test_filters_colours_and_places_stay(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/groups", ".lines .line .id")
+    page.evaluate("document.querySelector('.lines').scrollTop = 40")
+    page.wait_for_timeout(100)
+    page.click(".lines .line .id:has-text('g000002')")
+    page.wait_for_selector(".sibling")
+    page.go_back()
+    viewer.until("document.querySelector('.lines')?.scrollTop === 40")
+    page.click(".chip:has-text('mixed')")
+    viewer.until("document.querySelectorAll('.lines .line .id').length === 3")
+    page.click(".lines .line .id:has-text('g000003')")
+    viewer.until("document.querySelector('h1')?.innerText === 'g000003'")
+    page.wait_for_selector("a[rel=next][href]")
+    page.keyboard.press("n")
+    viewer.until("document.querySelector('h1')?.innerText === 'g000001'")
+    page.click(".sibling a")
+    page.wait_for_selector(".chip:has-text('version')")
+    page.click(".chip:has-text('version')")
+    page.keyboard.press("n")
+    viewer.until("document.querySelector('h1')?.innerText === 'g000001.1'")
+    page.wait_for_selector(".chip.on:has-text('version')")
+    page.keyboard.press("u")
+    page.wait_for_selector(".sibling")
+    page.keyboard.press("u")
+    viewer.until("document.querySelectorAll('.lines .line .id').length === 3")
+    page = viewer.open("#/", ".run")
+    page.fill("input[type=search]", "twin")
+    page.click(".run .name")
+    page.wait_for_selector(".chart")
+    page.go_back()
+    viewer.until("document.querySelectorAll('.run').length === 1")
 
 
 @slow
@@ -286,6 +321,21 @@ def test_a_run_that_grows_is_followed(browser: Any, tmp_path: Path) -> None:
             ledger.record([group], "train", 2, write_shard(run / "rollouts", "train-g000007", [group]))
             page.wait_for_selector(".line .id:has-text('g000007')")
         assert viewer.complaints == []
+        viewer.close()
+
+
+@slow
+def test_a_server_that_is_gone_is_missed_and_new_runs_appear(browser: Any, recorded: Path, tmp_path: Path) -> None:
+    shutil.copytree(recorded, tmp_path / "runs" / "first")
+    with serving([tmp_path / "runs"]) as url:
+        viewer = Viewer(browser, url, WIDE)
+        page = viewer.open("#/", ".run")
+    page.wait_for_selector(".lost:has-text('does not answer')")
+    assert page.locator(".run").count() == 1  # what was there stays
+    with serving([tmp_path / "runs"], port=int(url.split(":")[2].strip("/"))):
+        page.wait_for_selector(".lost", state="detached")
+        shutil.copytree(recorded, tmp_path / "runs" / "second")
+        page.wait_for_selector(".run .name:has-text('second')")
         viewer.close()
 
 

@@ -246,6 +246,16 @@ def test_the_table_is_filtered(get: Get, query: dict[str, Any], groups: set[str]
     assert {row["group_id"] for row in found["rows"]} == groups and found["total"] == len(groups)
 
 
+def test_the_neighbours_in_the_table_are_named(get: Get) -> None:
+    among = {"preset": "mixed", "around": "g000001"}
+    found = get(f"{RUN}/groups", **among)
+    assert (found["previous"], found["next"]) == ("g000003", "g000000")
+    found = get(f"{RUN}/groups", **among, descending=False, limit=1)
+    assert (found["previous"], found["next"]) == ("g000000", "g000003")
+    found = get(f"{RUN}/groups", preset="mixed", around="g000002")  # is not in it
+    assert (found["previous"], found["next"]) == (None, None)
+
+
 @pytest.mark.parametrize(
     "sort", ["group", "update", "task", "reward", "spread", "steps", "tokens", "failed", "seconds", "component"]
 )

@@ -223,6 +223,7 @@ def _add_records(app: FastAPI, runs: Runs) -> None:
         descending: bool = True,
         offset: Number = 0,
         limit: Annotated[int, Query(ge=1, le=200)] = 100,
+        around: Annotated[str | None, Query(max_length=1000)] = None,
     ) -> Response:
         found = list_groups(
             _find(runs, key),
@@ -235,6 +236,7 @@ def _add_records(app: FastAPI, runs: Runs) -> None:
             descending=descending,
             offset=offset,
             limit=limit,
+            around=around,
         )
         return _answer(found)
 

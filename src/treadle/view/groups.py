@@ -63,10 +63,12 @@ def list_groups(
     descending: bool,
     offset: int,
     limit: int,
+    around: str | None = None,
 ) -> Groups:
     """Return a page of the table. Raises RunError.
 
     search: words that the task, an id or a failure must all contain. component: of the reward, where `sort` says so.
+    around: a group of which the one before and the one behind are named.
     """
     where, values = ["1"], list[Any]()
     if split is not None:
@@ -90,15 +92,15 @@ def list_groups(
         joined, of_join = f"JOIN ({figures}) a USING (group_id)", [component] * figures.count("?")
     way = "DESC" if descending else "ASC"
     total = run.ledger.query(f"SELECT count(*) AS total FROM groups g WHERE {condition}", *values)[0]["total"]
-    rows = run.ledger.query(
-        f"SELECT g.* FROM groups g {joined} WHERE {condition} ORDER BY {by} {way} NULLS LAST, g.rowid {way} "
-        "LIMIT ? OFFSET ?",
-        *of_join,
-        *values,
-        limit,
-        offset,
-    )
-    return Groups(total=total, offset=offset, rows=group_rows(run, rows))
+    table = f"FROM groups g {joined} WHERE {condition} ORDER BY {by} {way} NULLS LAST, g.rowid {way}"
+    rows = run.ledger.query(f"SELECT g.* {table} LIMIT ? OFFSET ?", *of_join, *values, limit, offset)
+    found = Groups(total=total, offset=offset, rows=group_rows(run, rows))
+    if around is not None:
+        names = [row["group_id"] for row in run.ledger.query(f"SELECT g.group_id {table}", *of_join, *values)]
+        at = names.index(around) if around in names else len(names)
+        found.previous = names[at - 1] if 0 < at < len(names) else None
+        found.next = names[at + 1] if at + 1 < len(names) else None
+    return found
 
 
 def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[GroupRow]:

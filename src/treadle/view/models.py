@@ -200,11 +200,13 @@ class GroupRow(BaseModel):
 
 
 class Groups(BaseModel):
-    """Is a page of the groups' table. total: groups that the filter lets through."""
+    """Is a page of the groups' table. total: groups that the filter lets through. previous, next: of one of them."""
 
     total: int
     offset: int
     rows: list[GroupRow]
+    previous: str | None = None
+    next: str | None = None
 
 
 class Evaluation(BaseModel):

@@ -3,6 +3,7 @@ import {html} from "./html.js";
 import {render, useEffect, useState} from "./vendor/preact.js";
 import {embedded, has, useServerProblem} from "./api.js";
 import {visible} from "./format.js";
+import {kept} from "./parts.js";
 import {link, routeOf} from "./sequence.js";
 import {ComparePage} from "./compare.js";
 import {EvaluationsPage} from "./evaluations.js";
@@ -51,7 +52,7 @@ function Crumbs({parts}) {
     if (what === "trajectory") {
       const group = id.replace(/\.\d+$/, "");
       const there = has(`runs/${encodeURIComponent(key)}/groups/${encodeURIComponent(group)}`);
-      crumbs.push({label: group, href: there ? link(["run", key, "group", group]) : null});
+      crumbs.push({label: group, href: there ? link(["run", key, "group", group], kept()) : null});
     }
     crumbs.push({label: own || what, href: null});
   }
@@ -75,6 +76,40 @@ function useTheme() {
   return [theme, () => setTheme(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length])];
 }
 
+/** @type {Map<string, [number, number]>} address -> how far the page, and the table in it, were scrolled when it was left */
+const places = new Map();
+
+/** Scrolls to where a page was left, once it is long enough again; a new page begins at its top. @param {string} hash */
+function usePlaces(hash) {
+  useEffect(() => {
+    history.scrollRestoration = "manual";
+    let arrived = false;
+    const table = () => document.querySelector(".lines");
+    const note = () => arrived && places.set(location.hash, [scrollY, table()?.scrollTop || 0]);
+    const [page, inTable] = routeOf(hash).query.has("step") ? [0, 0] : places.get(hash) || [0, 0];
+    const arrive = () => { arrived = true; clearInterval(timer); };
+    const leave = () => { arrived = false; };
+    const until = Date.now() + 5000;
+    const go = () => {
+      if (page) scrollTo(0, page);
+      if (table()) /** @type {Element} */ (table()).scrollTop = inTable;
+      if (Math.abs(scrollY - page) < 2 && Math.abs((table()?.scrollTop || 0) - inTable) < 2 || Date.now() > until) arrive();
+    };
+    const timer = setInterval(go, 50);
+    for (const name of ["wheel", "keydown", "pointerdown"]) addEventListener(name, arrive, {passive: true});
+    addEventListener("scroll", note, {passive: true, capture: true});
+    addEventListener("hashchange", leave, {capture: true});
+    return () => {
+      clearInterval(timer);
+      removeEventListener("hashchange", leave, {capture: true});
+      for (const name of ["wheel", "keydown", "pointerdown"]) removeEventListener(name, arrive);
+      removeEventListener("scroll", note, {capture: true});
+    };
+  }, [hash]);
+  const path = hash.split("?")[0];
+  useEffect(() => { if (!routeOf(hash).query.has("step")) scrollTo(0, 0); }, [path]);
+}
+
 function App() {
   const [hash, setHash] = useState(location.hash || (embedded ? `#/${embedded.route}` : ""));
   const [theme, nextTheme] = useTheme();
@@ -86,6 +121,7 @@ function App() {
     addEventListener("hashchange", follow);
     return () => removeEventListener("hashchange", follow);
   }, []);
+  usePlaces(hash);
   useEffect(() => {
     const last = route.parts.at(-1);
     document.title = last ? `${visible(last)} · Treadle` : "Treadle";
@@ -98,7 +134,7 @@ function App() {
       if (event.metaKey || event.ctrlKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(target.tagName)) return;
       if (event.key === "?") setHelp((/** @type {boolean} */ on) => !on);
       else if (event.key === "t") nextTheme();
-      else if (event.key === "u" && !embedded) location.hash = up(route.parts);
+      else if (event.key === "u" && !embedded) location.hash = up(route.parts, kept());
       else if (event.key === "/") {
         const field = /** @type {HTMLElement | null} */ (document.querySelector("input[type=search]"));
         if (!field) return;
@@ -129,10 +165,10 @@ function App() {
       <h2>Keys</h2><dl>${KEYS.map(([key, does]) => html`<dt><kbd>${key}</kbd></dt><dd>${does}</dd>`)}</dl></div></div>`}`;
 }
 
-/** @param {string[]} parts */
-function up([kind, key, what, id]) {
-  if (what === "trajectory") return link(["run", key, "group", id.replace(/\.\d+$/, "")]);
-  if (what === "group") return link(["run", key, "groups"]);
+/** @param {string[]} parts @param {{list: string, colour: string}} along */
+function up([kind, key, what, id], along) {
+  if (what === "trajectory") return link(["run", key, "group", id.replace(/\.\d+$/, "")], along);
+  if (what === "group") return link(["run", key, "groups"], Object.fromEntries(new URLSearchParams(along.list)));
   return kind === "run" && what ? link(["run", key]) : "#/";
 }
 

@@ -4,7 +4,7 @@ import {useEffect, useState} from "./vendor/preact.js";
 import {get, useAnswer, useVersion} from "./api.js";
 import {Chart, COLOURS} from "./charts.js";
 import {band} from "./format.js";
-import {Problems, Waiting} from "./parts.js";
+import {Problems, Waiting, useChoice} from "./parts.js";
 import {panelsOf, pointsOf, shortName} from "./run.js";
 import {link} from "./sequence.js";
 
@@ -23,7 +23,7 @@ export function ComparePage({query}) {
   const version = useVersion();
   const {data, error} = useAnswer(keys.length ? `compare?${path}` : null, version);
   const [rows, setRows] = useState(/** @type {Record<string, any[]>} */ ({}));
-  const [smooth, setSmooth] = useState(1);
+  const [smooth, setSmooth] = useChoice("smooth", "1");
   useEffect(() => {
     let current = true;
     Promise.all(keys.map((key) => get(`runs/${encodeURIComponent(key)}/metrics`).then((found) => [key, found.rows], () => [key, []])))
@@ -44,7 +44,7 @@ export function ComparePage({query}) {
   const temperatures = [...new Set(evaluations.map((row) => row.temperature))].sort((a, b) => b - a);
   return html`
     <div class="head"><h1>Overlay</h1><span class="grow"></span>
-      <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(Number(e.target.value))} /></label></div>
+      <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(e.target.value)} /></label></div>
     <${Problems} problems=${data.problems} />
     <ul class="groups-key">${groups.map((/** @type {any} */ group, /** @type {number} */ n) => html`<li><i style=${{background: `var(${COLOURS[n % COLOURS.length]})`}}></i>
       <b>${group.label}</b> <span class="faint">${group.runs.length > 1 ? `mean of ${group.runs.length} runs, lowest to highest as a band:` : ""}
@@ -52,7 +52,7 @@ export function ComparePage({query}) {
     <div class="charts">
       ${temperatures.map((t) => html`<${Chart} key=${t} title=${`Held-out success, ${t === 0 ? "greedy" : `T = ${t}`}`}
         series=${series("success", "evaluation", t)} share bare />`)}
-      ${names.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${shortName(panel.name)} smooth=${smooth} share=${panel.share} bare
+      ${names.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${shortName(panel.name)} smooth=${Number(smooth)} share=${panel.share} bare
         series=${series(panel.name, "update")} />`)}
     </div>
     ${evaluations.length > 0 && keys.length > 1 && html`<p><a href=${link(["evaluations"], {before: keys[0], after: keys[1]})}>held-out tasks, task by task: gained and lost</a></p>`}

@@ -5,21 +5,21 @@ import {useAnswer, useVersion} from "./api.js";
 import {Chart} from "./charts.js";
 import {counted, figure} from "./format.js";
 import {SideBySide} from "./group.js";
-import {Problems, Tabs, Waiting} from "./parts.js";
+import {Problems, Tabs, Waiting, useChoice} from "./parts.js";
 import {link} from "./sequence.js";
 
 /** @param {{run: string, query: URLSearchParams}} props */
 export function ConfigPage({run, query}) {
   const {data, error} = useAnswer(`runs/${encodeURIComponent(run)}`, useVersion(run));
-  const [search, setSearch] = useState("");
-  const [changed, setChanged] = useState(false);
+  const [search, setSearch] = useChoice("search");
+  const [changed, setChanged] = useChoice("changed");
   const key = query.get("key");
   useEffect(() => { if (key && data) document.getElementById(`set-${key}`)?.scrollIntoView({block: "center"}); }, [key, data]);
   if (!data) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
   const rows = data.settings.filter((/** @type {any} */ row) => (!changed || !row.is_default || row.path === key) &&
     `${row.path} ${row.value} ${row.help}`.toLowerCase().includes(search.toLowerCase()));
   return html`<div class="bar-row"><${Tabs} run=${run} here="config" /><span class="grow"></span>
-      <label class="control"><input type="checkbox" checked=${changed} onChange=${() => setChanged(!changed)} /> not the default only</label>
+      <label class="control"><input type="checkbox" checked=${Boolean(changed)} onChange=${() => setChanged(changed ? "" : "true")} /> not the default only</label>
       <input type="search" placeholder="setting" aria-label="search settings" value=${search} onInput=${(/** @type {any} */ e) => setSearch(e.target.value)} /></div>
     <${Problems} problems=${data.problems} />
     <div class="scroll"><table class="plain settings"><tbody>${rows.map((/** @type {any} */ row) => html`

@@ -4,7 +4,7 @@ import {html} from "./html.js";
 import {useMemo, useState} from "./vendor/preact.js";
 import {embedded, useAnswer, useVersion} from "./api.js";
 import {counted, figure, signed} from "./format.js";
-import {AttemptCells, Problems, Waiting} from "./parts.js";
+import {AttemptCells, Problems, Waiting, kept} from "./parts.js";
 import {alike, breaksOf, link, partsAt, pathTo, unitsOf} from "./sequence.js";
 import {Cost, Tree} from "./tree.js";
 
@@ -23,7 +23,7 @@ function Sibling({run, view, attempt, from, when, fold}) {
   const last = steps.at(-1);
   const runs = useMemo(() => last ? textRuns(view, last, from) : [], [view, last, from]);
   return html`<article class="sibling card"><header>${when}
-      <a href=${link(["run", run, "trajectory", attempt.trajectory_id])}><b>${attempt.trajectory_id}</b></a>
+      <a href=${link(["run", run, "trajectory", attempt.trajectory_id], kept())}><b>${attempt.trajectory_id}</b></a>
       <span class=${attempt.reward === null ? "bad" : ""}>${attempt.reward === null ? "no reward" : `reward ${figure(attempt.reward)}`}</span>
       ${attempt.advantage !== null && html`<span class=${attempt.advantage > 0 ? "good" : attempt.advantage < 0 ? "bad" : "faint"}>${signed(attempt.advantage)}</span>`}
       <div class="faint">${attempt.status}, ${counted(attempt.steps, "step")}, ${counted(attempt.completion_tokens, "token")}, ${Object.entries(attempt.states)
@@ -54,12 +54,14 @@ function textRuns(view, step, from) {
 /** @param {{run: string, id: string}} props */
 export function GroupPage({run, id}) {
   const {data: view, error} = useAnswer(`runs/${encodeURIComponent(run)}/groups/${encodeURIComponent(id)}`, useVersion(run, 10));
+  const {list} = kept();
+  const {data: around} = useAnswer(list ? `runs/${encodeURIComponent(run)}/groups?${list}&limit=1&around=${encodeURIComponent(id)}` : null);
   if (!view) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
-  const {group} = view;
+  const {group} = view, {previous, next} = list ? around || {} : view;
   return html`
     <div class="head"><h1>${group.group_id}</h1><${AttemptCells} run=${run} attempts=${group.attempts} /><span class="grow"></span>
-      ${!embedded && html`<a rel="prev" class=${`button ${view.previous ? "" : "off"}`} href=${view.previous && link(["run", run, "group", view.previous])} title="previous (p)">←</a>
-      <a rel="next" class=${`button ${view.next ? "" : "off"}`} href=${view.next && link(["run", run, "group", view.next])} title="next (n)">→</a>
+      ${!embedded && html`<a rel="prev" class=${`button ${previous ? "" : "off"}`} href=${previous && link(["run", run, "group", previous], kept())} title=${list ? "previous of the list (p)" : "previous (p)"}>←</a>
+      <a rel="next" class=${`button ${next ? "" : "off"}`} href=${next && link(["run", run, "group", next], kept())} title=${list ? "next of the list (n)" : "next (n)"}>→</a>
       <a class="button" href=${`export/${encodeURIComponent(run)}/group/${encodeURIComponent(id)}`} title="one HTML file that opens without a server">export</a>`}</div>
     <p class="lead">${group.question}</p>
     <p class="faint">${embedded ? group.task_id : html`<a href=${link(["run", run, "task", group.task_id], {split: group.split})}>${group.task_id}</a>`}, ${group.split === "train" ? "training" : "held-out"}, ${group.when}${view.ground_truth === null ? "" : html` · ground truth <code>${typeof view.ground_truth === "string" ? view.ground_truth : JSON.stringify(view.ground_truth)}</code>`}</p>
@@ -79,7 +81,7 @@ export function SideBySide({run, view, groups}) {
     <${Tree} segments=${view.segments} names=${view.steps.map((/** @type {any} */ s) => `${s.trajectory_id} step ${s.step}`)}
       breaks=${breaksOf(view)} onPick=${(/** @type {number} */ call) => {
         const step = view.steps[call];
-        location.hash = link(["run", run, "trajectory", step.trajectory_id], {step: step.step});
+        location.hash = link(["run", run, "trajectory", step.trajectory_id], {step: step.step, ...kept()});
       }} /><${Cost} cost=${view.cost} of="group" />
     <h2>Side by side${from === Infinity ? html`<span class="faint"> all the same, token for token</span>` : ""}</h2>
     <div class="siblings">${folds.map(({group, attempts}) => html`<${Siblings} key=${attempts[0].trajectory_id} run=${run} view=${view}

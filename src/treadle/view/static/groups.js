@@ -3,7 +3,7 @@ import {html} from "./html.js";
 import {useEffect, useRef, useState} from "./vendor/preact.js";
 import {get, useVersion} from "./api.js";
 import {counted, figure, tally} from "./format.js";
-import {AttemptCells, Problems, Tabs, useSelection} from "./parts.js";
+import {AttemptCells, Problems, Tabs, kept, useSelection} from "./parts.js";
 import {link} from "./sequence.js";
 
 const LINE = 52; // pixels
@@ -22,7 +22,7 @@ function Line({run, row, top, selected}) {
   const failed = row.attempts.find((/** @type {any} */ a) => a.failure_cause);
   const components = componentsOf(row.attempts);
   return html`<div class="line ${selected ? "selected" : ""}" style=${{transform: `translateY(${top}px)`}} role="row">
-    <a class="id" href=${link(["run", run, "group", row.group_id])}>${row.group_id}</a>
+    <a class="id" href=${link(["run", run, "group", row.group_id], kept())}>${row.group_id}</a>
     <span class="num">${row.update ?? html`<span class="faint" title=${row.when}>–</span>`}</span>
     <span class="task" title=${row.question}><span class="question">${row.question || row.task_id}</span><span class="faint">${row.task_id}</span></span>
     <span class="attempts"><${AttemptCells} run=${run} attempts=${row.attempts} /><span class="mean"><b>${figure(mean(graded), 2)}</b>
@@ -58,7 +58,7 @@ export function GroupsPage({run, query}) {
   const [view, setView] = useState({top: 0, height: 800});
   const [at] = useSelection(table.total, (index) => {
     const row = table.row(index);
-    if (row) location.hash = link(["run", run, "group", row.group_id]);
+    if (row) location.hash = link(["run", run, "group", row.group_id], kept());
   });
   useEffect(() => {
     const element = /** @type {HTMLElement} */ (scroller.current);

@@ -2,7 +2,31 @@
 import {html} from "./html.js";
 import {useEffect, useRef, useState} from "./vendor/preact.js";
 import {figure, signed} from "./format.js";
-import {link} from "./sequence.js";
+import {link, routeOf} from "./sequence.js";
+
+/**
+ * Returns what links to groups and trajectories take along: the filter of the table that led here, and the colour of tokens.
+ * @returns {{list: string, colour: string}}
+ */
+export function kept() {
+  const {parts, query} = routeOf(location.hash);
+  return {list: (parts[2] === "groups" ? query.toString() : query.get("list")) || "", colour: query.get("colour") || ""};
+}
+
+/**
+ * Keeps a choice in the page's address, so that it is there again when the page is.
+ * @param {string} name @param {string} [usual] what stands for no choice
+ * @returns {[string, (next: string) => void]}
+ */
+export function useChoice(name, usual = "") {
+  const [value, setValue] = useState(() => routeOf(location.hash).query.get(name) ?? usual);
+  return [value, (next) => {
+    const {parts, query} = routeOf(location.hash);
+    query.delete(name);
+    history.replaceState(null, "", `${link(parts, {...Object.fromEntries(query), [name]: next === usual ? "" : next})}`);
+    setValue(next);
+  }];
+}
 
 /** @param {{error?: string | null, problems?: (string | null)[]}} props */
 export function Problems({error, problems = []}) {
@@ -35,7 +59,7 @@ export function AttemptCell({run, attempt, here = false, lowest = 0, highest = 1
     `${attempt.advantage === null ? "" : `, advantage ${signed(attempt.advantage)}`}, ${Object.entries(attempt.states)
       .map(([state, count]) => `${count} ${state}`).join(", ")}`;
   return html`<a class="cell ${failed ? "failed" : ""} ${dropped ? "dropped" : ""} ${here ? "here" : ""}" title=${title}
-    aria-label=${title} href=${link(["run", run, "trajectory", attempt.trajectory_id])}>
+    aria-label=${title} href=${link(["run", run, "trajectory", attempt.trajectory_id], kept())}>
     <span class="fill" style=${{height: `${Math.round(100 * share)}%`}}></span>${failed ? "×" : ""}</a>`;
 }
 

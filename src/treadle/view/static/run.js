@@ -4,7 +4,7 @@ import {useMemo, useState} from "./vendor/preact.js";
 import {useAnswer, useNow, useRows, useVersion} from "./api.js";
 import {Chart} from "./charts.js";
 import {counted, duration, figure, percent} from "./format.js";
-import {DoesNow, Facts, Problems, StatePill, Tabs, Waiting} from "./parts.js";
+import {DoesNow, Facts, Problems, StatePill, Tabs, Waiting, useChoice} from "./parts.js";
 import {link} from "./sequence.js";
 
 /** Panels of metrics, by name or pattern; what no panel has comes behind them. */
@@ -101,8 +101,8 @@ export function RunPage({run}) {
   const {data: counts, error: uncounted} = useAnswer(`runs/${encodeURIComponent(run)}/counts`, useVersion(run, 20));
   const metrics = useRows(run);
   const now = useNow()[run];
-  const [smooth, setSmooth] = useState(1);
-  const [log, setLog] = useState(false);
+  const [smooth, setSmooth] = useChoice("smooth", "1");
+  const [log, setLog] = useChoice("log");
   const [all, setAll] = useState(false);
   const updates = useMemo(() => metrics.rows.filter((row) => row.kind === "update"), [metrics.rows]);
   const evaluations = useMemo(() => metrics.rows.filter((row) => row.kind === "evaluation"), [metrics.rows]);
@@ -125,16 +125,16 @@ export function RunPage({run}) {
         html`${counted(s.trajectories, "attempt")}<span class="faint">, ${figure(s.completion_tokens)} tokens</span>`]),
     ]} />
     <div class="bar-row"><${Tabs} run=${run} here="" /><span class="grow"></span>
-      <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(Number(e.target.value))} /></label>
-      <label class="control"><input type="checkbox" checked=${log} onChange=${() => setLog(!log)} /> log</label></div>
+      <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(e.target.value)} /></label>
+      <label class="control"><input type="checkbox" checked=${Boolean(log)} onChange=${() => setLog(log ? "" : "true")} /> log</label></div>
     ${updates.length === 0 && html`<p class="empty">${detail.no_update}</p>`}
     <div class="charts">
-      ${held.length > 0 && html`<${Chart} title="Held-out success" series=${held} share log=${log} />`}
-      ${panels.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${help(panel.own)} share=${panel.share} log=${log}
-        smooth=${smooth} onPick=${pick} series=${panel.own.map((name) => ({label: shortName(name), points: pointsOf(updates, name)}))} />`)}
+      ${held.length > 0 && html`<${Chart} title="Held-out success" series=${held} share log=${Boolean(log)} />`}
+      ${panels.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${help(panel.own)} share=${panel.share} log=${Boolean(log)}
+        smooth=${Number(smooth)} onPick=${pick} series=${panel.own.map((name) => ({label: shortName(name), points: pointsOf(updates, name)}))} />`)}
       ${updates.length > 1 && html`<${Chart} title="Seconds of an update by phase" stacked series=${secondsByPhase(updates)} onPick=${pick}
         help="Phases of asynchronous runs overlap." />`}
-      ${all && rest.map((name) => html`<${Chart} key=${name} title=${name} help=${help([name])} log=${log} smooth=${smooth} onPick=${pick}
+      ${all && rest.map((name) => html`<${Chart} key=${name} title=${name} help=${help([name])} log=${Boolean(log)} smooth=${Number(smooth)} onPick=${pick}
         series=${[{label: name, points: pointsOf(updates, name)}]} />`)}
     </div>
     ${rest.length > 0 && html`<p><button class="quiet" onClick=${() => setAll(!all)}>${all ? "fewer curves" : counted(rest.length, "more curve")}</button></p>`}

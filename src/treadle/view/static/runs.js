@@ -1,9 +1,8 @@
 // All runs: what each is, how far it is, and what it has reached.
 import {html} from "./html.js";
-import {useState} from "./vendor/preact.js";
 import {useAnswer, useNow, useVersion} from "./api.js";
 import {duration, figure, percent} from "./format.js";
-import {DoesNow, Problems, Sparkline, StatePill, Waiting, useSelection} from "./parts.js";
+import {DoesNow, Problems, Sparkline, StatePill, Waiting, useChoice, useSelection} from "./parts.js";
 import {link} from "./sequence.js";
 
 /** @param {{done: number, all: number}} props */
@@ -24,9 +23,10 @@ const PRESETS = ["", "in progress", "finished", "stopped", PROBLEMS];
 export function RunsPage() {
   const {data, error} = useAnswer("runs", useVersion());
   const now = useNow();
-  const [chosen, setChosen] = useState(/** @type {string[]} */ ([]));
-  const [search, setSearch] = useState("");
-  const [preset, setPreset] = useState("");
+  const [marked, setMarked] = useChoice("chosen", "[]");
+  const [search, setSearch] = useChoice("search");
+  const [preset, setPreset] = useChoice("state");
+  const chosen = /** @type {string[]} */ (JSON.parse(marked));
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   const rows = (data?.runs || []).filter((/** @type {any} */ run) => !preset || (preset === PROBLEMS ? run.problems.length : run.state === preset))
     .filter((/** @type {any} */ run) => words.every((word) => `${run.name} ${run.recipe} ${run.state} seed ${run.seed}`.toLowerCase().includes(word)));
@@ -34,7 +34,7 @@ export function RunsPage() {
   const [at] = useSelection(rows.length, open);
   if (!data) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
   const toggle = (/** @type {string} */ key) =>
-    setChosen(chosen.includes(key) ? chosen.filter((own) => own !== key) : [...chosen, key]);
+    setMarked(JSON.stringify(chosen.includes(key) ? chosen.filter((own) => own !== key) : [...chosen, key]));
   return html`
     <div class="head"><h1>Runs</h1>
       ${data.runs.length > 1 && html`<span class="presets">${PRESETS.map((name) => html`<button class="chip ${preset === name ? "on" : ""}" aria-pressed=${preset === name}

@@ -3,7 +3,7 @@ import {html} from "./html.js";
 import {useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
 import {embedded, get, useAnswer, useVersion} from "./api.js";
 import {counted, duration, figure, rangeOf, signed} from "./format.js";
-import {AttemptCells, Facts, Problems, Waiting, useSelection} from "./parts.js";
+import {AttemptCells, Facts, Problems, Waiting, kept, useSelection} from "./parts.js";
 import {breaksOf, link, pathTo} from "./sequence.js";
 import {Calls} from "./timeline.js";
 import {Conversation, Tip, TokenFacts} from "./tokens.js";
@@ -75,7 +75,7 @@ export function TrajectoryPage({run, id, query}) {
   const {data: view, error} = useAnswer(`runs/${encodeURIComponent(run)}/trajectories/${encodeURIComponent(id)}`, useVersion(run, 10));
   const [colour, setColour] = useState(query.get("colour") || "");
   const pin = query.has("token") ? {step: Number(query.get("step")), token: Number(query.get("token"))} : null;
-  const go = (/** @type {any} */ to) => history.replaceState(null, "", link(["run", run, "trajectory", id], {colour: colour || null, ...to}));
+  const go = (/** @type {any} */ to) => history.replaceState(null, "", link(["run", run, "trajectory", id], {list: kept().list, colour: colour || null, ...to}));
   const reread = () => dispatchEvent(new HashChangeEvent("hashchange"));
   const show = (/** @type {number} */ step) => document.getElementById(`step-${step}`)?.scrollIntoView({behavior: "smooth", block: "start"});
   const [selected, select] = useSelection(view?.steps.length || 0, () => {});
@@ -103,8 +103,8 @@ export function TrajectoryPage({run, id, query}) {
     <div class="head"><h1>${attempt.trajectory_id}</h1>
       <span class=${`verdict ${attempt.reward === null ? "bad" : ""}`}>${attempt.reward === null ? "no reward" : `reward ${figure(attempt.reward)}`}, ${attempt.status}</span>
       <span class="grow"></span>
-      ${!embedded && html`<a rel="prev" class=${`button ${view.previous ? "" : "off"}`} href=${view.previous && link(["run", run, "trajectory", view.previous])} title="previous (p)">←</a>
-      <a rel="next" class=${`button ${view.next ? "" : "off"}`} href=${view.next && link(["run", run, "trajectory", view.next])} title="next (n)">→</a>
+      ${!embedded && html`<a rel="prev" class=${`button ${view.previous ? "" : "off"}`} href=${view.previous && link(["run", run, "trajectory", view.previous], kept())} title="previous (p)">←</a>
+      <a rel="next" class=${`button ${view.next ? "" : "off"}`} href=${view.next && link(["run", run, "trajectory", view.next], kept())} title="next (n)">→</a>
       <a class="button" href=${`export/${encodeURIComponent(run)}/trajectory/${encodeURIComponent(id)}`} title="one HTML file that opens without a server">export</a>`}
     </div>
     <p class="lead">${view.group.question}</p>
@@ -135,7 +135,7 @@ export function TrajectoryPage({run, id, query}) {
       <div class="tokens">
         ${view.columns.length > 0 && html`<div class="bar-row colours"><span class="faint">colour by</span>
           ${[{name: "", label: "nothing", help: ""}, ...recorded].map((/** @type {any} */ c) => html`<button class="chip ${c.name === colour ? "on" : ""}" title=${c.help}
-            aria-pressed=${c.name === colour} onClick=${() => { setColour(c.name); go({...valid, colour: c.name || null}); }}>${c.label}</button>`)}
+            aria-pressed=${c.name === colour} onClick=${() => { go({...valid, colour: c.name || null}); setColour(c.name); }}>${c.label}</button>`)}
           ${traced.length > 0 && html`<span class="faint missing">by the learner in update ${[...new Set(traced)].join(", ")}</span>`}
           ${missing.length > 0 && html`<span class="faint missing">not recorded here: ${missing.map((/** @type {any} */ c) => c.label).join(", ")}</span>`}</div>`}
         ${view.steps.map((/** @type {any} */ s) => html`<${Step} key=${s.step} run=${run} view=${view} number=${s.step} column=${column} range=${range}
