@@ -3,6 +3,7 @@ async () => {
   const {visible, figure, smoothed, band, aligned, tokenColour, rangeOf, duration, tally} = await import("/static/format.js");
   const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, alike, breaksOf, phasesOf, stretchesOf, barsOf} =
     await import("/static/sequence.js");
+  const {filterOf} = await import("/static/run.js");
   const segments = [
     {parent: -1, depth: 0, ids: [1, 2], steps: [0, 1], sampled: [], joined: [[0, 2, "é"]]},
     {parent: 0, depth: 2, ids: [3], steps: [0], sampled: [0], joined: []},
@@ -47,6 +48,7 @@ async () => {
     ]),
     bars: [barsOf("rollout", 0.75), barsOf("rollout", null), barsOf("publish", 0.5)],
     tally: tally([{done: 1}, {done: 1, failed: 1}]),
+    filters: ["dropped_stale", "failed_engine", "ended_max_steps", "failed", "refused", "entropy"].map(filterOf),
     routes: ["#/run/a%20b/groups?x=1", "#/run/%E0%A4%A"].map((hash) => routeOf(hash).parts),
     link: link(["run", "a/b"], {update: 3, search: "", step: null}),
     colours: [

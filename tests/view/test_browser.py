@@ -305,6 +305,10 @@ def test_a_point_leads_to_the_groups_of_its_update(viewer: Viewer) -> None:
     viewer.until("document.querySelectorAll('.lines .line .id').length === 2")
     assert "update=1&" in f"{page.url}&"
     assert set(page.locator(".lines .line .id").all_inner_texts()) == {"g000000", "g000001"}
+    viewer.open("#/run/recorded", ".chart .u-over")
+    page.click(".chart:has-text('Dropped steps') .u-over >> nth=0", position={"x": 2, "y": 60})
+    viewer.until("location.hash.includes('reason=stale')")
+    viewer.until("document.querySelector('.lines .line .id')?.innerText === 'g000001'")
 
 
 def test_a_run_that_grows_is_followed(browser: Any, tmp_path: Path) -> None:
@@ -430,6 +434,14 @@ def test_pure_functions(viewer: Viewer) -> None:
     shares = [[(bar["kind"], bar["share"]) for bar in bars] for bars in found["bars"]]
     assert shares == [[("sampling", 0.75), ("playing", 0.25)], [("sampling", 1)], [("publish", 1)]]
     assert found["tally"] == [["done", 2], ["failed", 1]]
+    assert found["filters"] == [
+        {"reason": "stale"},
+        {"cause": "engine"},
+        {"status": "max_steps"},
+        {"preset": "failed"},
+        {"reason": "refused"},
+        {},
+    ]
     assert found["routes"] == [["run", "a b", "groups"], ["run", "%E0%A4%A"]]
     assert found["link"] == "#/run/a%2Fb?update=3"
     assert (

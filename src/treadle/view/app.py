@@ -18,7 +18,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
 import treadle
-from treadle.core.errors import RunError, TreadleError
+from treadle.core.errors import Cause, RunError, TreadleError
+from treadle.core.types import DropReason, Status
 from treadle.orchestration.reporting.report import count_tokens
 from treadle.orchestration.store.run_directory import MetricsLog
 from treadle.view import models
@@ -216,6 +217,9 @@ def _add_records(app: FastAPI, runs: Runs) -> None:
         key: Key,
         split: Split | None = None,
         preset: Preset | None = None,
+        reason: DropReason | None = None,
+        cause: Cause | None = None,
+        status: Status | None = None,
         search: Annotated[str, Query(max_length=200)] = "",
         update: Annotated[int | None, Query(ge=0, le=_LARGEST)] = None,
         sort: Sort = "group",
@@ -229,6 +233,9 @@ def _add_records(app: FastAPI, runs: Runs) -> None:
             _find(runs, key),
             split=split,
             preset=preset,
+            reason=reason,
+            cause=cause,
+            status=status,
             search=search,
             update=update,
             sort=sort,

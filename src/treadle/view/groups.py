@@ -29,6 +29,11 @@ PRESETS: Mapping[str, str] = {
     "blocked": f"{_OF_ATTEMPTS} blocked_seconds > 0)",
 }
 """Name of a filter -> its condition on a group `g`."""
+_HAVING = {
+    "reason": f"{_OF_STEPS} reason = ?))",
+    "cause": f"{_OF_ATTEMPTS} failure_cause = ?)",
+    "status": f"{_OF_ATTEMPTS} status = ?)",
+}
 
 _SUMS = {
     "reward": "avg(reward)",
@@ -64,11 +69,12 @@ def list_groups(
     offset: int,
     limit: int,
     around: str | None = None,
+    **having: str | None,
 ) -> Groups:
     """Return a page of the table. Raises RunError.
 
     search: words that the task, an id or a failure must all contain. component: of the reward, where `sort` says so.
-    around: a group of which the one before and the one behind are named.
+    having: reason, cause or status, of a step or attempt of the group. around: a group of which the one before and the one behind are named.
     """
     where, values = ["1"], list[Any]()
     if split is not None:
@@ -76,6 +82,10 @@ def list_groups(
         values.append(split)
     if preset is not None:
         where.append(f"({PRESETS[preset]})")
+    for name, value in having.items():
+        if value is not None:
+            where.append(_HAVING[name])
+            values.append(value)
     if update is not None:
         where.append("(g.trained_version IN (SELECT value FROM json_each(?)) OR g.group_id GLOB ?)")
         values += [json.dumps(run.versions_of(update)), f"e{update:06d}*"]

@@ -4,7 +4,7 @@ import {html} from "./html.js";
 import {useEffect, useRef, useState} from "./vendor/preact.js";
 import {aligned, figure, smoothed} from "./format.js";
 
-/** @typedef {{label: string, points: [number, number | null][], low?: [number, number][], high?: [number, number][], dots?: boolean, dash?: boolean, colour?: number}} Series */
+/** @typedef {{label: string, name?: string, points: [number, number | null][], low?: [number, number][], high?: [number, number][], dots?: boolean, dash?: boolean, colour?: number}} Series */
 
 export const COLOURS = ["--accent", "--warm", "--violet", "--good", "--bad", "--blue", "--faint"];
 
@@ -15,7 +15,7 @@ export function colour(name) {
 
 /**
  * @param {{title: string, help?: string, series: Series[], log?: boolean, smooth?: number, share?: boolean,
- *   stacked?: boolean, onPick?: (update: number) => void, height?: number, bare?: boolean}} props bare: without the names of the lines
+ *   stacked?: boolean, onPick?: (update: number, name: string) => void, height?: number, bare?: boolean}} props bare: without the names of the lines
  */
 export function Chart({title, help = "", series, log = false, smooth = 1, share = false, stacked = false, onPick, height = 190, bare = false}) {
   const place = useRef(/** @type {HTMLElement | null} */ (null));
@@ -24,6 +24,8 @@ export function Chart({title, help = "", series, log = false, smooth = 1, share 
   const [at, setAt] = useState(/** @type {number | null} */ (null));
   const pick = useRef(onPick);
   pick.current = onPick;
+  const latest = useRef(series);
+  latest.current = series;
   const data = tableOf(series, smooth, stacked);
   useEffect(() => {
     const redraw = () => setTheme((/** @type {number} */ n) => n + 1);
@@ -44,7 +46,8 @@ export function Chart({title, help = "", series, log = false, smooth = 1, share 
         u.over.addEventListener("click", (/** @type {MouseEvent} */ e) => {
           const update = u.data[0][u.posToIdx(e.clientX - u.over.getBoundingClientRect().left)];
           clearTimeout(picking);  // the second click of a double one, which zooms out
-          if (e.detail < 2 && Math.abs(e.clientX - down) < 4 && update !== undefined) picking = setTimeout(() => pick.current?.(update), 250);
+          const height = e.clientY - u.over.getBoundingClientRect().top;
+          if (e.detail < 2 && Math.abs(e.clientX - down) < 4 && update !== undefined) picking = setTimeout(() => pick.current?.(update, nearest(u, latest.current, update, height)), 250);
         });
       }],
     };
@@ -62,6 +65,19 @@ export function Chart({title, help = "", series, log = false, smooth = 1, share 
     <div class="plot" ref=${place}></div>
     <div class="legend">${series.map((s, n) => html`<span class="key"><i style=${{background: `var(${COLOURS[(s.colour ?? n) % COLOURS.length]})`}}></i>${bare ? "" : s.label} <b>${figure(valueAt(s, data[0][index]))}</b></span>`)}</div>
   </figure>`;
+}
+
+/**
+ * Returns the name of the line that is nearest to a click.
+ * @param {any} plot @param {Series[]} series @param {number} update @param {number} height of the click, in pixels from the top
+ */
+function nearest(plot, series, update, height) {
+  const away = (/** @type {Series} */ s) => {
+    const value = valueAt(s, update);
+    return value === null ? Infinity : Math.abs(plot.valToPos(value, "y") - height);
+  };
+  const found = series.toSorted((a, b) => away(a) - away(b))[0];
+  return found?.name ?? found?.label ?? "";
 }
 
 /** @param {any} plot whether it shows all updates, so that it goes on with a run */

@@ -10,6 +10,7 @@ const LINE = 52; // pixels
 const PAGE = 100; // lines asked for at a time
 const PRESETS = [["", "all"], ["mixed", "mixed rewards"], ["zero_advantage", "zero advantage"], ["unsolved", "unsolved"],
   ["failed", "failed"], ["dropped", "dropped"], ["stale", "stale"], ["warning", "warnings"], ["blocked", "blocked the loop"]];
+const HAVING = [["reason", "dropped:"], ["cause", "failed by"], ["status", "ended:"]];
 const COLUMNS = [["group", "group"], ["update", "update"], ["task", "task"], ["reward", "rewards"], ["steps", "steps"],
   ["tokens", "tokens"], ["failed", "ended"]];
 
@@ -44,9 +45,10 @@ function componentsOf(attempts) {
 /** @param {{run: string, query: URLSearchParams}} props */
 export function GroupsPage({run, query}) {
   const version = useVersion(run);
-  const filter = {split: query.get("split") || "", preset: query.get("preset") || "", search: query.get("search") || "",
+  const filter = /** @type {Record<string, any>} */ ({split: query.get("split") || "", preset: query.get("preset") || "", search: query.get("search") || "",
+    reason: query.get("reason") || "", cause: query.get("cause") || "", status: query.get("status") || "",
     update: query.get("update") || "", sort: query.get("sort") || "group",
-    component: query.get("component") || "", descending: query.get("descending") !== "false"};
+    component: query.get("component") || "", descending: query.get("descending") !== "false"});
   const change = (/** @type {any} */ to) => {
     const next = {...filter, ...to};
     location.hash = link(["run", run, "groups"], {...next, sort: next.sort === "group" ? "" : next.sort,
@@ -95,7 +97,8 @@ export function GroupsPage({run, query}) {
       <input class="narrow" type="number" min="0" placeholder="update" aria-label="update" value=${filter.update}
         onChange=${(/** @type {any} */ e) => change({update: e.target.value})} />
       <span class="presets">${PRESETS.map(([name, label]) => html`<button class="chip ${filter.preset === name ? "on" : ""}" aria-pressed=${filter.preset === name}
-        onClick=${() => change({preset: name})}>${label}</button>`)}</span>
+        onClick=${() => change({preset: name})}>${label}</button>`)}
+        ${HAVING.filter(([name]) => filter[name]).map(([name, label]) => html`<button class="chip on" title="remove this filter" onClick=${() => change({[name]: ""})}>${label} ${filter[name]} ×</button>`)}</span>
       <span class="faint total">${table.total >= 0 ? counted(table.total, "group") : ""}</span>
     </div>
     <${Problems} error=${table.error} />

@@ -54,6 +54,18 @@ export function panelsOf(updates) {
   return {panels: found, rest: [...left].filter((name) => updates.some((row) => typeof row[name] === "number"))};
 }
 
+/**
+ * Returns the filter of groups that goes with a metric: those of `failed_engine` have an attempt that failed by the engine.
+ * @param {string} name
+ * @returns {Record<string, string>}
+ */
+export function filterOf(name) {
+  const [, kind, value] = /^(dropped|failed|ended)_(.+)$/.exec(name) || [];
+  if (kind) return {[/** @type {Record<string, string>} */ ({dropped: "reason", failed: "cause", ended: "status"})[kind]]: value};
+  const preset = /** @type {Record<string, string>} */ ({failed: "failed", warnings: "warning", zero_advantage_groups: "zero_advantage", equal_reward_groups: "zero_advantage"})[name];
+  return preset ? {preset} : name === "refused" ? {reason: name} : {};
+}
+
 /** @param {any[]} updates seconds of each update by phase; the rest is what evaluations and checkpoints take */
 function secondsByPhase(updates) {
   const names = ["seconds_rollout", "seconds_update", "seconds_publish"].filter((name) => updates.some((row) => row[name]));
@@ -86,7 +98,7 @@ function Evaluations({run, rows}) {
 function Account({run, counts}) {
   const total = (/** @type {string} */ split) => counts.splits.find((/** @type {any} */ s) => s.split === split)?.steps || 1;
   return html`<section><h2>What became of every step</h2><ul class="account">${counts.states.map((/** @type {any} */ row) => html`
-    <li><a href=${link(["run", run, "groups"], {split: row.split, preset: row.reason === "stale" ? "stale" : row.state === "dropped" ? "dropped" : ""})}>
+    <li><a href=${link(["run", run, "groups"], {split: row.split, reason: row.reason})}>
       <span class="share ${row.state}"><span style=${{width: `${Math.max(1, 100 * row.count / total(row.split))}%`}}></span></span>
       <b>${figure(row.count)}</b> ${row.split === "train" ? "training" : "held-out"}: ${row.state}${row.reason ? `, ${row.reason}` : ""}</a>
       <div class="faint">${row.text} <a class="why" href=${link(["run", run, "rules"], {rule: row.reason || row.state})}>the rule</a></div></li>`)}</ul>
@@ -108,7 +120,8 @@ export function RunPage({run}) {
   const evaluations = useMemo(() => metrics.rows.filter((row) => row.kind === "evaluation"), [metrics.rows]);
   const {panels, rest} = useMemo(() => panelsOf(updates), [updates]);
   if (!detail) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
-  const pick = (/** @type {number} */ update) => { location.hash = link(["run", run, "groups"], {update, split: "train"}); };
+  const pick = (/** @type {number} */ update, name = "") => { location.hash = link(["run", run, "groups"], {update, split: "train", ...filterOf(name)}); };
+  const pickEvaluation = (/** @type {number} */ update) => { location.hash = link(["run", run, "groups"], {update, split: "held_out"}); };
   const help = (/** @type {string[]} */ names) => names.map((name) => `${name}: ${detail.metrics[name]?.help || ""}`).join("\n");
   const held = evaluationSeries(evaluations);
   return html`
@@ -129,9 +142,9 @@ export function RunPage({run}) {
       <label class="control"><input type="checkbox" checked=${Boolean(log)} onChange=${() => setLog(log ? "" : "true")} /> log</label></div>
     ${updates.length === 0 && html`<p class="empty">${detail.no_update}</p>`}
     <div class="charts">
-      ${held.length > 0 && html`<${Chart} title="Held-out success" series=${held} share log=${Boolean(log)} />`}
+      ${held.length > 0 && html`<${Chart} title="Held-out success" series=${held} share log=${Boolean(log)} onPick=${pickEvaluation} />`}
       ${panels.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${help(panel.own)} share=${panel.share} log=${Boolean(log)}
-        smooth=${Number(smooth)} onPick=${pick} series=${panel.own.map((name) => ({label: shortName(name), points: pointsOf(updates, name)}))} />`)}
+        smooth=${Number(smooth)} onPick=${pick} series=${panel.own.map((name) => ({label: shortName(name), name, points: pointsOf(updates, name)}))} />`)}
       ${updates.length > 1 && html`<${Chart} title="Seconds of an update by phase" stacked series=${secondsByPhase(updates)} onPick=${pick}
         help="Phases of asynchronous runs overlap." />`}
       ${all && rest.map((name) => html`<${Chart} key=${name} title=${name} help=${help([name])} log=${Boolean(log)} smooth=${Number(smooth)} onPick=${pick}
