@@ -1,8 +1,9 @@
 // What the pages' pure functions return for a few values; tests/view/test_browser.py says what it must be.
 async () => {
-  const {visible, figure, smoothed, band, aligned, tokenColour, rangeOf, duration, tally} = await import("/static/format.js");
+  const {visible, scaleOf, figure, smoothed, band, aligned, tokenColour, rangeOf, duration, tally} = await import("/static/format.js");
   const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, alike, breaksOf, phasesOf, stretchesOf, barsOf} =
     await import("/static/sequence.js");
+  const {liesUpon} = await import("/static/charts.js");
   const {filterOf} = await import("/static/run.js");
   const segments = [
     {parent: -1, depth: 0, ids: [1, 2], steps: [0, 1], sampled: [], joined: [[0, 2, "é"]]},
@@ -49,6 +50,8 @@ async () => {
     bars: [barsOf("rollout", 0.75), barsOf("rollout", null), barsOf("publish", 0.5)],
     tally: tally([{done: 1}, {done: 1, failed: 1}]),
     filters: ["dropped_stale", "failed_engine", "ended_max_steps", "failed", "refused", "entropy"].map(filterOf),
+    upon: liesUpon([[0, 1, 2], [0, 1, 2], [5, 5, 5], [0, 1, null]]),
+    scale: ["low", "steps", "flag"].map((scale) => scaleOf(scale, rangeOf([1, 2])).map(({label}) => label)),
     routes: ["#/run/a%20b/groups?x=1", "#/run/%E0%A4%A"].map((hash) => routeOf(hash).parts),
     link: link(["run", "a/b"], {update: 3, search: "", step: null}),
     colours: [

@@ -181,6 +181,36 @@ def test_attempts_that_are_the_same_are_folded(viewer: Viewer) -> None:
     viewer.until("document.querySelectorAll('.sibling').length === 3")
 
 
+def test_cards_stay_in_the_window(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/trajectory/g000001.0", ".t.s")
+    page.click("#step-1 .t.s >> nth=0")
+    page.wait_for_selector(".pin")
+    page.evaluate("scrollTo(0, 0)")
+    page.hover("#step-1 .t.s >> nth=1")
+    page.wait_for_selector(".tip")
+    for card in (".pin", ".tip"):
+        box = page.locator(card).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= WIDE["width"], card
+        assert box["y"] >= 46 and box["y"] + box["height"] <= WIDE["height"], card
+
+
+def test_the_templates_tokens_can_be_hidden(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/trajectory/g000001.0", ".t.s")
+    assert "<|im_end|>" in viewer.text("#step-0")
+    page.click(".chip:has-text('text')")
+    viewer.until("!document.querySelector('#step-0').innerText.includes('<|im_')")
+    assert page.locator("#step-0 .message .body").all_inner_texts() == ["Search, then answer.", "What boss?", " page"]
+
+
+def test_tabs_stay_where_they_are(viewer: Viewer) -> None:
+    places = set()
+    for page in ("", "/groups", "/timeline", "/tokens", "/config", "/search"):
+        viewer.open(f"#/run/recorded{page}", ".tabs")
+        box = viewer.page.locator(".tabs a:has-text('settings')").bounding_box()
+        places.add((box["x"], box["y"]))
+    assert len(places) == 1
+
+
 @slow
 def test_a_task_is_followed_side_by_side(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded/trajectory/e000001-0001.0", ".step")
@@ -434,6 +464,8 @@ def test_pure_functions(viewer: Viewer) -> None:
     shares = [[(bar["kind"], bar["share"]) for bar in bars] for bars in found["bars"]]
     assert shares == [[("sampling", 0.75), ("playing", 0.25)], [("sampling", 1)], [("publish", 1)]]
     assert found["tally"] == [["done", 2], ["failed", 1]]
+    assert found["upon"] == [0, 1, 0, 2]
+    assert found["scale"] == [["p 1", "p 0.5", "p 0.1", "p 0"], ["1", "2"], ["yes", "no"]]
     assert found["filters"] == [
         {"reason": "stale"},
         {"cause": "engine"},

@@ -74,7 +74,8 @@ def list_groups(
     """Return a page of the table. Raises RunError.
 
     search: words that the task, an id or a failure must all contain. component: of the reward, where `sort` says so.
-    having: reason, cause or status, of a step or attempt of the group. around: a group of which the one before and the one behind are named.
+    around: a group of which the one before and the one behind are named. having: a reason, cause or status that a step
+    or an attempt of the group has.
     """
     where, values = ["1"], list[Any]()
     if split is not None:

@@ -139,10 +139,10 @@ class Metrics(BaseModel):
 
 
 class Difference(BaseModel):
-    """Is a setting in which runs differ, with the value of each run; `null` where a run has no such setting."""
+    """Is a setting in which runs differ, with the value of each run; None where a run has no such setting."""
 
     path: str
-    values: list[str]
+    values: list[str | None]
 
 
 class RunGroup(BaseModel):

@@ -165,7 +165,7 @@ function App() {
       <h2>Keys</h2><dl>${KEYS.map(([key, does]) => html`<dt><kbd>${key}</kbd></dt><dd>${does}</dd>`)}</dl></div></div>`}`;
 }
 
-/** @param {string[]} parts @param {{list: string, colour: string}} along */
+/** @param {string[]} parts @param {{list: string, colour: string, show: string}} along */
 function up([kind, key, what, id], along) {
   if (what === "trajectory") return link(["run", key, "group", id.replace(/\.\d+$/, "")], along);
   if (what === "group") return link(["run", key, "groups"], Object.fromEntries(new URLSearchParams(along.list)));

@@ -34,10 +34,10 @@ export function Chart({title, help = "", series, log = false, smooth = 1, share 
     dark.addEventListener("change", redraw);
     return () => { removeEventListener("themechange", redraw); dark.removeEventListener("change", redraw); };
   }, []);
-  const shape = JSON.stringify([series.map((s) => [s.label, s.colour, Boolean(s.low), s.dots]), log, stacked, theme, height]);
+  const shape = JSON.stringify([stacked ? 0 : liesUpon(data.slice(1)), series.map((s) => [s.label, s.colour, Boolean(s.low), s.dots]), log, stacked, theme, height]);
   useEffect(() => {
     const host = /** @type {HTMLElement} */ (place.current);
-    const options = optionsOf(series, {log, share, stacked, height, width: host.clientWidth || 300});
+    const options = optionsOf(series, data, {log, share, stacked, height, width: host.clientWidth || 300});
     options.hooks = {
       setCursor: [(/** @type {any} */ u) => setAt(u.cursor.idx ?? null)],
       ready: [(/** @type {any} */ u) => {
@@ -103,8 +103,23 @@ function tableOf(series, smooth, stacked) {
   return [xs, ...values];
 }
 
-/** @param {Series[]} series @param {{log: boolean, share: boolean, stacked: boolean, height: number, width: number}} how */
-function optionsOf(series, {log, share, stacked, height, width}) {
+/**
+ * Returns how many of the columns before each one it lies upon, for most of its length: it is dashed, so that they are seen.
+ * @param {(number | null)[][]} columns
+ * @returns {number[]}
+ */
+export function liesUpon(columns) {
+  const all = columns.flat().filter((v) => v !== null).map(Number);
+  const near = 0.015 * (all.reduce((a, b) => Math.max(a, b), -Infinity) - all.reduce((a, b) => Math.min(a, b), Infinity) || 1);
+  return columns.map((own, n) => columns.slice(0, n).filter((other) => {
+    const both = own.map((v, at) => v === null || other[at] === null ? null : Math.abs(v - Number(other[at]))).filter((v) => v !== null);
+    return both.filter((v) => Number(v) <= near).length > both.length / 2;
+  }).length);
+}
+
+/** @param {Series[]} series @param {any[]} data @param {{log: boolean, share: boolean, stacked: boolean, height: number, width: number}} how */
+function optionsOf(series, data, {log, share, stacked, height, width}) {
+  const upon = stacked || series.some((s) => s.low) ? [] : liesUpon(data.slice(1));
   const ink = colour("--faint"), grid = colour("--line");
   const axis = {stroke: ink, grid: {stroke: grid, width: 1}, ticks: {show: false}, font: "11px system-ui, sans-serif"};
   /** @type {any[]} */
@@ -113,7 +128,7 @@ function optionsOf(series, {log, share, stacked, height, width}) {
   series.forEach((s, n) => {
     const stroke = colour(COLOURS[(s.colour ?? n) % COLOURS.length]);
     lines.push({
-      label: s.label, stroke, width: s.dots ? 1 : 1.75, spanGaps: true, dash: s.dash ? [5, 4] : undefined,
+      label: s.label, stroke, width: s.dots ? 1 : 1.75, spanGaps: true, dash: s.dash ? [5, 4] : upon[n] ? [9, 9 * upon[n]] : undefined,
       points: {show: s.dots ? true : undefined, size: s.dots ? 7 : 5, fill: stroke}, fill: stacked ? `${stroke}55` : undefined,
     });
     if (s.low && s.high) {

@@ -133,6 +133,25 @@ export function tokenColour(scale, value, range) {
 }
 
 /**
+ * Returns a few values of a column with their colours, for reading: `p 1`, `p 0.5`, `p 0` of log-probabilities.
+ * @param {string} scale
+ * @param {{largest: number, levels: any[]}} range
+ * @returns {{label: string, colour: string}[]}
+ */
+export function scaleOf(scale, range) {
+  const {largest, levels} = range;
+  const values = /** @type {Record<string, any[][]>} */ ({
+    low: [1, 0.5, 0.1, 0].map((p) => [Math.log(p), `p ${p}`]),
+    high: [0, largest / 2, largest].map((v) => [v, figure(v, 2)]),
+    around_one: [0.5, 0.8, 1, 1.25, 2].map((v) => [v, String(v)]),
+    diverging: [-largest, -largest / 2, 0, largest / 2, largest].map((v) => [v, figure(v, 2)]),
+    flag: [[true, "yes"], [false, "no"]],
+    steps: levels.slice(0, 12).map((v) => [v, String(v)]),
+  })[scale] || [];
+  return values.map(([value, label]) => ({label, colour: tokenColour(scale, value, range)}));
+}
+
+/**
  * Returns what `tokenColour` needs to know of a column.
  * @param {Iterable<any>} values
  */

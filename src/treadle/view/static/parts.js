@@ -5,12 +5,13 @@ import {figure, signed} from "./format.js";
 import {link, routeOf} from "./sequence.js";
 
 /**
- * Returns what links to groups and trajectories take along: the filter of the table that led here, and the colour of tokens.
- * @returns {{list: string, colour: string}}
+ * Returns what links to groups and trajectories take along: the filter of the table that led here, and the colour of tokens, and
+ * whether the template's own are shown.
+ * @returns {{list: string, colour: string, show: string}}
  */
 export function kept() {
   const {parts, query} = routeOf(location.hash);
-  return {list: (parts[2] === "groups" ? query.toString() : query.get("list")) || "", colour: query.get("colour") || ""};
+  return {list: (parts[2] === "groups" ? query.toString() : query.get("list")) || "", colour: query.get("colour") || "", show: query.get("show") || ""};
 }
 
 /**
@@ -32,6 +33,11 @@ export function useChoice(name, usual = "") {
 export function Problems({error, problems = []}) {
   const all = [error, ...problems].filter(Boolean);
   return all.length ? html`<div class="problems" role="alert">${all.map((text) => html`<p>${text}</p>`)}</div>` : null;
+}
+
+/** Draws the name of a setting, which may break behind its dots only. @param {{path: string}} props */
+export function SettingName({path}) {
+  return html`<code class="setting">${path.split(".").map((part, n) => html`${n ? html`.<wbr />` : ""}${part}`)}</code>`;
 }
 
 /** @param {{what?: string}} props */

@@ -9,7 +9,8 @@ import {link} from "./sequence.js";
 
 /** Panels of metrics, by name or pattern; what no panel has comes behind them. */
 export const PANELS = [
-  {title: "Reward", names: ["reward_mean", "shaped_reward_mean", /^reward_.+_mean$/]},
+  {title: "Reward", names: ["reward_mean", "shaped_reward_mean"]},
+  {title: "Reward by component", names: [/^reward_.+_mean$/]},
   {title: "Success in training", names: ["success", /^pass_at_/], share: true},
   {title: "Sampled tokens a trajectory", names: ["completion_tokens_mean", "completion_tokens_max"]},
   {title: "Steps a trajectory", names: ["steps_mean", "steps_max"]},
@@ -119,13 +120,16 @@ export function RunPage({run}) {
   const updates = useMemo(() => metrics.rows.filter((row) => row.kind === "update"), [metrics.rows]);
   const evaluations = useMemo(() => metrics.rows.filter((row) => row.kind === "evaluation"), [metrics.rows]);
   const {panels, rest} = useMemo(() => panelsOf(updates), [updates]);
-  if (!detail) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
+  const tabs = html`<div class="bar-row"><${Tabs} run=${run} here="" /><span class="grow"></span>
+    <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(e.target.value)} /></label>
+    <label class="control"><input type="checkbox" checked=${Boolean(log)} onChange=${() => setLog(log ? "" : "true")} /> log</label></div>`;
+  if (!detail) return html`${tabs}${error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`}`;
   const pick = (/** @type {number} */ update, name = "") => { location.hash = link(["run", run, "groups"], {update, split: "train", ...filterOf(name)}); };
   const pickEvaluation = (/** @type {number} */ update) => { location.hash = link(["run", run, "groups"], {update, split: "held_out"}); };
   const help = (/** @type {string[]} */ names) => names.map((name) => `${name}: ${detail.metrics[name]?.help || ""}`).join("\n");
   const held = evaluationSeries(evaluations);
   return html`
-    <div class="head"><h1>${detail.name}</h1><${StatePill} state=${detail.state} /></div>
+    ${tabs}<div class="head"><h1>${detail.name}</h1><${StatePill} state=${detail.state} /></div>
     <p class="faint lead">${detail.about || detail.recipe}</p>
     <${DoesNow} now=${now} whole />
     <${Problems} error=${metrics.error} problems=${[...detail.problems, uncounted]} />
@@ -137,9 +141,6 @@ export function RunPage({run}) {
       ...(counts?.splits || []).map((/** @type {any} */ s) => [s.split === "train" ? "training" : "held-out",
         html`${counted(s.trajectories, "attempt")}<span class="faint">, ${figure(s.completion_tokens)} tokens</span>`]),
     ]} />
-    <div class="bar-row"><${Tabs} run=${run} here="" /><span class="grow"></span>
-      <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(e.target.value)} /></label>
-      <label class="control"><input type="checkbox" checked=${Boolean(log)} onChange=${() => setLog(log ? "" : "true")} /> log</label></div>
     ${updates.length === 0 && html`<p class="empty">${detail.no_update}</p>`}
     <div class="charts">
       ${held.length > 0 && html`<${Chart} title="Held-out success" series=${held} share log=${Boolean(log)} onPick=${pickEvaluation} />`}

@@ -6,6 +6,7 @@ import {figure, tokenColour} from "./format.js";
 import {chunked, messagesOf, pathTo, unitsOf} from "./sequence.js";
 
 const CHUNK = 160; // units that are made or left together
+const HEADER = 52; // pixels of the window that the header covers
 const NEAR = "1200px"; // beyond the window's edge
 
 /**
@@ -95,9 +96,9 @@ export function Tip({view}) {
       const token = /** @type {HTMLElement} */ (event.target).closest?.("[data-at]");
       const step = token?.closest("[data-step]");
       if (!token || !step) return setTip(null);
-      const box = token.getClientRects()[0];
+      const {left, top, bottom} = token.getClientRects()[0];
       setTip({at: Number(/** @type {HTMLElement} */ (token).dataset.at), step: Number(/** @type {HTMLElement} */ (step).dataset.step),
-        text: token.textContent, left: Math.min(box.left, innerWidth - 270), top: box.bottom + 230 > innerHeight ? null : box.bottom + 6, bottom: innerHeight - box.top + 6});
+        left, top, bottom});
     };
     const hide = () => setTip(null);
     document.addEventListener("mouseover", move);
@@ -105,7 +106,15 @@ export function Tip({view}) {
     return () => { document.removeEventListener("mouseover", move); removeEventListener("scroll", hide); };
   }, []);
   if (!tip || !view.steps[tip.step]) return null;
-  return html`<div class="tip card" style=${{left: `${tip.left}px`, top: tip.top === null ? "auto" : `${tip.top}px`, bottom: tip.top === null ? `${tip.bottom}px` : "auto"}}>
+  /** Below the token, or above it, or where it fits. @param {HTMLElement | null} card */
+  const place = (card) => {
+    if (!card) return;
+    const {offsetHeight: height, offsetWidth: width} = card, below = tip.bottom + 6, above = tip.top - height - 6;
+    const fits = below + height <= innerHeight - 6 ? below : above >= HEADER ? above : Math.max(HEADER, innerHeight - height - 6);
+    card.style.top = `${fits}px`;
+    card.style.left = `${Math.max(6, Math.min(tip.left, innerWidth - width - 24))}px`;
+  };
+  return html`<div class="tip card" ref=${place}>
     <${TokenFacts} view=${view} step=${tip.step} at=${tip.at} /></div>`;
 }
 

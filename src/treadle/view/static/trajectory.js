@@ -2,8 +2,8 @@
 import {html} from "./html.js";
 import {useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
 import {embedded, get, useAnswer, useVersion} from "./api.js";
-import {counted, duration, figure, rangeOf, signed} from "./format.js";
-import {AttemptCells, Facts, Problems, Waiting, kept, useSelection} from "./parts.js";
+import {counted, duration, figure, rangeOf, scaleOf, signed} from "./format.js";
+import {AttemptCells, Facts, Problems, Waiting, kept, useChoice, useSelection} from "./parts.js";
 import {breaksOf, link, pathTo} from "./sequence.js";
 import {Calls} from "./timeline.js";
 import {Conversation, Tip, TokenFacts} from "./tokens.js";
@@ -74,8 +74,9 @@ function Pinned({run, view, pin, onClose}) {
 export function TrajectoryPage({run, id, query}) {
   const {data: view, error} = useAnswer(`runs/${encodeURIComponent(run)}/trajectories/${encodeURIComponent(id)}`, useVersion(run, 10));
   const [colour, setColour] = useState(query.get("colour") || "");
+  const [shows, setShows] = useChoice("show");
   const pin = query.has("token") ? {step: Number(query.get("step")), token: Number(query.get("token"))} : null;
-  const go = (/** @type {any} */ to) => history.replaceState(null, "", link(["run", run, "trajectory", id], {list: kept().list, colour: colour || null, ...to}));
+  const go = (/** @type {any} */ to) => history.replaceState(null, "", link(["run", run, "trajectory", id], {...kept(), colour: colour || null, ...to}));
   const reread = () => dispatchEvent(new HashChangeEvent("hashchange"));
   const show = (/** @type {number} */ step) => document.getElementById(`step-${step}`)?.scrollIntoView({behavior: "smooth", block: "start"});
   const [selected, select] = useSelection(view?.steps.length || 0, () => {});
@@ -132,10 +133,13 @@ export function TrajectoryPage({run, id, query}) {
           <button class=${`inline ${s.step === selected ? "on" : ""}`} onClick=${() => onStep(s.step)}><span class=${`dot ${s.fate.state}`} title=${s.fate.text}></span>step ${s.step} <span class="faint">${s.relation.kind === "extends" || s.step === 0 && s.relation.kind === "opens" ? "" : s.relation.kind} ${s.fate.reason || s.fate.state}</span></button></li>`)}</ol>`}
         ${valid && html`<${Pinned} run=${run} view=${view} pin=${valid} onClose=${() => { go({}); reread(); }} />`}
       </aside>
-      <div class="tokens">
-        ${view.columns.length > 0 && html`<div class="bar-row colours"><span class="faint">colour by</span>
+      <div class=${`tokens ${shows === "text" ? "plain-text" : ""}`}>
+        ${view.columns.length > 0 && html`<div class="bar-row colours"><span class="presets" role="group" aria-label="what is shown">
+          ${[["", "all tokens", "as the model read and wrote them"], ["text", "text", "without the template's own tokens"]].map(([name, label, help]) => html`<button class="chip ${shows === name ? "on" : ""}"
+            title=${help} aria-pressed=${shows === name} onClick=${() => setShows(name)}>${label}</button>`)}</span><span class="faint">colour by</span>
           ${[{name: "", label: "nothing", help: ""}, ...recorded].map((/** @type {any} */ c) => html`<button class="chip ${c.name === colour ? "on" : ""}" title=${c.help}
             aria-pressed=${c.name === colour} onClick=${() => { go({...valid, colour: c.name || null}); setColour(c.name); }}>${c.label}</button>`)}
+          ${column && html`<span class="scale" aria-label="colour scale">${scaleOf(column.scale, range).map(({label, colour: shade}) => html`<i style=${{background: shade}}></i><span>${label}</span>`)}</span>`}
           ${traced.length > 0 && html`<span class="faint missing">by the learner in update ${[...new Set(traced)].join(", ")}</span>`}
           ${missing.length > 0 && html`<span class="faint missing">not recorded here: ${missing.map((/** @type {any} */ c) => c.label).join(", ")}</span>`}</div>`}
         ${view.steps.map((/** @type {any} */ s) => html`<${Step} key=${s.step} run=${run} view=${view} number=${s.step} column=${column} range=${range}
