@@ -122,9 +122,11 @@ class RecordedRun:
             status = RunStatus.read(self.directory.status_file)
         except (OSError, ValueError, TypeError, LookupError):  # it is being replaced, or of another version
             status = None
+        state = self.state()
         if status is None:
-            return models.Now(state=self.state())
-        return now_of(status, self.state(), self.summary().seconds_per_update, time.time())
+            return models.Now(state=state)
+        pace = self.summary().seconds_per_update if state == "in progress" else None
+        return now_of(status, state, pace, time.time())
 
     def kept(self, name: str, of: object, make: Callable[[], T]) -> T:
         """Return what `make` returned last, unless `of` has changed since."""
