@@ -79,35 +79,29 @@ function useTheme() {
 /** @type {Map<string, [number, number]>} address -> how far the page, and the table in it, were scrolled when it was left */
 const places = new Map();
 
+const table = () => document.querySelector(".lines");
+
 /** Scrolls to where a page was left, once it is long enough again; a new page begins at its top. @param {string} hash */
 function usePlaces(hash) {
+  const path = hash.split("?")[0];
+  useEffect(() => { if (!routeOf(hash).query.has("step")) scrollTo(0, 0); }, [path]);
   useEffect(() => {
-    history.scrollRestoration = "manual";
-    let arrived = false;
-    const table = () => document.querySelector(".lines");
-    const note = () => arrived && places.set(location.hash, [scrollY, table()?.scrollTop || 0]);
     const [page, inTable] = routeOf(hash).query.has("step") ? [0, 0] : places.get(hash) || [0, 0];
-    const arrive = () => { arrived = true; clearInterval(timer); };
-    const leave = () => { arrived = false; };
     const until = Date.now() + 5000;
+    let timer = 0;
+    const stop = () => clearInterval(timer);
     const go = () => {
       if (page) scrollTo(0, page);
       if (table()) /** @type {Element} */ (table()).scrollTop = inTable;
-      if (Math.abs(scrollY - page) < 2 && Math.abs((table()?.scrollTop || 0) - inTable) < 2 || Date.now() > until) arrive();
+      if (Math.abs(scrollY - page) < 2 && Math.abs((table()?.scrollTop || 0) - inTable) < 2 || !page && !inTable || Date.now() > until) return stop();
+      return undefined;
     };
-    const timer = setInterval(go, 50);
-    for (const name of ["wheel", "keydown", "pointerdown"]) addEventListener(name, arrive, {passive: true});
-    addEventListener("scroll", note, {passive: true, capture: true});
-    addEventListener("hashchange", leave, {capture: true});
-    return () => {
-      clearInterval(timer);
-      removeEventListener("hashchange", leave, {capture: true});
-      for (const name of ["wheel", "keydown", "pointerdown"]) removeEventListener(name, arrive);
-      removeEventListener("scroll", note, {capture: true});
-    };
+    timer = setInterval(go, 50);
+    go();
+    const moves = ["wheel", "keydown", "pointerdown"];
+    for (const name of moves) addEventListener(name, stop, {passive: true});
+    return () => { stop(); for (const name of moves) removeEventListener(name, stop); };
   }, [hash]);
-  const path = hash.split("?")[0];
-  useEffect(() => { if (!routeOf(hash).query.has("step")) scrollTo(0, 0); }, [path]);
 }
 
 function App() {
@@ -117,7 +111,12 @@ function App() {
   const problem = useServerProblem();
   const route = routeOf(hash);
   useEffect(() => {
-    const follow = () => setHash(location.hash);
+    history.scrollRestoration = "manual";
+    /** @param {HashChangeEvent} event */
+    const follow = ({oldURL}) => {
+      if (oldURL) places.set(new URL(oldURL).hash, [scrollY, table()?.scrollTop || 0]);
+      setHash(location.hash);
+    };
     addEventListener("hashchange", follow);
     return () => removeEventListener("hashchange", follow);
   }, []);

@@ -14,7 +14,7 @@ export function ConfigPage({run, query}) {
   const [search, setSearch] = useChoice("search");
   const [changed, setChanged] = useChoice("changed");
   const key = query.get("key");
-  const tabs = html`<div class="bar-row"><${Tabs} run=${run} here="config" /><span class="grow"></span>
+  const tabs = html`<div class="bar-row run-bar"><${Tabs} run=${run} here="config" /><span class="grow"></span>
     <label class="control"><input type="checkbox" checked=${Boolean(changed)} onChange=${() => setChanged(changed ? "" : "true")} /> not the default only</label>
     <input type="search" placeholder="setting" aria-label="search settings" value=${search} onInput=${(/** @type {any} */ e) => setSearch(e.target.value)} /></div>`;
   useEffect(() => { if (key && data) document.getElementById(`set-${key}`)?.scrollIntoView({block: "center"}); }, [key, data]);
@@ -56,10 +56,10 @@ export function TokensPage({run}) {
   const version = useVersion(run);
   const [asked, setAsked] = useState(version);
   const {data, error} = useAnswer(`runs/${encodeURIComponent(run)}/breaks`, asked);
-  if (!data) return html`<div class="bar-row"><${Tabs} run=${run} here="tokens" /></div>${error ? html`<${Problems} error=${error} />` : html`<${Waiting} what="counting every recorded token" />`}`;
+  if (!data) return html`<div class="bar-row run-bar"><${Tabs} run=${run} here="tokens" /></div>${error ? html`<${Problems} error=${error} />` : html`<${Waiting} what="counting every recorded token" />`}`;
   const {packing, relations} = data;
   const ways = [["step", "step: nothing shared"], ["chain", "chain: a step goes on with the one it extends"], ["tree", "tree, within trajectories"], ["group_tree", "tree, within groups"]];
-  return html`<div class="bar-row"><${Tabs} run=${run} here="tokens" /></div>
+  return html`<div class="bar-row run-bar"><${Tabs} run=${run} here="tokens" /></div>
     <${Problems} problems=${[relations.no_tokenizer && `Breaks are not counted: ${relations.no_tokenizer}`,
       data.missing_shards.length && `Missing, not counted: ${data.missing_shards.join(", ")}`,
       data.damaged_shards.length && `Damaged, not counted: ${data.damaged_shards.join(", ")}`]} />
@@ -84,7 +84,7 @@ export function SearchPage({run, query}) {
   const path = text && update !== "" ? `runs/${encodeURIComponent(run)}/search?update=${encodeURIComponent(update)}&text=${encodeURIComponent(text)}` : null;
   const {data, error} = useAnswer(path);
   const change = (/** @type {any} */ to) => { location.hash = link(["run", run, "search"], {update, text, ...to}); };
-  return html`<div class="bar-row"><${Tabs} run=${run} here="search" /><span class="grow"></span>
+  return html`<div class="bar-row run-bar"><${Tabs} run=${run} here="search" /><span class="grow"></span>
       <input class="narrow" type="number" min="0" placeholder="update" aria-label="update" value=${update} onChange=${(/** @type {any} */ e) => change({update: e.target.value})} />
       <input type="search" placeholder="text of that update" aria-label="search text" value=${text} onChange=${(/** @type {any} */ e) => change({text: e.target.value})} /></div>
     ${!path ? html`<p class="empty">Give an update and a text: all that was read and sampled for that update, or its evaluation, is searched.</p>`

@@ -87,7 +87,7 @@ export function GroupsPage({run, query}) {
       >${label}${on ? (filter.descending ? " ↓" : " ↑") : ""}</button>`;
   };
   return html`
-    <div class="bar-row"><${Tabs} run=${run} here="groups" /><span class="grow"></span>
+    <div class="bar-row run-bar"><${Tabs} run=${run} here="groups" /><span class="grow"></span>
       <a class="button" href=${link(["run", run, "search"], {update: filter.update})}>search text</a>
       <input type="search" placeholder="task, id or failure" aria-label="search groups" value=${filter.search}
         onChange=${(/** @type {any} */ e) => change({search: e.target.value})} /></div>

@@ -120,7 +120,7 @@ export function RunPage({run}) {
   const updates = useMemo(() => metrics.rows.filter((row) => row.kind === "update"), [metrics.rows]);
   const evaluations = useMemo(() => metrics.rows.filter((row) => row.kind === "evaluation"), [metrics.rows]);
   const {panels, rest} = useMemo(() => panelsOf(updates), [updates]);
-  const tabs = html`<div class="bar-row"><${Tabs} run=${run} here="" /><span class="grow"></span>
+  const tabs = html`<div class="bar-row run-bar"><${Tabs} run=${run} here="" /><span class="grow"></span>
     <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(e.target.value)} /></label>
     <label class="control"><input type="checkbox" checked=${Boolean(log)} onChange=${() => setLog(log ? "" : "true")} /> log</label></div>`;
   if (!detail) return html`${tabs}${error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`}`;

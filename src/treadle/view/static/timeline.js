@@ -153,7 +153,7 @@ export function TimelinePage({run, query}) {
   const seen = phases.filter((phase) => phase.end > from && phase.start < to);
   const total = (/** @type {string} */ kind) => seen.filter((p) => p.kind === kind)
     .reduce((sum, p) => sum + p.share * (Math.min(p.end, to) - Math.max(p.start, from)), 0);
-  return html`<div class="bar-row"><${Tabs} run=${run} here="timeline" /></div><${Problems} error=${error} />
+  return html`<div class="bar-row run-bar"><${Tabs} run=${run} here="timeline" /></div><${Problems} error=${error} />
     ${phases.length === 0 ? html`<p class="empty">${detail?.no_update}</p>` : html`
     <h2>Engine, environments and learner</h2>
     <p class="faint lead">${duration(from)} to ${duration(to)} of the run, without pauses between its processes. ${counts

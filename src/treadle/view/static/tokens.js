@@ -1,7 +1,7 @@
 // Tokens as text. All of it is in the page, so that scrolling never waits and the browser's own search finds it; single
 // tokens, with their colours, are made of what is in sight only.
 import {html} from "./html.js";
-import {useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
+import {h, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
 import {figure, tokenColour} from "./format.js";
 import {chunked, messagesOf, pathTo, unitsOf} from "./sequence.js";
 
@@ -24,7 +24,7 @@ function Chunk({units, shown}) {
     return () => observer.disconnect();
   }, []);
   const text = useMemo(() => units.map((unit) => unit.text).join(""), [units]);
-  return html`<span class="chunk" ref=${place}>${near ? units.map((unit) => html`<${Token} unit=${unit} shown=${shown} />`) : text}</span>`;
+  return html`<span class="chunk" ref=${place}>${near ? units.map((unit) => h(Token, {unit, shown})) : text}</span>`;
 }
 
 /** @param {{unit: any, shown: Shown}} props */
@@ -35,7 +35,7 @@ function Token({unit, shown}) {
   const value = sampled && column ? values[column.name]?.[unit.at - start] : null;
   const masked = sampled && values.mask && !values.mask[unit.at - start];
   const style = value === null || value === undefined ? null : {backgroundColor: tokenColour(column.scale, value, range)};
-  return html`<span class=${`t${sampled ? " s" : ""}${masked ? " masked" : ""}${pinned === unit.at ? " pinned" : ""}`} data-at=${unit.at} style=${style}>${unit.text}</span>`;
+  return h("span", {class: `t${sampled ? " s" : ""}${masked ? " masked" : ""}${pinned === unit.at ? " pinned" : ""}`, "data-at": unit.at, style}, unit.text);  // escaped by the server
 }
 
 /** @param {{from: number, to: number, shown: Shown}} props */
@@ -51,7 +51,8 @@ export function Text({from, to, shown}) {
 /** @param {{message: any, shown: Shown}} props */
 function MessageBlock({message, shown}) {
   const sampled = message.end > shown.start;
-  return html`<div class=${`message ${sampled ? "reply" : ""} role-${message.role.replace(/\W/g, "") || "none"}`}>
+  const bare = message.parts.every((/** @type {any} */ part) => part.kind === "template") ? "bare" : "";
+  return html`<div class=${`message ${bare} ${sampled ? "reply" : ""} role-${message.role.replace(/\W/g, "") || "none"}`}>
     <div class="role">${message.role || "text"}</div>
     <div class="body">${message.parts.map((/** @type {any} */ part) => {
       const text = html`<${Text} from=${part.start} to=${part.end} shown=${shown} key=${part.start} />`;
