@@ -162,7 +162,8 @@ def test_what_a_batch_was_is_on_record_with_its_checkpoint_and_what_is_left_at_t
     ledger.record(
         [make_group(0, good("g000000", steps=(make_step(), make_step()))), group(1), group(2)], "train", 0, shard("s")
     )
-    batch = TrainedBatch(3, ("g000000",), (DroppedStep("g000000.0", 1, DropReason.STALE),))
+    ledger.note_trained(3, ["g000000"], {})
+    batch = TrainedBatch((DroppedStep("g000000.0", 1, DropReason.STALE),))
     ledger.commit_checkpoint("a", LoopState(1, 1, 2, outstanding=(1,)), [batch])
     rows = ledger.query("SELECT state, reason FROM steps WHERE trajectory_id = 'g000000.0' ORDER BY step")
     assert [tuple(row.values()) for row in rows] == [("trained", None), ("dropped", "stale")]
@@ -203,9 +204,20 @@ def test_the_latest_checkpoint_is_the_last_one_committed(ledger: Ledger) -> None
     assert ledger.latest_checkpoint() == ("step-000002", LoopState(update=2))
 
 
+def test_a_trained_batch_is_on_record_at_once_until_it_is_rolled_back(ledger: Ledger) -> None:
+    ledger.record([group(0), group(1)], "train", 0, shard("s"))
+    ledger.note_trained(0, ["g000000"], {"g000000.0": -0.5})
+    ledger.commit_checkpoint("a", LoopState(1, 1, 1))
+    ledger.note_trained(1, ["g000001"], {})
+    versions = "SELECT trained_version FROM groups ORDER BY idx"
+    assert [row["trained_version"] for row in ledger.query(versions)] == [0, 1]
+    ledger.roll_back(LoopState(1, 1, 1), DropReason.ROLLED_BACK, keep=["g000001"])
+    assert [row["trained_version"] for row in ledger.query(versions)] == [0, None]
+
+
 def test_advantages_go_to_their_trajectories(ledger: Ledger) -> None:
     ledger.record([group(0)], "train", 0, shard("s"))
-    ledger.note_advantages({"g000000.0": -0.5})
+    ledger.note_trained(0, ["g000000"], {"g000000.0": -0.5})
     rows = ledger.query("SELECT trajectory_id, advantage FROM trajectories ORDER BY trajectory_id")
     assert [tuple(row.values()) for row in rows] == [("g000000.0", -0.5), ("g000000.1", None)]
 
@@ -220,7 +232,7 @@ def test_refused_trajectories_say_why_and_are_dropped_with_the_checkpoint(ledger
     assert row["warning"].endswith("step 0: too long")
     assert len(ledger.query("SELECT 1 FROM steps WHERE state = 'recorded'")) == 2
     marked = [leave_out(each, DropReason.REFUSED, {"g000001.0"}) for each in groups]
-    batch = TrainedBatch(0, tuple(each.group_id for each in groups), tuple(dropped_steps(marked)))
+    batch = TrainedBatch(tuple(dropped_steps(marked)))
     ledger.commit_checkpoint("step-1", LoopState(1, 1, 2), [batch])
     rows = ledger.query("SELECT state, reason FROM steps WHERE trajectory_id = 'g000001.0' ORDER BY step")
     assert [tuple(row.values()) for row in rows] == [("dropped", "refused"), ("dropped", "cancelled")]

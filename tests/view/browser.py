@@ -32,9 +32,9 @@ def require_chromium() -> str:
 
 
 @contextmanager
-def serving(paths: Sequence[Path]) -> Iterator[str]:
-    """Serve runs; yields the base URL."""
-    listening = socket.create_server(("127.0.0.1", 0))
+def serving(paths: Sequence[Path], port: int = 0) -> Iterator[str]:
+    """Serve runs; yields the base URL. port: 0 for any free one."""
+    listening = socket.create_server(("127.0.0.1", port))
     config = uvicorn.Config(guarded_app(paths, TOKEN), log_config=None, access_log=False, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -36,7 +36,7 @@ def asking(*paths: Path) -> Get:
     """Return a function that gets a path of the API and returns its JSON."""
     client = TestClient(make_app(paths))
 
-    def get(path: str, status: int = 200, **query: Any) -> Any:
+    def get(path: str, status: int = 200, /, **query: Any) -> Any:
         answer = client.get(f"/api/{path}", params=query)
         assert answer.status_code == status, answer.text
         return answer.json()

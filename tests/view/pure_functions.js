@@ -1,8 +1,10 @@
 // What the pages' pure functions return for a few values; tests/view/test_browser.py says what it must be.
 async () => {
-  const {figure, smoothed, band, aligned, tokenColour, rangeOf, duration, tally} = await import("/static/format.js");
-  const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, breaksOf, phasesOf, barsOf} =
+  const {visible, scaleOf, figure, smoothed, band, aligned, tokenColour, rangeOf, duration, tally} = await import("/static/format.js");
+  const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, alike, breaksOf, phasesOf, stretchesOf, barsOf} =
     await import("/static/sequence.js");
+  const {liesUpon} = await import("/static/charts.js");
+  const {filterOf} = await import("/static/run.js");
   const segments = [
     {parent: -1, depth: 0, ids: [1, 2], steps: [0, 1], sampled: [], joined: [[0, 2, "é"]]},
     {parent: 0, depth: 2, ids: [3], steps: [0], sampled: [0], joined: []},
@@ -15,6 +17,7 @@ async () => {
     {start: 5, end: 9, role: "tool", kind: "text"},
   ];
   return {
+    visible: visible("a\u202eb\x1b[1m\n\t🧵\ud800"),
     figures: [0.41234, 12345.6, 3.14e-6, null, NaN, 7].map((value) => figure(value)),
     duration: duration(4000),
     smoothed: smoothed([1, null, 3, 5], 3),
@@ -26,6 +29,9 @@ async () => {
     messages: messagesOf(spans, 2, 6).map((m) => [m.role, m.start, m.end, m.parts.length]),
     lanes: lanesOf(segments),
     at_once: lanesInTime([[0, 2], [1, 3], [2, 4], [2.5, 2.6]]),
+    alike: alike({steps: [["a", 1], ["b", 1], ["c", 2], ["d", 1]].map(([trajectory_id, segment]) => ({trajectory_id, segment, prompt_tokens: 2}))},
+      [["a", 1], ["b", 1], ["c", 1], ["d", 0], ["e", 1], ["f", 1]].map(([trajectory_id, reward]) => ({trajectory_id, reward, status: "done"})))
+      .map((same) => same.map((attempt) => attempt.trajectory_id).join("")),
     breaks: breaksOf({segments, steps: [
       {segment: 1, relation: {kind: "opens"}},
       {segment: 2, relation: {kind: "break", shared: 2, cause: "changed", extra_tokens: 1}},
@@ -35,6 +41,7 @@ async () => {
       {kind: "update", update: 1, wall_seconds: 10, seconds_publish: 1, seconds_update: 2, seconds_rollout: 4},
       {kind: "update", update: 2},
     ], []),
+    stretches: stretchesOf([{started: 1004, seconds: 2}, {started: 1000, seconds: 4}, {started: 9000, seconds: 3}]),
     intervals: phasesOf([{kind: "update", update: 1, wall_seconds: 10, seconds_update: 2}], [
       {update: 1, phase: "update", started: 1004, seconds: 2},
       {update: 1, phase: "rollout", started: 1000, seconds: 4},
@@ -42,6 +49,9 @@ async () => {
     ]),
     bars: [barsOf("rollout", 0.75), barsOf("rollout", null), barsOf("publish", 0.5)],
     tally: tally([{done: 1}, {done: 1, failed: 1}]),
+    filters: ["dropped_stale", "failed_engine", "ended_max_steps", "failed", "refused", "entropy"].map(filterOf),
+    upon: liesUpon([[0, 1, 2], [0, 1, 2], [5, 5, 5], [0, 1, null]]),
+    scale: ["low", "steps", "flag"].map((scale) => scaleOf(scale, rangeOf([1, 2])).map(({label}) => label)),
     routes: ["#/run/a%20b/groups?x=1", "#/run/%E0%A4%A"].map((hash) => routeOf(hash).parts),
     link: link(["run", "a/b"], {update: 3, search: "", step: null}),
     colours: [

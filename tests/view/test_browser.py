@@ -49,6 +49,7 @@ def viewer(browser: Any, base: str) -> Iterator[Viewer]:
 PAGES = {
     "runs": ("#/", ".run"),
     "overlay": ("#/compare?run=recorded&run=twin", ".chart"),
+    "evaluations": ("#/evaluations?before=recorded&after=twin", "table.tasks"),
     "curves": ("#/run/recorded", ".chart .u-over"),
     "groups": ("#/run/recorded/groups", ".lines .line .id"),
     "group": ("#/run/recorded/group/g000000", ".sibling"),
@@ -173,6 +174,43 @@ def test_calls_at_once_are_drawn_below_one_another(viewer: Viewer) -> None:
     page.wait_for_selector("#step-2.selected")
 
 
+def test_attempts_that_are_the_same_are_folded(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/group/g000002", ".sibling")
+    assert page.locator(".sibling").count() == 1 and page.locator(".sibling .cell").count() == 3
+    page.click("button:has-text('3 × the same')")
+    viewer.until("document.querySelectorAll('.sibling').length === 3")
+
+
+def test_cards_stay_in_the_window(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/trajectory/g000001.0", ".t.s")
+    page.click("#step-1 .t.s >> nth=0")
+    page.wait_for_selector(".pin")
+    page.evaluate("scrollTo(0, 0)")
+    page.hover("#step-1 .t.s >> nth=1")
+    page.wait_for_selector(".tip")
+    for card in (".pin", ".tip"):
+        box = page.locator(card).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= WIDE["width"], card
+        assert box["y"] >= 46 and box["y"] + box["height"] <= WIDE["height"], card
+
+
+def test_the_templates_tokens_can_be_hidden(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/trajectory/g000001.0", ".t.s")
+    assert "<|im_end|>" in viewer.text("#step-0")
+    page.click(".chip:has-text('text')")
+    viewer.until("!document.querySelector('#step-0').innerText.includes('<|im_')")
+    assert page.locator("#step-0 .message .body").all_inner_texts() == ["Search, then answer.", "What boss?", " page"]
+
+
+def test_tabs_stay_where_they_are(viewer: Viewer) -> None:
+    places = set()
+    for page in ("", "/groups", "/timeline", "/tokens", "/config", "/search"):
+        viewer.open(f"#/run/recorded{page}", ".tabs")
+        box = viewer.page.locator(".tabs a:has-text('settings')").bounding_box()
+        places.add((box["x"], box["y"]))
+    assert len(places) == 1
+
+
 @slow
 def test_a_task_is_followed_side_by_side(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded/trajectory/e000001-0001.0", ".step")
@@ -245,12 +283,47 @@ def test_the_table_is_the_ledgers(viewer: Viewer, recorded: Path) -> None:
     page.keyboard.press("Enter")
     page.wait_for_selector(".siblings")
     assert page.locator(".sibling").count() == 3
+    assert page.locator("a[rel=next].off").count() == 1  # of the failed ones it is the last
+    viewer.open("#/run/recorded/group/g000000", "a[rel=next][href]")
     page.keyboard.press("n")
     viewer.until("document.querySelector('h1')?.innerText === 'g000001'")
     page.keyboard.press("u")
     page.wait_for_selector(".lines .line .id")
     page.keyboard.press("?")
     assert "next and previous" in viewer.text(".help")
+
+
+def test_filters_colours_and_places_stay(viewer: Viewer) -> None:
+    page = viewer.open("#/run/recorded/groups", ".lines .line .id")
+    page.evaluate("document.querySelector('.lines').scrollTop = 40")
+    page.wait_for_timeout(100)
+    page.click(".lines .line .id:has-text('g000002')")
+    page.wait_for_selector(".sibling")
+    page.go_back()
+    viewer.until("document.querySelector('.lines')?.scrollTop === 40")
+    page.click(".chip:has-text('mixed')")
+    viewer.until("document.querySelectorAll('.lines .line .id').length === 3")
+    page.click(".lines .line .id:has-text('g000003')")
+    viewer.until("document.querySelector('h1')?.innerText === 'g000003'")
+    page.wait_for_selector("a[rel=next][href]")
+    page.keyboard.press("n")
+    viewer.until("document.querySelector('h1')?.innerText === 'g000001'")
+    page.click(".sibling a")
+    page.wait_for_selector(".chip:has-text('version')")
+    page.click(".chip:has-text('version')")
+    page.keyboard.press("n")
+    viewer.until("document.querySelector('h1')?.innerText === 'g000001.1'")
+    page.wait_for_selector(".chip.on:has-text('version')")
+    page.keyboard.press("u")
+    page.wait_for_selector(".sibling")
+    page.keyboard.press("u")
+    viewer.until("document.querySelectorAll('.lines .line .id').length === 3")
+    page = viewer.open("#/", ".run")
+    page.fill("input[type=search]", "twin")
+    page.click(".run .name")
+    page.wait_for_selector(".chart")
+    page.go_back()
+    viewer.until("document.querySelectorAll('.run').length === 1")
 
 
 @slow
@@ -262,6 +335,10 @@ def test_a_point_leads_to_the_groups_of_its_update(viewer: Viewer) -> None:
     viewer.until("document.querySelectorAll('.lines .line .id').length === 2")
     assert "update=1&" in f"{page.url}&"
     assert set(page.locator(".lines .line .id").all_inner_texts()) == {"g000000", "g000001"}
+    viewer.open("#/run/recorded", ".chart .u-over")
+    page.click(".chart:has-text('Dropped steps') .u-over >> nth=0", position={"x": 2, "y": 60})
+    viewer.until("location.hash.includes('reason=stale')")
+    viewer.until("document.querySelector('.lines .line .id')?.innerText === 'g000001'")
 
 
 def test_a_run_that_grows_is_followed(browser: Any, tmp_path: Path) -> None:
@@ -281,16 +358,33 @@ def test_a_run_that_grows_is_followed(browser: Any, tmp_path: Path) -> None:
         viewer.close()
 
 
+@slow
+def test_a_server_that_is_gone_is_missed_and_new_runs_appear(browser: Any, recorded: Path, tmp_path: Path) -> None:
+    shutil.copytree(recorded, tmp_path / "runs" / "first")
+    with serving([tmp_path / "runs"]) as url:
+        viewer = Viewer(browser, url, WIDE)
+        page = viewer.open("#/", ".run")
+    page.wait_for_selector(".lost:has-text('does not answer')")
+    assert page.locator(".run").count() == 1  # what was there stays
+    with serving([tmp_path / "runs"], port=int(url.split(":")[2].strip("/"))):
+        page.wait_for_selector(".lost", state="detached")
+        shutil.copytree(recorded, tmp_path / "runs" / "second")
+        page.wait_for_selector(".run .name:has-text('second')")
+        viewer.close()
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_hostile_text_stays_text(browser: Any, hostile: Path) -> None:
     with serving([hostile]) as url:
         viewer = Viewer(browser, url, WIDE)
         viewer.open("#/", ".run .name")
-        key = quote(viewer.text(".run .name"), safe="")
+        assert viewer.text(".run .name") == hostile.name.replace("\u202e", "\\u202e")
+        key = quote(hostile.name, safe="")
         for route in ("", "/groups", "/group/g000000", "/trajectory/g000000.1"):
             viewer.open(f"#/run/{key}{route}")
             viewer.page.wait_for_timeout(300)
-            assert viewer.page.title() != "taken"
+            assert viewer.page.title() != "taken" and "\u202e" not in viewer.page.title()
+            assert "\u202e" not in viewer.page.evaluate("document.body.textContent")
             assert viewer.page.locator("main script, main img").count() == 0
         viewer.page.wait_for_selector(".message")
         assert EMOJI in viewer.page.evaluate("document.querySelector('.thought').textContent")
@@ -350,6 +444,7 @@ def test_what_is_damaged_is_said_on_its_page(browser: Any, recorded: Path, tmp_p
 def test_pure_functions(viewer: Viewer) -> None:
     """The pages' own functions, in the browser that runs them."""
     found = viewer.page.evaluate((Path(__file__).parent / "pure_functions.js").read_text())
+    assert found["visible"] == "a\\u202eb\\x1b[1m\n\t🧵\\ud800"
     assert found["figures"] == ["0.412", "12,346", "3.1e-6", "–", "–", "7"]
     assert found["duration"] == "67 min"
     assert found["smoothed"] == [1, None, 4, 4]
@@ -360,13 +455,25 @@ def test_pure_functions(viewer: Viewer) -> None:
     assert found["messages"] == [["user", 2, 5, 2], ["tool", 5, 6, 1]]
     assert found["lanes"] == {"lanes": [0, 0, 1], "count": 2, "width": 4}
     assert found["at_once"] == [0, 1, 0, 2]
+    assert found["alike"] == ["ab", "c", "d", "e", "f"]
     assert found["breaks"] == [{"segment": 2, "cause": "changed", "extra": 1}]
     phases = [(p["phase"], p["start"], p["end"]) for p in found["phases"]]
     assert phases == [("publish", 9, 10), ("update", 7, 9), ("rollout", 3, 7)]
     assert [(p["start"], p["end"], p["update"]) for p in found["intervals"]] == [(0, 4, 1), (4, 6, 1), (6, 9, 2)]
+    assert [(s["began"], s["ended"], s["start"]) for s in found["stretches"]] == [(1000, 1006, 0), (9000, 9003, 6)]
     shares = [[(bar["kind"], bar["share"]) for bar in bars] for bars in found["bars"]]
     assert shares == [[("sampling", 0.75), ("playing", 0.25)], [("sampling", 1)], [("publish", 1)]]
     assert found["tally"] == [["done", 2], ["failed", 1]]
+    assert found["upon"] == [0, 1, 0, 2]
+    assert found["scale"] == [["p 1", "p 0.5", "p 0.1", "p 0"], ["1", "2"], ["yes", "no"]]
+    assert found["filters"] == [
+        {"reason": "stale"},
+        {"cause": "engine"},
+        {"status": "max_steps"},
+        {"preset": "failed"},
+        {"reason": "refused"},
+        {},
+    ]
     assert found["routes"] == [["run", "a b", "groups"], ["run", "%E0%A4%A"]]
     assert found["link"] == "#/run/a%2Fb?update=3"
     assert (

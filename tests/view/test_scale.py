@@ -147,6 +147,7 @@ def test_a_long_trajectory_is_read_and_scrolled(browser: Any, tmp_path: Path) ->
         }""")
         tokens = page.evaluate("document.querySelectorAll('.t').length")
         print(f"shown after {shown:.2f} s, coloured after {colour:.2f} s; {tokens} tokens made at the end")
-        assert blank == 0 and tokens < 20_000
+        assert blank == 0
+        viewer.until("document.querySelectorAll('.t').length < 20000")  # once the browser has caught up
         assert shown < BUSY * 1.5 and viewer.complaints == []
         viewer.close()

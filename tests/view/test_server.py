@@ -18,8 +18,9 @@ from tests.cli.worlds import files
 from tests.orchestration.runs import change_ledger
 from tests.view.conftest import Get, asking
 from tests.view.worlds import ESCAPES, UPDATES, log_update, record_run
+from treadle.core.errors import Cause
 from treadle.core.types import DropReason, StepState
-from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.ledger import Ledger, LoopState
 from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.view import fates, trajectories
@@ -93,6 +94,7 @@ def test_each_step_says_what_became_of_it(get: Get, recorded: Path) -> None:
     assert "orchestration.max_staleness" in view["steps"][0]["fate"]["settings"]
     assert view["steps"][1]["fate"]["text"].startswith("Trained in update 1: 2 of its 2 sampled tokens")
     failed = get(f"{RUN}/trajectories/g000000.2")
+    assert failed["steps"][0]["fate"]["settings"] == ["failures.environment.retries", "failures.environment.then"]
     assert "step raised" in failed["steps"][0]["fate"]["text"] and "\x1b" not in failed["traceback"]
     assert len(failed["steps"][0]["fate"]["text"]) < 3000  # of a message of a megabyte
     assert get(f"{RUN}/trajectories/g000003.0")["steps"][0]["fate"]["state"] == "recorded"
@@ -144,6 +146,22 @@ def test_calls_have_the_times_of_the_shards(get: Get, recorded: Path) -> None:
     assert calls["unknown"] == len(shard_rows(recorded, "g000000.0")) + 4 and calls["problems"] == []
 
 
+def test_calls_are_counted_over_time(copy: Path) -> None:
+    get = asking(copy)
+    assert not get("runs/copy/activity", span=["5000,5060,3"])["is_recorded"]  # its calls are of another time
+    RunDirectory(copy).log_interval({"update": 1, "phase": "update", "started": 899.0, "seconds": 4.0})
+    found = get("runs/copy/activity", span=["900,901,10", "901,902,1"])
+    assert found["is_recorded"] and found["most"] == 2 and found["problems"] == []
+    sampling, waiting, outside = (found[name][0] for name in ("sampling", "waiting", "outside"))
+    calls = [r for r in pq.read_table(copy / "rollouts").to_pylist() if r["started"] and 900 <= r["started"] < 901]
+    assert sum(sampling) / 10 == pytest.approx(sum(r["seconds"] - r["waited"] for r in calls), abs=1e-6)
+    assert sum(waiting) / 10 == pytest.approx(sum(r["waited"] for r in calls), abs=1e-6)
+    assert sampling[3] == pytest.approx(0.5) and sampling[4] == pytest.approx(1.5)  # a second call from 0.45 on
+    assert outside[2:4] == pytest.approx([1.0, 0.0], abs=1e-6) and found["sampling"][1] == pytest.approx([0.15])
+    assert found["busy"] == pytest.approx((0.15 + 0.15 + 0.1 + 0.15) / 2, abs=0.06)
+    get("runs/copy/activity", 422, span=["1,0,5"])
+
+
 def test_recorded_messages_are_shown_as_recorded(get: Get) -> None:
     [step] = get(f"{RUN}/trajectories/g000002.0")["steps"]
     first, second, *reply = step["spans"]
@@ -164,6 +182,14 @@ def test_every_reason_has_words_and_settings_that_exist(get: Get) -> None:
     known = {setting["path"] for setting in get(RUN)["settings"]}
     assert RULES.keys() == set(DropReason)
     assert {setting for rule in RULES.values() for setting in rule.settings} <= known
+
+
+def test_a_failure_names_the_settings_of_its_cause(get: Get) -> None:
+    known = {setting["path"] for setting in get(RUN)["settings"]}
+    assert {path for cause in Cause for path in fates.failure_settings(cause, "")} <= known
+    found = fates.failure_settings("timeout", "the attempt took longer than 5 s (rollout.trajectory_timeout)")
+    assert found == ["rollout.trajectory_timeout", "failures.timeout.retries", "failures.timeout.then"]
+    assert fates.failure_settings("of another version", "") == []
 
 
 def test_every_way_to_end_shows_the_source_that_decides_it(get: Get) -> None:
@@ -202,6 +228,9 @@ def test_siblings_part_where_their_tokens_do(get: Get, recorded: Path) -> None:
         ({"preset": "failed"}, {"g000000"}),
         ({"preset": "dropped"}, {"g000000", "g000001", "g000002"}),
         ({"preset": "stale"}, {"g000001"}),
+        ({"reason": "filtered"}, {"g000002"}),
+        ({"cause": "environment", "update": 1}, {"g000000"}),
+        ({"status": "failed"}, {"g000000"}),
         ({"preset": "zero_advantage"}, {"g000002"}),
         ({"preset": "mixed"}, {"g000000", "g000001", "g000003"}),
         ({"search": "raised"}, {"g000000"}),
@@ -209,11 +238,25 @@ def test_siblings_part_where_their_tokens_do(get: Get, recorded: Path) -> None:
         ({"split": "held_out", "update": 1}, {"e000001-0000", "e000001-0001", "e000001-0002"}),
         ({"split": "train", "update": 1}, {"g000000", "g000001"}),
         ({"split": "train", "search": "nowhere"}, set()),
+        ({"search": "task_id"}, set()),  # a key, and so are the next two; `user` is a role
+        ({"search": "prompt"}, set()),
+        ({"search": "user"}, set()),
+        ({"search": "WHAT is", "update": 1}, {"e000001-0000", "e000001-0001", "e000001-0002"}),
     ],
 )
 def test_the_table_is_filtered(get: Get, query: dict[str, Any], groups: set[str]) -> None:
     found = get(f"{RUN}/groups", **query)
     assert {row["group_id"] for row in found["rows"]} == groups and found["total"] == len(groups)
+
+
+def test_the_neighbours_in_the_table_are_named(get: Get) -> None:
+    among = {"preset": "mixed", "around": "g000001"}
+    found = get(f"{RUN}/groups", **among)
+    assert (found["previous"], found["next"]) == ("g000003", "g000000")
+    found = get(f"{RUN}/groups", **among, descending=False, limit=1)
+    assert (found["previous"], found["next"]) == ("g000000", "g000003")
+    found = get(f"{RUN}/groups", preset="mixed", around="g000002")  # is not in it
+    assert (found["previous"], found["next"]) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +295,20 @@ def test_of_many_attempts_the_first_and_newest_are_drawn(
     followed = get(f"{RUN}/task", task_id="h1")
     assert {step["trajectory_id"] for step in followed["steps"]} == {"e000001-0001.0"}
     assert followed["problems"] == ["1 of 2 attempts are side by side: first ones, newest first"]
+
+
+def test_evaluations_are_compared_task_by_task(get: Get, recorded: Path, tmp_path: Path) -> None:
+    found = get("tasks", before="recorded", after="recorded")
+    assert (found["first"], found["second"]) == ("e000000", "e000001")
+    changes = {row["after"]["task_id"]: (row["change"], row["solved"]) for row in found["rows"]}
+    assert changes == {"h0": ("gained", [0, 1]), "h1": ("unchanged", [0, 0]), "h2": ("unchanged", [0, 0])}
+    assert found["rows"][0]["before"]["attempts"][0]["trajectory_id"] == "e000000-0000.0"
+    back = get("tasks", before="recorded", after="recorded", first="e000001", second="e000000")
+    assert [row["change"] for row in back["rows"]] == ["lost", "unchanged", "unchanged"]
+    twin = record_run(tmp_path / "twin", "seed=9")
+    across = asking(recorded, twin)("tasks", before="recorded", after="twin", second="e000000")
+    assert [row["change"] for row in across["rows"]] == ["unchanged"] * 3
+    get("tasks", 404, before="recorded", after="recorded", second="e000007")
 
 
 def test_runs_are_compared(recorded: Path, tmp_path: Path) -> None:
@@ -296,11 +353,11 @@ def test_nothing_is_written_and_a_read_only_run_is_shown(copy: Path) -> None:
 def test_a_run_that_writes_is_followed_and_never_waits(copy: Path) -> None:
     get = asking(copy)
     with closing(Ledger(copy / "ledger.sqlite")) as writer:
-        writer.note_advantages({"g000003.0": 0.25})
+        writer.note_trained(1, [], {"g000003.0": 0.25})
         before = get("changes")
         assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == 0.25
         names = files(copy)
-        writer.note_advantages({"g000003.0": -0.25})
+        writer.note_trained(1, [], {"g000003.0": -0.25})
         assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == -0.25
         assert get("changes") != before
         with writer._db.transaction() as db:  # in the middle of a transaction the last commit is seen, at once
@@ -308,6 +365,26 @@ def test_a_run_that_writes_is_followed_and_never_waits(copy: Path) -> None:
             assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == -0.25
     assert files(copy).keys() == names.keys()
     assert get("runs/copy/trajectories/g000003.0")["attempt"]["advantage"] == 9
+
+
+def test_a_trained_batch_is_in_its_update_before_any_checkpoint(copy: Path) -> None:
+    get = asking(copy)
+    with closing(Ledger(copy / "ledger.sqlite")) as writer:
+        writer.note_trained(1, ["g000003"], {"g000003.0": 0.25})
+    assert [row["group_id"] for row in get("runs/copy/groups", update=2, split="train")["rows"]] == ["g000003"]
+    view = get("runs/copy/trajectories/g000003.0")
+    assert view["group"]["when"] == "update 2"
+    assert view["steps"][0]["fate"]["text"].startswith("In the batch of update 2, which no checkpoint holds yet")
+
+
+def test_a_group_of_no_update_says_why(copy: Path) -> None:
+    get = asking(copy)
+    assert get("runs/copy/groups/g000002")["group"]["when"] == "no update: filtered"
+    assert get("runs/copy/groups/g000003")["group"]["when"] == "no update: the run stopped before it"
+    with closing(Ledger(copy / "ledger.sqlite")) as writer:
+        writer.commit_checkpoint("step-000001", LoopState(update=1, version=1, cursor=3), finished=True)
+    assert get("runs/copy/groups/g000003")["group"]["when"] == "no update: unused"
+    assert get("runs/copy/groups/e000001-0000")["group"]["when"] == "update 1"
 
 
 def test_a_list_of_many_runs_keeps_their_lines_alone(copy: Path, tmp_path: Path) -> None:

@@ -124,11 +124,12 @@ def record_run(path: Path, *overrides: str, updates: int = UPDATES) -> Path:
             ledger.record(played, "held_out", update, write_shard(run.rollouts, f"evaluation-e{update:06d}", played))
         for number, group in enumerate((first, stale, same, waiting)):
             ledger.record([group], "train", number // 3, write_shard(run.rollouts, f"train-{group.group_id}", [group]))
-        ledger.note_advantages({"g000000.0": 0.7, "g000000.1": -0.7, "g000001.0": 0.5, "g000001.1": -0.5})
+        advantages = {"g000000.0": 0.7, "g000000.1": -0.7, "g000001.0": 0.5, "g000001.1": -0.5}
+        ledger.note_trained(0, [first.group_id, stale.group_id], advantages)
         ledger.note_dropped(leave_out(same, DropReason.FILTERED))
         taken = [first, without_stale(stale, 1)]
         traces = write_traces(run.traces, 0, [trace(stale, 0, 1, update) for update in (1, 2)])
-        batch = TrainedBatch(0, (first.group_id, stale.group_id), tuple(dropped_steps(taken)), traces)
+        batch = TrainedBatch(tuple(dropped_steps(taken)), traces)
         ledger.commit_checkpoint("step-000001", LoopState(update=1, version=1, cursor=3), [batch])
     for update in range(updates + 1):
         log_update(run, update)
@@ -172,7 +173,7 @@ def record_hostile(path: Path, tokenizer: Path) -> Path:
     steps = [make_step(prompt, [*plain_ids(text), 5 + 0xE2, END]) for text in texts]  # 0xE2: half a character
     own = replace(
         make_group(0, attempt(0, 0, steps), attempt(0, 1, steps[:1], None)),
-        task=Task(f"../../{SCRIPT}", (user(f"{SCRIPT}{TURNED}\ud800{LONG_LINE}"),), extras={"evil": ESCAPES}),
+        task=Task(f"../../{SCRIPT}{TURNED}", (user(f"{SCRIPT}{TURNED}\ud800{LONG_LINE}"),), extras={"evil": ESCAPES}),
     )
     with closing(Ledger(run.ledger_file)) as ledger:
         ledger.record([own], "train", 0, write_shard(run.rollouts, "train-g000000", [own]))

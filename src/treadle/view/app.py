@@ -12,22 +12,25 @@ from urllib.parse import quote
 
 from fastapi import FastAPI, Query, Request
 from fastapi import Path as InPath
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
 import treadle
-from treadle.core.errors import RunError, TreadleError
+from treadle.core.errors import Cause, RunError, TreadleError
+from treadle.core.types import DropReason, Status
 from treadle.orchestration.reporting.report import count_tokens
 from treadle.orchestration.store.run_directory import MetricsLog
 from treadle.view import models
 from treadle.view.compare import compare
+from treadle.view.evaluations import compare_tasks
 from treadle.view.export import export_page, static_files
 from treadle.view.fates import all_rules
 from treadle.view.groups import PRESETS, SORTS, list_groups
 from treadle.view.guard import Guard
 from treadle.view.recorded_run import RecordedRun, Runs
-from treadle.view.timeline import calls_of_update
+from treadle.view.timeline import activity, calls_of_update
 from treadle.view.trajectories import experts_of, follow_task, search_update, view_group, view_trajectory
 
 _LARGEST = 2**31 - 1
@@ -136,12 +139,18 @@ def _add_runs(app: FastAPI, runs: Runs) -> None:
         return _answer(all_rules())
 
     @app.get("/api/changes")
-    def changes() -> dict[str, str]:
-        return {run.key: run.signature() for run in runs.all()}
+    def changes() -> Response:
+        return _answer(
+            models.Changes(runs={run.key: models.Change(version=run.signature(), now=run.now()) for run in runs.all()})
+        )
 
     @app.get("/api/compare")
     def compare_runs(run: Annotated[list[str], Query(max_length=100)]) -> Response:
         return _answer(compare([_find(runs, key) for key in dict.fromkeys(run)]))
+
+    @app.get("/api/tasks")
+    def tasks(before: str, after: str, first: str | None = None, second: str | None = None) -> Response:
+        return _answer(compare_tasks(_find(runs, before), _find(runs, after), first, second))
 
     @app.get("/api/runs/{key}")
     def run_detail(key: Key) -> Response:
@@ -163,10 +172,28 @@ def _add_runs(app: FastAPI, runs: Runs) -> None:
     def calls(key: Key, update: Number) -> Response:
         return _answer(calls_of_update(_find(runs, key), update))
 
+    @app.get("/api/runs/{key}/activity")
+    def activity_of(key: Key, span: Annotated[list[str], Query(max_length=200)]) -> Response:
+        return _answer(activity(_find(runs, key), [_span(text) for text in span]))
+
     @app.get("/api/runs/{key}/breaks")
     def breaks(key: Key) -> Response:
         run = _find(runs, key)
         return _answer(run.kept("breaks", run.signature(), lambda: _breaks(run)))
+
+
+def _span(text: str) -> tuple[float, float, int]:
+    """Return the (start, end, parts) of `1700000000.5,1700000060,100`. Raises RequestValidationError."""
+    try:
+        start, end, parts = text.split(",")
+        found = float(start), float(end), int(parts)
+        if not (math.isfinite(found[0]) and math.isfinite(found[1]) and found[0] <= found[1] and 0 < found[2] <= 5000):
+            raise ValueError
+    except ValueError:
+        raise RequestValidationError(
+            [{"loc": ("query", "span"), "msg": f"{text!r} is no start,end,parts", "type": "value_error"}]
+        ) from None
+    return found
 
 
 def _rows_after(found: tuple[str, MetricsLog], generation: str, after: int) -> models.Metrics:
@@ -190,6 +217,9 @@ def _add_records(app: FastAPI, runs: Runs) -> None:
         key: Key,
         split: Split | None = None,
         preset: Preset | None = None,
+        reason: DropReason | None = None,
+        cause: Cause | None = None,
+        status: Status | None = None,
         search: Annotated[str, Query(max_length=200)] = "",
         update: Annotated[int | None, Query(ge=0, le=_LARGEST)] = None,
         sort: Sort = "group",
@@ -197,11 +227,15 @@ def _add_records(app: FastAPI, runs: Runs) -> None:
         descending: bool = True,
         offset: Number = 0,
         limit: Annotated[int, Query(ge=1, le=200)] = 100,
+        around: Annotated[str | None, Query(max_length=1000)] = None,
     ) -> Response:
         found = list_groups(
             _find(runs, key),
             split=split,
             preset=preset,
+            reason=reason,
+            cause=cause,
+            status=status,
             search=search,
             update=update,
             sort=sort,
@@ -209,6 +243,7 @@ def _add_records(app: FastAPI, runs: Runs) -> None:
             descending=descending,
             offset=offset,
             limit=limit,
+            around=around,
         )
         return _answer(found)
 

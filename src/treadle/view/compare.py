@@ -30,7 +30,7 @@ def compare(runs: Sequence[RecordedRun]) -> Comparison:
         found.groups.append(RunGroup(label=group.label or group.runs[0].config.recipe, runs=keys))
     leaves = {run.key: {f.path: as_override(f.value) for f in describe(metrics.config)} for run, metrics in readable}
     for path in dict.fromkeys(path for own in leaves.values() for path in own):
-        values = [leaves.get(run.key, {}).get(path, "null") for run in runs]
+        values = [leaves.get(run.key, {}).get(path) for run in runs]
         if len({values[i] for i, run in enumerate(runs) if run.key in leaves}) > 1:
             found.differences.append(Difference(path=path, values=values))
     return found

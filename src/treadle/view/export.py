@@ -15,6 +15,8 @@ import re
 from collections.abc import Mapping
 from importlib.resources import files
 
+from treadle.core.text import escape_line
+
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "(\.[^"]+)";\n', re.MULTILINE)
 _DEFAULT_IMPORT = re.compile(r'^import (\w+) from "(\.[^"]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
@@ -47,7 +49,7 @@ def export_page(title: str, route: str, answers: Mapping[str, str]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="referrer" content="no-referrer">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_escaped(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        f"<title>{_escaped(escape_line(title))}</title>\n<style>{style}</style>\n</head>\n<body>\n"
         f'<script type="application/json" id="embedded">{_in_script(embedded)}</script>\n'
         f'<div id="app"></div>\n<script>{script}</script>\n</body>\n</html>\n'
     )

@@ -9,6 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from treadle.core.errors import Cause
 from treadle.core.types import DropReason, StepState
 from treadle.view import models
 from treadle.view.texts import clipped
@@ -27,7 +28,7 @@ class _Rule(NamedTuple):
 RULES: Mapping[DropReason, _Rule] = {
     DropReason.FAILED: _Rule(
         "Not trained: its attempt, or too many of its group, ended without a reward, and no reward is not 0.",
-        ("training.min_group_size", "failures.max_failed_fraction"),
+        ("training.min_group_size",),
         "core.outcomes.reject_reason",
     ),
     DropReason.RESAMPLED: _Rule(
@@ -77,6 +78,21 @@ RULES: Mapping[DropReason, _Rule] = {
         "orchestration.store.ledger.Ledger.commit_checkpoint",
     ),
 }
+_LIMITS: Mapping[Cause, tuple[str, ...]] = {
+    Cause.TIMEOUT: ("rollout.trajectory_timeout", "rollout.agent_timeout", "rollout.environment_timeout"),
+    Cause.CONTEXT: ("rollout.max_input_tokens",),
+}
+
+
+def failure_settings(cause: str, message: str) -> list[str]:
+    """Return the settings that decide about attempts with such a failure; of limits, those that the message names."""
+    limits = _LIMITS.get(Cause(cause), ()) if cause in list(Cause) else None
+    if limits is None:
+        return []
+    named = [path for path in limits if path in message]
+    return [*(named or limits), f"failures.{cause}.retries", f"failures.{cause}.then"]
+
+
 _STATES: Mapping[StepState, _Rule] = {
     StepState.TRAINED: _Rule("Trained.", (), "orchestration.store.ledger.Ledger.commit_checkpoint"),
     StepState.EVALUATED: _Rule(
@@ -147,16 +163,19 @@ def fate(
     trainable: how many of its sampled tokens may be trained; None where its tokens cannot be read.
     """
     rule = rule_of(step["state"], step["reason"])
-    text = rule.text
+    text, settings = rule.text, rule.settings
     if step["state"] == StepState.TRAINED:
         text = _trained(step, trajectory, update, trainable)
+    elif step["state"] == StepState.RECORDED and update is not None:
+        text = f"In the batch of update {update}, which no checkpoint holds yet: a run resumed before makes it again."
     elif step["reason"] == DropReason.FAILED and trajectory["failure_cause"]:
         why = clipped(trajectory["failure_message"] or "")
         text = f"Not trained: its attempt has no reward: {trajectory['failure_cause']}: {why}"
+        settings = tuple(failure_settings(trajectory["failure_cause"], trajectory["failure_message"] or ""))
     elif step["reason"] == DropReason.REFUSED and trajectory["warning"]:
         text = f"Not trained: the learner's model cannot take its trajectory: {clipped(trajectory['warning'])}"
     return models.Fate(
-        state=step["state"], reason=step["reason"], text=text, settings=list(rule.settings), rule=f"treadle.{rule.rule}"
+        state=step["state"], reason=step["reason"], text=text, settings=list(settings), rule=f"treadle.{rule.rule}"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from treadle.core.errors import RunError
 from treadle.core.text import escape_line
-from treadle.core.types import PLAYERS
+from treadle.core.types import PLAYERS, StepState
 from treadle.view.models import Attempt, GroupRow, Groups
 from treadle.view.recorded_run import RecordedRun
 from treadle.view.texts import clipped
@@ -29,6 +29,11 @@ PRESETS: Mapping[str, str] = {
     "blocked": f"{_OF_ATTEMPTS} blocked_seconds > 0)",
 }
 """Name of a filter -> its condition on a group `g`."""
+_HAVING = {
+    "reason": f"{_OF_STEPS} reason = ?))",
+    "cause": f"{_OF_ATTEMPTS} failure_cause = ?)",
+    "status": f"{_OF_ATTEMPTS} status = ?)",
+}
 
 _SUMS = {
     "reward": "avg(reward)",
@@ -43,6 +48,10 @@ _COLUMNS = {"group": "g.rowid", "update": "coalesce(g.trained_version, g.batch)"
 SORTS = (*_COLUMNS, *_SUMS)
 """What the table can be sorted by."""
 
+_TASK_SAYS = (  # the first condition is quick, and holds wherever the second does
+    "instr(lower(g.task), lower(?)) AND EXISTS (SELECT 1 FROM json_tree(g.task) WHERE type IN ('text', 'integer', "
+    "'real') AND coalesce(key, '') NOT IN ('role', 'type') AND instr(lower(atom), lower(?)))"
+)
 _EVALUATION = re.compile(r"e(\d+)g?(?:r\d+)?-")  # r2: repeated for the second time
 _MOST_CHARACTERS = 240  # of a question in the table
 
@@ -59,10 +68,14 @@ def list_groups(
     descending: bool,
     offset: int,
     limit: int,
+    around: str | None = None,
+    **having: str | None,
 ) -> Groups:
     """Return a page of the table. Raises RunError.
 
     search: words that the task, an id or a failure must all contain. component: of the reward, where `sort` says so.
+    around: a group of which the one before and the one behind are named. having: a reason, cause or status that a step
+    or an attempt of the group has.
     """
     where, values = ["1"], list[Any]()
     if split is not None:
@@ -70,15 +83,19 @@ def list_groups(
         values.append(split)
     if preset is not None:
         where.append(f"({PRESETS[preset]})")
+    for name, value in having.items():
+        if value is not None:
+            where.append(_HAVING[name])
+            values.append(value)
     if update is not None:
         where.append("(g.trained_version IN (SELECT value FROM json_each(?)) OR g.group_id GLOB ?)")
         values += [json.dumps(run.versions_of(update)), f"e{update:06d}*"]
     for word in search.split():
         where.append(
-            "(instr(lower(g.task), lower(?)) OR instr(g.group_id, ?) OR g.group_id IN (SELECT group_id FROM "
+            f"(({_TASK_SAYS}) OR instr(g.group_id, ?) OR g.group_id IN (SELECT group_id FROM "
             "trajectories WHERE instr(lower(failure_message), lower(?)) OR instr(trajectory_id, ?)))"
         )
-        values += [word] * 4
+        values += [json.dumps(word)[1:-1], *[word] * 4]
     condition = " AND ".join(where)
     by, joined, of_join = _COLUMNS.get(sort, "a.figure"), "", list[str]()
     if sort in _SUMS:
@@ -86,15 +103,15 @@ def list_groups(
         joined, of_join = f"JOIN ({figures}) a USING (group_id)", [component] * figures.count("?")
     way = "DESC" if descending else "ASC"
     total = run.ledger.query(f"SELECT count(*) AS total FROM groups g WHERE {condition}", *values)[0]["total"]
-    rows = run.ledger.query(
-        f"SELECT g.* FROM groups g {joined} WHERE {condition} ORDER BY {by} {way} NULLS LAST, g.rowid {way} "
-        "LIMIT ? OFFSET ?",
-        *of_join,
-        *values,
-        limit,
-        offset,
-    )
-    return Groups(total=total, offset=offset, rows=group_rows(run, rows))
+    table = f"FROM groups g {joined} WHERE {condition} ORDER BY {by} {way} NULLS LAST, g.rowid {way}"
+    rows = run.ledger.query(f"SELECT g.* {table} LIMIT ? OFFSET ?", *of_join, *values, limit, offset)
+    found = Groups(total=total, offset=offset, rows=group_rows(run, rows))
+    if around is not None:
+        names = [row["group_id"] for row in run.ledger.query(f"SELECT g.group_id {table}", *of_join, *values)]
+        at = names.index(around) if around in names else len(names)
+        found.previous = names[at - 1] if 0 < at < len(names) else None
+        found.next = names[at + 1] if at + 1 < len(names) else None
+    return found
 
 
 def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[GroupRow]:
@@ -114,7 +131,8 @@ def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[Grou
     members: dict[str, list[Attempt]] = defaultdict(list)
     for row in trajectories:
         members[row["group_id"]].append(attempt_of(row, states[row["trajectory_id"]]))
-    return [_group_row(run, row, members[row["group_id"]]) for row in rows]
+    state = run.state()
+    return [_group_row(run, row, members[row["group_id"]], state) for row in rows]
 
 
 def attempt_of(row: Mapping[str, Any], states: dict[str, int]) -> Attempt:
@@ -124,19 +142,33 @@ def attempt_of(row: Mapping[str, Any], states: dict[str, int]) -> Attempt:
     return Attempt(**{**own, **said, "components": _json(row["components"]), "states": states})
 
 
-def _group_row(run: RecordedRun, row: Mapping[str, Any], attempts: list[Attempt]) -> GroupRow:
+def _group_row(run: RecordedRun, row: Mapping[str, Any], attempts: list[Attempt], state: str) -> GroupRow:
     task = _json(row["task"])
     evaluated = _EVALUATION.match(row["group_id"]) if row["split"] != "train" else None
+    version = row["trained_version"]
+    update = int(evaluated[1]) if evaluated else run.update_of(version)
     return GroupRow(
         group_id=row["group_id"],
         split=row["split"],
         task_id=str(task.get("task_id", "")),
         question=_question(task),
         played_by=next((str(task[kind]) for kind in PLAYERS if task.get(kind)), ""),
-        update=int(evaluated[1]) if evaluated else run.update_of(row["trained_version"]),
-        version=row["trained_version"] if row["trained_version"] is not None else row["batch"],
+        update=update,
+        version=version if version is not None else row["batch"],
+        when=f"update {update}" if update is not None else _no_update(version, attempts, state),
         attempts=attempts,
     )
+
+
+def _no_update(version: int | None, attempts: Sequence[Attempt], state: str) -> str:
+    """Return why a group of training is in no update. version: of the policy that trained it. state: of the run."""
+    if version is not None:
+        return f"an update of version {version} that metrics.jsonl does not name"
+    ends = dict.fromkeys(end for attempt in attempts for end in attempt.states)
+    if StepState.RECORDED in ends:
+        return "no update yet" if state == "in progress" else "no update: the run stopped before it"
+    reasons = [end.partition(": ")[2] for end in ends]
+    return f"no update: {', '.join(filter(None, reasons)) or 'no step'}"
 
 
 def _question(task: Mapping[str, Any]) -> str:

@@ -38,6 +38,15 @@ class RunSummary(BaseModel):
     problems: list[str] = []
 
 
+class Now(BaseModel):
+    """Is what a run does, or how it ended, in words: `rollout 12 of 64 for 8 s`. left: `about 12 min left`."""
+
+    state: str
+    doing: str = ""
+    left: str = ""
+    message: str = ""
+
+
 class Runs(BaseModel):
     """Is the list of runs. version: of Treadle. roots: the folders that are looked at."""
 
@@ -87,12 +96,16 @@ class FailureCount(BaseModel):
 
 
 class RunDetail(RunSummary):
-    """Is what one run's page begins with. metrics: name -> unit, help and view, of each declared metric."""
+    """Is what one run's page begins with. metrics: name -> unit, help and view, of each declared metric.
+
+    no_update: why there is nothing to draw; empty where there is.
+    """
 
     settings: list[Setting] = []
     checkpoints: list[str] = []
     metrics: dict[str, Json] = {}
     summary: Json | None = None
+    no_update: str = ""
 
 
 class Counts(BaseModel):
@@ -101,6 +114,19 @@ class Counts(BaseModel):
     splits: list[Split] = []
     states: list[StateCount] = []
     failures: list[FailureCount] = []
+
+
+class Change(BaseModel):
+    """Is what may have changed of a run since the last look. version: of what is recorded. now: what it does."""
+
+    version: str
+    now: Now
+
+
+class Changes(BaseModel):
+    """Is that of each run, by its key."""
+
+    runs: dict[str, Change]
 
 
 class Metrics(BaseModel):
@@ -113,10 +139,10 @@ class Metrics(BaseModel):
 
 
 class Difference(BaseModel):
-    """Is a setting in which runs differ, with the value of each run; `null` where a run has no such setting."""
+    """Is a setting in which runs differ, with the value of each run; None where a run has no such setting."""
 
     path: str
-    values: list[str]
+    values: list[str | None]
 
 
 class RunGroup(BaseModel):
@@ -157,7 +183,10 @@ class Attempt(BaseModel):
 
 
 class GroupRow(BaseModel):
-    """Is one line of the groups' table. update: the one that trained it, or after which it was evaluated."""
+    """Is one line of the groups' table. update: the one that trained it, or after which it was evaluated.
+
+    when: that in words, or why there is none: `update 3`, `no update: stale`.
+    """
 
     group_id: str
     split: str
@@ -166,15 +195,50 @@ class GroupRow(BaseModel):
     played_by: str
     update: int | None
     version: int | None
+    when: str
     attempts: list[Attempt]
 
 
 class Groups(BaseModel):
-    """Is a page of the groups' table. total: groups that the filter lets through."""
+    """Is a page of the groups' table. total: groups that the filter lets through. previous, next: of one of them."""
 
     total: int
     offset: int
     rows: list[GroupRow]
+    previous: str | None = None
+    next: str | None = None
+
+
+class Evaluation(BaseModel):
+    """Is one evaluation of the held-out tasks. name: what its groups' names begin with."""
+
+    name: str
+    label: str
+    is_greedy: bool
+
+
+class TaskChange(BaseModel):
+    """Is a task in two evaluations. change: gained, lost or unchanged. solved: share of its attempts, in each."""
+
+    change: str
+    solved: tuple[float, float]
+    before: GroupRow
+    after: GroupRow
+
+
+class TaskChanges(BaseModel):
+    """Is two evaluations task by task. before, after: all evaluations to choose from; first, second: the chosen ones.
+
+    only_before, only_after: how many tasks only one of them has, or with another prompt.
+    """
+
+    before: list[Evaluation]
+    after: list[Evaluation]
+    first: str
+    second: str
+    rows: list[TaskChange] = []
+    only_before: int = 0
+    only_after: int = 0
 
 
 class Relation(BaseModel):
@@ -388,6 +452,23 @@ class Calls(BaseModel):
     rewards: list[float | None] = []
     calls: list[tuple[int, int, float, float | None, float]] = []
     unknown: int = 0
+    problems: list[str] = []
+
+
+class Activity(BaseModel):
+    """Is how many attempts of training called the engine, over some spans of time, by equal parts of each: the means.
+
+    sampling: calls that are sampled. waiting: that wait for the engine. outside: attempts between two calls, in the
+    environment or agent. most: of all of them at once, in the whole run. busy: share of the spans in which at
+    least one call is sampled. is_recorded: whether the run records when its calls began.
+    """
+
+    is_recorded: bool = False
+    sampling: list[list[float]] = []
+    waiting: list[list[float]] = []
+    outside: list[list[float]] = []
+    most: int = 0
+    busy: float = 0.0
     problems: list[str] = []
 
 

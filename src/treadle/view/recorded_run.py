@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,14 +20,16 @@ from treadle.core.files import WrittenFile, sha256_of
 from treadle.core.manifest import MANIFEST, Manifest
 from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.config import RunConfig
+from treadle.orchestration.reporting.live_status import RunStatus
 from treadle.orchestration.reporting.metrics import DECLARED
 from treadle.orchestration.schema import migrated
-from treadle.orchestration.store.ledger import trace_file
+from treadle.orchestration.store.ledger import salvage, trace_file
 from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.recorded import parse_tokenizer
 from treadle.orchestration.store.run_directory import MetricsLog, RunDirectory
 from treadle.view import models
 from treadle.view.fates import rule_of
+from treadle.view.live import now_of
 from treadle.view.texts import TokenTexts, clipped
 
 T = TypeVar("T")
@@ -112,6 +115,18 @@ class RecordedRun:
             return self.directory.state()
         except OSError:
             return "unknown"
+
+    def now(self) -> models.Now:
+        """Return what the run does at this moment, or how it ended; the state alone where it does not say."""
+        try:
+            status = RunStatus.read(self.directory.status_file)
+        except (OSError, ValueError, TypeError, LookupError):  # it is being replaced, or of another version
+            status = None
+        state = self.state()
+        if status is None:
+            return models.Now(state=state)
+        pace = self.summary().seconds_per_update if state == "in progress" else None
+        return now_of(status, state, pace, time.time())
 
     def kept(self, name: str, of: object, make: Callable[[], T]) -> T:
         """Return what `make` returned last, unless `of` has changed since."""
@@ -239,9 +254,35 @@ class RecordedRun:
         unreadable = self.metrics()[1].unreadable
         if unreadable:
             found.problems.append(f"metrics.jsonl cannot be read in line {', '.join(map(str, unreadable[:5]))}")
-        if not self.ledger.path.is_file():
-            found.problems.append("nothing is recorded yet: the run has no ledger")
+        found.problems += [problem for problem in [self._ledger_problem()] if problem and problem not in found.problems]
         return found
+
+    def _ledger_problem(self) -> str | None:
+        """Return why the ledger cannot be read, or that there is none."""
+        if not self.ledger.path.is_file():
+            if any(self.directory.checkpoints.glob("step-*")):
+                return f"the run has no ledger any more; {salvage(self.path)}"
+            live = self.state() == "in progress"
+            return None if live else "nothing was recorded before the run was stopped: the run has no ledger"
+        try:
+            self.ledger.query("SELECT 1 FROM checkpoints LIMIT 1")
+        except RunError as error:
+            return str(error)
+        return None
+
+    def _no_update(self) -> str:
+        """Return why no update can be drawn; nothing where one can."""
+        if self.rows("update"):
+            return ""
+        if lines := self.metrics()[1].unreadable:
+            return f"No line of metrics.jsonl that names an update can be read; {len(lines)} are damaged."
+        with suppress(RunError):  # the problems say so
+            done = self.ledger.query("SELECT max(update_number) AS done FROM checkpoints")[0]["done"]
+            if done:
+                return f"metrics.jsonl names no update, but there is a checkpoint of update {done}: restore the file."
+        if self.state() == "in progress":
+            return "No update yet; this page fills with the first one."
+        return f"The run {'ended' if self.state() == 'finished' else 'was stopped'} before its first update."
 
     def detail(self) -> models.RunDetail:
         """Return what the run's own page begins with."""
@@ -249,6 +290,7 @@ class RecordedRun:
 
     def _detail(self) -> models.RunDetail:
         found = models.RunDetail(**self.summary().model_dump())
+        found.no_update = self._no_update()
         found.metrics = {m.name: {"unit": m.unit, "help": m.help, "view": m.view} for m in DECLARED}
         with suppress(TreadleError):  # the summary says so
             found.settings = [

@@ -108,7 +108,7 @@ def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list
     """Return the spans of some tokens, in order and without gaps. role: of the message that they go on with.
 
     A marker counts only as a special token: one that a model or a tool wrote as text does not begin a message. A blank
-    before a message belongs to it.
+    before a message belongs to the one before, if there is any.
     """
     pieces = [texts.raw(ident) for ident in ids]
     starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces], dtype=np.int64)])
@@ -123,6 +123,9 @@ def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list
         opened = next((name for name in mark.groups() if name), "") if mark.re is _HEADERS else role
         if text[at : mark.start()].strip():
             parts += [(begin, kind, role) for begin, kind in _folded(text, at, mark.start())]
+            at = mark.start()
+        elif role and at < mark.start():
+            parts.append((at, "template", role))
             at = mark.start()
         parts.append((at, "template", opened))
         role, at = opened, mark.end()
@@ -186,8 +189,24 @@ def recorded_spans(prompt: Sequence[MessageSpan], ids: Sequence[int], texts: Tok
     found: list[Span] = []
     start = 0
     for span in prompt:
+        if span.kind == "template" and found:
+            end = start + _ending(ids[start : span.end], texts)
+            _add_span(found, start, end, found[-1].role, "template")
+            start = end
         _add_span(found, start, span.end, span.role, span.kind)
         start = span.end
     role = found[-1].role if found else ""
     reply = message_spans(ids[start:], texts, role)
     return found + [s.model_copy(update={"start": s.start + start, "end": s.end + start}) for s in reply]
+
+
+def _ending(template: Sequence[int], texts: TokenTexts) -> int:
+    """Return how many tokens of the template between two messages end the first: up to where the second one opens."""
+    special = [at for at, ident in enumerate(template) if ident in texts.special]
+    if not special or "".join(map(texts.raw, template[: special[0]])).strip():
+        return 0
+    if special[0] > 0:
+        return special[0]  # a line's end behind the token that was sampled
+    if len(special) > 1:
+        return special[1]
+    return len(template) if _ENDS.fullmatch("".join(map(texts.raw, template))) else 0

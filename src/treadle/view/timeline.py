@@ -1,13 +1,18 @@
-"""When the calls of an update's attempts were made."""
+"""When attempts called the engine: those of an update one by one, and those of a run as figures over time."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from treadle.core.errors import TreadleError
 from treadle.orchestration.store.rollout_store import read_call_times
-from treadle.view.models import Calls
+from treadle.view.models import Activity, Calls
 from treadle.view.recorded_run import RecordedRun
 
 
@@ -36,3 +41,89 @@ def calls_of_update(run: RecordedRun, update: int) -> Calls:
         began = call["started"] - timed[0]["started"]
         found.calls.append((place[call["trajectory_id"]], call["step"], began, call["waited"], call["seconds"]))
     return found
+
+
+Floats = NDArray[np.float64]
+
+
+def activity(run: RecordedRun, spans: Sequence[tuple[float, float, int]]) -> Activity:
+    """Return what attempts of training did over time. Raises RunError.
+
+    spans: (start, end, parts) of each, in seconds since 1970.
+    """
+    found = Activity()
+    calls = run.kept("activity", run.ledger.signature(), lambda: _train_calls(run))
+    began, waited, seconds, attempts, found.problems = calls
+    logged = run.intervals()[1].rows
+    first = min((row["started"] for row in logged), default=np.inf)
+    last = max((row["started"] + row["seconds"] for row in logged), default=-np.inf)
+    found.is_recorded = bool(((began >= first) & (began <= last)).any())
+    if not found.is_recorded:
+        return found
+    ends, sampled = began + seconds, began + waited
+    firsts, lasts = _extents(began, ends, attempts)
+    for start, end, parts in spans:
+        edges = np.linspace(start, end, parts + 1)
+        sampling, waiting = _at_once(sampled, ends, edges), _at_once(began, sampled, edges)
+        outside = np.maximum(_at_once(firsts, lasts, edges) - sampling - waiting, 0.0)
+        for name, values in (("sampling", sampling), ("waiting", waiting), ("outside", outside)):
+            getattr(found, name).append([round(value, 3) for value in values.tolist()])
+        found.busy += _covered(np.clip(sampled, start, end), np.clip(ends, start, end))
+    found.busy /= sum(end - start for start, end, _ in spans) or 1.0
+    moments = np.concatenate([firsts, lasts])
+    changes = np.repeat([1, -1], len(firsts))[np.lexsort((np.arange(len(moments)), moments))]
+    found.most = int(changes.cumsum().max())
+    return found
+
+
+def _train_calls(run: RecordedRun) -> tuple[Floats, Floats, Floats, NDArray[np.int64], list[str]]:
+    """Return when each call of training began, how long it waited and took, the number of its attempt, and problems."""
+    shards = run.ledger.query(
+        "SELECT DISTINCT shard FROM trajectories JOIN groups USING (group_id) WHERE split = 'train'"
+    )
+    calls: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for shard in (row["shard"] for row in shards):
+        try:
+            file = run.shard(shard)
+            calls += run.kept(f"calls {shard}", file, partial(read_call_times, run.directory.rollouts, file))
+        except TreadleError as error:
+            problems.append(str(error))
+    timed = [call for call in calls if call["started"] is not None]
+    names = {name: number for number, name in enumerate(dict.fromkeys(call["trajectory_id"] for call in timed))}
+    began, waited, seconds = (
+        np.array([call[name] or 0.0 for call in timed], np.float64) for name in ("started", "waited", "seconds")
+    )
+    return began, waited, seconds, np.array([names[call["trajectory_id"]] for call in timed], np.int64), problems
+
+
+def _extents(began: Floats, ends: Floats, attempts: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """Return when each attempt's first call began, and when its last one ended."""
+    count = int(attempts.max()) + 1
+    firsts, lasts = np.full(count, np.inf), np.full(count, -np.inf)
+    np.minimum.at(firsts, attempts, began)
+    np.maximum.at(lasts, attempts, ends)
+    return firsts, lasts
+
+
+def _at_once(starts: Floats, ends: Floats, edges: Floats) -> Floats:
+    """Return how many of the intervals there are at once, as the mean between each two edges."""
+    passed = _since(starts, edges) - _since(ends, edges)
+    width = np.diff(edges)
+    return np.diff(passed) / np.where(width > 0, width, 1.0)
+
+
+def _since(moments: Floats, edges: Floats) -> Floats:
+    """Return the sum over the moments of the seconds from each to an edge, of those before it."""
+    moments = np.sort(moments)
+    before = np.searchsorted(moments, edges)
+    sums = np.concatenate([[0.0], np.cumsum(moments - edges[0])])
+    return np.asarray(before * (edges - edges[0]) - sums[before])
+
+
+def _covered(starts: Floats, ends: Floats) -> float:
+    """Return the seconds that at least one of the intervals covers."""
+    order = np.argsort(starts)
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    before = np.concatenate([starts[:1], ends[:-1]])
+    return float(np.maximum(ends - np.maximum(starts, before), 0.0).sum())

@@ -41,14 +41,16 @@ class Checkpointer:
     async def note_trained(self, groups: Sequence[Group], results: Sequence[UpdateResult], version: int) -> None:
         """Note a trained batch for the next checkpoint's transaction. version: of the policy before it was trained.
 
-        Advantages, and why trajectories could not be trained, go into the ledger at once, traces into a file.
+        What was trained, with which advantages, and why trajectories could not be, goes into the ledger at once, traces
+        into a file.
         """
-        self._store.ledger.note_advantages({t: a for result in results for t, a in result.advantage.items()})
+        names = [group.group_id for group in groups]
+        advantages = {t: a for result in results for t, a in result.advantage.items()}
+        self._store.ledger.note_trained(version, names, advantages)
         if refused := {t: why for result in results for t, why in result.refused.items()}:
             self._store.ledger.note_refused(refused)
-        names = tuple(group.group_id for group in groups)
         traces = await self._store.write_traces(version, [trace for result in results for trace in result.traces])
-        self._batches.append(TrainedBatch(version, names, tuple(dropped_steps(groups)), traces))
+        self._batches.append(TrainedBatch(tuple(dropped_steps(groups)), traces))
 
     async def save(self, state: LoopState, finished: bool) -> LoopState:
         """Save a checkpoint; return the state with the seconds so far. finished: nothing will be trained any more.

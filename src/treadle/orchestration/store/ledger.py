@@ -93,14 +93,11 @@ class LoopState:
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """Names groups that were trained together.
+    """What a checkpoint makes final of groups that were trained together.
 
-    version: of the policy that was updated; a token's staleness is this less its own version. groups: their ids.
     dropped_steps: those of their steps that were not trained. traces: the file with their traces, if any is traced.
     """
 
-    version: int
-    groups: tuple[str, ...]
     dropped_steps: tuple[DroppedStep, ...]
     traces: WrittenFile | None = None
 
@@ -139,9 +136,15 @@ class Ledger:
         with self._db.transaction() as db:
             _insert(db, "OR REPLACE INTO files", (file._asdict() for file in written))
 
-    def note_advantages(self, advantages: Mapping[str, float]) -> None:
-        """Record the advantages that trajectories were trained with: trajectory_id -> advantage."""
+    def note_trained(self, version: int, groups: Iterable[str], advantages: Mapping[str, float]) -> None:
+        """Record which groups an update was made of, until a resumed run rolls it back.
+
+        version: of the policy before. advantages: trajectory_id -> advantage.
+        """
         with self._db.transaction() as db:
+            db.executemany(
+                "UPDATE groups SET trained_version = ? WHERE group_id = ?", [(version, group) for group in groups]
+            )
             db.executemany(
                 "UPDATE trajectories SET advantage = ? WHERE trajectory_id = ?",
                 [(a, t) for t, a in advantages.items()],
@@ -186,10 +189,6 @@ class Ledger:
         """
         with self._db.transaction() as db:
             for batch in batches:
-                db.executemany(
-                    "UPDATE groups SET trained_version = ? WHERE group_id = ?",
-                    [(batch.version, group) for group in batch.groups],
-                )
                 self._drop_steps(db, batch.dropped_steps)
                 if batch.traces is not None:
                     file = {"name": f"traces/{batch.traces.name}", "sha256": batch.traces.sha256}
@@ -210,6 +209,7 @@ class Ledger:
         Returns how many steps that were. Their groups stay on record under their own ids.
         """
         with self._db.transaction() as db:
+            self._forget_versions(db, state)
             which = f"({_UNTAKEN}) AND g.group_id NOT IN (SELECT value FROM json_each(?))"
             outstanding = json.dumps(state.outstanding)
             return self._move_steps(
@@ -226,8 +226,7 @@ class Ledger:
             last = "SELECT max(number) FROM checkpoints WHERE directory = ?"
             db.execute(f"DELETE FROM checkpoints WHERE number > ({last})", (directory,))
             where = (_UNTAKEN, state.cursor, json.dumps(state.outstanding))
-            which = f"UPDATE groups AS g SET trained_version = NULL WHERE split = 'train' AND ({_UNTAKEN})"
-            db.execute(which, where[1:])
+            self._forget_versions(db, state)
             trained = (
                 f"SELECT printf('traces/{_TRACE_FILE}', trained_version) FROM groups WHERE trained_version NOT NULL"
             )
@@ -236,6 +235,11 @@ class Ledger:
                 self._move_steps(db, StepState.DROPPED, DropReason.ROLLED_BACK, *where, moved=moved)
                 for moved in (StepState.RECORDED, StepState.TRAINED)
             )
+
+    def _forget_versions(self, db: sqlite3.Connection, state: LoopState) -> None:
+        """Forget which version trained groups that are not in this checkpoint."""
+        which = f"UPDATE groups AS g SET trained_version = NULL WHERE split = 'train' AND ({_UNTAKEN})"
+        db.execute(which, (state.cursor, json.dumps(state.outstanding)))
 
     def _drop_steps(self, db: sqlite3.Connection, steps: Iterable[DroppedStep]) -> None:
         """Drop those of the steps that are in no terminal state yet."""

@@ -72,29 +72,62 @@ export function useAnswer(path, version = "") {
   return state.path === path ? state : {data: null, error: null};
 }
 
-const SECONDS = 2;
-/** @type {Record<string, string>} */
-let versions = {};
-/** @type {Record<string, string>} as they were first seen: what pages have asked for by then is of these */
-const first = {};
+const SECONDS = 2, PATIENCE = 10;
+/** @typedef {{state: string, doing: string, left: string, message: string}} Now */
+/** @type {Record<string, {version: string, now: Now}>} */
+let runs = {};
+/** @type {Record<string, {version: string}> | null} as the first look saw them: what pages have asked for by then is of these */
+let first = null;
+let problem = "", returns = 0;
 /** @type {Set<() => void>} */
 const followers = new Set();
 
 async function look() {
   if (!document.hidden) {
     try {
-      const found = await get("changes");
-      const changed = JSON.stringify(found) !== JSON.stringify(versions);
-      versions = found;
-      for (const key in found) first[key] ??= found[key];
-      if (changed) followers.forEach((follower) => follower());
-    } catch {
-      // the next look may succeed; what a page itself asks for says what is wrong
+      const found = (await ask("changes", AbortSignal.timeout(PATIENCE * 1000))).data.runs;
+      runs = found;
+      first ??= found;
+      if (problem) returns += 1;
+      problem = "";
+    } catch (error) {
+      const {name, message} = /** @type {Error} */ (error);
+      problem = name === "TimeoutError" ? `The server has not answered for ${PATIENCE} s.` : message;
     }
+    followers.forEach((follower) => follower());
   }
   setTimeout(look, SECONDS * 1000);
 }
 if (!embedded) look();
+
+/**
+ * Returns what `read` returns, after each look at the server anew.
+ * @template T
+ * @param {() => T} read a text or a number
+ * @returns {T}
+ */
+function useLook(read) {
+  const [value, setValue] = useState(read);
+  useEffect(() => {
+    const follow = () => setValue(read());
+    follow();
+    followers.add(follow);
+    return () => { followers.delete(follow); };
+  }, [read]);
+  return value;
+}
+
+const readProblem = () => problem, readNow = () => JSON.stringify(Object.fromEntries(Object.entries(runs).map(([key, run]) => [key, run.now])));
+
+/** Returns why the server cannot be asked, in a sentence; empty while it can. */
+export function useServerProblem() {
+  return useLook(readProblem);
+}
+
+/** @returns {Record<string, Now>} what each run does */
+export function useNow() {
+  return JSON.parse(useLook(readNow));
+}
 
 /**
  * Returns whether a page can be opened: in an exported file, those that it carries.
@@ -106,8 +139,9 @@ export function has(path) {
 
 /** @param {string} [key] */
 function versionOf(key) {
-  const changed = Object.keys(versions).filter((own) => versions[own] !== first[own]);
-  return changed.filter((own) => key === undefined || own === key).map((own) => versions[own]).join();
+  const keys = Object.keys({...first, ...runs}).filter((own) => key === undefined || own === key);
+  const changed = keys.filter((own) => runs[own]?.version !== first?.[own]?.version);
+  return [returns, ...changed.map((own) => `${own} ${runs[own]?.version}`)].join();
 }
 
 /**
@@ -120,9 +154,9 @@ export function useVersion(key, seconds = 0) {
   const [version, setVersion] = useState(() => versionOf(key));
   useEffect(() => {
     let timer = 0, last = Date.now();
-    const follow = () => { last = Date.now(); setVersion(versionOf(key)); };
+    const follow = () => { timer = 0; last = Date.now(); setVersion(versionOf(key)); };
     const follower = () => {
-      clearTimeout(timer);
+      if (timer) return;
       timer = setTimeout(follow, Math.max(0, last + 1000 * seconds - Date.now()));
     };
     follow();

@@ -1,8 +1,12 @@
 // The frame around every page: routes, keyboard, theme.
-import {html, render, useEffect, useState} from "./vendor/preact.js";
-import {embedded, has} from "./api.js";
+import {html} from "./html.js";
+import {render, useEffect, useState} from "./vendor/preact.js";
+import {embedded, has, useServerProblem} from "./api.js";
+import {visible} from "./format.js";
+import {kept} from "./parts.js";
 import {link, routeOf} from "./sequence.js";
 import {ComparePage} from "./compare.js";
+import {EvaluationsPage} from "./evaluations.js";
 import {GroupPage} from "./group.js";
 import {GroupsPage} from "./groups.js";
 import {RunPage} from "./run.js";
@@ -22,6 +26,7 @@ const KEYS = [
 function pageOf({parts, query}) {
   const [kind, key, what, id] = parts;
   if (kind === "compare") return html`<${ComparePage} query=${query} />`;
+  if (kind === "evaluations") return html`<${EvaluationsPage} query=${query} />`;
   if (kind !== "run" || !key) return html`<${RunsPage} />`;
   if (what === "groups") return html`<${GroupsPage} run=${key} query=${query} key=${key} />`;
   if (what === "group" && id) return html`<${GroupPage} run=${key} id=${id} key=${id} />`;
@@ -40,13 +45,14 @@ function Crumbs({parts}) {
   const [kind, key, what, id] = parts;
   const crumbs = [];
   if (kind === "compare") crumbs.push({label: "overlay", href: null});
+  if (kind === "evaluations") crumbs.push({label: "task by task", href: null});
   if (kind === "run" && key) crumbs.push({label: key, href: embedded ? null : link(["run", key])});
   if (what) {
     const own = {groups: "groups", group: id, trajectory: id, task: id, search: "search", config: "settings", tokens: "tokens", rules: "rules", timeline: "timeline"}[what];
     if (what === "trajectory") {
       const group = id.replace(/\.\d+$/, "");
       const there = has(`runs/${encodeURIComponent(key)}/groups/${encodeURIComponent(group)}`);
-      crumbs.push({label: group, href: there ? link(["run", key, "group", group]) : null});
+      crumbs.push({label: group, href: there ? link(["run", key, "group", group], kept()) : null});
     }
     crumbs.push({label: own || what, href: null});
   }
@@ -70,19 +76,54 @@ function useTheme() {
   return [theme, () => setTheme(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length])];
 }
 
+/** @type {Map<string, [number, number]>} address -> how far the page, and the table in it, were scrolled when it was left */
+const places = new Map();
+
+const table = () => document.querySelector(".lines");
+
+/** Scrolls to where a page was left, once it is long enough again; a new page begins at its top. @param {string} hash */
+function usePlaces(hash) {
+  const path = hash.split("?")[0];
+  useEffect(() => { if (!routeOf(hash).query.has("step")) scrollTo(0, 0); }, [path]);
+  useEffect(() => {
+    const [page, inTable] = routeOf(hash).query.has("step") ? [0, 0] : places.get(hash) || [0, 0];
+    const until = Date.now() + 5000;
+    let timer = 0;
+    const stop = () => clearInterval(timer);
+    const go = () => {
+      if (page) scrollTo(0, page);
+      if (table()) /** @type {Element} */ (table()).scrollTop = inTable;
+      if (Math.abs(scrollY - page) < 2 && Math.abs((table()?.scrollTop || 0) - inTable) < 2 || !page && !inTable || Date.now() > until) return stop();
+      return undefined;
+    };
+    timer = setInterval(go, 50);
+    go();
+    const moves = ["wheel", "keydown", "pointerdown"];
+    for (const name of moves) addEventListener(name, stop, {passive: true});
+    return () => { stop(); for (const name of moves) removeEventListener(name, stop); };
+  }, [hash]);
+}
+
 function App() {
   const [hash, setHash] = useState(location.hash || (embedded ? `#/${embedded.route}` : ""));
   const [theme, nextTheme] = useTheme();
   const [help, setHelp] = useState(false);
+  const problem = useServerProblem();
   const route = routeOf(hash);
   useEffect(() => {
-    const follow = () => setHash(location.hash);
+    history.scrollRestoration = "manual";
+    /** @param {HashChangeEvent} event */
+    const follow = ({oldURL}) => {
+      if (oldURL) places.set(new URL(oldURL).hash, [scrollY, table()?.scrollTop || 0]);
+      setHash(location.hash);
+    };
     addEventListener("hashchange", follow);
     return () => removeEventListener("hashchange", follow);
   }, []);
+  usePlaces(hash);
   useEffect(() => {
     const last = route.parts.at(-1);
-    document.title = last ? `${last} · Treadle` : "Treadle";
+    document.title = last ? `${visible(last)} · Treadle` : "Treadle";
   }, [hash]);
   useEffect(() => {
     /** @param {KeyboardEvent} event */
@@ -92,7 +133,7 @@ function App() {
       if (event.metaKey || event.ctrlKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(target.tagName)) return;
       if (event.key === "?") setHelp((/** @type {boolean} */ on) => !on);
       else if (event.key === "t") nextTheme();
-      else if (event.key === "u" && !embedded) location.hash = up(route.parts);
+      else if (event.key === "u" && !embedded) location.hash = up(route.parts, kept());
       else if (event.key === "/") {
         const field = /** @type {HTMLElement | null} */ (document.querySelector("input[type=search]"));
         if (!field) return;
@@ -117,15 +158,16 @@ function App() {
       <button class="quiet" onClick=${() => setHelp(!help)} title="keys (?)" aria-label="keys">?</button>
       <button class="quiet" onClick=${nextTheme} title="theme (t)" aria-label="theme">${/** @type {Record<string, string>} */ ({auto: "◐", light: "○", dark: "●"})[theme]}</button>
     </header>
+    ${problem && html`<div class="lost" role="alert">${problem} What is below may be old.</div>`}
     <main>${pageOf(route)}</main>
     ${help && html`<div class="veil" onClick=${() => setHelp(false)}><div class="card help" role="dialog" aria-label="keys">
       <h2>Keys</h2><dl>${KEYS.map(([key, does]) => html`<dt><kbd>${key}</kbd></dt><dd>${does}</dd>`)}</dl></div></div>`}`;
 }
 
-/** @param {string[]} parts */
-function up([kind, key, what, id]) {
-  if (what === "trajectory") return link(["run", key, "group", id.replace(/\.\d+$/, "")]);
-  if (what === "group") return link(["run", key, "groups"]);
+/** @param {string[]} parts @param {{list: string, colour: string, show: string}} along */
+function up([kind, key, what, id], along) {
+  if (what === "trajectory") return link(["run", key, "group", id.replace(/\.\d+$/, "")], along);
+  if (what === "group") return link(["run", key, "groups"], Object.fromEntries(new URLSearchParams(along.list)));
   return kind === "run" && what ? link(["run", key]) : "#/";
 }
 

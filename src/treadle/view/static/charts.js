@@ -1,9 +1,10 @@
 // Curves with uPlot: zoom by dragging, back by a double click, a click on a point leads to its update.
 import uPlot from "./vendor/uPlot.esm.js";
-import {html, useEffect, useRef, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useEffect, useRef, useState} from "./vendor/preact.js";
 import {aligned, figure, smoothed} from "./format.js";
 
-/** @typedef {{label: string, points: [number, number | null][], low?: [number, number][], high?: [number, number][], dots?: boolean, dash?: boolean, colour?: number}} Series */
+/** @typedef {{label: string, name?: string, points: [number, number | null][], low?: [number, number][], high?: [number, number][], dots?: boolean, dash?: boolean, colour?: number}} Series */
 
 export const COLOURS = ["--accent", "--warm", "--violet", "--good", "--bad", "--blue", "--faint"];
 
@@ -14,7 +15,7 @@ export function colour(name) {
 
 /**
  * @param {{title: string, help?: string, series: Series[], log?: boolean, smooth?: number, share?: boolean,
- *   stacked?: boolean, onPick?: (update: number) => void, height?: number, bare?: boolean}} props bare: without the names of the lines
+ *   stacked?: boolean, onPick?: (update: number, name: string) => void, height?: number, bare?: boolean}} props bare: without the names of the lines
  */
 export function Chart({title, help = "", series, log = false, smooth = 1, share = false, stacked = false, onPick, height = 190, bare = false}) {
   const place = useRef(/** @type {HTMLElement | null} */ (null));
@@ -23,6 +24,8 @@ export function Chart({title, help = "", series, log = false, smooth = 1, share 
   const [at, setAt] = useState(/** @type {number | null} */ (null));
   const pick = useRef(onPick);
   pick.current = onPick;
+  const latest = useRef(series);
+  latest.current = series;
   const data = tableOf(series, smooth, stacked);
   useEffect(() => {
     const redraw = () => setTheme((/** @type {number} */ n) => n + 1);
@@ -31,10 +34,10 @@ export function Chart({title, help = "", series, log = false, smooth = 1, share 
     dark.addEventListener("change", redraw);
     return () => { removeEventListener("themechange", redraw); dark.removeEventListener("change", redraw); };
   }, []);
-  const shape = JSON.stringify([series.map((s) => [s.label, s.colour, Boolean(s.low), s.dots]), log, stacked, theme, height]);
+  const shape = JSON.stringify([stacked ? 0 : liesUpon(data.slice(1)), series.map((s) => [s.label, s.colour, Boolean(s.low), s.dots]), log, stacked, theme, height]);
   useEffect(() => {
     const host = /** @type {HTMLElement} */ (place.current);
-    const options = optionsOf(series, {log, share, stacked, height, width: host.clientWidth || 300});
+    const options = optionsOf(series, data, {log, share, stacked, height, width: host.clientWidth || 300});
     options.hooks = {
       setCursor: [(/** @type {any} */ u) => setAt(u.cursor.idx ?? null)],
       ready: [(/** @type {any} */ u) => {
@@ -43,7 +46,8 @@ export function Chart({title, help = "", series, log = false, smooth = 1, share 
         u.over.addEventListener("click", (/** @type {MouseEvent} */ e) => {
           const update = u.data[0][u.posToIdx(e.clientX - u.over.getBoundingClientRect().left)];
           clearTimeout(picking);  // the second click of a double one, which zooms out
-          if (e.detail < 2 && Math.abs(e.clientX - down) < 4 && update !== undefined) picking = setTimeout(() => pick.current?.(update), 250);
+          const height = e.clientY - u.over.getBoundingClientRect().top;
+          if (e.detail < 2 && Math.abs(e.clientX - down) < 4 && update !== undefined) picking = setTimeout(() => pick.current?.(update, nearest(u, latest.current, update, height)), 250);
         });
       }],
     };
@@ -61,6 +65,19 @@ export function Chart({title, help = "", series, log = false, smooth = 1, share 
     <div class="plot" ref=${place}></div>
     <div class="legend">${series.map((s, n) => html`<span class="key"><i style=${{background: `var(${COLOURS[(s.colour ?? n) % COLOURS.length]})`}}></i>${bare ? "" : s.label} <b>${figure(valueAt(s, data[0][index]))}</b></span>`)}</div>
   </figure>`;
+}
+
+/**
+ * Returns the name of the line that is nearest to a click.
+ * @param {any} plot @param {Series[]} series @param {number} update @param {number} height of the click, in pixels from the top
+ */
+function nearest(plot, series, update, height) {
+  const away = (/** @type {Series} */ s) => {
+    const value = valueAt(s, update);
+    return value === null ? Infinity : Math.abs(plot.valToPos(value, "y") - height);
+  };
+  const found = series.toSorted((a, b) => away(a) - away(b))[0];
+  return found?.name ?? found?.label ?? "";
 }
 
 /** @param {any} plot whether it shows all updates, so that it goes on with a run */
@@ -86,8 +103,23 @@ function tableOf(series, smooth, stacked) {
   return [xs, ...values];
 }
 
-/** @param {Series[]} series @param {{log: boolean, share: boolean, stacked: boolean, height: number, width: number}} how */
-function optionsOf(series, {log, share, stacked, height, width}) {
+/**
+ * Returns how many of the columns before each one it lies upon, for most of its length: it is dashed, so that they are seen.
+ * @param {(number | null)[][]} columns
+ * @returns {number[]}
+ */
+export function liesUpon(columns) {
+  const all = columns.flat().filter((v) => v !== null).map(Number);
+  const near = 0.015 * (all.reduce((a, b) => Math.max(a, b), -Infinity) - all.reduce((a, b) => Math.min(a, b), Infinity) || 1);
+  return columns.map((own, n) => columns.slice(0, n).filter((other) => {
+    const both = own.map((v, at) => v === null || other[at] === null ? null : Math.abs(v - Number(other[at]))).filter((v) => v !== null);
+    return both.filter((v) => Number(v) <= near).length > both.length / 2;
+  }).length);
+}
+
+/** @param {Series[]} series @param {any[]} data @param {{log: boolean, share: boolean, stacked: boolean, height: number, width: number}} how */
+function optionsOf(series, data, {log, share, stacked, height, width}) {
+  const upon = stacked || series.some((s) => s.low) ? [] : liesUpon(data.slice(1));
   const ink = colour("--faint"), grid = colour("--line");
   const axis = {stroke: ink, grid: {stroke: grid, width: 1}, ticks: {show: false}, font: "11px system-ui, sans-serif"};
   /** @type {any[]} */
@@ -96,7 +128,7 @@ function optionsOf(series, {log, share, stacked, height, width}) {
   series.forEach((s, n) => {
     const stroke = colour(COLOURS[(s.colour ?? n) % COLOURS.length]);
     lines.push({
-      label: s.label, stroke, width: s.dots ? 1 : 1.75, spanGaps: true, dash: s.dash ? [5, 4] : undefined,
+      label: s.label, stroke, width: s.dots ? 1 : 1.75, spanGaps: true, dash: s.dash ? [5, 4] : upon[n] ? [9, 9 * upon[n]] : undefined,
       points: {show: s.dots ? true : undefined, size: s.dots ? 7 : 5, fill: stroke}, fill: stacked ? `${stroke}55` : undefined,
     });
     if (s.low && s.high) {

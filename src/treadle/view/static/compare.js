@@ -1,9 +1,10 @@
 // Several runs over one another: a line with a band for runs that differ in their seed only, and what else differs.
-import {html, useEffect, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useEffect, useState} from "./vendor/preact.js";
 import {get, useAnswer, useVersion} from "./api.js";
 import {Chart, COLOURS} from "./charts.js";
-import {band} from "./format.js";
-import {Problems, Waiting} from "./parts.js";
+import {band, counted} from "./format.js";
+import {Problems, SettingName, Waiting, useChoice} from "./parts.js";
 import {panelsOf, pointsOf, shortName} from "./run.js";
 import {link} from "./sequence.js";
 
@@ -22,7 +23,7 @@ export function ComparePage({query}) {
   const version = useVersion();
   const {data, error} = useAnswer(keys.length ? `compare?${path}` : null, version);
   const [rows, setRows] = useState(/** @type {Record<string, any[]>} */ ({}));
-  const [smooth, setSmooth] = useState(1);
+  const [smooth, setSmooth] = useChoice("smooth", "1");
   useEffect(() => {
     let current = true;
     Promise.all(keys.map((key) => get(`runs/${encodeURIComponent(key)}/metrics`).then((found) => [key, found.rows], () => [key, []])))
@@ -39,11 +40,13 @@ export function ComparePage({query}) {
     return {label: group.label, points: mean, colour: n, dots: kind === "evaluation" && group.runs.length === 1,
       ...(group.runs.length > 1 ? {low, high} : {})};
   }).filter((/** @type {any} */ s) => s.points.length);
+  const isShared = (/** @type {any} */ row) => !row.values.includes(null);
+  const shared = data.differences.filter(isShared), some = data.differences.filter((/** @type {any} */ row) => !isShared(row));
   const evaluations = Object.values(rows).flat().filter((row) => row.kind === "evaluation");
   const temperatures = [...new Set(evaluations.map((row) => row.temperature))].sort((a, b) => b - a);
   return html`
     <div class="head"><h1>Overlay</h1><span class="grow"></span>
-      <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(Number(e.target.value))} /></label></div>
+      <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(e.target.value)} /></label></div>
     <${Problems} problems=${data.problems} />
     <ul class="groups-key">${groups.map((/** @type {any} */ group, /** @type {number} */ n) => html`<li><i style=${{background: `var(${COLOURS[n % COLOURS.length]})`}}></i>
       <b>${group.label}</b> <span class="faint">${group.runs.length > 1 ? `mean of ${group.runs.length} runs, lowest to highest as a band:` : ""}
@@ -51,13 +54,19 @@ export function ComparePage({query}) {
     <div class="charts">
       ${temperatures.map((t) => html`<${Chart} key=${t} title=${`Held-out success, ${t === 0 ? "greedy" : `T = ${t}`}`}
         series=${series("success", "evaluation", t)} share bare />`)}
-      ${names.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${shortName(panel.name)} smooth=${smooth} share=${panel.share} bare
+      ${names.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${shortName(panel.name)} smooth=${Number(smooth)} share=${panel.share} bare
         series=${series(panel.name, "update")} />`)}
     </div>
+    ${evaluations.length > 0 && keys.length > 1 && html`<p><a href=${link(["evaluations"], {before: keys[0], after: keys[1]})}>held-out tasks, task by task: gained and lost</a></p>`}
     <section><h2>Settings that differ</h2>
-      ${data.differences.length === 0 ? html`<p class="faint">None.</p>` : html`<div class="scroll"><table class="plain settings"><thead><tr><th></th>
-        ${data.runs.map((/** @type {string} */ key) => html`<th>${key}</th>`)}</tr></thead>
-        <tbody>${data.differences.map((/** @type {any} */ row) => html`<tr><td><code>${row.path}</code></td>
-          ${row.values.map((/** @type {string} */ value) => html`<td><code>${value}</code></td>`)}</tr>`)}</tbody></table></div>`}
+      ${shared.length === 0 ? html`<p class="faint">None that all of them have.</p>` : html`<${Differences} runs=${data.runs} rows=${shared} />`}
+      ${some.length > 0 && html`<details><summary>${counted(some.length, "setting")} that only some of them have</summary><${Differences} runs=${data.runs} rows=${some} /></details>`}
     </section>`;
+}
+
+/** @param {{runs: string[], rows: any[]}} props */
+function Differences({runs, rows}) {
+  return html`<div class="scroll"><table class="plain settings several"><thead><tr><th></th>${runs.map((key) => html`<th>${key}</th>`)}</tr></thead>
+    <tbody>${rows.map((row) => html`<tr><td><${SettingName} path=${row.path} /></td>
+      ${row.values.map((/** @type {string | null} */ value) => html`<td title=${value}>${value === null ? html`<span class="faint">–</span>` : html`<code>${value}</code>`}</td>`)}</tr>`)}</tbody></table></div>`;
 }

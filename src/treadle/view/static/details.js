@@ -1,28 +1,30 @@
 // Smaller pages: settings, rules, tokens by packing and breaks, text search, one task over time.
-import {html, useEffect, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useEffect, useState} from "./vendor/preact.js";
 import {useAnswer, useVersion} from "./api.js";
 import {Chart} from "./charts.js";
 import {counted, figure} from "./format.js";
 import {SideBySide} from "./group.js";
-import {Problems, Tabs, Waiting} from "./parts.js";
+import {Problems, SettingName, Tabs, Waiting, useChoice} from "./parts.js";
 import {link} from "./sequence.js";
 
 /** @param {{run: string, query: URLSearchParams}} props */
 export function ConfigPage({run, query}) {
   const {data, error} = useAnswer(`runs/${encodeURIComponent(run)}`, useVersion(run));
-  const [search, setSearch] = useState("");
-  const [changed, setChanged] = useState(false);
+  const [search, setSearch] = useChoice("search");
+  const [changed, setChanged] = useChoice("changed");
   const key = query.get("key");
+  const tabs = html`<div class="bar-row run-bar"><${Tabs} run=${run} here="config" /><span class="grow"></span>
+    <label class="control"><input type="checkbox" checked=${Boolean(changed)} onChange=${() => setChanged(changed ? "" : "true")} /> not the default only</label>
+    <input type="search" placeholder="setting" aria-label="search settings" value=${search} onInput=${(/** @type {any} */ e) => setSearch(e.target.value)} /></div>`;
   useEffect(() => { if (key && data) document.getElementById(`set-${key}`)?.scrollIntoView({block: "center"}); }, [key, data]);
-  if (!data) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
+  if (!data) return html`${tabs}${error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`}`;
   const rows = data.settings.filter((/** @type {any} */ row) => (!changed || !row.is_default || row.path === key) &&
     `${row.path} ${row.value} ${row.help}`.toLowerCase().includes(search.toLowerCase()));
-  return html`<div class="bar-row"><${Tabs} run=${run} here="config" /><span class="grow"></span>
-      <label class="control"><input type="checkbox" checked=${changed} onChange=${() => setChanged(!changed)} /> not the default only</label>
-      <input type="search" placeholder="setting" aria-label="search settings" value=${search} onInput=${(/** @type {any} */ e) => setSearch(e.target.value)} /></div>
+  return html`${tabs}
     <${Problems} problems=${data.problems} />
     <div class="scroll"><table class="plain settings"><tbody>${rows.map((/** @type {any} */ row) => html`
-      <tr id=${`set-${row.path}`} class=${row.path === key ? "selected" : ""}><td><code>${row.path}</code></td>
+      <tr id=${`set-${row.path}`} class=${row.path === key ? "selected" : ""}><td><${SettingName} path=${row.path} /></td>
         <td><code class=${row.is_default ? "faint" : "own"}>${row.value}</code></td><td class="faint">${row.help}</td></tr>`)}</tbody></table></div>`;
 }
 
@@ -54,10 +56,10 @@ export function TokensPage({run}) {
   const version = useVersion(run);
   const [asked, setAsked] = useState(version);
   const {data, error} = useAnswer(`runs/${encodeURIComponent(run)}/breaks`, asked);
-  if (!data) return html`<${Tabs} run=${run} here="tokens" />${error ? html`<${Problems} error=${error} />` : html`<${Waiting} what="counting every recorded token" />`}`;
+  if (!data) return html`<div class="bar-row run-bar"><${Tabs} run=${run} here="tokens" /></div>${error ? html`<${Problems} error=${error} />` : html`<${Waiting} what="counting every recorded token" />`}`;
   const {packing, relations} = data;
   const ways = [["step", "step: nothing shared"], ["chain", "chain: a step goes on with the one it extends"], ["tree", "tree, within trajectories"], ["group_tree", "tree, within groups"]];
-  return html`<${Tabs} run=${run} here="tokens" />
+  return html`<div class="bar-row run-bar"><${Tabs} run=${run} here="tokens" /></div>
     <${Problems} problems=${[relations.no_tokenizer && `Breaks are not counted: ${relations.no_tokenizer}`,
       data.missing_shards.length && `Missing, not counted: ${data.missing_shards.join(", ")}`,
       data.damaged_shards.length && `Damaged, not counted: ${data.damaged_shards.join(", ")}`]} />
@@ -82,7 +84,7 @@ export function SearchPage({run, query}) {
   const path = text && update !== "" ? `runs/${encodeURIComponent(run)}/search?update=${encodeURIComponent(update)}&text=${encodeURIComponent(text)}` : null;
   const {data, error} = useAnswer(path);
   const change = (/** @type {any} */ to) => { location.hash = link(["run", run, "search"], {update, text, ...to}); };
-  return html`<div class="bar-row"><${Tabs} run=${run} here="search" /><span class="grow"></span>
+  return html`<div class="bar-row run-bar"><${Tabs} run=${run} here="search" /><span class="grow"></span>
       <input class="narrow" type="number" min="0" placeholder="update" aria-label="update" value=${update} onChange=${(/** @type {any} */ e) => change({update: e.target.value})} />
       <input type="search" placeholder="text of that update" aria-label="search text" value=${text} onChange=${(/** @type {any} */ e) => change({text: e.target.value})} /></div>
     ${!path ? html`<p class="empty">Give an update and a text: all that was read and sampled for that update, or its evaluation, is searched.</p>`

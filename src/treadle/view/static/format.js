@@ -1,5 +1,19 @@
 // Pure functions from values to texts and colours.
 
+const STEERS = /(?![\n\t])\p{Cc}|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|\p{Cs}/gu;
+
+/**
+ * Returns a text with control characters and marks that turn the direction of writing as escapes, as
+ * `treadle.core.text.escape_text` does; line ends and tabs stay.
+ * @param {string} text
+ */
+export function visible(text) {
+  return text.replace(STEERS, (found) => {
+    const code = found.charCodeAt(0);
+    return code < 256 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
+  });
+}
+
 /**
  * Returns a number for reading: "0.412", "12,345", "3.1e-6"; a dash where there is none.
  * @param {number | null | undefined} value
@@ -116,6 +130,25 @@ export function tokenColour(scale, value, range) {
   if (scale === "flag") return value ? mix("--accent", 0.3) : "transparent";
   const at = range.levels.indexOf(value);
   return mix(["--accent", "--warm", "--violet", "--good", "--bad"][at % 5], 0.22 + 0.12 * (Math.floor(at / 5) % 3));
+}
+
+/**
+ * Returns a few values of a column with their colours, for reading: `p 1`, `p 0.5`, `p 0` of log-probabilities.
+ * @param {string} scale
+ * @param {{largest: number, levels: any[]}} range
+ * @returns {{label: string, colour: string}[]}
+ */
+export function scaleOf(scale, range) {
+  const {largest, levels} = range;
+  const values = /** @type {Record<string, any[][]>} */ ({
+    low: [1, 0.5, 0.1, 0].map((p) => [Math.log(p), `p ${p}`]),
+    high: [0, largest / 2, largest].map((v) => [v, figure(v, 2)]),
+    around_one: [0.5, 0.8, 1, 1.25, 2].map((v) => [v, String(v)]),
+    diverging: [-largest, -largest / 2, 0, largest / 2, largest].map((v) => [v, figure(v, 2)]),
+    flag: [[true, "yes"], [false, "no"]],
+    steps: levels.slice(0, 12).map((v) => [v, String(v)]),
+  })[scale] || [];
+  return values.map(([value, label]) => ({label, colour: tokenColour(scale, value, range)}));
 }
 
 /**

@@ -1,14 +1,16 @@
 // The table of groups: filtered and sorted by the server, and only the lines in sight are drawn.
-import {html, useEffect, useRef, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useEffect, useRef, useState} from "./vendor/preact.js";
 import {get, useVersion} from "./api.js";
 import {counted, figure, tally} from "./format.js";
-import {AttemptCells, Problems, Tabs, useSelection} from "./parts.js";
+import {AttemptCells, Problems, Tabs, kept, useSelection} from "./parts.js";
 import {link} from "./sequence.js";
 
 const LINE = 52; // pixels
 const PAGE = 100; // lines asked for at a time
 const PRESETS = [["", "all"], ["mixed", "mixed rewards"], ["zero_advantage", "zero advantage"], ["unsolved", "unsolved"],
   ["failed", "failed"], ["dropped", "dropped"], ["stale", "stale"], ["warning", "warnings"], ["blocked", "blocked the loop"]];
+const HAVING = [["reason", "dropped:"], ["cause", "failed by"], ["status", "ended:"]];
 const COLUMNS = [["group", "group"], ["update", "update"], ["task", "task"], ["reward", "rewards"], ["steps", "steps"],
   ["tokens", "tokens"], ["failed", "ended"]];
 
@@ -21,8 +23,8 @@ function Line({run, row, top, selected}) {
   const failed = row.attempts.find((/** @type {any} */ a) => a.failure_cause);
   const components = componentsOf(row.attempts);
   return html`<div class="line ${selected ? "selected" : ""}" style=${{transform: `translateY(${top}px)`}} role="row">
-    <a class="id" href=${link(["run", run, "group", row.group_id])}>${row.group_id}</a>
-    <span class="num">${row.update ?? html`<span class="faint" title="in no checkpoint yet">…</span>`}</span>
+    <a class="id" href=${link(["run", run, "group", row.group_id], kept())}>${row.group_id}</a>
+    <span class="num">${row.update ?? html`<span class="faint" title=${row.when}>–</span>`}</span>
     <span class="task" title=${row.question}><span class="question">${row.question || row.task_id}</span><span class="faint">${row.task_id}</span></span>
     <span class="attempts"><${AttemptCells} run=${run} attempts=${row.attempts} /><span class="mean"><b>${figure(mean(graded), 2)}</b>
       ${components.map(([name, value]) => html`<span class="faint" title=${`mean of ${name}`}>${name} ${figure(value, 2)}</span>`)}</span></span>
@@ -43,9 +45,10 @@ function componentsOf(attempts) {
 /** @param {{run: string, query: URLSearchParams}} props */
 export function GroupsPage({run, query}) {
   const version = useVersion(run);
-  const filter = {split: query.get("split") || "", preset: query.get("preset") || "", search: query.get("search") || "",
+  const filter = /** @type {Record<string, any>} */ ({split: query.get("split") || "", preset: query.get("preset") || "", search: query.get("search") || "",
+    reason: query.get("reason") || "", cause: query.get("cause") || "", status: query.get("status") || "",
     update: query.get("update") || "", sort: query.get("sort") || "group",
-    component: query.get("component") || "", descending: query.get("descending") !== "false"};
+    component: query.get("component") || "", descending: query.get("descending") !== "false"});
   const change = (/** @type {any} */ to) => {
     const next = {...filter, ...to};
     location.hash = link(["run", run, "groups"], {...next, sort: next.sort === "group" ? "" : next.sort,
@@ -57,7 +60,7 @@ export function GroupsPage({run, query}) {
   const [view, setView] = useState({top: 0, height: 800});
   const [at] = useSelection(table.total, (index) => {
     const row = table.row(index);
-    if (row) location.hash = link(["run", run, "group", row.group_id]);
+    if (row) location.hash = link(["run", run, "group", row.group_id], kept());
   });
   useEffect(() => {
     const element = /** @type {HTMLElement} */ (scroller.current);
@@ -84,7 +87,7 @@ export function GroupsPage({run, query}) {
       >${label}${on ? (filter.descending ? " ↓" : " ↑") : ""}</button>`;
   };
   return html`
-    <div class="bar-row"><${Tabs} run=${run} here="groups" /><span class="grow"></span>
+    <div class="bar-row run-bar"><${Tabs} run=${run} here="groups" /><span class="grow"></span>
       <a class="button" href=${link(["run", run, "search"], {update: filter.update})}>search text</a>
       <input type="search" placeholder="task, id or failure" aria-label="search groups" value=${filter.search}
         onChange=${(/** @type {any} */ e) => change({search: e.target.value})} /></div>
@@ -94,7 +97,8 @@ export function GroupsPage({run, query}) {
       <input class="narrow" type="number" min="0" placeholder="update" aria-label="update" value=${filter.update}
         onChange=${(/** @type {any} */ e) => change({update: e.target.value})} />
       <span class="presets">${PRESETS.map(([name, label]) => html`<button class="chip ${filter.preset === name ? "on" : ""}" aria-pressed=${filter.preset === name}
-        onClick=${() => change({preset: name})}>${label}</button>`)}</span>
+        onClick=${() => change({preset: name})}>${label}</button>`)}
+        ${HAVING.filter(([name]) => filter[name]).map(([name, label]) => html`<button class="chip on" title="remove this filter" onClick=${() => change({[name]: ""})}>${label} ${filter[name]} ×</button>`)}</span>
       <span class="faint total">${table.total >= 0 ? counted(table.total, "group") : ""}</span>
     </div>
     <${Problems} error=${table.error} />
@@ -104,7 +108,7 @@ export function GroupsPage({run, query}) {
       <div class="lines" ref=${scroller}><div style=${{height: `${Math.max(0, table.total) * LINE}px`}}>
         ${lines.map(({index, row}) => row ? html`<${Line} key=${row.group_id} run=${run} row=${row} top=${index * LINE} selected=${index === at} />`
           : html`<div class="line pending" key=${index} style=${{transform: `translateY(${index * LINE}px)`}}>…</div>`)}
-      </div>${table.total === 0 && html`<p class="empty">No group is like that.</p>`}</div>
+      </div>${table.total === 0 && html`<p class="empty">${/split|preset|search|update|reason|cause|status/.test(path) ? "No group is like that." : "No group is on record yet."}</p>`}</div>
     </div>`;
 }
 

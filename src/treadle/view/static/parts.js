@@ -1,12 +1,43 @@
 // Small parts that several pages share.
-import {html, useEffect, useRef, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useEffect, useRef, useState} from "./vendor/preact.js";
 import {figure, signed} from "./format.js";
-import {link} from "./sequence.js";
+import {link, routeOf} from "./sequence.js";
+
+/**
+ * Returns what links to groups and trajectories take along: the filter of the table that led here, and the colour of tokens, and
+ * whether the template's own are shown.
+ * @returns {{list: string, colour: string, show: string}}
+ */
+export function kept() {
+  const {parts, query} = routeOf(location.hash);
+  return {list: (parts[2] === "groups" ? query.toString() : query.get("list")) || "", colour: query.get("colour") || "", show: query.get("show") || ""};
+}
+
+/**
+ * Keeps a choice in the page's address, so that it is there again when the page is.
+ * @param {string} name @param {string} [usual] what stands for no choice
+ * @returns {[string, (next: string) => void]}
+ */
+export function useChoice(name, usual = "") {
+  const [value, setValue] = useState(() => routeOf(location.hash).query.get(name) ?? usual);
+  return [value, (next) => {
+    const {parts, query} = routeOf(location.hash);
+    query.delete(name);
+    history.replaceState(null, "", `${link(parts, {...Object.fromEntries(query), [name]: next === usual ? "" : next})}`);
+    setValue(next);
+  }];
+}
 
 /** @param {{error?: string | null, problems?: (string | null)[]}} props */
 export function Problems({error, problems = []}) {
   const all = [error, ...problems].filter(Boolean);
   return all.length ? html`<div class="problems" role="alert">${all.map((text) => html`<p>${text}</p>`)}</div>` : null;
+}
+
+/** Draws the name of a setting, which may break behind its dots only. @param {{path: string}} props */
+export function SettingName({path}) {
+  return html`<code class="setting">${path.split(".").map((part, n) => html`${n ? html`.<wbr />` : ""}${part}`)}</code>`;
 }
 
 /** @param {{what?: string}} props */
@@ -34,7 +65,7 @@ export function AttemptCell({run, attempt, here = false, lowest = 0, highest = 1
     `${attempt.advantage === null ? "" : `, advantage ${signed(attempt.advantage)}`}, ${Object.entries(attempt.states)
       .map(([state, count]) => `${count} ${state}`).join(", ")}`;
   return html`<a class="cell ${failed ? "failed" : ""} ${dropped ? "dropped" : ""} ${here ? "here" : ""}" title=${title}
-    aria-label=${title} href=${link(["run", run, "trajectory", attempt.trajectory_id])}>
+    aria-label=${title} href=${link(["run", run, "trajectory", attempt.trajectory_id], kept())}>
     <span class="fill" style=${{height: `${Math.round(100 * share)}%`}}></span>${failed ? "×" : ""}</a>`;
 }
 
@@ -60,6 +91,17 @@ export function Sparkline({values, label}) {
 /** @param {{state: string}} props */
 export function StatePill({state}) {
   return html`<span class="pill state-${state.replace(" ", "-")}">${state === "in progress" ? html`<i class="dot"></i>` : ""}${state}</span>`;
+}
+
+/**
+ * Says what a run does at this moment, or how it ended.
+ * @param {{now: any, whole?: boolean}} props whole: with the last line of its output
+ */
+export function DoesNow({now, whole = false}) {
+  if (!now?.doing) return null;
+  const ended = now.state !== "in progress";
+  return html`<p class="now">${now.doing}${now.left ? `, ${now.left}` : ""}${whole && now.message && !(ended && now.doing.includes(now.message))
+    ? html`<span class="faint"> · ${now.message}</span>` : ""}</p>`;
 }
 
 /** @param {{items: [string, any, string?][]}} props label, value and explanation */

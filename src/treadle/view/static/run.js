@@ -1,14 +1,16 @@
 // One run: what became of its steps, its curves, evaluations and failures.
-import {html, useMemo, useState} from "./vendor/preact.js";
-import {useAnswer, useRows, useVersion} from "./api.js";
+import {html} from "./html.js";
+import {useMemo, useState} from "./vendor/preact.js";
+import {useAnswer, useNow, useRows, useVersion} from "./api.js";
 import {Chart} from "./charts.js";
 import {counted, duration, figure, percent} from "./format.js";
-import {Facts, Problems, StatePill, Tabs, Waiting} from "./parts.js";
+import {DoesNow, Facts, Problems, StatePill, Tabs, Waiting, useChoice} from "./parts.js";
 import {link} from "./sequence.js";
 
 /** Panels of metrics, by name or pattern; what no panel has comes behind them. */
 export const PANELS = [
-  {title: "Reward", names: ["reward_mean", "shaped_reward_mean", /^reward_.+_mean$/]},
+  {title: "Reward", names: ["reward_mean", "shaped_reward_mean"]},
+  {title: "Reward by component", names: [/^reward_.+_mean$/]},
   {title: "Success in training", names: ["success", /^pass_at_/], share: true},
   {title: "Sampled tokens a trajectory", names: ["completion_tokens_mean", "completion_tokens_max"]},
   {title: "Steps a trajectory", names: ["steps_mean", "steps_max"]},
@@ -53,6 +55,18 @@ export function panelsOf(updates) {
   return {panels: found, rest: [...left].filter((name) => updates.some((row) => typeof row[name] === "number"))};
 }
 
+/**
+ * Returns the filter of groups that goes with a metric: those of `failed_engine` have an attempt that failed by the engine.
+ * @param {string} name
+ * @returns {Record<string, string>}
+ */
+export function filterOf(name) {
+  const [, kind, value] = /^(dropped|failed|ended)_(.+)$/.exec(name) || [];
+  if (kind) return {[/** @type {Record<string, string>} */ ({dropped: "reason", failed: "cause", ended: "status"})[kind]]: value};
+  const preset = /** @type {Record<string, string>} */ ({failed: "failed", warnings: "warning", zero_advantage_groups: "zero_advantage", equal_reward_groups: "zero_advantage"})[name];
+  return preset ? {preset} : name === "refused" ? {reason: name} : {};
+}
+
 /** @param {any[]} updates seconds of each update by phase; the rest is what evaluations and checkpoints take */
 function secondsByPhase(updates) {
   const names = ["seconds_rollout", "seconds_update", "seconds_publish"].filter((name) => updates.some((row) => row[name]));
@@ -67,12 +81,12 @@ function secondsByPhase(updates) {
   return [...series, {label: "evaluation, checkpoints, waiting", points: rest}];
 }
 
-/** @param {{rows: any[]}} props */
-function Evaluations({rows}) {
+/** @param {{run: string, rows: any[]}} props */
+function Evaluations({run, rows}) {
   if (!rows.length) return null;
   const passes = [...new Set(rows.flatMap((row) => Object.keys(row.pass_at || {})))].filter((k) => k !== "1");
   const kinds = [...new Set(rows.flatMap((row) => Object.keys(row.by || {})))];
-  return html`<section><h2>Held-out tasks</h2><div class="scroll"><table class="plain"><thead><tr><th>update</th><th>T</th><th>tasks</th>
+  return html`<section><h2>Held-out tasks ${rows.length > 1 && html`<a class="beside" href=${link(["evaluations"], {before: run})}>task by task: gained and lost</a>`}</h2><div class="scroll"><table class="plain"><thead><tr><th>update</th><th>T</th><th>tasks</th>
     <th>success</th>${passes.map((k) => html`<th>pass@${k}</th>`)}<th>reward</th><th>steps</th><th>failed</th>
     ${kinds.map((kind) => html`<th>${kind}</th>`)}</tr></thead>
     <tbody>${rows.map((row) => html`<tr><td>${row.update}</td><td>${row.temperature || "greedy"}</td><td>${row.tasks}</td>
@@ -85,7 +99,7 @@ function Evaluations({rows}) {
 function Account({run, counts}) {
   const total = (/** @type {string} */ split) => counts.splits.find((/** @type {any} */ s) => s.split === split)?.steps || 1;
   return html`<section><h2>What became of every step</h2><ul class="account">${counts.states.map((/** @type {any} */ row) => html`
-    <li><a href=${link(["run", run, "groups"], {split: row.split, preset: row.reason === "stale" ? "stale" : row.state === "dropped" ? "dropped" : ""})}>
+    <li><a href=${link(["run", run, "groups"], {split: row.split, reason: row.reason})}>
       <span class="share ${row.state}"><span style=${{width: `${Math.max(1, 100 * row.count / total(row.split))}%`}}></span></span>
       <b>${figure(row.count)}</b> ${row.split === "train" ? "training" : "held-out"}: ${row.state}${row.reason ? `, ${row.reason}` : ""}</a>
       <div class="faint">${row.text} <a class="why" href=${link(["run", run, "rules"], {rule: row.reason || row.state})}>the rule</a></div></li>`)}</ul>
@@ -99,19 +113,25 @@ export function RunPage({run}) {
   const {data: detail, error} = useAnswer(`runs/${encodeURIComponent(run)}`, useVersion(run));
   const {data: counts, error: uncounted} = useAnswer(`runs/${encodeURIComponent(run)}/counts`, useVersion(run, 20));
   const metrics = useRows(run);
-  const [smooth, setSmooth] = useState(1);
-  const [log, setLog] = useState(false);
+  const now = useNow()[run];
+  const [smooth, setSmooth] = useChoice("smooth", "1");
+  const [log, setLog] = useChoice("log");
   const [all, setAll] = useState(false);
   const updates = useMemo(() => metrics.rows.filter((row) => row.kind === "update"), [metrics.rows]);
   const evaluations = useMemo(() => metrics.rows.filter((row) => row.kind === "evaluation"), [metrics.rows]);
   const {panels, rest} = useMemo(() => panelsOf(updates), [updates]);
-  if (!detail) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
-  const pick = (/** @type {number} */ update) => { location.hash = link(["run", run, "groups"], {update, split: "train"}); };
+  const tabs = html`<div class="bar-row run-bar"><${Tabs} run=${run} here="" /><span class="grow"></span>
+    <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(e.target.value)} /></label>
+    <label class="control"><input type="checkbox" checked=${Boolean(log)} onChange=${() => setLog(log ? "" : "true")} /> log</label></div>`;
+  if (!detail) return html`${tabs}${error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`}`;
+  const pick = (/** @type {number} */ update, name = "") => { location.hash = link(["run", run, "groups"], {update, split: "train", ...filterOf(name)}); };
+  const pickEvaluation = (/** @type {number} */ update) => { location.hash = link(["run", run, "groups"], {update, split: "held_out"}); };
   const help = (/** @type {string[]} */ names) => names.map((name) => `${name}: ${detail.metrics[name]?.help || ""}`).join("\n");
   const held = evaluationSeries(evaluations);
   return html`
-    <div class="head"><h1>${detail.name}</h1><${StatePill} state=${detail.state} /></div>
+    ${tabs}<div class="head"><h1>${detail.name}</h1><${StatePill} state=${detail.state} /></div>
     <p class="faint lead">${detail.about || detail.recipe}</p>
+    <${DoesNow} now=${now} whole />
     <${Problems} error=${metrics.error} problems=${[...detail.problems, uncounted]} />
     <${Facts} items=${[
       ["updates", html`${detail.update}<span class="faint"> of ${detail.updates}</span>`],
@@ -121,22 +141,19 @@ export function RunPage({run}) {
       ...(counts?.splits || []).map((/** @type {any} */ s) => [s.split === "train" ? "training" : "held-out",
         html`${counted(s.trajectories, "attempt")}<span class="faint">, ${figure(s.completion_tokens)} tokens</span>`]),
     ]} />
-    <div class="bar-row"><${Tabs} run=${run} here="" /><span class="grow"></span>
-      <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(Number(e.target.value))} /></label>
-      <label class="control"><input type="checkbox" checked=${log} onChange=${() => setLog(!log)} /> log</label></div>
-    ${updates.length === 0 && html`<p class="empty">No update yet; the curves come with the first one.</p>`}
+    ${updates.length === 0 && html`<p class="empty">${detail.no_update}</p>`}
     <div class="charts">
-      ${held.length > 0 && html`<${Chart} title="Held-out success" series=${held} share log=${log} />`}
-      ${panels.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${help(panel.own)} share=${panel.share} log=${log}
-        smooth=${smooth} onPick=${pick} series=${panel.own.map((name) => ({label: shortName(name), points: pointsOf(updates, name)}))} />`)}
+      ${held.length > 0 && html`<${Chart} title="Held-out success" series=${held} share log=${Boolean(log)} onPick=${pickEvaluation} />`}
+      ${panels.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${help(panel.own)} share=${panel.share} log=${Boolean(log)}
+        smooth=${Number(smooth)} onPick=${pick} series=${panel.own.map((name) => ({label: shortName(name), name, points: pointsOf(updates, name)}))} />`)}
       ${updates.length > 1 && html`<${Chart} title="Seconds of an update by phase" stacked series=${secondsByPhase(updates)} onPick=${pick}
         help="Phases of asynchronous runs overlap." />`}
-      ${all && rest.map((name) => html`<${Chart} key=${name} title=${name} help=${help([name])} log=${log} smooth=${smooth} onPick=${pick}
+      ${all && rest.map((name) => html`<${Chart} key=${name} title=${name} help=${help([name])} log=${Boolean(log)} smooth=${Number(smooth)} onPick=${pick}
         series=${[{label: name, points: pointsOf(updates, name)}]} />`)}
     </div>
     ${rest.length > 0 && html`<p><button class="quiet" onClick=${() => setAll(!all)}>${all ? "fewer curves" : counted(rest.length, "more curve")}</button></p>`}
-    <${Evaluations} rows=${evaluations} />
-    ${counts && html`<${Account} run=${run} counts=${counts} />`}`;
+    <${Evaluations} run=${run} rows=${evaluations} />
+    ${counts?.states.length > 0 && html`<${Account} run=${run} counts=${counts} />`}`;
 }
 
 /** @param {any[]} rows */

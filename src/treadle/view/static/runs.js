@@ -1,8 +1,8 @@
 // All runs: what each is, how far it is, and what it has reached.
-import {html, useState} from "./vendor/preact.js";
-import {useAnswer, useVersion} from "./api.js";
+import {html} from "./html.js";
+import {useAnswer, useNow, useVersion} from "./api.js";
 import {duration, figure, percent} from "./format.js";
-import {Problems, Sparkline, StatePill, Waiting, useSelection} from "./parts.js";
+import {DoesNow, Problems, Sparkline, StatePill, Waiting, useChoice, useSelection} from "./parts.js";
 import {link} from "./sequence.js";
 
 /** @param {{done: number, all: number}} props */
@@ -22,9 +22,11 @@ const PRESETS = ["", "in progress", "finished", "stopped", PROBLEMS];
 
 export function RunsPage() {
   const {data, error} = useAnswer("runs", useVersion());
-  const [chosen, setChosen] = useState(/** @type {string[]} */ ([]));
-  const [search, setSearch] = useState("");
-  const [preset, setPreset] = useState("");
+  const now = useNow();
+  const [marked, setMarked] = useChoice("chosen", "[]");
+  const [search, setSearch] = useChoice("search");
+  const [preset, setPreset] = useChoice("state");
+  const chosen = /** @type {string[]} */ (JSON.parse(marked));
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   const rows = (data?.runs || []).filter((/** @type {any} */ run) => !preset || (preset === PROBLEMS ? run.problems.length : run.state === preset))
     .filter((/** @type {any} */ run) => words.every((word) => `${run.name} ${run.recipe} ${run.state} seed ${run.seed}`.toLowerCase().includes(word)));
@@ -32,7 +34,7 @@ export function RunsPage() {
   const [at] = useSelection(rows.length, open);
   if (!data) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
   const toggle = (/** @type {string} */ key) =>
-    setChosen(chosen.includes(key) ? chosen.filter((own) => own !== key) : [...chosen, key]);
+    setMarked(JSON.stringify(chosen.includes(key) ? chosen.filter((own) => own !== key) : [...chosen, key]));
   return html`
     <div class="head"><h1>Runs</h1>
       ${data.runs.length > 1 && html`<span class="presets">${PRESETS.map((name) => html`<button class="chip ${preset === name ? "on" : ""}" aria-pressed=${preset === name}
@@ -60,6 +62,7 @@ export function RunsPage() {
             <div><dt>held-out, last</dt><dd><${HeldOut} held=${run.last} /></dd></div>
             <div><dt>best</dt><dd><${HeldOut} held=${run.best} /></dd></div>
             <div><dt>an update</dt><dd>${duration(run.seconds_per_update)}</dd></div></dl>
+          ${run.state !== "finished" && html`<${DoesNow} now=${now[run.key]} />`}
           <${Problems} problems=${run.problems} />
         </article>`)}
     </div>

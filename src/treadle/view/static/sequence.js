@@ -137,7 +137,42 @@ export function partsAt({segments, steps, apart}) {
   return lengths.every((length) => length === first) ? Infinity : first;
 }
 
+/**
+ * Returns the attempts in lists of those that are the same, token for token and call by call, with the same end; in the order
+ * of their first ones. Attempts without steps are by themselves.
+ * @param {{steps: any[]}} view
+ * @param {any[]} attempts of one group
+ * @returns {any[][]}
+ */
+export function alike({steps}, attempts) {
+  /** @type {Map<string, any[]>} */
+  const found = new Map();
+  for (const attempt of attempts) {
+    const calls = steps.filter((step) => step.trajectory_id === attempt.trajectory_id).map((step) => `${step.segment} ${step.prompt_tokens}`);
+    const key = calls.length ? JSON.stringify([calls, attempt.reward, attempt.status, attempt.failure_cause]) : attempt.trajectory_id;
+    found.set(key, [...(found.get(key) || []), attempt]);
+  }
+  return [...found.values()];
+}
+
 const PAUSE = 120; // seconds without any phase after which a run was not going on
+
+/**
+ * Returns the stretches in which a run went on, without the pauses between its processes: each from `began` to `ended` by the
+ * clock, and from `start` on in seconds of the run.
+ * @param {any[]} intervals rows of intervals.jsonl
+ * @returns {{began: number, ended: number, start: number}[]}
+ */
+export function stretchesOf(intervals) {
+  /** @type {{began: number, ended: number, start: number}[]} */
+  const found = [];
+  for (const row of intervals.toSorted((a, b) => a.started - b.started)) {
+    const last = found.at(-1), end = row.started + row.seconds;
+    if (last && row.started - last.ended <= PAUSE) last.ended = Math.max(last.ended, end);
+    else found.push({began: row.started, ended: end, start: last ? last.start + last.ended - last.began : 0});
+  }
+  return found;
+}
 
 /**
  * Returns the phases of a run in seconds since its first one, without the pauses between its processes: its intervals; in
@@ -147,12 +182,11 @@ const PAUSE = 120; // seconds without any phase after which a run was not going 
  * @returns {{phase: string, update: number, start: number, end: number}[]}
  */
 export function phasesOf(rows, intervals) {
-  let paused = Infinity, last = -Infinity;
+  const stretches = stretchesOf(intervals);
   const found = intervals.toSorted((a, b) => a.started - b.started).map((row) => {
-    if (paused === Infinity) paused = row.started;
-    else if (row.started - last > PAUSE) paused += row.started - last;
-    last = Math.max(last, row.started + row.seconds);
-    return {phase: row.phase, update: row.update, start: row.started - paused, end: row.started - paused + row.seconds};
+    const own = /** @type {any} */ (stretches.findLast((stretch) => stretch.began <= row.started));
+    const start = own.start + row.started - own.began;
+    return {phase: row.phase, update: row.update, start, end: start + row.seconds};
   });
   if (found.length) return found;
   for (const row of rows) {
@@ -174,7 +208,7 @@ export function phasesOf(rows, intervals) {
  * @returns {{lane: string, kind: string, share: number}[]}
  */
 export function barsOf(phase, engineShare) {
-  if (phase === "evaluation") return [{lane: "engine", kind: "evaluation", share: 1}];
+  if (phase === "evaluation") return [{lane: "evaluations", kind: "evaluation", share: 1}];
   if (phase !== "rollout") return [{lane: "learner", kind: phase, share: 1}];
   const engine = Math.min(1, engineShare ?? 1);
   const bars = [{lane: "engine", kind: "sampling", share: engine}, {lane: "environments", kind: "playing", share: 1 - engine}];

@@ -1,14 +1,16 @@
 // What happened when: the calls of an attempt, and the engine, the environments and the learner of a run.
-import {html, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
-import {useAnswer, useRows} from "./api.js";
+import {html} from "./html.js";
+import {useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
+import {useAnswer, useRows, useVersion} from "./api.js";
 import {colour} from "./charts.js";
 import {counted, duration, figure, percent} from "./format.js";
 import {Problems, Tabs, Waiting} from "./parts.js";
-import {barsOf, lanesInTime, link, phasesOf} from "./sequence.js";
+import {barsOf, lanesInTime, link, phasesOf, stretchesOf} from "./sequence.js";
 
 const LANE = 16, BAR = 11; // pixels
-const RUN_LANE = 46;
-const LANES = ["engine", "environments", "learner"];
+const RUN_LANE = 46, FULL = RUN_LANE - 8;
+const LANES = ["engine", "environments", "learner", "evaluations"];
+const PARTS = 600; // of the time in sight, in which calls are counted
 const KINDS = [["sampling", "in the engine"], ["playing", "in environments and agents"], ["update", "the learner's updates"],
   ["publish", "publishing weights"], ["checkpoint", "checkpoints"], ["evaluation", "evaluations"]];
 const WIDTH = 1000; // of the drawing, in its own units
@@ -91,14 +93,33 @@ function CallsOfUpdate({run, update}) {
 }
 
 /**
+ * Draws how many calls of training there were at once, and how many attempts between their calls.
+ * @param {{data: any, spans: any[], x: (time: number) => number}} props
+ */
+function Activity({data, spans, x}) {
+  const area = (/** @type {number} */ lane, /** @type {number[][]} */ values, /** @type {number[][] | null} */ below) => values.map((own, n) => {
+    const {start, end} = spans[n], bottom = (lane + 1) * RUN_LANE - 4;
+    const at = (/** @type {number} */ part) => x(start + (end - start) * part / own.length).toFixed(2);
+    const top = (/** @type {number} */ count) => (bottom - FULL * Math.min(1, count / data.most)).toFixed(2);
+    const line = (/** @type {(part: number) => number} */ count) => own.map((_, part) => `${at(part)},${top(count(part))} ${at(part + 1)},${top(count(part))}`);
+    const base = (/** @type {number} */ part) => below ? below[n][part] : 0;
+    return `M${line((part) => base(part) + own[part]).join(" ")} ${line(base).reverse().map((pair) => pair.split(" ").reverse().join(" ")).join(" ")}Z`;
+  }).join("");
+  return html`<g class="activity"><path class="phase-sampling" d=${area(0, data.sampling, null)} /><path class="phase-waiting" d=${area(0, data.waiting, data.sampling)} />
+    <path class="phase-playing" d=${area(1, data.outside, null)} /></g>`;
+}
+
+/**
  * Draws a run's seconds: drag to zoom, double-click to go back, click a phase for its update.
  * @param {{run: string, query: URLSearchParams}} props
  */
 export function TimelinePage({run, query}) {
   const {rows, error} = useRows(run);
   const {rows: intervals} = useRows(run, "intervals");
+  const {data: detail} = useAnswer(`runs/${encodeURIComponent(run)}`, useVersion(run));
   const chosen = query.get("update");
-  const phases = useMemo(() => {
+  const stretches = useMemo(() => stretchesOf(intervals), [intervals]);
+  const all = useMemo(() => {
     const shares = new Map(rows.filter((row) => row.kind === "update").map((row) => [row.update, row.engine_share]));
     return phasesOf(rows, intervals).flatMap((p) => barsOf(p.phase, shares.get(p.update)).map((bar) => ({...p, ...bar})))
       .map((p, at) => ({...p, at}));
@@ -107,16 +128,24 @@ export function TimelinePage({run, query}) {
   const [drag, setDrag] = useState(/** @type {[number, number] | null} */ (null));
   const [over, setOver] = useState(/** @type {any} */ (null));
   const place = useRef(/** @type {any} */ (null));
-  const end = phases.reduce((last, phase) => Math.max(last, phase.end), 0);
+  const end = all.reduce((last, phase) => Math.max(last, phase.end), 0);
   const [from, to] = zoom || [0, end];
+  const spans = stretches.map(({began, ended, start}) => ({start: Math.max(from, start), end: Math.min(to, start + ended - began), clock: began - start}))
+    .filter((span) => span.start < span.end).slice(0, 100);
+  const asked = spans.map((span) => `span=${span.clock + span.start},${span.clock + span.end},${Math.max(1, Math.round(PARTS * (span.end - span.start) / (to - from)))}`);
+  const {data: activity} = useAnswer(asked.length ? `runs/${encodeURIComponent(run)}/activity?${asked.join("&")}` : null, useVersion(run, 20));
+  const counts = activity?.is_recorded;
+  const phases = counts ? all.filter((p) => p.phase !== "rollout") : all;
+  const lanes = LANES.filter((lane, n) => phases.some((p) => p.lane === lane) || counts && n < 2);
   const x = (/** @type {number} */ time) => WIDTH * (time - from) / (to - from);
   const timeAt = (/** @type {MouseEvent} */ event) => {
     const box = place.current.getBoundingClientRect();
     return from + (to - from) * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
   };
-  const phaseAt = (/** @type {MouseEvent} */ event) => phases[Number(/** @type {SVGElement} */ (event.target).dataset.phase)] || null;
+  const phaseAt = (/** @type {MouseEvent} */ event) => all[Number(/** @type {SVGElement} */ (event.target).dataset.phase)] || null;
   const lift = (/** @type {MouseEvent} */ event) => {
-    const clicked = phaseAt(event);
+    const time = timeAt(event);
+    const clicked = phaseAt(event) || phases.find((p) => p.phase === "update" && p.end >= time);
     if (drag && Math.abs(x(drag[1]) - x(drag[0])) > 8) setZoom([Math.min(...drag), Math.max(...drag)]);
     else if (clicked) location.hash = link(["run", run, "timeline"], {update: clicked.update});
     setDrag(null);
@@ -124,25 +153,29 @@ export function TimelinePage({run, query}) {
   const seen = phases.filter((phase) => phase.end > from && phase.start < to);
   const total = (/** @type {string} */ kind) => seen.filter((p) => p.kind === kind)
     .reduce((sum, p) => sum + p.share * (Math.min(p.end, to) - Math.max(p.start, from)), 0);
-  return html`<${Tabs} run=${run} here="timeline" /><${Problems} error=${error} />
-    ${phases.length === 0 ? html`<p class="empty">No update yet; the timeline comes with the first one.</p>` : html`
+  return html`<div class="bar-row run-bar"><${Tabs} run=${run} here="timeline" /></div><${Problems} error=${error} />
+    ${phases.length === 0 ? html`<p class="empty">${detail?.no_update}</p>` : html`
     <h2>Engine, environments and learner</h2>
-    <p class="faint lead">${duration(from)} to ${duration(to)} of the run, without pauses between its processes. While the run waits for a
-      batch, the height of a bar is the share of an attempt's seconds that it spent in the engine, or outside of it.</p>
-    <div class="run-time"><div class="names">${LANES.map((name) => html`<span>${name}</span>`)}</div>
-      <svg ref=${place} viewBox=${`0 0 ${WIDTH} ${LANES.length * RUN_LANE}`} preserveAspectRatio="none" style=${{height: `${LANES.length * RUN_LANE}px`}}
+    <p class="faint lead">${duration(from)} to ${duration(to)} of the run, without pauses between its processes. ${counts
+      ? `The engine's height is how many calls of training are sampled at once, the environments' how many attempts are between two calls; full is ${activity.most}.`
+      : "When calls began is not recorded: while the run waits for a batch, the height of a bar is the share of an attempt's seconds in the engine, or outside of it."}</p>
+    <${Problems} problems=${activity?.problems || []} />
+    <div class="run-time"><div class="names">${lanes.map((name) => html`<span>${name}</span>`)}</div>
+      <svg ref=${place} viewBox=${`0 0 ${WIDTH} ${lanes.length * RUN_LANE}`} preserveAspectRatio="none" style=${{height: `${lanes.length * RUN_LANE}px`}}
         role="img" aria-label="timeline" onMouseDown=${(/** @type {MouseEvent} */ e) => setDrag([timeAt(e), timeAt(e)])}
         onMouseMove=${(/** @type {MouseEvent} */ e) => { setOver(phaseAt(e)); if (drag) setDrag([drag[0], timeAt(e)]); }} onMouseUp=${lift}
         onMouseLeave=${() => { setDrag(null); setOver(null); }} onDblClick=${() => setZoom(null)}>
+        ${counts && html`<${Activity} data=${activity} spans=${spans} x=${x} />`}
         ${seen.filter((p) => x(p.end) - x(p.start) > 0.2).map((p) => {
-          const full = RUN_LANE - 8, bottom = LANES.indexOf(p.lane) * RUN_LANE + RUN_LANE - 4;
-          return html`<rect class=${`phase-${p.kind}`} x=${x(p.start)} width=${Math.max(x(p.end) - x(p.start) - 0.3, 0.4)} y=${bottom - full * p.share} height=${full * p.share}
+          const bottom = lanes.indexOf(p.lane) * RUN_LANE + RUN_LANE - 4;
+          return html`<rect class=${`phase-${p.kind}`} x=${x(p.start)} width=${Math.max(x(p.end) - x(p.start) - 0.3, 0.4)} y=${bottom - FULL * p.share} height=${FULL * p.share}
             data-phase=${p.at} />`;
         })}
-        ${drag && html`<rect class="drag" x=${x(Math.min(...drag))} width=${Math.abs(x(drag[1]) - x(drag[0]))} y="0" height=${LANES.length * RUN_LANE} />`}
+        ${drag && html`<rect class="drag" x=${x(Math.min(...drag))} width=${Math.abs(x(drag[1]) - x(drag[0]))} y="0" height=${lanes.length * RUN_LANE} />`}
       </svg></div>
     <p class="tree-note">${over ? html`update ${over.update}: <b>${over.kind}</b>, ${duration(over.end - over.start)} from ${duration(over.start)}${over.share < 1 ? `, ${percent(over.share)}` : ""}`
-      : html`${KINDS.filter(([kind]) => phases.some((p) => p.kind === kind)).map(([kind, label]) => html`
+      : html`${counts && html`<span class="key"><i class="phase-sampling"></i>the engine samples: ${percent(activity.busy)} of the time</span> <span class="key"><i class="phase-waiting"></i>calls wait for it</span>
+        <span class="key"><i class="phase-playing"></i>between two calls</span> `}${KINDS.filter(([kind]) => phases.some((p) => p.kind === kind)).map(([kind, label]) => html`
         <span class="key"><i class=${`phase-${kind}`}></i>${label}: ${percent(total(kind) / (to - from))} of the time</span> `)}`}
       ${zoom && html`<button class="quiet" onClick=${() => setZoom(null)}>all of it</button>`}</p>`}
     ${chosen ? html`<${CallsOfUpdate} key=${chosen} run=${run} update=${Number(chosen)} />`

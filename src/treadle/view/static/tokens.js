@@ -1,10 +1,12 @@
 // Tokens as text. All of it is in the page, so that scrolling never waits and the browser's own search finds it; single
 // tokens, with their colours, are made of what is in sight only.
-import {html, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {h, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
 import {figure, tokenColour} from "./format.js";
 import {chunked, messagesOf, pathTo, unitsOf} from "./sequence.js";
 
 const CHUNK = 160; // units that are made or left together
+const HEADER = 52; // pixels of the window that the header covers
 const NEAR = "1200px"; // beyond the window's edge
 
 /**
@@ -22,7 +24,7 @@ function Chunk({units, shown}) {
     return () => observer.disconnect();
   }, []);
   const text = useMemo(() => units.map((unit) => unit.text).join(""), [units]);
-  return html`<span class="chunk" ref=${place}>${near ? units.map((unit) => html`<${Token} unit=${unit} shown=${shown} />`) : text}</span>`;
+  return html`<span class="chunk" ref=${place}>${near ? units.map((unit) => h(Token, {unit, shown})) : text}</span>`;
 }
 
 /** @param {{unit: any, shown: Shown}} props */
@@ -33,7 +35,7 @@ function Token({unit, shown}) {
   const value = sampled && column ? values[column.name]?.[unit.at - start] : null;
   const masked = sampled && values.mask && !values.mask[unit.at - start];
   const style = value === null || value === undefined ? null : {backgroundColor: tokenColour(column.scale, value, range)};
-  return html`<span class=${`t${sampled ? " s" : ""}${masked ? " masked" : ""}${pinned === unit.at ? " pinned" : ""}`} data-at=${unit.at} style=${style}>${unit.text}</span>`;
+  return h("span", {class: `t${sampled ? " s" : ""}${masked ? " masked" : ""}${pinned === unit.at ? " pinned" : ""}`, "data-at": unit.at, style}, unit.text);  // escaped by the server
 }
 
 /** @param {{from: number, to: number, shown: Shown}} props */
@@ -49,7 +51,8 @@ export function Text({from, to, shown}) {
 /** @param {{message: any, shown: Shown}} props */
 function MessageBlock({message, shown}) {
   const sampled = message.end > shown.start;
-  return html`<div class=${`message ${sampled ? "reply" : ""} role-${message.role.replace(/\W/g, "") || "none"}`}>
+  const bare = message.parts.every((/** @type {any} */ part) => part.kind === "template") ? "bare" : "";
+  return html`<div class=${`message ${bare} ${sampled ? "reply" : ""} role-${message.role.replace(/\W/g, "") || "none"}`}>
     <div class="role">${message.role || "text"}</div>
     <div class="body">${message.parts.map((/** @type {any} */ part) => {
       const text = html`<${Text} from=${part.start} to=${part.end} shown=${shown} key=${part.start} />`;
@@ -60,11 +63,17 @@ function MessageBlock({message, shown}) {
     })}</div></div>`;
 }
 
+/** Says whether a message is but the line end behind a shared one. @param {any} message @param {Shown} shown */
+function isBlank(message, {view, path}) {
+  return message.parts.every((/** @type {any} */ part) => part.kind === "template")
+    && unitsOf(view.segments, path, view.texts, message.start, message.end).every((unit) => unit.text.trim() === "");
+}
+
 /** @param {{from: number, shown: Shown}} props */
 export function Conversation({from, shown}) {
   const step = shown.view.steps[shown.step];
   const end = step.prompt_tokens + step.completion_tokens;
-  const messages = useMemo(() => messagesOf(step.spans, from, end), [step, from]);
+  const messages = useMemo(() => messagesOf(step.spans, from, end).filter((message, n) => n > 0 || from === 0 || !isBlank(message, shown)), [step, from]);
   const at = (/** @type {Event} */ event) => {
     const found = /** @type {HTMLElement} */ (event.target).closest?.("[data-at]");
     return found ? Number(/** @type {HTMLElement} */ (found).dataset.at) : null;
@@ -88,9 +97,9 @@ export function Tip({view}) {
       const token = /** @type {HTMLElement} */ (event.target).closest?.("[data-at]");
       const step = token?.closest("[data-step]");
       if (!token || !step) return setTip(null);
-      const box = token.getClientRects()[0];
+      const {left, top, bottom} = token.getClientRects()[0];
       setTip({at: Number(/** @type {HTMLElement} */ (token).dataset.at), step: Number(/** @type {HTMLElement} */ (step).dataset.step),
-        text: token.textContent, left: Math.min(box.left, innerWidth - 270), top: box.bottom + 230 > innerHeight ? null : box.bottom + 6, bottom: innerHeight - box.top + 6});
+        left, top, bottom});
     };
     const hide = () => setTip(null);
     document.addEventListener("mouseover", move);
@@ -98,7 +107,15 @@ export function Tip({view}) {
     return () => { document.removeEventListener("mouseover", move); removeEventListener("scroll", hide); };
   }, []);
   if (!tip || !view.steps[tip.step]) return null;
-  return html`<div class="tip card" style=${{left: `${tip.left}px`, top: tip.top === null ? "auto" : `${tip.top}px`, bottom: tip.top === null ? `${tip.bottom}px` : "auto"}}>
+  /** Below the token, or above it, or where it fits. @param {HTMLElement | null} card */
+  const place = (card) => {
+    if (!card) return;
+    const {offsetHeight: height, offsetWidth: width} = card, below = tip.bottom + 6, above = tip.top - height - 6;
+    const fits = below + height <= innerHeight - 6 ? below : above >= HEADER ? above : Math.max(HEADER, innerHeight - height - 6);
+    card.style.top = `${fits}px`;
+    card.style.left = `${Math.max(6, Math.min(tip.left, innerWidth - width - 24))}px`;
+  };
+  return html`<div class="tip card" ref=${place}>
     <${TokenFacts} view=${view} step=${tip.step} at=${tip.at} /></div>`;
 }
 

@@ -1,8 +1,9 @@
 // One trajectory: what the model saw and wrote, step by step, token by token, and what became of it.
-import {html, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
 import {embedded, get, useAnswer, useVersion} from "./api.js";
-import {counted, duration, figure, rangeOf, signed} from "./format.js";
-import {AttemptCells, Facts, Problems, Waiting, useSelection} from "./parts.js";
+import {counted, duration, figure, rangeOf, scaleOf, signed} from "./format.js";
+import {AttemptCells, Facts, Problems, Waiting, kept, useChoice, useSelection} from "./parts.js";
 import {breaksOf, link, pathTo} from "./sequence.js";
 import {Calls} from "./timeline.js";
 import {Conversation, Tip, TokenFacts} from "./tokens.js";
@@ -73,8 +74,9 @@ function Pinned({run, view, pin, onClose}) {
 export function TrajectoryPage({run, id, query}) {
   const {data: view, error} = useAnswer(`runs/${encodeURIComponent(run)}/trajectories/${encodeURIComponent(id)}`, useVersion(run, 10));
   const [colour, setColour] = useState(query.get("colour") || "");
+  const [shows, setShows] = useChoice("show");
   const pin = query.has("token") ? {step: Number(query.get("step")), token: Number(query.get("token"))} : null;
-  const go = (/** @type {any} */ to) => history.replaceState(null, "", link(["run", run, "trajectory", id], {colour: colour || null, ...to}));
+  const go = (/** @type {any} */ to) => history.replaceState(null, "", link(["run", run, "trajectory", id], {...kept(), colour: colour || null, ...to}));
   const reread = () => dispatchEvent(new HashChangeEvent("hashchange"));
   const show = (/** @type {number} */ step) => document.getElementById(`step-${step}`)?.scrollIntoView({behavior: "smooth", block: "start"});
   const [selected, select] = useSelection(view?.steps.length || 0, () => {});
@@ -102,8 +104,8 @@ export function TrajectoryPage({run, id, query}) {
     <div class="head"><h1>${attempt.trajectory_id}</h1>
       <span class=${`verdict ${attempt.reward === null ? "bad" : ""}`}>${attempt.reward === null ? "no reward" : `reward ${figure(attempt.reward)}`}, ${attempt.status}</span>
       <span class="grow"></span>
-      ${!embedded && html`<a rel="prev" class=${`button ${view.previous ? "" : "off"}`} href=${view.previous && link(["run", run, "trajectory", view.previous])} title="previous (p)">←</a>
-      <a rel="next" class=${`button ${view.next ? "" : "off"}`} href=${view.next && link(["run", run, "trajectory", view.next])} title="next (n)">→</a>
+      ${!embedded && html`<a rel="prev" class=${`button ${view.previous ? "" : "off"}`} href=${view.previous && link(["run", run, "trajectory", view.previous], kept())} title="previous (p)">←</a>
+      <a rel="next" class=${`button ${view.next ? "" : "off"}`} href=${view.next && link(["run", run, "trajectory", view.next], kept())} title="next (n)">→</a>
       <a class="button" href=${`export/${encodeURIComponent(run)}/trajectory/${encodeURIComponent(id)}`} title="one HTML file that opens without a server">export</a>`}
     </div>
     <p class="lead">${view.group.question}</p>
@@ -116,7 +118,7 @@ export function TrajectoryPage({run, id, query}) {
           ["task", embedded ? view.group.task_id : html`<a href=${link(["run", run, "task", view.group.task_id], {split: view.split})}>${view.group.task_id}</a>`],
           ["split", view.split === "train" ? "training" : "held-out"],
           ["played by", view.group.played_by || "the recipe's"],
-          ["update", view.group.update ?? "in no checkpoint yet"],
+          ["update", view.group.update ?? view.group.when],
           ["advantage", signed(attempt.advantage), "what its trained tokens are weighed with"],
           ...(attempt.trained_reward !== null && attempt.trained_reward !== attempt.reward ? [["in training", figure(attempt.trained_reward)]] : []),
           ...Object.entries(attempt.components).filter(([name]) => name !== "reward").map(([name, value]) => [name, figure(/** @type {any} */ (value))]),
@@ -131,10 +133,13 @@ export function TrajectoryPage({run, id, query}) {
           <button class=${`inline ${s.step === selected ? "on" : ""}`} onClick=${() => onStep(s.step)}><span class=${`dot ${s.fate.state}`} title=${s.fate.text}></span>step ${s.step} <span class="faint">${s.relation.kind === "extends" || s.step === 0 && s.relation.kind === "opens" ? "" : s.relation.kind} ${s.fate.reason || s.fate.state}</span></button></li>`)}</ol>`}
         ${valid && html`<${Pinned} run=${run} view=${view} pin=${valid} onClose=${() => { go({}); reread(); }} />`}
       </aside>
-      <div class="tokens">
-        ${view.columns.length > 0 && html`<div class="bar-row colours"><span class="faint">colour by</span>
+      <div class=${`tokens ${shows === "text" ? "plain-text" : ""}`}>
+        ${view.columns.length > 0 && html`<div class="bar-row colours"><span class="presets" role="group" aria-label="what is shown">
+          ${[["", "all tokens", "as the model read and wrote them"], ["text", "text", "without the template's own tokens"]].map(([name, label, help]) => html`<button class="chip ${shows === name ? "on" : ""}"
+            title=${help} aria-pressed=${shows === name} onClick=${() => setShows(name)}>${label}</button>`)}</span><span class="faint">colour by</span>
           ${[{name: "", label: "nothing", help: ""}, ...recorded].map((/** @type {any} */ c) => html`<button class="chip ${c.name === colour ? "on" : ""}" title=${c.help}
-            aria-pressed=${c.name === colour} onClick=${() => { setColour(c.name); go({...valid, colour: c.name || null}); }}>${c.label}</button>`)}
+            aria-pressed=${c.name === colour} onClick=${() => { go({...valid, colour: c.name || null}); setColour(c.name); }}>${c.label}</button>`)}
+          ${column && html`<span class="scale" aria-label="colour scale">${scaleOf(column.scale, range).map(({label, colour: shade}) => html`<i style=${{background: shade}}></i><span>${label}</span>`)}</span>`}
           ${traced.length > 0 && html`<span class="faint missing">by the learner in update ${[...new Set(traced)].join(", ")}</span>`}
           ${missing.length > 0 && html`<span class="faint missing">not recorded here: ${missing.map((/** @type {any} */ c) => c.label).join(", ")}</span>`}</div>`}
         ${view.steps.map((/** @type {any} */ s) => html`<${Step} key=${s.step} run=${run} view=${view} number=${s.step} column=${column} range=${range}

@@ -1,5 +1,6 @@
 // The exact prefix tree: each shared prefix once, tokens from left to right, a lane for each branch.
-import {html, useState} from "./vendor/preact.js";
+import {html} from "./html.js";
+import {useState} from "./vendor/preact.js";
 import {counted, figure} from "./format.js";
 import {lanesOf} from "./sequence.js";
 

@@ -1,0 +1,63 @@
+"""What a run does now, or how it ended, as its status.json says."""
+
+import json
+import shutil
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.view.conftest import asking
+from treadle.core.status import ProcessId
+from treadle.orchestration.reporting.live_status import RunStatus
+from treadle.view.live import now_of
+
+STATUS = RunStatus(
+    ProcessId.own(), written=1000.0, update=4, updates=10, phase="rollout", done=12, total=64, since=992.0
+)
+WARMING = replace(STATUS, done=5, total=20, phase="warm start")
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "doing", "left"),
+    [
+        (STATUS, "in progress", "rollout 12 of 64 for 9 s", "about 4 min left"),
+        (WARMING, "in progress", "warm start 5 of 20 for 9 s", "about 24 s left of it"),
+        (replace(STATUS, total=0), "in progress", "rollout for 9 s", "about 4 min left"),
+        (replace(STATUS, written=900.0), "in progress", "no word for 2 min, last in its phase rollout", ""),
+        (replace(STATUS, error="RunError: disk full"), "stopped", "RunError: disk full", ""),
+        (STATUS, "stopped", "in its phase rollout", ""),
+    ],
+)  # fmt: skip
+def test_it_is_said_in_words(status: RunStatus, state: str, doing: str, left: str) -> None:
+    now = now_of(status, state, pace=40.0, moment=1001.0)
+    assert now.doing.endswith(doing) and now.left == left
+
+
+def test_the_pages_are_told_what_a_run_does(recorded: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+    get = asking(run)
+    assert get("changes")["runs"]["run"]["now"] == {"state": "stopped", "doing": "", "left": "", "message": ""}
+    status = replace(STATUS, error="KeyboardInterrupt", written=time.time())
+    (run / "status.json").write_text(json.dumps(asdict(status)))
+    assert get("changes")["runs"]["run"]["now"]["doing"].endswith(": KeyboardInterrupt")
+    (run / "status.json").write_text('{"of another version": 1}')
+    assert get("changes")["runs"]["run"]["now"]["doing"] == ""
+
+
+def test_a_run_without_updates_says_why(recorded: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+    assert asking(run)("runs/run")["no_update"] == ""
+    (run / "metrics.jsonl").write_bytes(b"rubbish\n")
+    assert "1 are damaged" in asking(run)("runs/run")["no_update"]
+    (run / "metrics.jsonl").unlink()
+    assert "there is a checkpoint of update 1" in asking(run)("runs/run")["no_update"]
+    (run / "ledger.sqlite").write_bytes(b"rubbish" * 1000)
+    detail = asking(run)("runs/run")
+    assert detail["no_update"] == "The run was stopped before its first update."
+    (run / "ledger.sqlite").unlink()
+    [problem] = asking(run)("runs/run")["problems"]
+    assert problem == "nothing was recorded before the run was stopped: the run has no ledger"
+    (run / "checkpoints" / "step-000001").mkdir()
+    assert "has no ledger any more; restore it" in asking(run)("runs/run")["problems"][0]
