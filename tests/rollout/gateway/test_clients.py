@@ -191,7 +191,7 @@ async def test_litellm_with_tools(provider: str, stream: bool, monkeypatch: pyte
             conversation.append({key: message[key] for key in ("role", "content", "tool_calls") if key in message})
             for call in calls:
                 conversation.append({"role": "tool", "tool_call_id": call["id"], "content": "the page of Anna"})
-        await litellm.close_litellm_async_clients()  # type: ignore[attr-defined, no-untyped-call]
+        await litellm.close_litellm_async_clients()
         check(server.steps(), told)
 
 
