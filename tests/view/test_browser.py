@@ -293,6 +293,7 @@ def test_the_table_is_the_ledgers(viewer: Viewer, recorded: Path) -> None:
     assert "next and previous" in viewer.text(".help")
 
 
+@slow
 def test_filters_colours_and_places_stay(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded/groups", ".lines .line .id")
     page.evaluate("document.querySelector('.lines').scrollTop = 40")

@@ -50,7 +50,7 @@ def test_a_run_without_updates_says_why(recorded: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(recorded, tmp_path / "run"))
     assert asking(run)("runs/run")["no_update"] == ""
     (run / "metrics.jsonl").write_bytes(b"rubbish\n")
-    assert "1 are damaged" in asking(run)("runs/run")["no_update"]
+    assert "damaged lines: 1" in asking(run)("runs/run")["no_update"]
     (run / "metrics.jsonl").unlink()
     assert "there is a checkpoint of update 1" in asking(run)("runs/run")["no_update"]
     (run / "ledger.sqlite").write_bytes(b"rubbish" * 1000)

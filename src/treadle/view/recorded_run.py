@@ -275,7 +275,7 @@ class RecordedRun:
         if self.rows("update"):
             return ""
         if lines := self.metrics()[1].unreadable:
-            return f"No line of metrics.jsonl that names an update can be read; {len(lines)} are damaged."
+            return f"No line of metrics.jsonl that names an update can be read; damaged lines: {len(lines)}."
         with suppress(RunError):  # the problems say so
             done = self.ledger.query("SELECT max(update_number) AS done FROM checkpoints")[0]["done"]
             if done:
