@@ -93,7 +93,7 @@ class LoopState:
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """What a checkpoint makes final of groups that were trained together.
+    """Holds what a checkpoint makes final of groups that were trained together.
 
     dropped_steps: those of their steps that were not trained. traces: the file with their traces, if any is traced.
     """
