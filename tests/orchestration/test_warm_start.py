@@ -11,6 +11,7 @@ import pytest
 from tests.orchestration.runs import check_finished, resume, start
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError, DataError, RunError, TrainingStopped
+from treadle.orchestration.reporting.live_status import LiveStatus
 from treadle.orchestration.setup.chat_interface import load_chat_interface, use_threads
 from treadle.orchestration.setup.warm_start import run_warm_start
 from treadle.training.make import make_trainer
@@ -48,6 +49,13 @@ def test_the_second_run_reads_the_first_ones_warm_start(tmp_path: Path, cache: P
     cold = start(tmp_path / "cold", *WARM[-2:])
     assert cold["warm_start"] is None
     assert cold["weights_sha256"] != first["weights_sha256"]
+
+
+def test_the_status_of_a_run_says_how_far_its_warm_start_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(LiveStatus, "phase", lambda _, *phase: phases.append(phase))
+    start(tmp_path / "run", *WARM)
+    assert phases[:7] == [("warm start", step, 6) for step in range(7)] and phases[7][0] == "rollout"
 
 
 @pytest.mark.quick(2)

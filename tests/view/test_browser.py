@@ -97,6 +97,8 @@ def test_the_overlay_shows_each_temperature_by_itself(viewer: Viewer) -> None:
     page.wait_for_selector("text=Held-out success, T = 1")
     titles = page.locator(".chart figcaption b").all_inner_texts()
     assert sum(title.startswith("Held-out success") for title in titles) == 1  # all of these evaluations are sampled
+    page.locator("input[type=range]").fill("5")
+    viewer.until("location.hash.endsWith('?run=recorded&run=twin&smooth=5')")
 
 
 def test_a_double_click_on_a_chart_leads_nowhere(viewer: Viewer) -> None:
@@ -198,6 +200,10 @@ def test_the_templates_tokens_can_be_hidden(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded/trajectory/g000001.0", ".t.s")
     assert "<|im_end|>" in viewer.text("#step-0")
     page.click(".chip:has-text('text')")
+    viewer.until("!document.querySelector('#step-0').innerText.includes('<|im_')")
+    page.evaluate("location.hash = '#/run/recorded/trajectory/g000001.0'")  # as a link or the address bar would
+    viewer.until("document.querySelector('#step-0').innerText.includes('<|im_')")
+    page.go_back()
     viewer.until("!document.querySelector('#step-0').innerText.includes('<|im_')")
     assert page.locator("#step-0 .message .body").all_inner_texts() == ["Search, then answer.", "What boss?", " page"]
 

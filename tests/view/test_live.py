@@ -25,9 +25,9 @@ WARMING = replace(STATUS, done=5, total=20, phase="warm start")
         (STATUS, "in progress", "rollout 12 of 64 for 9 s", "about 4 min left"),
         (WARMING, "in progress", "warm start 5 of 20 for 9 s", "about 24 s left of it"),
         (replace(STATUS, total=0), "in progress", "rollout for 9 s", "about 4 min left"),
-        (replace(STATUS, written=900.0), "in progress", "no word for 2 min, last in its phase rollout", ""),
+        (replace(STATUS, written=900.0), "in progress", "no status for 2 min, the last one during rollout", ""),
         (replace(STATUS, error="RunError: disk full"), "stopped", "RunError: disk full", ""),
-        (STATUS, "stopped", "in its phase rollout", ""),
+        (STATUS, "stopped", "during rollout", ""),
     ],
 )  # fmt: skip
 def test_it_is_said_in_words(status: RunStatus, state: str, doing: str, left: str) -> None:

@@ -320,6 +320,14 @@ def test_runs_are_compared(recorded: Path, tmp_path: Path) -> None:
     assert rows["training.optimizer.learning_rate"][1] == "0.5" and rows["seed"][2] == "9"
 
 
+def test_of_a_mapping_only_the_entries_that_differ_are_named(recorded: Path, tmp_path: Path) -> None:
+    other = record_run(tmp_path / "other", "model.build.hidden_size=64", "model.build.rms_norm_eps=0.01", updates=3)
+    found = asking(recorded, other)("compare", run=["recorded", "other"])
+    rows = {row["path"]: row["values"] for row in found["differences"]}
+    rows.pop("orchestration.updates")
+    assert rows == {"model.build.hidden_size": ["32", "64"], "model.build.rms_norm_eps": ["", "0.01"]}
+
+
 # Files: what is damaged, missing, growing or read only
 
 

@@ -76,7 +76,7 @@ def start_run(
                 progress.log(f"agents' calls with tools will be refused: {problem}")
 
             async def begin(cleanup: ExitStack) -> _Beginning:
-                report = await run_warm_start(trainer, chat.renderer, config, progress)
+                report = await run_warm_start(trainer, chat.renderer, config, progress, status.phase)
                 if report is not None:
                     progress.log(_warm_start_line(report))
                     run.write(_WARM_START, json.dumps(asdict(report)).encode())
@@ -86,7 +86,8 @@ def start_run(
                 start = StartingPoint(LoopState(began=began), clock=clock)
                 return _Beginning(ledger, start, None if report is None else asdict(report))
 
-            return _Session(config, inputs, run, chat, trainer, progress, parts).train(0, begin)
+            status = LiveStatus()
+            return _Session(config, inputs, run, chat, trainer, progress, parts, status).train(0, begin)
 
 
 def resume_run(

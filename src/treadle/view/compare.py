@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from treadle.core.config import as_override, describe
 from treadle.core.errors import TreadleError
@@ -28,9 +29,20 @@ def compare(runs: Sequence[RecordedRun]) -> Comparison:
     for group in group_runs(metrics for _, metrics in readable):
         keys = [key_of[id(metrics)] for metrics in group.runs]
         found.groups.append(RunGroup(label=group.label or group.runs[0].config.recipe, runs=keys))
-    leaves = {run.key: {f.path: as_override(f.value) for f in describe(metrics.config)} for run, metrics in readable}
-    for path in dict.fromkeys(path for own in leaves.values() for path in own):
-        values = [leaves.get(run.key, {}).get(path) for run in runs]
-        if len({values[i] for i, run in enumerate(runs) if run.key in leaves}) > 1:
-            found.differences.append(Difference(path=path, values=values))
+    settings = {run.key: {f.path: f.value for f in describe(metrics.config)} for run, metrics in readable}
+    for path in dict.fromkeys(path for own in settings.values() for path in own):
+        opened = {key: dict(_opened(path, own[path])) for key, own in settings.items() if path in own}
+        for name in dict.fromkeys(name for own in opened.values() for name in own):
+            values = [opened[run.key].get(name, "") if run.key in opened else None for run in runs]
+            if len({values[i] for i, run in enumerate(runs) if run.key in settings}) > 1:
+                found.differences.append(Difference(path=name, values=values))
     return found
+
+
+def _opened(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield a setting; of a mapping such as `model.build`, each of its entries."""
+    if isinstance(value, dict) and value:
+        for key, entry in value.items():
+            yield from _opened(f"{path}.{key}", entry)
+    else:
+        yield path, as_override(value)

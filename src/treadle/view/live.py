@@ -8,17 +8,17 @@ from treadle.orchestration.reporting.live_status import RunStatus
 from treadle.view.models import Now
 
 _WARM_START = "warm start"
-_STALE = 10.0  # seconds without a word after which that is said
+_STALE = 10.0  # seconds without a status after which the page says so
 
 
 def now_of(status: RunStatus, state: str, pace: float | None, moment: float) -> Now:
-    """Return it in words. pace: seconds of an update, if known. moment: in seconds since 1970."""
+    """Put a run's status in words. pace: seconds of an update, if known. moment: in seconds since 1970."""
     found = Now(state=state, message=status.message)
     if state != "in progress":
         found.doing = _ending(status, state)
         return found
     if moment - status.written > _STALE:
-        found.doing = f"no word for {_long(moment - status.written)}, last in its phase {status.phase}"
+        found.doing = f"no status for {_long(moment - status.written)}, the last one during {status.phase}"
         return found
     pieces = f" {status.done} of {status.total}" if status.total > 1 else ""
     found.doing = f"{status.phase}{pieces} for {_long(moment - status.since)}"
@@ -40,7 +40,7 @@ def _ending(status: RunStatus, state: str) -> str:
         return f"ended {ended}: {status.error}"
     if state == "finished" or not status.phase:
         return f"ended {ended}"
-    return f"last word {ended}, in its phase {status.phase}"
+    return f"last status {ended}, during {status.phase}"
 
 
 def _long(seconds: float) -> str:

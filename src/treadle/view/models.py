@@ -139,7 +139,10 @@ class Metrics(BaseModel):
 
 
 class Difference(BaseModel):
-    """Is a setting in which runs differ, with the value of each run; None where a run has no such setting."""
+    """A setting in which runs differ, with the value of each.
+
+    values: None if the run has no such setting; empty if the mapping has no such key: `model.build.head_dim`.
+    """
 
     path: str
     values: list[str | None]

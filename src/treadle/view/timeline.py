@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treadle.core.errors import TreadleError
+from treadle.core.files import WrittenFile
 from treadle.orchestration.store.rollout_store import read_call_times
 from treadle.view.models import Activity, Calls
 from treadle.view.recorded_run import RecordedRun
@@ -52,8 +54,8 @@ def activity(run: RecordedRun, spans: Sequence[tuple[float, float, int]]) -> Act
     spans: (start, end, parts) of each, in seconds since 1970.
     """
     found = Activity()
-    calls = run.kept("activity", run.ledger.signature(), lambda: _train_calls(run))
-    began, waited, seconds, attempts, found.problems = calls
+    calls, found.problems = run.kept("activity", run.ledger.signature(), lambda: _train_calls(run))
+    began, waited, seconds, attempts = calls
     logged = run.intervals()[1].rows
     first = min((row["started"] for row in logged), default=np.inf)
     last = max((row["started"] + row["seconds"] for row in logged), default=-np.inf)
@@ -76,25 +78,40 @@ def activity(run: RecordedRun, spans: Sequence[tuple[float, float, int]]) -> Act
     return found
 
 
-def _train_calls(run: RecordedRun) -> tuple[Floats, Floats, Floats, NDArray[np.int64], list[str]]:
-    """Return when each call of training began, how long it waited and took, the number of its attempt, and problems."""
+_Times = tuple[Floats, Floats, Floats, NDArray[np.int64]]
+_NO_TIMES: _Times = (np.empty(0), np.empty(0), np.empty(0), np.empty(0, np.int64))
+
+
+def _train_calls(run: RecordedRun) -> tuple[_Times, list[str]]:
+    """Return when each call of training began, how long it waited and took, and the number of its attempt; problems."""
     shards = run.ledger.query(
         "SELECT DISTINCT shard FROM trajectories JOIN groups USING (group_id) WHERE split = 'train'"
     )
-    calls: list[dict[str, Any]] = []
+    found, attempts = [_NO_TIMES], 0
     problems: list[str] = []
     for shard in (row["shard"] for row in shards):
         try:
             file = run.shard(shard)
-            calls += run.kept(f"calls {shard}", file, partial(read_call_times, run.directory.rollouts, file))
+            began, waited, seconds, numbers = run.kept(
+                f"calls {shard}", file, partial(_shard_times, run.directory.rollouts, file)
+            )
         except TreadleError as error:
             problems.append(str(error))
-    timed = [call for call in calls if call["started"] is not None]
+            continue
+        found.append((began, waited, seconds, numbers + attempts))
+        attempts += int(numbers.max(initial=-1)) + 1
+    began, waited, seconds, numbers = (np.concatenate(column) for column in zip(*found, strict=True))
+    return (began, waited, seconds, numbers), problems
+
+
+def _shard_times(directory: Path, shard: WrittenFile) -> _Times:
+    """Return the times of a shard's calls, without the rest of it: a run may have made millions."""
+    timed = [call for call in read_call_times(directory, shard) if call["started"] is not None]
     names = {name: number for number, name in enumerate(dict.fromkeys(call["trajectory_id"] for call in timed))}
     began, waited, seconds = (
         np.array([call[name] or 0.0 for call in timed], np.float64) for name in ("started", "waited", "seconds")
     )
-    return began, waited, seconds, np.array([names[call["trajectory_id"]] for call in timed], np.int64), problems
+    return began, waited, seconds, np.array([names[call["trajectory_id"]] for call in timed], np.int64)
 
 
 def _extents(began: Floats, ends: Floats, attempts: NDArray[np.int64]) -> tuple[Floats, Floats]:

@@ -9,6 +9,7 @@ import json
 import platform
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -70,9 +71,15 @@ def make_warm_model(config: RunConfig, directory: Path, progress: Progress) -> W
 
 
 async def run_warm_start(
-    trainer: Trainer, renderer: ChatRenderer, config: RunConfig, progress: Progress
+    trainer: Trainer,
+    renderer: ChatRenderer,
+    config: RunConfig,
+    progress: Progress,
+    phase: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> WarmStartReport | None:
     """Warm-start the trainer, from the cache if it is there; None if the run has no warm start.
+
+    phase: called with "warm start", the steps done, and their number.
 
     Raises TrainingStopped if it did not learn (nothing is cached then).
     """
@@ -84,14 +91,14 @@ async def run_warm_start(
         return replace(cached, cached=True, seconds=time.perf_counter() - started)
     section = config.warm_start
     demonstrations = load_demonstrations(section.demonstrations, section.options, config.seed)
+
+    def advance(step: int, loss: float) -> None:
+        progress.advance(step, f"loss {loss:.3f}")
+        phase("warm start", step, section.steps)
+
     progress.phase("warm start", section.steps)
-    result = await warm_start(
-        trainer,
-        renderer,
-        demonstrations,
-        section,
-        lambda step, loss: progress.advance(step, f"loss {loss:.3f}"),
-    )
+    phase("warm start", 0, section.steps)
+    result = await warm_start(trainer, renderer, demonstrations, section, advance)
     report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)
     try:
         await trainer.export(entry, {"report.json": json.dumps(asdict(report)).encode()})

@@ -3,7 +3,7 @@ import {html} from "./html.js";
 import {render, useEffect, useState} from "./vendor/preact.js";
 import {embedded, has, useServerProblem} from "./api.js";
 import {visible} from "./format.js";
-import {kept} from "./parts.js";
+import {address, kept} from "./parts.js";
 import {link, routeOf} from "./sequence.js";
 import {ComparePage} from "./compare.js";
 import {EvaluationsPage} from "./evaluations.js";
@@ -105,7 +105,7 @@ function usePlaces(hash) {
 }
 
 function App() {
-  const [hash, setHash] = useState(location.hash || (embedded ? `#/${embedded.route}` : ""));
+  const [hash, setHash] = useState(address);
   const [theme, nextTheme] = useTheme();
   const [help, setHelp] = useState(false);
   const problem = useServerProblem();

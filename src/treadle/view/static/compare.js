@@ -68,5 +68,5 @@ export function ComparePage({query}) {
 function Differences({runs, rows}) {
   return html`<div class="scroll"><table class="plain settings several"><thead><tr><th></th>${runs.map((key) => html`<th>${key}</th>`)}</tr></thead>
     <tbody>${rows.map((row) => html`<tr><td><${SettingName} path=${row.path} /></td>
-      ${row.values.map((/** @type {string | null} */ value) => html`<td title=${value}>${value === null ? html`<span class="faint">–</span>` : html`<code>${value}</code>`}</td>`)}</tr>`)}</tbody></table></div>`;
+      ${row.values.map((/** @type {string | null} */ value) => html`<td title=${value}>${!value ? html`<span class="faint">–</span>` : html`<code>${value}</code>`}</td>`)}</tr>`)}</tbody></table></div>`;
 }

@@ -1,8 +1,14 @@
 // Small parts that several pages share.
 import {html} from "./html.js";
 import {useEffect, useRef, useState} from "./vendor/preact.js";
+import {embedded} from "./api.js";
 import {figure, signed} from "./format.js";
 import {link, routeOf} from "./sequence.js";
+
+/** Returns the address of what is shown: in an exported file, at first, what it opens at. */
+export function address() {
+  return location.hash || (embedded ? `#/${embedded.route}` : "");
+}
 
 /**
  * Returns what links to groups and trajectories take along: the filter of the table that led here, and the colour of tokens, and
@@ -10,21 +16,28 @@ import {link, routeOf} from "./sequence.js";
  * @returns {{list: string, colour: string, show: string}}
  */
 export function kept() {
-  const {parts, query} = routeOf(location.hash);
+  const {parts, query} = routeOf(address());
   return {list: (parts[2] === "groups" ? query.toString() : query.get("list")) || "", colour: query.get("colour") || "", show: query.get("show") || ""};
 }
 
 /**
- * Keeps a choice in the page's address, so that it is there again when the page is.
+ * Keeps a choice in the page's address, so that it is there again when the page is, and follows the address.
  * @param {string} name @param {string} [usual] what stands for no choice
  * @returns {[string, (next: string) => void]}
  */
 export function useChoice(name, usual = "") {
-  const [value, setValue] = useState(() => routeOf(location.hash).query.get(name) ?? usual);
+  const read = () => routeOf(address()).query.get(name) ?? usual;
+  const [value, setValue] = useState(read);
+  useEffect(() => {
+    const follow = () => setValue(read());
+    addEventListener("hashchange", follow);
+    return () => removeEventListener("hashchange", follow);
+  }, [name]);
   return [value, (next) => {
-    const {parts, query} = routeOf(location.hash);
-    query.delete(name);
-    history.replaceState(null, "", `${link(parts, {...Object.fromEntries(query), [name]: next === usual ? "" : next})}`);
+    const {parts, query} = routeOf(address());
+    if (next === usual) query.delete(name);
+    else query.set(name, next);
+    history.replaceState(null, "", `${link(parts)}${query.size ? `?${query}` : ""}`);
     setValue(next);
   }];
 }
@@ -35,7 +48,7 @@ export function Problems({error, problems = []}) {
   return all.length ? html`<div class="problems" role="alert">${all.map((text) => html`<p>${text}</p>`)}</div>` : null;
 }
 
-/** Draws the name of a setting, which may break behind its dots only. @param {{path: string}} props */
+/** Draws the name of a setting; on a narrow page it may break after its dots. @param {{path: string}} props */
 export function SettingName({path}) {
   return html`<code class="setting">${path.split(".").map((part, n) => html`${n ? html`.<wbr />` : ""}${part}`)}</code>`;
 }

@@ -130,13 +130,19 @@ export function TimelinePage({run, query}) {
   const place = useRef(/** @type {any} */ (null));
   const end = all.reduce((last, phase) => Math.max(last, phase.end), 0);
   const [from, to] = zoom || [0, end];
-  const spans = stretches.map(({began, ended, start}) => ({start: Math.max(from, start), end: Math.min(to, start + ended - began), clock: began - start}))
-    .filter((span) => span.start < span.end).slice(0, 100);
-  const asked = spans.map((span) => `span=${span.clock + span.start},${span.clock + span.end},${Math.max(1, Math.round(PARTS * (span.end - span.start) / (to - from)))}`);
-  const {data: activity} = useAnswer(asked.length ? `runs/${encodeURIComponent(run)}/activity?${asked.join("&")}` : null, useVersion(run, 20));
-  const counts = activity?.is_recorded;
-  const phases = counts ? all.filter((p) => p.phase !== "rollout") : all;
-  const lanes = LANES.filter((lane, n) => phases.some((p) => p.lane === lane) || counts && n < 2);
+  const version = useVersion(run, 20);
+  const {asked, inSight} = useMemo(() => {  // not with each interval of a run that goes on
+    const inSight = stretches.map(({began, ended, start}) => ({start: Math.max(from, start), end: Math.min(to, start + ended - began), clock: began - start}))
+      .filter((span) => span.start < span.end).slice(0, 100);
+    return {inSight, asked: inSight.map((span) => `span=${span.clock + span.start},${span.clock + span.end},${Math.max(1, Math.round(PARTS * (span.end - span.start) / (to - from)))}`)};
+  }, [version, zoom, stretches.length === 0]);
+  const answer = useAnswer(asked.length ? `runs/${encodeURIComponent(run)}/activity?${asked.join("&")}` : null, version);
+  const latest = useRef({activity: /** @type {any} */ (null), spans: /** @type {any[]} */ ([])});
+  if (answer.data) latest.current = {activity: answer.data, spans: inSight};
+  const {activity, spans} = latest.current;
+  const counts = activity?.is_recorded, counting = asked.length > 0 && !activity && !answer.error;
+  const phases = counts || counting ? all.filter((p) => p.phase !== "rollout") : all;
+  const lanes = LANES.filter((lane, n) => phases.some((p) => p.lane === lane) || (counts || counting) && n < 2);
   const x = (/** @type {number} */ time) => WIDTH * (time - from) / (to - from);
   const timeAt = (/** @type {MouseEvent} */ event) => {
     const box = place.current.getBoundingClientRect();
@@ -158,8 +164,8 @@ export function TimelinePage({run, query}) {
     <h2>Engine, environments and learner</h2>
     <p class="faint lead">${duration(from)} to ${duration(to)} of the run, without pauses between its processes. ${counts
       ? `The engine's height is how many calls of training are sampled at once, the environments' how many attempts are between two calls; full is ${activity.most}.`
-      : "When calls began is not recorded: while the run waits for a batch, the height of a bar is the share of an attempt's seconds in the engine, or outside of it."}</p>
-    <${Problems} problems=${activity?.problems || []} />
+      : counting ? "Counting calls …" : "When calls began is not recorded: while the run waits for a batch, the height of a bar is the share of an attempt's seconds in the engine, or outside of it."}</p>
+    <${Problems} error=${answer.error} problems=${activity?.problems || []} />
     <div class="run-time"><div class="names">${lanes.map((name) => html`<span>${name}</span>`)}</div>
       <svg ref=${place} viewBox=${`0 0 ${WIDTH} ${lanes.length * RUN_LANE}`} preserveAspectRatio="none" style=${{height: `${lanes.length * RUN_LANE}px`}}
         role="img" aria-label="timeline" onMouseDown=${(/** @type {MouseEvent} */ e) => setDrag([timeAt(e), timeAt(e)])}

@@ -73,10 +73,10 @@ function Pinned({run, view, pin, onClose}) {
 /** @param {{run: string, id: string, query: URLSearchParams}} props */
 export function TrajectoryPage({run, id, query}) {
   const {data: view, error} = useAnswer(`runs/${encodeURIComponent(run)}/trajectories/${encodeURIComponent(id)}`, useVersion(run, 10));
-  const [colour, setColour] = useState(query.get("colour") || "");
+  const [colour, setColour] = useChoice("colour");
   const [shows, setShows] = useChoice("show");
   const pin = query.has("token") ? {step: Number(query.get("step")), token: Number(query.get("token"))} : null;
-  const go = (/** @type {any} */ to) => history.replaceState(null, "", link(["run", run, "trajectory", id], {...kept(), colour: colour || null, ...to}));
+  const go = (/** @type {any} */ to) => history.replaceState(null, "", link(["run", run, "trajectory", id], {...kept(), ...to}));
   const reread = () => dispatchEvent(new HashChangeEvent("hashchange"));
   const show = (/** @type {number} */ step) => document.getElementById(`step-${step}`)?.scrollIntoView({behavior: "smooth", block: "start"});
   const [selected, select] = useSelection(view?.steps.length || 0, () => {});
@@ -138,7 +138,7 @@ export function TrajectoryPage({run, id, query}) {
           ${[["", "all tokens", "as the model read and wrote them"], ["text", "text", "without the template's own tokens"]].map(([name, label, help]) => html`<button class="chip ${shows === name ? "on" : ""}"
             title=${help} aria-pressed=${shows === name} onClick=${() => setShows(name)}>${label}</button>`)}</span><span class="faint">colour by</span>
           ${[{name: "", label: "nothing", help: ""}, ...recorded].map((/** @type {any} */ c) => html`<button class="chip ${c.name === colour ? "on" : ""}" title=${c.help}
-            aria-pressed=${c.name === colour} onClick=${() => { go({...valid, colour: c.name || null}); setColour(c.name); }}>${c.label}</button>`)}
+            aria-pressed=${c.name === colour} onClick=${() => setColour(c.name)}>${c.label}</button>`)}
           ${column && html`<span class="scale" aria-label="colour scale">${scaleOf(column.scale, range).map(({label, colour: shade}) => html`<i style=${{background: shade}}></i><span>${label}</span>`)}</span>`}
           ${traced.length > 0 && html`<span class="faint missing">by the learner in update ${[...new Set(traced)].join(", ")}</span>`}
           ${missing.length > 0 && html`<span class="faint missing">not recorded here: ${missing.map((/** @type {any} */ c) => c.label).join(", ")}</span>`}</div>`}
