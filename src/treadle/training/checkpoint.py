@@ -46,7 +46,7 @@ _OF_TOKENIZER = re.compile(
     r"tokenizer(_config)?\..*|(special_tokens_map|added_tokens)\.json|vocab\.(json|txt)|merges\.txt|spiece\.model|"
     r"chat_template\..*|additional_chat_templates/.*\.jinja"
 )
-_WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?$|^\.")
+_WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|ot|ckpt|nemo|npz|tflite)(\.index\.json)?$|^\.")
 _PARTS = ("optimizer", "value_head", "reference")  # of a checkpoint, beside the model
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
