@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -182,21 +183,26 @@ def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.xdist_group("extras")
 @pytest.mark.parametrize("extra", sorted({*EXTRAS.values(), *FOR_TRACKERS}))
 def test_an_extra_alone_brings_what_its_rooms_import(extra: str, torch_alone: Path, tmp_path: Path) -> None:
-    """In an empty environment: each module of its rooms, and whatever these import later."""
+    """In an empty environment: each module of its rooms, and whatever these import later.
+
+    All environments have one place, so that what is compiled for one is there for the next.
+    """
+    place = torch_alone.parent / "venv"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {FOR_TRACKERS[extra]} if extra in FOR_TRACKERS else set[str]()
     for path, room, imports in modules():
         if room and EXTRAS[room] == extra:
             names |= {"treadle." + path.removesuffix(".py").removesuffix("/__init__").replace("/", "."), *imports}
     uv, wanted = str(Path(sys.executable).with_name("uv")), [f"{ROOT}[{extra}]"]
-    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(tmp_path / "venv")], check=True)
+    subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(place)], check=True)
     if "torch" in declared(project, extra):
-        [packages] = (tmp_path / "venv").glob("lib/*/site-packages")
+        [packages] = place.glob("lib/*/site-packages")
         (packages / "torch.pth").write_text(str(torch_alone))
         wanted += TORCH_NEEDS
     (tmp_path / "no_torch.txt").write_text("torch; sys_platform == 'never'")
-    python = tmp_path / "venv" / "bin" / "python"
+    python = place / "bin" / "python"
     install = [uv, "pip", "install", "--quiet", "--python", str(python), "--constraint", str(LOCK)]
     subprocess.run([*install, "--override", str(tmp_path / "no_torch.txt"), *wanted], check=True, capture_output=True)
-    done = subprocess.run([python, "-c", IMPORT, *sorted(names)], capture_output=True, text=True, check=False)
+    compiled = {**os.environ, "PYTHONPYCACHEPREFIX": str(torch_alone.parent / "compiled")}
+    done = subprocess.run([python, "-c", IMPORT, *sorted(names)], capture_output=True, text=True, env=compiled)
     assert done.returncode == 0, done.stderr

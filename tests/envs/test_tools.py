@@ -281,6 +281,7 @@ class Book(BaseModel):
         ({"at": date(2020, 1, 2)}, '{"at": "2020-01-02"}'),
         ((n for n in range(2)), "[0, 1]"),
         (np.int64(3), "3"),
+        ({"three", "one", "two"}, '["one", "three", "two"]'),
         ({"a": np.arange(2)}, '{"a": [0, 1]}'),
         (1j, '"1j"'),
         ("\udc80", "\\udc80"),

@@ -234,6 +234,8 @@ def _without_titles(schema: Any) -> Any:
 
 
 def _json(value: Any) -> str:
+    if isinstance(value, set | frozenset):  # whose order differs between processes
+        value = sorted(value, key=repr)
     return json.dumps(to_jsonable_python(value, fallback=_other), ensure_ascii=False)
 
 
