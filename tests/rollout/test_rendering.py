@@ -278,7 +278,7 @@ def talk(world: World, seed: int, turns: int) -> Counter[str]:
 @pytest.mark.quick(1)
 @each_vocabulary
 @each_family
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**32), turns=st.integers(2, 7))
 def test_every_prompt_carries_the_sampled_ids_on(name: str, vocabulary: str, seed: int, turns: int) -> None:
     talk(world(name, vocabulary), seed, turns)
@@ -311,9 +311,9 @@ def play(conversations: int) -> tuple[Counter[str], Counter[str]]:
 
 
 @pytest.mark.slow
-def test_a_thousand_conversations() -> None:
+def test_hundreds_of_conversations() -> None:
     """Run as a module, this file plays as many as it is told."""
-    total, conversations = play(1_000)
+    total, conversations = play(400)
     assert conversations["broken if tokenized anew"] > conversations["all"] / 2
     assert total["structure unchecked"] < total["appended"] / 100
 

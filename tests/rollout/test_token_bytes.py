@@ -64,3 +64,4 @@ def test_offsets_are_places_in_the_text(pieces: list[bytes]) -> None:
 
 def test_a_character_that_is_cut_has_one_place() -> None:
     assert offsets([b"a", b"\xc3", b"\xa9", b"b"]) == [0, 1, 1, 2]
+    assert offsets([b"\xed\xa0", b"b"]) == [0, 2]  # half a surrogate is no character, and so two

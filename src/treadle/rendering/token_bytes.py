@@ -62,7 +62,8 @@ def offsets(pieces: Sequence[bytes]) -> list[int]:
     """Return where in the text of all pieces, in characters, each begins; within a character, that is where it does."""
     decoder, found, at = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
     for piece in pieces:
-        cut = decoder.getstate()[0] and piece and not 0x80 <= piece[0] < 0xC0  # off before this token, for good
-        found.append(at + 1 if cut else at)
+        pending = decoder.getstate()[0]
+        is_cut = piece and not 0x80 <= piece[0] < 0xC0  # what is pending ends before this token, for good
+        found.append(at + len(pending.decode(errors="replace")) if is_cut else at)
         at += len(decoder.decode(piece))
     return found

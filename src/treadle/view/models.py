@@ -139,7 +139,7 @@ class Metrics(BaseModel):
 
 
 class Difference(BaseModel):
-    """A setting in which runs differ, with the value of each.
+    """Holds a setting in which runs differ, with the value of each.
 
     values: None if the run has no such setting; empty if the mapping has no such key: `model.build.head_dim`.
     """
