@@ -95,7 +95,8 @@ def test_a_directory_where_a_file_belongs_is_named(
     (path := tmp_path / "metrics.jsonl").mkdir()
     monkeypatch.setattr(recipes, "recipe_names", lambda: write(path))
     done = treadle("recipes")
-    assert (done.status, done.error) == (1, f"error: {path} is a directory where a file belongs; move it away")
+    told = f"error: {path} is a directory where a file belongs; move it away, or name another file"
+    assert (done.status, done.error) == (1, told)
 
 
 def test_memory_that_pyarrow_is_refused_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_a_run_that_was_killed_or_failed(finished: Trained, tmp_path: Path) -> N
         (run / name).write_bytes((finished.path / name).read_bytes())
     status = json.loads((finished.path / "status.json").read_text())
     (run / "status.json").write_text(json.dumps({**status, "phase": "update"}))
-    assert "in its phase update" in treadle("top", run).out
+    assert "during update" in treadle("top", run).out
     (run / "status.json").write_text(json.dumps({**status, "error": "RankError: \x1b[2Jgone"}))
     out = treadle("top", run).out
     assert "RankError: " in out and "gone" in out and "\x1b" not in out
@@ -121,7 +121,7 @@ def test_ranks_lost_engines_silence_and_the_last_message(
         holder.close()
     assert "rollout 3/64 for 90 s" in out
     assert "versions: learner 4, published 3" in out
-    assert "no word for 30 s" in out
+    assert "no status for 30 s" in out
     assert "60 s ago: task t, trajectory g0.1: gone" in out
     assert "engine http://b: it was killed" in out
     [first, second] = [line.split() for line in out.splitlines() if line.startswith("learner")]

@@ -303,7 +303,6 @@ def test_the_table_is_the_ledgers(viewer: Viewer, recorded: Path) -> None:
 def test_filters_colours_and_places_stay(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded/groups", ".lines .line .id")
     page.evaluate("document.querySelector('.lines').scrollTop = 40")
-    page.wait_for_timeout(100)
     page.click(".lines .line .id:has-text('g000002')")
     page.wait_for_selector(".sibling")
     page.go_back()

@@ -32,7 +32,8 @@ def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Name
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except IsADirectoryError as error:
-        _complain(f"error: {error.filename2 or error.filename} is a directory where a file belongs; move it away")
+        where = error.filename2 or error.filename
+        _complain(f"error: {where} is a directory where a file belongs; move it away, or name another file")
         return 1
     except OSError as error:
         _complain(f"error: {error}")

@@ -78,7 +78,7 @@ def _view(directory: RunDirectory, usage: _Usage) -> list[str | Table]:
         return [*lines, *_ending(state, status)]
     lines += [_phase(status), _versions(status)]
     if (silent := time.time() - status.written) > _STALE:
-        lines.append(f"no word for {silent:.0f} s: the run's process may be stopped, or its disk full")
+        lines.append(f"no status for {silent:.0f} s: the run's process may be stopped, or its disk full")
     lines += [_table(status, usage.percent(status))]
     lines += [f"{part.kind} {part.name}: {part.error}" for part in status.components if part.error]
     if status.message:
@@ -96,7 +96,7 @@ def _ending(state: str, status: RunStatus) -> list[str]:
         return [f"it ended at {ended}: {status.error}"]
     if state == "finished" or not status.phase:
         return [f"it ended at {ended}"]
-    return [f"its last word was at {ended}, in its phase {status.phase}"]
+    return [f"last status at {ended}, during {status.phase}"]
 
 
 def _phase(status: RunStatus) -> str:

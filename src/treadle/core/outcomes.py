@@ -24,7 +24,7 @@ For example, two steps of which the first became stale while the second was samp
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -33,6 +33,13 @@ from treadle.core.types import DropReason, Group, Ids, Step, StepState, Trajecto
 
 NOT_PLAYED = frozenset({DropReason.CANCELLED})
 """Reasons that say that a step never reached the agent. Steps that are dropped for any other one were played."""
+
+
+def given(reward: float | None, components: Mapping[str, float], component: str | None) -> float | None:
+    """Return what a trajectory with that reward and those components was given (`TrajectoryView.given`)."""
+    if reward is None or component is None or not components.keys() - {PLAIN}:
+        return reward
+    return components.get(component, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +60,7 @@ class TrajectoryView:
 
         It is the whole reward without a name, or where only plain numbers were given: those belong to no component.
         """
-        components = self.components
-        if self.reward is None or component is None or not components.keys() - {PLAIN}:
-            return self.reward
-        return components.get(component, 0.0)
+        return given(self.reward, self.components, component)
 
     @property
     def prompt_tokens(self) -> int:

@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 from treadle.core.errors import RunError
-from treadle.core.rewards import PLAIN
+from treadle.core.outcomes import given
 from treadle.view.groups import group_rows
-from treadle.view.models import Attempt, Evaluation, GroupRow, TaskChange, TaskChanges
+from treadle.view.models import Evaluation, GroupRow, TaskChange, TaskChanges
 from treadle.view.recorded_run import RecordedRun
 
 _NAME = re.compile(r"e(\d+)(g?)(?:r(\d+))?")
@@ -73,12 +73,5 @@ def _tasks(run: RecordedRun, name: str) -> dict[str, tuple[Any, GroupRow]]:
 def _solved(run: RecordedRun, row: GroupRow) -> float:
     """Return the share of a task's attempts that succeeded; those without a reward did not."""
     section = run.config().evaluation
-    reached = [_given(attempt, section.success_of) for attempt in row.attempts]
+    reached = [given(attempt.reward, attempt.components, section.success_of) for attempt in row.attempts]
     return sum(r is not None and r >= section.success_at for r in reached) / len(reached) if reached else 0.0
-
-
-def _given(attempt: Attempt, component: str | None) -> float | None:
-    """Return what `TrajectoryView.given` does."""
-    if attempt.reward is None or component is None or not attempt.components.keys() - {PLAIN}:
-        return attempt.reward
-    return attempt.components.get(component, 0.0)

@@ -15,6 +15,7 @@ from treadle.view import models
 from treadle.view.texts import clipped
 
 _READING = threading.Lock()
+_MOST_OF_REASON = 200  # characters
 
 
 class _Rule(NamedTuple):
@@ -169,7 +170,7 @@ def fate(
     elif step["state"] == StepState.RECORDED and update is not None:
         text = f"In the batch of update {update}, which no checkpoint holds yet: a run resumed before makes it again."
     elif step["reason"] == DropReason.FAILED and trajectory["failure_cause"]:
-        why = clipped(trajectory["failure_message"] or "")
+        why = clipped(trajectory["failure_message"] or "", _MOST_OF_REASON)  # the trajectory's page has all of it
         text = f"Not trained: its attempt has no reward: {trajectory['failure_cause']}: {why}"
         settings = tuple(failure_settings(trajectory["failure_cause"], trajectory["failure_message"] or ""))
     elif step["reason"] == DropReason.REFUSED and trajectory["warning"]:

@@ -81,11 +81,11 @@ class TokenTexts:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def clipped(text: str) -> str:
+def clipped(text: str, most: int = _MOST_OF_MESSAGE) -> str:
     """Return a message for a table, with escapes, and without its end if a tool has made it very long."""
-    if len(text) <= _MOST_OF_MESSAGE:
+    if len(text) <= most:
         return escape_text(text)
-    return f"{escape_text(text[:_MOST_OF_MESSAGE])} … ({len(text):,} characters)"
+    return f"{escape_text(text[:most])} … ({len(text):,} characters)"
 
 
 def _writable(text: str) -> str:

@@ -21,7 +21,7 @@ from treadle.orchestration.setup.thread_count import available_cores, default_th
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 
-_LEAST_AGREEMENT = 0.8  # of the experts of engine and learner: rounding decides a few per cent in bfloat16
+_LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgement: rounding decides where two are as good
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def run(
     Where user code stops the loop, or tries to exit the process in a callback, the loop goes on, and `on_culprit`
     (default: `log`) gets a line that names the culprit. `log` gets a line for each error in a task of user code that
     nobody awaits, and for tasks that do not end when they are cancelled at the end, which are left behind. Raises
-    KeyboardInterrupt after a Ctrl-C, which cancels `main`; after a second one, no task is waited for longer than that.
+    KeyboardInterrupt after a Ctrl-C, which cancels `main`; after a second one, all tasks have a few seconds to end.
     """
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         loop = runner.get_loop()

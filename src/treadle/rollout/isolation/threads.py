@@ -75,9 +75,9 @@ def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
     try:
         result = call()
     except StopIteration as error:  # no awaitable can raise it: whoever awaits this would wait for ever
-        worse = RuntimeError(f"StopIteration: {error}")
-        worse.__cause__ = error
-        future.set_exception(worse)
+        replacement = RuntimeError(f"StopIteration: {error}")
+        replacement.__cause__ = error
+        future.set_exception(replacement)
     except BaseException as error:  # noqa: BLE001  # as any executor: it is the caller's, not the thread's
         future.set_exception(error)
     else:

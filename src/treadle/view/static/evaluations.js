@@ -29,7 +29,7 @@ export function EvaluationsPage({query}) {
     <div class="bar-row">${side(before, "before", "first", data?.before || [], data?.first || "")} <span class="faint">then</span>
       ${side(after, "after", "second", data?.after || [], data?.second || "")}</div>
     ${!data ? error ? html`<${Problems} error=${error} />` : html`<${Waiting} />` : html`
-    <p class="lead">${data.rows.length === 0 ? "No task was played in both." : html`<b>${percent(share(0))}</b> then <b>${percent(share(1))}</b> of the attempts at ${counted(data.rows.length, "task")} that both played: <b class="good">${count("gained")} gained</b>, <b class="bad">${count("lost")} lost</b>, ${count("unchanged")} unchanged.`}
+    <p class="lead">${data.rows.length === 0 ? "No task was played in both." : html`Success <b>${percent(share(0))}</b> before, <b>${percent(share(1))}</b> after, on the ${counted(data.rows.length, "task")} of both: <b class="good">${count("gained")} gained</b>, <b class="bad">${count("lost")} lost</b>, ${count("unchanged")} unchanged.`}
       ${data.only_before + data.only_after > 0 && html`<span class="faint"> Not compared: ${data.only_before} of the first only, ${data.only_after} of the second.</span>`}</p>
     <div class="presets">${["", ...CHANGES].map((change) => html`<button class="chip ${chosen === change ? "on" : ""}" aria-pressed=${chosen === change}
       onClick=${() => go({change})}>${change || "all"} ${change ? count(change) : data.rows.length}</button>`)}</div>

@@ -152,8 +152,10 @@ def pack_again(model: torch.nn.Module) -> None:
     """Pack what vLLM 0.32 packs on the CPU when a model is loaded first, and silently does not when it is loaded again.
 
     Linear layers multiply by a packed copy, which is renewed for layers whose own weight was loaded, and so not for the
-    output layer of a model with tied embeddings. The weights of experts are packed in place.
+    output layer of a model with tied embeddings. The weights of experts are packed in place. On a GPU nothing is.
     """
+    if next(model.parameters()).device.type != "cpu":  # vLLM imports these modules on the CPU only, too
+        return
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
