@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.cli.worlds import files, treadle
+from tests.forks import run
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, check=False)
+    return run([sys.executable, "-m", *words], cwd=folder)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import asyncio
 import io
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from transformers import (
 import treadle
 from tests.cli.conftest import Place
 from tests.cli.worlds import treadle as command
+from tests.forks import run
 from treadle.core.manifest import MANIFEST
 from treadle.engines.process.worker import load
 from treadle.models.config import ModelConfig
@@ -122,7 +122,7 @@ def test_no_command_runs_it_or_asks(way: str, bait: Bait, place: Place, monkeypa
 @pytest.mark.slow
 def test_yes_is_not_heard(bait: Bait, place: Place) -> None:
     code = f"import sys; from treadle.cli.main import main; sys.exit(main({words('train', bait, place)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], input="y\n" * 100, capture_output=True, text=True, timeout=300)
+    done = run([sys.executable, "-c", code], "y\n" * 100)
     assert (done.returncode, done.stdout) == (2, "") and not bait.marker.exists()
     assert "brings code of its own" in done.stderr.splitlines()[-1]
 
@@ -130,7 +130,7 @@ def test_yes_is_not_heard(bait: Bait, place: Place) -> None:
 def test_what_a_user_pipes_in_answers_nobody(place: Place) -> None:
     """Not even a question that an environment asks."""
     code = "import sys; from treadle.cli.main import main; main(['recipes']); print(repr(sys.stdin.read()))"
-    done = subprocess.run([sys.executable, "-c", code], input="y\n", capture_output=True, text=True, timeout=300)
+    done = run([sys.executable, "-c", code], "y\n")
     assert done.stdout.splitlines()[-1] == "''"
 
 
@@ -178,7 +178,7 @@ from treadle.training.config import ModelConfig
 from treadle.training.make import load_model
 print(type(load_model(ModelConfig(path={str(bait.path)!r}), seed=0)).__name__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = run([sys.executable, "-c", code])
     assert done.stdout == "OwnModel\n", done.stderr
     assert not bait.marker.exists()
     assert {AutoConfig, AutoModelForCausalLM}  # the names that the error gives

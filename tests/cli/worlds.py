@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, ClassVar
 
+from tests.forks import ForkedProcess
 from treadle.cli.main import main
 from treadle.core.metrics import Metric
 from treadle.core.types import Message, Task
@@ -84,7 +85,7 @@ def treadle(*words: object) -> Done:
 def start_treadle(*words: object, before: str = "") -> subprocess.Popen[str]:
     """Start a command in a process of its own; `before` is code run first."""
     code = f"import sys; {before}\nfrom treadle.cli.main import main\nsys.exit(main(sys.argv[1:]))"
-    return subprocess.Popen(
+    return ForkedProcess(
         [sys.executable, "-c", code, *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

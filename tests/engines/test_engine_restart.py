@@ -26,6 +26,7 @@ from tests.engines.test_engine_process import (
     started,
     ticks,
 )
+from tests.forks import running
 from tests.models import tiny
 from tests.sources import publish
 from tests.until import CEILING, until
@@ -41,16 +42,9 @@ IN_LOCK_STEP = pytest.mark.parametrize("mortal", [True], ids=["lock_step"], indi
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def children() -> list[int]:
-    """Processes of engines that this one has started and that run."""
-    found: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        found += map(int, (task / "children").read_text().split())
-    return [
-        pid
-        for pid in found
-        if is_running(pid) and b"treadle.engines.process.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+def children() -> set[int]:
+    """Return the processes of engines that this one has started and that run."""
+    return running("treadle.engines.process.worker")
 
 
 def staged() -> list[Path]:
@@ -134,7 +128,7 @@ async def test_killed_between_calls_it_goes_on_with_what_was_published_last(mort
     # called one by one, they may begin one by one
     assert answers == right if mortal.lock_step else [a[0] for a in answers] == [a[0] for a in right]
     assert mortal.said[1:] == [AGAIN] and all(line in mortal.log.read_text() for line in mortal.said)
-    assert children() == [engine.pid]
+    assert children() == {engine.pid}
     with pytest.raises(EngineError, match="'a' is not open"):
         await engine.generate(PROMPT, sampling(), session="a")
     for name in "cbd":

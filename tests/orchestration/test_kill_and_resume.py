@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import ForkedProcess, run
 from tests.orchestration.runs import check_finished, forget_data, put_config, resume, start, updates
 from tests.until import CEILING, wait_until
 from tests.worlds import ROOT, tiny
@@ -27,7 +28,7 @@ SLOWLY = "data.train.options.seconds=0.03"  # each reply; leaves time to be kill
 def training(folder: Path, *arguments: str, recipe: str = "", name: str = "run") -> Iterator["subprocess.Popen[str]"]:
     """`treadle train` in a process of its own, of the recipe in the folder unless one is named; killed on leaving."""
     where = ("--runs", str(folder / "runs"), "--name", name)
-    with subprocess.Popen(
+    with ForkedProcess(
         [sys.executable, "-m", "treadle.cli.main", "train", recipe or str(folder / "tiny.yaml"), *arguments, *where],
         cwd=ROOT,
         env={**os.environ, "TREADLE_CACHE": str(folder / "cache")},
@@ -229,12 +230,8 @@ def test_whatever_was_being_written_when_the_run_was_killed(kills: str, options:
     with new weights in the engine, or staged, but the publication unfinished.
     """
     options = options.replace("LOCAL", str(tmp_path / "local"))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.orchestration.killed_runs", str(tmp_path), kills, *options.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    words = [sys.executable, "-m", "tests.orchestration.killed_runs", str(tmp_path), kills, *options.split()]
+    done = run(words, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     if "max_staleness" in options:
         restored = re.findall(r"(\d+) finished trajectories .* are reused", (tmp_path / "said").read_text())

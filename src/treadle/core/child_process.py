@@ -7,17 +7,17 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from subprocess import PIPE, STDOUT, Popen
 from typing import IO
 
 _GRACE = 5.0  # seconds to end by itself once the other process has ended
 
 
-def start_child(module: str, channel: socket.socket, output: IO[bytes]) -> subprocess.Popen[bytes]:
+def start_child(module: str, channel: socket.socket, output: IO[bytes]) -> Popen[bytes]:
     """Run `python -m module FD`, FD being the channel, which the child inherits. Raises OSError.
 
     output: where its standard output and errors go. It runs in a session of its own, so that Ctrl-C reaches only this
@@ -25,12 +25,12 @@ def start_child(module: str, channel: socket.socket, output: IO[bytes]) -> subpr
     process ends, however that happens; it must end then (`end_with_parent`). No `__main__` is imported again, so that a
     script needs no guard.
     """
-    return subprocess.Popen(
+    return Popen(
         [sys.executable, "-P", "-m", module, str(channel.fileno())],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
-        stdin=subprocess.PIPE,
+        stdin=PIPE,
         stdout=output,
-        stderr=subprocess.STDOUT,
+        stderr=STDOUT,
         pass_fds=[channel.fileno()],
         start_new_session=True,
     )

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.forks import ForkedProcess
 from tests.models import distance, norm, random_groups, same_bits, weights_of
 from tests.until import CEILING, wait_until
 from tests.worlds import ROOT, tiny
@@ -156,7 +157,7 @@ def test_training_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("killed", ["caller", "second rank"])
 def test_a_checkpoint_is_complete_or_absent_whoever_is_killed_while_it_is_written(tmp_path: Path, killed: str) -> None:
-    caller = subprocess.Popen(
+    caller = ForkedProcess(
         [sys.executable, "-c", SAVER, str(tmp_path)],
         cwd=ROOT,
         stdout=subprocess.PIPE,

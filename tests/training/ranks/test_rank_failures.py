@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forks import ForkedProcess, running
 from tests.training.ranks.service import Parity
 from tests.until import wait_until
 from treadle.core.errors import RankError, TrainingStopped
@@ -24,11 +25,6 @@ ranks = RankProcesses(Parity, 2)
 print(*ranks.call("pid"), flush=True)
 ranks.call("fail", 0, "sleep")
 """
-
-
-def children() -> set[int]:
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
 
 
 def test_ranks_compute_as_their_caller_does(pair: RankProcesses) -> None:
@@ -57,7 +53,7 @@ def test_a_rank_that_raises_alone_ends_all_of_them_with_its_own_error(pair: Rank
     ranks = set(pair.call("pid"))
     with pytest.raises(RankError, match=r"(?s)^rank 1 failed with ZeroDivisionError: made up.*in fail"):
         pair.call("fail", 1, "raise")
-    assert not ranks & children()
+    assert not ranks & running()
     with pytest.raises(RankError, match="ZeroDivisionError"):
         pair.call("echo")
 
@@ -75,17 +71,17 @@ def test_other_ways_to_fail_alone(pair: RankProcesses, how: str, error: type[Exc
     ranks = set(pair.call("pid"))
     with pytest.raises(error, match=match):
         pair.call("fail", 0, how)
-    assert pair.over is not None and not ranks & children()
+    assert pair.over is not None and not ranks & running()
 
 
 @pytest.mark.slow
 def test_a_collective_has_a_limit() -> None:
-    before = children()
+    before = running()
     ranks = RankProcesses(Parity, 2, limit=20)
     with pytest.raises(RankError, match=r"rank 1 failed with .*[Tt]imed out"):
         ranks.call("fail", 0, "sleep")
     ranks.close()
-    assert children() <= before
+    assert running() <= before
 
 
 def refuse(ranks: Ranks) -> Parity:
@@ -96,17 +92,17 @@ def refuse(ranks: Ranks) -> Parity:
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_begin_is_named_and_nothing_stays() -> None:
-    before = children()
+    before = running()
     with pytest.raises(TrainingStopped, match="rank 1 does not begin"):
         RankProcesses(refuse, 2)
-    assert children() <= before
+    assert running() <= before
 
 
 @pytest.mark.slow
 def test_ranks_end_with_their_caller(tmp_path: Path) -> None:
     """Also while they compute, and with one that is killed: their standard input closes. No folder stays."""
     own = {**os.environ, "TMPDIR": str(tmp_path)}
-    caller = subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True, env=own)
+    caller = ForkedProcess([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True, env=own)
     assert caller.stdout is not None
     pids = [int(pid) for pid in caller.stdout.readline().split()]
     assert len(pids) == 2
