@@ -1,6 +1,7 @@
-"""Answers like a vLLM server, until the second broadcast of weights is half done: `python doomed_server.py END`.
+"""Answers like a vLLM server until it gets weights for the second time: `python doomed_server.py END`.
 
-END: `killed` (kill -9) or `silent` (for ever, connections open). Prints its port.
+END: `killed` (kill -9) or `silent` (for ever, connections open) when half of them are broadcast; `refused`: it takes
+all of them, refuses them, and goes on. Prints its port.
 """
 
 import json
@@ -33,26 +34,29 @@ class Doomed(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])) or "{}")
-        if "init_info" in body:
+        if "group" in body.get("init_info", {}):
             told = dict(body["init_info"]["group"])
             Doomed.group = join(rank=told.pop("first"), device=torch.device("cpu"), **told)
         if "update_info" in body:
             Doomed.updates += 1
-            self.receive(body["update_info"]["buckets"])
+            self.receive(body["update_info"].get("buckets", []))  # none come with a file
+            if Doomed.updates == 2:
+                self.answer(400)
+                return
         self.answer()
 
     def receive(self, buckets: list[dict[str, Any]]) -> None:
         for number, bucket in enumerate(buckets):
-            if Doomed.updates == 2 and number == len(buckets) // 2:
+            if Doomed.updates == 2 and sys.argv[1] != "refused" and number == len(buckets) // 2:
                 if sys.argv[1] == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
                 threading.Event().wait()
             size = packed_bytes(getattr(torch, bucket["dtype"]), list(bucket["shapes"].values()))
             Doomed.group.broadcast(torch.empty(size, dtype=torch.uint8))
 
-    def answer(self) -> None:
+    def answer(self, status: int = 200) -> None:
         content = json.dumps(ANSWERS.get(self.path.partition("?")[0], {})).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(content)))
         self.end_headers()

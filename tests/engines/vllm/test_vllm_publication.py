@@ -13,31 +13,23 @@ from transformers import DynamicCache, PreTrainedModel
 
 from tests.engines.vllm.conftest import (
     NAMES,
-    TOKENIZER,
     TRANSFERS,
     Connect,
     Servers,
-    python_with_vllm,
     shared_files,
     sized,
-    started,
     under_way,
 )
 from tests.sources import FixedWeights, publish
 from tests.until import CEILING
-from treadle.core.config import build
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
-from treadle.engines.config import EngineConfig
 from treadle.engines.staging import StagedFile, WeightsFile
 from treadle.engines.vllm import collective
 from treadle.engines.vllm.engine import VLLMEngine
-from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.vllm.publication import Probe
-from treadle.engines.vllm.start import open_engine
 from treadle.models.weights import unique_weights
-from treadle.training.checkpoint import export_model
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -276,23 +268,3 @@ async def test_weights_that_somebody_else_published_are_noticed(connect: Connect
         await publish(theirs, unique_weights(sized("qwen3", 1)), 1)
         with pytest.raises(EngineError, match="sampled tokens and were never admitted"):
             await start(mine, 1, 4)[0]
-
-
-@pytest.mark.slow
-async def test_every_worker_of_a_tensor_parallel_server_gets_its_part(tmp_path: Path) -> None:
-    python = python_with_vllm()
-    export_model(tmp_path / "model", sized("qwen3", 0), TOKENIZER)
-    config = build(EngineConfig, {"batch": 8, "vllm": {"python": python, "args": {"tensor-parallel-size": 2}}})
-    process = ServerProcess(tmp_path / "model", config, tmp_path / "log")
-    try:
-        await started(process)
-        for version, transfer in enumerate(["shared_memory", "collective", "collective"], 1):
-            vllm = {"urls": [process.url], "transfer": transfer}
-            config = build(EngineConfig, {"kind": "vllm", "vllm": vllm})
-            engine, _ = await open_engine(config, FixedWeights(), serve=None, stop_token_ids=[])
-            model = sized("qwen3", version)
-            await publish(engine, unique_weights(model), version)
-            np.testing.assert_allclose(await engine.score(PROBE), score(model, PROBE), atol=1e-4)
-            await engine.close()
-    finally:
-        await process.stop()

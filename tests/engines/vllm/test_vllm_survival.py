@@ -1,20 +1,22 @@
-"""Several servers: sessions stay where their prefixes are, and outlive a killed server. Kills one: comes last."""
+"""Several servers: sessions stay where their prefixes are, and outlive a killed server. All but one are stand-ins."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
 
 from tests.engines.vllm.conftest import TRANSFERS, Connect, Servers, engine_core, metric, sized, under_way
+from tests.engines.vllm.relay import Relay
 from tests.sources import publish
 from tests.until import CEILING
 from treadle.core.errors import EngineError
@@ -25,12 +27,6 @@ from treadle.engines.vllm.engine import VLLMEngine
 from treadle.models.weights import unique_weights
 
 pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.slow]
-
-
-def same_policy() -> dict[str, torch.Tensor]:
-    """Weights that make the tied and the untied server the same policy."""
-    weights = unique_weights(sized("qwen3", 0))
-    return {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
 
 
 async def play(engine: VLLMEngine, number: int, turns: int) -> list[Ids]:
@@ -47,36 +43,29 @@ async def play(engine: VLLMEngine, number: int, turns: int) -> list[Ids]:
     return completions
 
 
-async def test_a_session_stays_on_one_server_and_finds_its_prefix_there(connect: Connect) -> None:
-    async with connect("tied", "untied", stop_token_ids=[]) as engine:
-        await publish(engine, same_policy(), 1)
+@asynccontextmanager
+async def relayed(servers: Servers) -> AsyncIterator[tuple[str, Relay]]:
+    """The URL of what stands in for a second server, and what serves it."""
+    relay = Relay(httpx.URL(servers["tied"].url).port or 0)
+    try:
+        yield await relay.listen(), relay
+    finally:
+        relay.kill()
 
-        async def counts() -> NDArray[np.float64]:
-            names = ("request_success_total", "prefix_cache_hits_total")
-            return np.array([[await metric(server, name) for name in names] for server in engine._servers])
 
-        before = await counts()
+async def test_a_session_stays_on_one_server_and_finds_its_prefix_there(servers: Servers, connect: Connect) -> None:
+    async with (
+        relayed(servers) as (url, relay),
+        connect("tied", urls=[url], stop_token_ids=[]) as engine,
+    ):
+        before, first = await metric(engine._servers[0], "prefix_cache_hits_total"), len(relay.requests)
         plays = await asyncio.gather(*(play(engine, number, 4) for number in range(6)))
-        requests, hits = (await counts() - before).T
-    assert requests.tolist() == [12, 12]  # three sessions of four turns each
-    assert hits.min() >= 3 * 3 * 256  # two cache blocks of 128 tokens, of each turn but the first
+        hits = await metric(engine._servers[0], "prefix_cache_hits_total") - before
+    calls = [request for request in relay.requests[first:] if request.startswith(b"POST /inference/v1/generate")]
+    prompts = [json.loads(call.partition(b"\r\n\r\n")[2])["token_ids"] for call in calls]
+    assert list(Counter(ids[3] for ids in prompts).values()) == [4, 4, 4]  # three of the sessions, each whole
+    assert hits >= 6 * 3 * 256  # two cache blocks of 128 tokens, of each turn but the first
     assert len(plays) == 6
-
-
-@TRANSFERS
-async def test_where_one_server_fails_all_go_back(transfer: str, connect: Connect) -> None:
-    new = unique_weights(sized("qwen3", 1))
-    async with connect("tied", "untied", transfer=transfer, stop_token_ids=[]) as engine:
-        await publish(engine, same_policy(), 1)
-        ids = np.arange(100, 140, dtype=np.int32)
-        before = [await server.score(ids) for server in engine._servers]
-        engine._publication._connected = []  # servers are to forget what they expect
-        with pytest.raises(EngineError, match=r"lm_head.*version 1 serves on"):
-            await publish(engine, new, 2)  # all that the tied server needs; the other one lacks its output layer
-        for server, score in zip(engine._servers, before, strict=True):
-            np.testing.assert_allclose(await server.score(ids), score, atol=1e-6)
-        np.testing.assert_allclose(before[0], before[1], atol=1e-4)
-        await play(engine, 0, 1)
 
 
 @contextmanager
@@ -90,6 +79,22 @@ def doomed(end: str) -> Iterator[str]:
             yield f"http://127.0.0.1:{int(process.stdout.readline())}"
         finally:
             process.kill()
+
+
+@TRANSFERS
+async def test_where_one_server_fails_all_go_back(transfer: str, connect: Connect) -> None:
+    old, new = (unique_weights(sized("qwen3", seed)) for seed in (0, 1))
+    with doomed("refused") as url:
+        async with connect("tied", urls=[url], transfer=transfer, stop_token_ids=[]) as engine:
+            await publish(engine, old, 1)
+            ids = np.arange(100, 140, dtype=np.int32)
+            before = await engine._servers[0].score(ids)
+            with pytest.raises(EngineError, match=r"update_weights answered 400.*version 1 serves on"):
+                await publish(engine, new, 2)
+            np.testing.assert_allclose(await engine._servers[0].score(ids), before, atol=1e-6)
+            assert not any(server.is_lost for server in engine._servers)
+            await publish(engine, new, 3)
+            assert np.abs(await engine._servers[0].score(ids) - before).max() > 0.01
 
 
 @pytest.mark.parametrize("end", ["killed", "silent"])
@@ -112,21 +117,23 @@ async def test_a_server_that_ends_in_a_broadcast_is_left_behind(
 
 
 async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connect, servers: Servers) -> None:
-    async with connect("tied", "untied", stop_token_ids=[]) as engine:
-        await publish(engine, same_policy(), 1)
+    async with (
+        relayed(servers) as (url, relay),
+        connect("tied", urls=[url], stop_token_ids=[]) as engine,
+    ):
         undisturbed = await asyncio.gather(*(play(engine, number, 8) for number in range(6)))
         plays = [asyncio.ensure_future(play(engine, number, 8)) for number in range(6)]
-        await under_way(engine._servers[1], 60)  # of 480; more than the turns at hand is not sampled without this test
+        await under_way(engine._servers[0], 120)  # of 960
         assert not any(running.done() for running in plays)
-        os.killpg(servers["untied"].process.group, signal.SIGKILL)
+        relay.kill()
         disturbed = await asyncio.gather(*plays)
         for one, other in zip(undisturbed, disturbed, strict=True):
             assert [ids.tolist() for ids in one] == [ids.tolist() for ids in other]
         assert [server.is_lost for server in engine._servers] == [False, True]
-        await publish(engine, same_policy(), 2)  # to the one that is left
+        await publish(engine, unique_weights(sized("qwen3", 0)), 2)  # to the one that is left
         await play(engine, 0, 1)
         engine._servers[0].lose("played to be lost")
-        with pytest.raises(EngineError, match=rf"no server is left: .*{servers['untied'].url} is lost: \w+Error"):
+        with pytest.raises(EngineError, match=rf"no server is left: .*{url} is lost: \w+Error"):
             await play(engine, 0, 1)
 
 
@@ -135,7 +142,7 @@ async def test_a_server_whose_engine_is_stopped_is_given_up(
 ) -> None:
     monkeypatch.setattr(vllm_engine, "_SILENCE", 10.0)
     async with connect("tied", stop_token_ids=[]) as engine:
-        await publish(engine, same_policy(), 1)
+        await publish(engine, unique_weights(sized("qwen3", 0)), 1)
         core = engine_core(servers["tied"])
         playing = asyncio.ensure_future(play(engine, 0, 8))
         await under_way(engine._servers[0], 40)  # of 160
