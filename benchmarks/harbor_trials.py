@@ -1,7 +1,7 @@
 """What trials of Harbor's cost outside of the model: CPU seconds and the event loops' lag. Needs `make harbor-env`.
 
-    python benchmarks/harbor_trials.py --trials 4 --agent terminus-2         trials of 33 turns and about 30,000 tokens
-    python benchmarks/harbor_trials.py --trials 256 --turns 3                many at once
+    python -m benchmarks.harbor_trials --trials 4 --agent terminus-2         trials of 33 turns and about 30,000 tokens
+    python -m benchmarks.harbor_trials --trials 256 --turns 3                many at once
 
 The model is scripted and answers at once; sandboxes are local. "worker" is Harbor's process alone; what sandboxes spend
 (tmux, bash, nsenter) is counted by itself.

@@ -1,8 +1,8 @@
 """What the run's own process does for many open sessions: CPU, and how long its event loop keeps others waiting.
 
-    .venv/bin/python benchmarks/many_sessions.py                  10,000 sessions, 50 trajectories a second, one minute
-    .venv/bin/python benchmarks/many_sessions.py --rate 100
-    .venv/bin/python benchmarks/many_sessions.py --through ray --sessions 2000 --rate 50 80
+    python -m benchmarks.many_sessions                  10,000 sessions, 50 trajectories a second, one minute
+    python -m benchmarks.many_sessions --rate 100
+    python -m benchmarks.many_sessions --through ray --sessions 2000 --rate 50 80
 
     4 workers --(pickled trajectories)--> RolloutScheduler -> GroupIntake -> RunStore -> ReplayBuffer -> batches
 
@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from treadle.benchmarks.report import machine
+from benchmarks.measure import machine
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Ids, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
