@@ -63,7 +63,6 @@ PAGES = {
     "timeline": ("#/run/recorded/timeline", ".run-time rect"),
     "search": ("#/run/recorded/search?update=1&text=Rome", ".found li"),
     "task": ("#/run/recorded/task/h1?split=held_out", ".sibling"),
-    "rules": ("#/run/recorded/rules?rule=stale", ".rule-card.selected pre"),
     "nowhere": ("#/run/nobody", ".problems"),
 }
 
@@ -135,10 +134,6 @@ def test_a_step_says_its_fate_and_leads_to_the_setting(viewer: Viewer) -> None:
     page.click("#step-0 .fate a >> nth=0")
     page.wait_for_selector("tr.selected")
     assert "orchestration.max_staleness" in viewer.text("tr.selected")
-    page.go_back()
-    page.click("#step-0 .fate .rule")
-    page.wait_for_selector(".rule-card.selected pre")
-    assert "def without_stale(" in viewer.text(".rule-card.selected pre")
 
 
 def test_what_a_run_does_not_record_is_said(viewer: Viewer) -> None:

@@ -4,7 +4,6 @@ import json
 import shutil
 import sqlite3
 import stat
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from statistics import mean
@@ -19,13 +18,13 @@ from tests.orchestration.runs import change_ledger
 from tests.view.conftest import Get, asking
 from tests.view.worlds import ESCAPES, UPDATES, log_update, record_run
 from treadle.core.errors import Cause
-from treadle.core.types import DropReason, StepState
+from treadle.core.types import DropReason
 from treadle.orchestration.store.ledger import Ledger, LoopState
 from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.view import fates, trajectories
+from treadle.view import trajectories
 from treadle.view.app import make_app
-from treadle.view.fates import RULES
+from treadle.view.fates import REASONS, failure_settings
 from treadle.view.recorded_run import Runs
 
 RUN = "runs/recorded"
@@ -181,24 +180,16 @@ def test_intervals_are_those_logged(get: Get, recorded: Path) -> None:
 
 def test_every_reason_has_words_and_settings_that_exist(get: Get) -> None:
     known = {setting["path"] for setting in get(RUN)["settings"]}
-    assert RULES.keys() == set(DropReason)
-    assert {setting for rule in RULES.values() for setting in rule.settings} <= known
+    assert REASONS.keys() == set(DropReason)
+    assert {setting for reason in REASONS.values() for setting in reason.settings} <= known
 
 
 def test_a_failure_names_the_settings_of_its_cause(get: Get) -> None:
     known = {setting["path"] for setting in get(RUN)["settings"]}
-    assert {path for cause in Cause for path in fates.failure_settings(cause, "")} <= known
-    found = fates.failure_settings("timeout", "the attempt took longer than 5 s (rollout.trajectory_timeout)")
-    assert found == ["rollout.trajectory_timeout", "failures.timeout.retries", "failures.timeout.then"]
-    assert fates.failure_settings("of another version", "") == []
-
-
-def test_every_way_to_end_shows_the_source_that_decides_it(get: Get) -> None:
-    rules = get("rules")["rules"]
-    assert {rule["reason"] for rule in rules if rule["reason"]} == set(DropReason)
-    assert {rule["state"] for rule in rules} == set(StepState)
-    for rule in rules:
-        assert rule["source"].startswith(f"def {rule['rule'].rpartition('.')[2]}("), rule["rule"]
+    assert {path for cause in Cause for path in failure_settings(cause, "")} <= known
+    found = failure_settings("timeout", "the attempt took longer than 5 s (rollout.trajectory_timeout)")
+    assert found == ("rollout.trajectory_timeout", "failures.timeout.retries", "failures.timeout.then")
+    assert failure_settings("of another version", "") == ()
 
 
 def test_breaks_are_those_of_show(get: Get) -> None:
@@ -517,13 +508,5 @@ def test_one_file_holds_a_trajectory(recorded: Path) -> None:
     text = answer.text
     held = embedded(text)["runs/recorded/trajectories/g000000.2"]
     assert held["attempt"]["failure_message"].startswith("step raised <script>")
-    assert text.count("<script") == 2 and "src=" not in text.split("<body>")[0] and ESCAPES not in text
+    assert text.count("<script") == 3 and "src=" not in text.split("<body>")[0] and ESCAPES not in text
     assert len(embedded(client.get("/export/recorded/group/g000000").text)) == 4
-
-
-def test_rules_may_be_asked_for_by_many_at_once() -> None:
-    """Many threads must not parse the sources at a time."""
-    fates._all_rules.cache_clear()
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: fates.all_rules(), range(64)))
-    assert all(rules is found[0] for rules in found)

@@ -28,7 +28,7 @@ from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.recorded import parse_tokenizer
 from treadle.orchestration.store.run_directory import MetricsLog, RunDirectory
 from treadle.view import models
-from treadle.view.fates import rule_of
+from treadle.view.fates import explain
 from treadle.view.live import now_of
 from treadle.view.texts import TokenTexts, clipped
 
@@ -39,7 +39,7 @@ _MOST_OPEN = 8  # runs of which is kept what was read
 
 
 class LinesFollower:
-    """Reads metrics.jsonl, or intervals.jsonl, as it grows: each line once. Where it was written anew, all of it.
+    """Incremental reader of metrics.jsonl or intervals.jsonl: each line once; all of them after a rewrite.
 
     names: what each row must have.
     """
@@ -85,7 +85,7 @@ class LinesFollower:
 
 
 class RecordedRun:
-    """Reads one run directory, and writes nothing. key: its name in links."""
+    """A run directory, opened for reading only. key: its name in links."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
@@ -343,7 +343,7 @@ class RecordedRun:
         return models.Counts(
             splits=splits,
             states=[
-                models.StateCount(**{n: row[n] for n in names}, text=rule_of(row["state"], row["reason"]).text)
+                models.StateCount(**{n: row[n] for n in names}, text=explain(row["state"], row["reason"]).text)
                 for row in states
             ],
             failures=[models.FailureCount(**{**row, "message": clipped(row["message"])}) for row in failures],
@@ -352,7 +352,7 @@ class RecordedRun:
 
 @dataclass(frozen=True)
 class _TokenizerFile:
-    """Holds a tokenizer.json. folder: where it lay, for errors."""
+    """Content of a tokenizer.json. folder: its directory, for errors."""
 
     content: bytes
     folder: Path = field(compare=False)
@@ -380,7 +380,7 @@ def _thinned(values: Sequence[float | None], most: int) -> list[float | None]:
 
 
 class Runs:
-    """Finds the runs below some paths: run directories, and folders that hold some."""
+    """The runs below some paths: run directories, and folders of them."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.roots = list(paths)
@@ -407,14 +407,14 @@ class Runs:
         return found
 
     def get(self, key: str) -> RecordedRun:
-        """Return a run by its key. Raises KeyError."""
+        """Return a run by its key. Raises RunError."""
         for _ in range(2):
             with self._lock:
                 if (found := next((r for r in self._runs.values() if r.key == key), None)) is not None:
                     self._open = [*(run for run in self._open if run is not found), found][-_MOST_OPEN:]
                     return found
             self.all()
-        raise KeyError(key)
+        raise RunError(f"no run {key!r} here; the list of runs has them all")
 
     def _key(self, path: Path) -> str:
         taken = {run.key for run in self._runs.values()}

@@ -15,7 +15,7 @@ from treadle.packing.tree import PrefixTree, depth_first
 
 @dataclass(slots=True)
 class Run:
-    """Holds tokens in a row in which no sequence begins to differ, all read or all sampled by those that pass through.
+    """Consecutive tokens without a fork, all read or all sampled by the sequences that pass through.
 
     parent: index of the run before it, -1 at a root. depth: tokens before it. calls: indices of the sequences through
     it; sampled: of those that sampled it.

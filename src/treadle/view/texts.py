@@ -18,7 +18,7 @@ _LONGEST = 4  # bytes of a character
 
 
 class TokenTexts:
-    """Returns the text of each token as a page shows it: control characters and marks of direction as escapes."""
+    """Texts of tokens as a page shows them: control characters and bidirectional marks as escapes."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

@@ -1,11 +1,11 @@
 // What happened when: the calls of an attempt, and the engine, the environments and the learner of a run.
-import {html} from "./html.js";
-import {useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
-import {useAnswer, useRows, useVersion} from "./api.js";
-import {colour} from "./charts.js";
-import {counted, duration, figure, percent} from "./format.js";
-import {Problems, Tabs, Waiting} from "./parts.js";
-import {barsOf, lanesInTime, link, phasesOf, stretchesOf} from "./sequence.js";
+import {html} from "pages/html.js";
+import {useEffect, useMemo, useRef, useState} from "pages/vendor/preact.js";
+import {useAnswer, useRows, useVersion} from "pages/api.js";
+import {colour} from "pages/charts.js";
+import {counted, duration, figure, percent} from "pages/format.js";
+import {Problems, Tabs, Waiting} from "pages/parts.js";
+import {barsOf, lanesInTime, link, phasesOf, stretchesOf} from "pages/sequence.js";
 
 const LANE = 16, BAR = 11; // pixels
 const RUN_LANE = 46, FULL = RUN_LANE - 8;
