@@ -170,7 +170,7 @@ def _rows_after(lines: tuple[str, MetricsLog], generation: str, after: int) -> m
     """Return the rows that a page does not have yet. generation, after: of the rows that it has."""
     now, log = lines
     start = min(after, len(log.rows)) if generation == now else 0
-    return models.Metrics(generation=now, start=start, rows=log.rows[start:], unreadable=log.unreadable)
+    return models.Metrics(generation=now, start=start, rows=log.rows[start:])
 
 
 def _breaks(run: RecordedRun) -> models.Breaks:

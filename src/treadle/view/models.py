@@ -135,7 +135,6 @@ class Metrics(BaseModel):
     generation: str
     start: int
     rows: list[Json]
-    unreadable: list[int]
 
 
 class Difference(BaseModel):
@@ -177,8 +176,6 @@ class Attempt(BaseModel):
     steps: int
     completion_tokens: int
     seconds: float
-    oldest_version: int | None
-    newest_version: int | None
     failure_cause: str | None
     failure_message: str | None
     warning: str
@@ -312,7 +309,6 @@ class StepView(BaseModel):
     began: float | None = None
     waited: float | None = None
     traced_in: int | None = None
-    state_key: str
     versions: list[int]
     has_experts: bool
 
@@ -328,8 +324,8 @@ class Segment(BaseModel):
     parent: int
     depth: int
     ids: list[int]
-    steps: list[int]
-    sampled: list[int]
+    steps: list[int] = []
+    sampled: list[int] = []
     joined: list[tuple[int, int, str]] = []
 
 

@@ -22,8 +22,8 @@ from treadle.view.columns import columns_of, step_columns
 from treadle.view.fates import fate
 from treadle.view.groups import group_rows, groups_of_task
 from treadle.view.recorded_run import RecordedRun
-from treadle.view.segments import prefix_runs
-from treadle.view.texts import TokenTexts, extended_spans, message_spans, recorded_spans
+from treadle.view.segments import prefix_segments
+from treadle.view.texts import TokenTexts, extended_spans, message_spans
 
 _SNIPPET = 60  # characters on either side of what was found
 _MOST_FOUND = 200
@@ -105,10 +105,7 @@ def _add_tokens(
     for number, (step, call, relation) in enumerate(zip(steps, calls, related, strict=True)):
         ids = call.token_ids.tolist()
         base = spans[relation.base] if relation.base is not None else []
-        if step.prompt_spans is not None:
-            spans.append(recorded_spans(step.prompt_spans, ids, texts))
-        else:
-            spans.append(extended_spans(base, relation.shared, ids, texts) if base else message_spans(ids, texts))
+        spans.append(extended_spans(base, relation.shared, ids, texts) if base else message_spans(ids, texts))
         trace = traces.get(number)
         found.steps.append(
             models.StepView(
@@ -129,7 +126,6 @@ def _add_tokens(
                 shaping=step.shaping,
                 components=dict(step.given.by_name),
                 seconds=step.seconds,
-                state_key=step.state_key,
                 versions=sorted({int(version) for version in step.policy_versions}),
                 has_experts=step.routing is not None,
             )
@@ -151,20 +147,9 @@ def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[
 
 
 def _segments(calls: Sequence[PackedCall], texts: TokenTexts) -> tuple[list[models.Segment], list[int]]:
-    runs, ends = prefix_runs(calls)
-    segments = []
-    for own in runs:
-        ids = own.ids.tolist()
-        segments.append(
-            models.Segment(
-                parent=own.parent,
-                depth=own.depth,
-                ids=ids,
-                steps=sorted(own.calls),
-                sampled=sorted(own.sampled),
-                joined=texts.joined(ids),
-            )
-        )
+    segments, ends = prefix_segments(calls)
+    for segment in segments:
+        segment.joined = texts.joined(segment.ids)
     return segments, ends
 
 
