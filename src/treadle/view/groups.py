@@ -115,13 +115,13 @@ def list_groups(run: RecordedRun, query: GroupQuery) -> Groups:
     total = run.ledger.query(f"SELECT count(*) AS total FROM groups g WHERE {condition}", *values)[0]["total"]
     table = f"FROM groups g {joined} WHERE {condition} ORDER BY {by} {way} NULLS LAST, g.rowid {way}"
     rows = run.ledger.query(f"SELECT g.* {table} LIMIT ? OFFSET ?", *of_join, *values, query.limit, query.offset)
-    found = Groups(total=total, offset=query.offset, rows=group_rows(run, rows))
+    page = Groups(total=total, offset=query.offset, rows=group_rows(run, rows))
     if query.around is not None:
         names = [row["group_id"] for row in run.ledger.query(f"SELECT g.group_id {table}", *of_join, *values)]
         at = names.index(query.around) if query.around in names else len(names)
-        found.previous = names[at - 1] if 0 < at < len(names) else None
-        found.next = names[at + 1] if at + 1 < len(names) else None
-    return found
+        page.previous = names[at - 1] if 0 < at < len(names) else None
+        page.next = names[at + 1] if at + 1 < len(names) else None
+    return page
 
 
 def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[GroupRow]:
@@ -147,9 +147,9 @@ def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[Grou
 
 def attempt_of(row: Mapping[str, Any], states: dict[str, int]) -> Attempt:
     """Return an attempt, given its row of the ledger and how many of its steps ended how."""
-    own = {name: row[name] for name in Attempt.model_fields if name != "states"}
-    said = {name: row[name] and clipped(row[name]) for name in ("failure_message", "warning")}
-    return Attempt(**{**own, **said, "components": _json(row["components"]), "states": states})
+    fields = {name: row[name] for name in Attempt.model_fields if name != "states"}
+    texts = {name: row[name] and clipped(row[name]) for name in ("failure_message", "warning")}
+    return Attempt(**{**fields, **texts, "components": _json(row["components"]), "states": states})
 
 
 def _group_row(run: RecordedRun, row: Mapping[str, Any], attempts: list[Attempt], state: str) -> GroupRow:
@@ -192,10 +192,10 @@ def _question(task: Mapping[str, Any]) -> str:
 def _json(text: str) -> dict[str, Any]:
     """Return a JSON object of the ledger; an empty one for anything else, such as a row of an older version."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (TypeError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def groups_of_task(run: RecordedRun, task_id: str, split: str) -> list[GroupRow]:

@@ -365,7 +365,7 @@ class TreeStep(BaseModel):
 
     trajectory_id: str
     step: int
-    segment: int
+    segment: int = -1
     prompt_tokens: int
     relation: Relation
     state: str

@@ -51,7 +51,7 @@ class TokenTexts:
 
     def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
         """Return (start, count, text) of runs of tokens that only together are text."""
-        found = []
+        joined_runs = []
         at = 0
         while at < len(ids):
             count = 1
@@ -61,12 +61,12 @@ class TokenTexts:
                 for count in range(2, limit + 1):
                     text = self._decode(ids[at : at + count])
                     if _PIECE not in text:
-                        found.append((at, count, escape_text(_writable(text))))
+                        joined_runs.append((at, count, escape_text(_writable(text))))
                         break
                 else:
                     count = 1
             at += count
-        return found
+        return joined_runs
 
     def decode(self, ids: Ids) -> str:
         """Return the text of tokens in a row; without a tokenizer, their ids."""
@@ -141,11 +141,11 @@ def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list
 def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
     """Yield where each part of a message's text begins, and its kind: text, thought or call."""
     while start < end:
-        found = [(m, kind) for kind, pattern in _KINDS for m in [pattern.search(text, start, end)] if m]
-        if not found:
+        matches = [(m, kind) for kind, pattern in _KINDS for m in [pattern.search(text, start, end)] if m]
+        if not matches:
             yield start, "text"
             return
-        mark, kind = min(found, key=lambda pair: pair[0].start())
+        mark, kind = min(matches, key=lambda pair: pair[0].start())
         if mark.start() > start:
             yield start, "text"
         yield mark.start(), kind
@@ -154,17 +154,17 @@ def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
 
 def _with_special(spans: Sequence[Span], special: Iterable[int]) -> list[Span]:
     """Return the spans with every special token as part of the template."""
-    found: list[Span] = []
-    left = list(special)[::-1]
+    pieces: list[Span] = []
+    tokens = list(special)[::-1]
     for span in spans:
         at = span.start
-        while left and left[-1] < span.end:
-            token = left.pop()
-            _add_span(found, at, token, span.role, span.kind)
-            _add_span(found, token, token + 1, span.role, "template")
+        while tokens and tokens[-1] < span.end:
+            token = tokens.pop()
+            _add_span(pieces, at, token, span.role, span.kind)
+            _add_span(pieces, token, token + 1, span.role, "template")
             at = token + 1
-        _add_span(found, at, span.end, span.role, span.kind)
-    return found
+        _add_span(pieces, at, span.end, span.role, span.kind)
+    return pieces
 
 
 def _add_span(spans: list[Span], start: int, end: int, role: str, kind: str) -> None:
