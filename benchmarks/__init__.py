@@ -13,7 +13,6 @@
     scale_on_paper  a run at 8 to 4,096 GPUs, from data sheets and the simulated loop
     retrieval       the BM25 server: CPU, latency, correctness
     large_data      a million rows of Parquet before the first task
-    harbor_trials   what Harbor's trials cost outside the model
     recipe_runs     recipes over seeds and variants: table, JSON, picture
     against_trl     single-turn GRPO beside TRL, and one gradient by both
     gpu_check       what runs on a GPU, checked and measured

@@ -1,4 +1,4 @@
-"""What the run's own process does for many open sessions: CPU, and how long its event loop keeps others waiting.
+"""What a run's own process spends on many open sessions: CPU, and the lag of its event loop.
 
     python -m benchmarks.many_sessions                  10,000 sessions, 50 trajectories a second, one minute
     python -m benchmarks.many_sessions --rate 100
@@ -115,10 +115,9 @@ def _step(rng: np.random.Generator, version: int, seconds: float) -> Step:
 
 
 class Caller(AttemptDriver[Session]):
-    """Makes one call after the other, with prompts of random ids."""
+    """Driver that makes one call after the other, with prompts of random ids."""
 
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
-        """Make the calls."""
         rng = np.random.default_rng(list(session.name.encode()))
         for _ in range(STEPS):
             await session.complete(rng.integers(0, _VOCABULARY, TOKENS - SAMPLED).tolist())
@@ -127,7 +126,7 @@ class Caller(AttemptDriver[Session]):
 
 
 class SimulatedEngine(FakeEngine):
-    """Answers with random ids after a while, about as long for all calls of a group. Keeps no prompt.
+    """Engine that answers with random ids after a while, about as long for all calls of a group.
 
     mean: seconds of an attempt. at_first: groups that have begun before.
     """
@@ -151,7 +150,7 @@ class SimulatedEngine(FakeEngine):
             self._seconds[group] = self._mean * (share if began else 1.0)
 
     def close_session(self, session: str) -> None:
-        """Do nothing."""
+        return None
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
@@ -164,18 +163,17 @@ class SimulatedEngine(FakeEngine):
 
 @dataclass(frozen=True, slots=True)
 class MakeSimulated:
-    """Makes a `SimulatedEngine` in an actor; see there."""
+    """Factory of a `SimulatedEngine` in an actor."""
 
     mean: float
     at_first: int
 
     def make(self) -> SimulatedEngine:
-        """Return the engine."""
         return SimulatedEngine(self.mean, self.at_first)
 
 
 class Counted:
-    """Counts what a runner has played (a `RolloutRunner`)."""
+    """`RolloutRunner` that counts what another one has played."""
 
     def __init__(self, runner: RolloutRunner) -> None:
         self._runner, self.sampling = runner, runner.sampling
@@ -199,7 +197,7 @@ class Counted:
 
 
 class WorkerRunner:
-    """Plays attempts in worker processes (a `RolloutRunner`): each goes to the next one in turn."""
+    """`RolloutRunner` over worker processes, which take groups in turn."""
 
     def __init__(self, channels: Sequence[Connection], engine: FakeEngine) -> None:
         self.sampling, self.received = SamplingParams(), 0
@@ -224,7 +222,7 @@ class WorkerRunner:
 
     @property
     def open(self) -> int:
-        """Return how many attempts are under way."""
+        """Number of attempts under way."""
         return len(self._waiting)
 
     def _read(self, channel: Connection) -> None:
@@ -298,7 +296,7 @@ async def _measured(
 
 
 async def _lags(seconds: float, training: asyncio.Future[Any]) -> list[float]:
-    """By how much short sleeps took longer, for so many seconds."""
+    """Return by how much short sleeps took longer, for so many seconds."""
     loop, lags = asyncio.get_running_loop(), list[float]()
     end = loop.time() + seconds
     while (now := loop.time()) < end:
@@ -314,7 +312,7 @@ OpenRunner = Callable[[], AbstractAsyncContextManager[tuple[WorkerRunner | Count
 
 @contextmanager
 def forked(sessions: int, rate: float) -> Iterator[OpenRunner]:
-    """Have workers that send whole trajectories."""
+    """Start workers that send whole trajectories."""
     context, channels, processes = multiprocessing.get_context("fork"), [], []
     for number in range(WORKERS):
         here, there = context.Pipe()
@@ -342,7 +340,7 @@ def forked(sessions: int, rate: float) -> Iterator[OpenRunner]:
 
 @contextmanager
 def over_ray(sessions: int, rate: float) -> Iterator[OpenRunner]:
-    """Have the workers and engines of a local cluster."""
+    """Start the workers and engines of a local Ray cluster."""
     from treadle.placement.cluster import connected
     from treadle.placement.engine_actors import ActorChannel
     from treadle.placement.reserve import Bundle, reserve
