@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from treadle.core.text import escape_text
-from treadle.core.types import Ids, MessageSpan
+from treadle.core.types import Ids
 from treadle.view.models import Span
 
 _PIECE = "\ufffd"  # what an unfinished character decodes to
@@ -92,7 +92,7 @@ def _writable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-# Messages. Where a run does not record where they begin, they are recognised by the special tokens around them.
+# Messages, recognised by the special tokens around them.
 
 _HEADERS = re.compile(
     r"<\|im_start\|>(?P<a>\w*)\n?|<\|start_header_id\|>(?P<b>\w*)<\|end_header_id\|>\n*|<start_of_turn>(?P<c>\w*)\n?"
@@ -182,31 +182,3 @@ def extended_spans(base: Sequence[Span], shared: int, ids: Sequence[int], texts:
     role = kept[-1].role if kept else ""
     new = message_spans(ids[shared:], texts, role)
     return kept + [s.model_copy(update={"start": s.start + shared, "end": s.end + shared}) for s in new]
-
-
-def recorded_spans(prompt: Sequence[MessageSpan], ids: Sequence[int], texts: TokenTexts) -> list[Span]:
-    """Return the spans of a sequence of whose prompt they are recorded; those of its reply are recognised."""
-    found: list[Span] = []
-    start = 0
-    for span in prompt:
-        if span.kind == "template" and found:
-            end = start + _ending(ids[start : span.end], texts)
-            _add_span(found, start, end, found[-1].role, "template")
-            start = end
-        _add_span(found, start, span.end, span.role, span.kind)
-        start = span.end
-    role = found[-1].role if found else ""
-    reply = message_spans(ids[start:], texts, role)
-    return found + [s.model_copy(update={"start": s.start + start, "end": s.end + start}) for s in reply]
-
-
-def _ending(template: Sequence[int], texts: TokenTexts) -> int:
-    """Return how many tokens of the template between two messages end the first: up to where the second one opens."""
-    special = [at for at, ident in enumerate(template) if ident in texts.special]
-    if not special or "".join(map(texts.raw, template[: special[0]])).strip():
-        return 0
-    if special[0] > 0:
-        return special[0]  # a line's end behind the token that was sampled
-    if len(special) > 1:
-        return special[1]
-    return len(template) if _ENDS.fullmatch("".join(map(texts.raw, template))) else 0

@@ -23,7 +23,7 @@ from treadle.view.fates import fate
 from treadle.view.groups import group_rows, groups_of_task
 from treadle.view.recorded_run import RecordedRun
 from treadle.view.segments import prefix_runs
-from treadle.view.texts import TokenTexts, extended_spans, message_spans, recorded_spans
+from treadle.view.texts import TokenTexts, extended_spans, message_spans
 
 _SNIPPET = 60  # characters on either side of what was found
 _MOST_FOUND = 200
@@ -105,10 +105,7 @@ def _add_tokens(
     for number, (step, call, relation) in enumerate(zip(steps, calls, related, strict=True)):
         ids = call.token_ids.tolist()
         base = spans[relation.base] if relation.base is not None else []
-        if step.prompt_spans is not None:
-            spans.append(recorded_spans(step.prompt_spans, ids, texts))
-        else:
-            spans.append(extended_spans(base, relation.shared, ids, texts) if base else message_spans(ids, texts))
+        spans.append(extended_spans(base, relation.shared, ids, texts) if base else message_spans(ids, texts))
         trace = traces.get(number)
         found.steps.append(
             models.StepView(
