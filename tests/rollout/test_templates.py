@@ -26,8 +26,8 @@ def template(source: str, name: str = "qwen2_5") -> ChatTemplate:
         ("{{ messages + 1 }}", "can only concatenate list"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
         ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "maximum recursion depth exceeded"),
-        ("{{ messages.__class__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
-        ("{{ messages.append(1) }}", "is not safely callable"),
+        ("{{ messages.__class__.mro() }}", "access to attribute '__class__' of 'list' object is unsafe"),
+        ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe"),
     ],
 )
 def test_what_a_template_fails_with_is_said_and_that_it_is_the_template(source: str, why: str) -> None:

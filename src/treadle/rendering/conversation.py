@@ -447,7 +447,8 @@ class Conversation:
         parent = rendering.replies[last]
         if parent is not None and parent.answers(values, last):
             return None if parent.begins(ids) else _template_change(parent, rendering)
-        nearest = sorted(reversed(self._records), key=lambda record: -identity.common(record.known, values))
+        others = (record for record in reversed(self._records) if record.rendering.values != values)  # no resamples
+        nearest = sorted(others, key=lambda record: -identity.common(record.known, values))
         causes = (agents_change(record.known, values) for record in nearest)
         return next((cause for cause in causes if cause), None)
 

@@ -122,7 +122,8 @@ def description() -> Any:
 @pytest.mark.parametrize("mode", GenerationMode)
 def test_schemathesis_finds_no_fault(mode: GenerationMode, running: Running) -> None:
     """With requests of the models' types and with others, for every operation."""
-    operations: Any = [result.ok() for result in schemathesis.openapi.from_dict(description()).get_all_operations()]
+    described: Any = schemathesis.openapi.from_dict(description())
+    operations = [result.ok() for result in described.get_all_operations()]
     assert len(operations) == 2 * len(POSTS)
 
     @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

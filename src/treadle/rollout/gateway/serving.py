@@ -40,7 +40,7 @@ async def serving(
         server = _Server(
             uvicorn.Config(
                 make_app(gateway),
-                http="h11",  # which limits headers, to 64 KiB
+                http="h11",  # which limits headers to 16 KiB
                 lifespan="off",
                 ws="none",
                 log_config=None,
