@@ -20,7 +20,6 @@ from treadle.core.rewards import Reward
 from treadle.core.types import (
     BreakCause,
     DropReason,
-    MessageSpan,
     Routing,
     SamplingParams,
     Status,
@@ -32,12 +31,6 @@ from treadle.orchestration.store.rollout_store import read_shard, read_steps, wr
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 amounts = st.floats(-1e11, 1e11)  # of rewards
-message_spans = st.builds(
-    MessageSpan,
-    st.integers(1, 99),
-    st.sampled_from(["user", "tool", "é"]),
-    st.sampled_from(["template", "text", "call"]),
-)
 
 
 @st.composite
@@ -68,7 +61,6 @@ def steps(draw: st.DrawFn) -> Step:
         dropped=draw(st.sampled_from([None, DropReason.CANCELLED])),
         started=draw(st.none() | st.floats(0, 1e10)),
         waited=draw(st.none() | st.floats(0, 1e9)),
-        prompt_spans=draw(st.none() | st.lists(message_spans, max_size=3).map(tuple)),
     )
 
 
@@ -122,13 +114,12 @@ def test_pandas_reads_a_shard(tmp_path: Path) -> None:
     assert table.stop_reason.unique().tolist() == ["stop"]
 
 
-def test_a_shard_from_before_calls_had_a_start_and_prompts_spans_is_read(tmp_path: Path) -> None:
-    step = replace(make_step(), started=3.0, waited=1.0, prompt_spans=(MessageSpan(2, "user", "text"),))
+def test_a_shard_from_before_calls_had_a_start_is_read(tmp_path: Path) -> None:
+    step = replace(make_step(), started=3.0, waited=1.0)
     shard = write_shard(tmp_path, "x", [make_group(0, Trajectory("g0.0", "t", 0, (step,), 1.0, Status.DONE))])
-    new = ["started", "waited", "prompt_span_ends", "prompt_span_roles", "prompt_span_kinds"]
-    old = write_table(tmp_path, shard.name, pq.read_table(tmp_path / shard.name).drop_columns(new))
+    old = write_table(tmp_path, shard.name, pq.read_table(tmp_path / shard.name).drop_columns(["started", "waited"]))
     [found] = read_steps(tmp_path, old, "g0.0")
-    assert same(found, replace(step, started=None, waited=None, prompt_spans=None))
+    assert same(found, replace(step, started=None, waited=None))
     assert read_shard(tmp_path, old).keys() == {"g0.0"}
 
 

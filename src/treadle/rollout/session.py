@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Any
@@ -62,7 +62,7 @@ class CallOptions:
 
     sampling_overrides: fields of SamplingParams by name, as the caller would like them: `{"temperature": 0.2}`.
     tool_calls: whether tool calls are looked for in the reply. parallel_tool_calls: whether any after the first count.
-    template_kwargs, continue_final_message: for the chat template. on_rendered: called once the prompt is rendered.
+    template_kwargs, continue_final_message: for the chat template.
     """
 
     sampling_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +70,6 @@ class CallOptions:
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] | None = None
     continue_final_message: bool = False
-    on_rendered: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +131,8 @@ class Session:
         self._engine, self._sampling = spec.engine, spec.sampling
         self._max_input_tokens, self._address = spec.max_input_tokens, spec.address
         self._callers_sampling, self._context = callers_sampling, context
-        self._conversation = Conversation(spec.renderer, self._check_least)
-        self._raw = RawPrompts(spec.renderer, self._check_least)
+        self._conversation = Conversation(spec.renderer)
+        self._raw = RawPrompts(spec.renderer)
         self._order = asyncio.Lock()  # of rendering: first come, first served
         self._calls = 0
         self._steps: dict[int, Step] = {}  # by the call's number
@@ -182,7 +181,7 @@ class Session:
     ) -> int:
         """Return how many tokens the prompt of such a call would have.
 
-        Raises DataError as `chat` does, ContextExceeded for a prompt so long that it is not even tokenized.
+        Raises DataError as `chat` does.
         """
         async with self._order:
             prompt = await self._render(messages, tools, CallOptions(continue_final_message=continue_final_message))
@@ -235,10 +234,6 @@ class Session:
             continue_final_message=options.continue_final_message,
         )
 
-    def _check_least(self, tokens: int) -> None:
-        if tokens > self._max_input_tokens:
-            raise ContextExceeded(tokens, self._max_input_tokens, self._context, counted=False)
-
     def _numbered(self, prompt: Prompt) -> int:
         """Return the call's number, by order of arrival. Raises ContextExceeded."""
         if len(prompt.ids) > self._max_input_tokens:
@@ -248,8 +243,6 @@ class Session:
 
     async def _sample(self, number: int, prompt: Prompt, options: CallOptions) -> tuple[Step, str, str | None]:
         """Step, text and stop string of a call."""
-        if options.on_rendered:
-            options.on_rendered()
         sampling = self._sampling_of(number, options.sampling_overrides, len(prompt.ids))
         call = _EngineCall(prompt, sampling)
         try:
@@ -337,7 +330,6 @@ class _EngineCall:
             started=self._started,
             seconds=time.perf_counter() - self._clock,
             waited=completion.waited,
-            prompt_spans=self._prompt.message_spans,
             break_cause=self._prompt.break_cause,
             dropped=dropped,
             routing=completion.routing,

@@ -19,7 +19,6 @@ from treadle.core.types import (
     BreakCause,
     DropReason,
     Group,
-    MessageSpan,
     Routing,
     SamplingParams,
     Step,
@@ -56,9 +55,6 @@ _SCHEMA = pa.schema(
         ("state_key", pa.string()),
         ("started", pa.float64()),
         ("waited", pa.float64()),
-        ("prompt_span_ends", pa.list_(pa.int32())),
-        ("prompt_span_roles", pa.list_(pa.string())),
-        ("prompt_span_kinds", pa.list_(pa.string())),
     ]
 )
 
@@ -177,7 +173,6 @@ def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str
         "state_key": step.state_key,
         "started": step.started,
         "waited": step.waited,
-        **dict(zip(_SPAN_COLUMNS, _span_columns(step.prompt_spans), strict=True)),
     }
 
 
@@ -209,22 +204,7 @@ def _step(row: dict[str, Any]) -> Step:
         state_key=row["state_key"],
         started=row.get("started"),  # shards of before have no such columns
         waited=row.get("waited"),
-        prompt_spans=_spans(*map(row.get, _SPAN_COLUMNS)),
     )
-
-
-_SPAN_COLUMNS = ("prompt_span_ends", "prompt_span_roles", "prompt_span_kinds")
-
-
-def _span_columns(spans: Sequence[MessageSpan] | None) -> tuple[Sequence[Any] | None, ...]:
-    """Return ends, roles and kinds."""
-    if spans is None:
-        return None, None, None
-    return tuple(zip(*spans, strict=True)) or ((), (), ())
-
-
-def _spans(*columns: Any) -> tuple[MessageSpan, ...] | None:
-    return None if columns[0] is None else tuple(map(MessageSpan, *columns))
 
 
 def _routing(data: bytes | None, shape: Sequence[int] | None) -> Routing | None:
