@@ -28,8 +28,8 @@ from treadle.rollout.drivers.driver import AttemptDriver, DriverFactory, DriverS
 from treadle.rollout.drivers.environment import EnvironmentDriver
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
 from treadle.rollout.gateway.shared import SharedGateway
+from treadle.rollout.isolation.blocked_loop import watched_event_loop
 from treadle.rollout.isolation.isolated_environment import EnvironmentFactory
-from treadle.rollout.isolation.loop_monitor import LoopMonitor
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address, Session, SessionSpec
@@ -69,8 +69,7 @@ class Rollouts:
     """Plays attempts, each by the driver of its task.
 
     drivers: for each `Task.player`, `{("environment", "lookup"): EnvironmentDriver(...)}`. rewards: applied to each
-    attempt as it ends; shaping only to training attempts (`Address.stream`). monitor: watches the event loop that they
-    are played on.
+    attempt as it ends; shaping only to training attempts (`Address.stream`).
     """
 
     def __init__(
@@ -80,11 +79,9 @@ class Rollouts:
         drivers: Mapping[tuple[str, str], AttemptDriver[Any]],
         config: RolloutConfig,
         rewards: RewardsConfig = _AS_GIVEN,
-        monitor: LoopMonitor | None = None,
     ) -> None:
         self.engine, self.renderer, self.config = engine, renderer, config
-        self._drivers, self._monitor = drivers, monitor or LoopMonitor()
-        self.sampling = config.sampling
+        self._drivers, self.sampling = drivers, config.sampling
         self._shaper = RewardShaper(rewards, config.environment_timeout)
 
     def start(
@@ -135,7 +132,7 @@ class Rollouts:
         return SessionSpec(name, self.engine, self.renderer, sampling, self.config.max_input_tokens, address)
 
     async def _attempt(self, driver: AttemptDriver[Any], session: Session, task: Task, address: Address) -> Trajectory:
-        user = user_code(task, session.name, self._monitor)
+        user = user_code(task, session.name)
         try:
             async with driver.place():
                 started = time.perf_counter()
@@ -163,22 +160,19 @@ class Rollouts:
 
     async def _outcome(self, driver: AttemptDriver[Any], session: Session, task: Task, user: UserCode) -> Outcome:
         """Return the driver's outcome, or that of the error or time limit that ended the attempt."""
-        limit, clock = self.config.trajectory_timeout, user.clock()
+        limit = self.config.trajectory_timeout
         try:
             async with asyncio.timeout(limit):
-                outcome = await driver.play(session, task, user)
-            if not clock.was_overrun(limit):
-                return outcome
+                return await driver.play(session, task, user)
         except ATTEMPT_ERRORS as error:
             return outcome_of(session.steps, error, user.cause)
+        except TimeoutError:
+            what = f"the attempt took longer than {limit:g} s (rollout.trajectory_timeout)"
+            return outcome_of(session.steps, TrajectoryFailure(Cause.TIMEOUT, what), user.cause)
         except asyncio.CancelledError:
             if (current := asyncio.current_task()) is None or current.cancelling():
                 raise
             return outcome_of(session.steps, TrajectoryFailure(Cause.INFRASTRUCTURE, _CANCELLED), user.cause)
-        except TimeoutError:
-            pass
-        what = f"the attempt took longer than {limit:g} s (rollout.trajectory_timeout)"
-        return outcome_of(session.steps, TrajectoryFailure(Cause.TIMEOUT, what), user.cause)
 
 
 @asynccontextmanager
@@ -193,15 +187,13 @@ async def open_rollouts(
 ) -> AsyncIterator[Rollouts]:
     """Open `Rollouts` with a driver for each player; those that call over HTTP share one gateway.
 
-    log: called with a line about what agents ask for in vain, and from another thread about user code that blocks the
-    event loop. directory: the run's, for
-    what drivers write. Raises ConfigError for a shaping hook or a reply parser that does not exist, and what drivers
-    raise on being opened.
+    log: takes lines about what agents ask for in vain, and, from another thread, about user code that blocks the event
+    loop. directory: the run's, for what drivers write. Raises ConfigError for a shaping hook or a reply parser that
+    does not exist, and what drivers raise on being opened.
     """
-    monitor = LoopMonitor(log)
     async with open_drivers(renderer, players, config, directory, log) as drivers:
-        with monitor.watching():
-            yield Rollouts(engine, renderer, drivers, config, rewards, monitor)
+        with watched_event_loop(log):
+            yield Rollouts(engine, renderer, drivers, config, rewards)
 
 
 @asynccontextmanager
@@ -230,11 +222,11 @@ async def open_drivers(
         yield drivers
 
 
-def user_code(task: Task, attempt: str, monitor: LoopMonitor | None = None) -> UserCode:
-    """Return the boundary of the user code that plays an attempt at the task. attempt: the trajectory's id."""
+def user_code(task: Task, attempt: str) -> UserCode:
+    """Return the caller of the user code that plays an attempt at the task. attempt: the trajectory's id."""
     kind, name = task.player
     cause = Cause.ENVIRONMENT if kind == "environment" else Cause.AGENT
-    return UserCode(f"{kind} {name!r}", cause, f"task {task.task_id}, trajectory {attempt}", monitor)
+    return UserCode(f"{kind} {name!r}", cause, f"task {task.task_id}, trajectory {attempt}")
 
 
 def _close_session(session: Session, _: object) -> None:
