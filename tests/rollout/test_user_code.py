@@ -10,7 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.isolation import blocked_loop, user_code
 from treadle.rollout.isolation.event_loop import run
-from treadle.rollout.isolation.interrupts import Interrupt, InterruptHandler, handled, uninterrupted
+from treadle.rollout.isolation.interrupts import Interrupt, InterruptHandler, handled
 from treadle.rollout.isolation.threads import DaemonThreads, abandoned_threads
 from treadle.rollout.isolation.user_code import attributed
 from treadle.testing import VirtualLoop
@@ -617,7 +617,7 @@ def test_each_attempt_has_its_own_task() -> None:
     assert (task.prompt[0]["content"], task.ground_truth, task.extras) == ("hello", {"rows": [1]}, {"a": [1]})
 
 
-# An interrupt where C code calls Python
+# An interrupt that is swallowed
 
 
 @pytest.fixture
@@ -625,25 +625,6 @@ def interrupts() -> Iterator[InterruptHandler]:
     with handled(lambda: None, signal.SIGINT) as handler:
         handler.asked = True  # once already
         yield handler
-
-
-def test_an_interrupt_within_a_function_of_sqlites_comes_behind_it(interrupts: InterruptHandler) -> None:
-    """SQLite would make an error of it, which reads as damage."""
-    called: list[int] = []
-
-    @uninterrupted
-    def checksum(value: int) -> int:
-        called.append(value)
-        if len(called) == 1:
-            signal.raise_signal(signal.SIGINT)
-        return value
-
-    with closing(sqlite3.connect(":memory:")) as connection:
-        connection.create_function("checksum", 1, checksum)
-        with pytest.raises(Interrupt):
-            while True:
-                connection.execute("SELECT checksum(1)").fetchone()
-    assert called
 
 
 def test_an_interrupt_that_is_lost_comes_again(interrupts: InterruptHandler, monkeypatch: pytest.MonkeyPatch) -> None:

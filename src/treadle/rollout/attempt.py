@@ -1,4 +1,4 @@
-"""Attempts at tasks, and those of a group side by side: everything that they share, whichever driver plays them.
+"""Attempts at tasks, those of a group side by side: what they share, whichever driver plays them.
 
 Rollouts.start -> driver of the task -> Session -> Outcome -> Trajectory -> RewardShaper
 """
@@ -41,7 +41,7 @@ _CHECK, _BRIEF = Address(0, Stream.EVALUATE, 0, 0, 0), 16  # of a driver's check
 
 @dataclass(frozen=True, slots=True)
 class Players:
-    """Holds what plays tasks, under the names by which tasks refer to it."""
+    """What plays tasks, by the names that tasks refer to."""
 
     environments: Mapping[str, EnvironmentFactory] = field(default_factory=dict)
     agents: Mapping[str, Agent] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Players:
 
     @property
     def may_wait(self) -> bool:
-        """Return whether attempts of some driver may wait for others to end (`AttemptDriver.may_wait`)."""
+        """Whether attempts of some driver may wait for others to end (`AttemptDriver.may_wait`)."""
         return any(getattr(made_class(driver), "may_wait", False) for driver in self.drivers.values())
 
 
@@ -103,7 +103,7 @@ class Rollouts:
         return attempts
 
     async def check(self, tasks: Sequence[Task]) -> None:
-        """Have each driver check that it can play, with the first task that it plays, and a session of its own.
+        """Have each driver check that it can play its first task, on a session of its own.
 
         Raises ConfigError or EngineError.
         """
@@ -124,7 +124,7 @@ class Rollouts:
                 return
 
     def status(self) -> list[ComponentStatus]:
-        """Return nothing: no process of its own plays."""
+        """Return nothing: there are no processes."""
         return []
 
     def _spec(self, group_id: str, address: Address, sampling: SamplingParams) -> SessionSpec:
@@ -132,6 +132,7 @@ class Rollouts:
         return SessionSpec(name, self.engine, self.renderer, sampling, self.config.max_input_tokens, address)
 
     async def _attempt(self, driver: AttemptDriver[Any], session: Session, task: Task, address: Address) -> Trajectory:
+        """Play an attempt in its place, weight its rewards, and shape them if it is trained."""
         user = user_code(task, session.name)
         try:
             async with driver.place():
@@ -159,7 +160,7 @@ class Rollouts:
             user.release()
 
     async def _outcome(self, driver: AttemptDriver[Any], session: Session, task: Task, user: UserCode) -> Outcome:
-        """Return the driver's outcome, or that of the error or time limit that ended the attempt."""
+        """Return the driver's outcome, or the outcome of an error or of the attempt's time limit."""
         limit = self.config.trajectory_timeout
         try:
             async with asyncio.timeout(limit):

@@ -6,15 +6,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
-from typing import Any, TypeVar
-
-F = TypeVar("F", bound=Callable[..., Any])
+from types import FrameType
 
 INSISTING = 7.0
 """Seconds after which an interrupt that did not end the process is raised again."""
-_MOMENT = 0.01
-_UNINTERRUPTED: set[CodeType] = set()
 
 
 class Interrupt(KeyboardInterrupt):
@@ -24,8 +19,7 @@ class Interrupt(KeyboardInterrupt):
 class InterruptHandler:
     """Signal handler: the first signal calls `ask`, each later one raises `Interrupt`.
 
-    In a function marked as `uninterrupted` the exception is raised a moment later. Anything else that swallows it
-    meets it again every `INSISTING` seconds, until `close` is called.
+    Code that swallows the exception meets it again every `INSISTING` seconds, until `close` is called.
     """
 
     def __init__(self, ask: Callable[[], None]) -> None:
@@ -38,14 +32,12 @@ class InterruptHandler:
             self.asked = True
             self._ask()
             return
-        postponed = _is_uninterrupted(frame)
         self.close()
         main = threading.main_thread().ident or 0  # a blocking call there only ends if that thread gets the signal
-        self._again = threading.Timer(_MOMENT if postponed else INSISTING, signal.pthread_kill, (main, number))
+        self._again = threading.Timer(INSISTING, signal.pthread_kill, (main, number))
         self._again.daemon = True
         self._again.start()
-        if not postponed:
-            raise Interrupt
+        raise Interrupt
 
     def close(self) -> None:
         """Stop raising."""
@@ -66,15 +58,3 @@ def handled(ask: Callable[[], None], *numbers: int) -> Iterator[InterruptHandler
         handler.close()
         for number, previous in before.items():
             signal.signal(number, previous)
-
-
-def uninterrupted(function: F) -> F:
-    """Mark a function that C code calls, such as one of SQLite's, which would lose an exception raised in it."""
-    _UNINTERRUPTED.add(function.__code__)
-    return function
-
-
-def _is_uninterrupted(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code not in _UNINTERRUPTED:
-        frame = frame.f_back
-    return frame is not None

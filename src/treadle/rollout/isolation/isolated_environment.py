@@ -40,6 +40,7 @@ class IsolatedEnvironment:
         self._metrics: EnvMetrics | None = None
         self.longest_wait, self.required_steps, self.takes_reply = 0.0, 0, False
         self.tools: tuple[Mapping[str, Any], ...] = ()
+        self._has_finish = False
 
     async def make(self) -> None:
         """Make the environment. The failure's cause (`__cause__`) is what the constructor raised."""
@@ -70,7 +71,7 @@ class IsolatedEnvironment:
 
         timeout: limit on the call, seconds.
         """
-        if not self._finishes:
+        if not self._has_finish:
             return Reward()
         return await self._call("finish", ended, check=self._checked_finish, timeout=timeout)
 
@@ -81,7 +82,7 @@ class IsolatedEnvironment:
         """
         thread = self._user.thread
         if thread is not None and thread.is_abandoned and not self._is_async("close"):
-            thread.submit(lambda: self._environment and self._environment.close())
+            thread.submit(self._close)
         elif self._environment is not None:
             try:
                 await self._call("close", check=lambda _: None)
@@ -115,6 +116,10 @@ class IsolatedEnvironment:
         self._metrics = EnvMetrics(self._name, self._environment)
         self.longest_wait = float(getattr(self._environment, "longest_wait", 0.0))
 
+    def _close(self) -> None:
+        if self._environment is not None and not self._is_async("close"):
+            self._environment.close()
+
     def _checked_reset(self, value: object) -> list[Message]:
         messages = _checked_messages(value, "reset")
         environment: Any = self._environment
@@ -122,7 +127,7 @@ class IsolatedEnvironment:
         self.required_steps = int(getattr(environment, "required_steps", 0))
         self.takes_reply = _takes_reply(environment.step)
         finish = getattr(environment, "finish", None)
-        self._finishes = finish is not None and getattr(finish, "__func__", None) is not Environment.finish
+        self._has_finish = finish is not None and getattr(finish, "__func__", None) is not Environment.finish
         return list(messages)
 
     def _checked_step(self, value: object, what: str) -> EnvStep:
