@@ -5,10 +5,10 @@ make -> reset -> (chat -> step)* -> finish -> close
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from treadle.core.errors import ContextExceeded, StepsExceeded
+from treadle.core.errors import Cause, ContextExceeded, DataError, StepsExceeded, TrajectoryFailure
 from treadle.core.metrics import Measures
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Status, Task
@@ -74,14 +74,15 @@ class EnvironmentDriver(AttemptDriver[Session]):
             if state:
                 session.set_state(reply.number, state)
             answer = await environment.step(_parsed(reply) if environment.takes_reply else reply.text)
-            session.reward_last(Reward.of(answer.reward))
+            _give(session.reward_last, Reward.of(answer.reward), "step")
             if answer.done:
                 limit = None
                 break
             conversation, state = self._extended(conversation, reply.message, answer.observations, number), answer.state
         session.close()  # the engine waits for it, and `finish` may take its time
         ended = Status.DONE if limit is None else LIMITS[type(limit)]
-        session.add_to_last_reward(await environment.finish(ended, self._config.finish_timeout))
+        reward = await environment.finish(ended, self._config.finish_timeout)
+        _give(session.add_to_last_reward, reward, "finish")
         return limit
 
     def _continues(self, conversation: Sequence[Message], number: int) -> bool:
@@ -104,3 +105,10 @@ class EnvironmentDriver(AttemptDriver[Session]):
 def _parsed(reply: SessionReply) -> Reply:
     message = reply.message
     return Reply(reply.text, message.get("reasoning_content", ""), tuple(message.get("tool_calls", ())))
+
+
+def _give(give: Callable[[Reward], None], reward: Reward, method: str) -> None:
+    try:
+        give(reward)
+    except DataError as error:
+        raise TrajectoryFailure(Cause.ENVIRONMENT, f"{method}: {error}") from error
