@@ -184,9 +184,7 @@ class _Session:
         callbacks = Callbacks(members, StopRequest(), ProgressCallback(self.progress, section.updates))
 
         def work() -> dict[str, Any]:
-            return run_event_loop(
-                self._train(begin, callbacks), self.progress.log, callbacks.stop.request, self.runtime.new_event_loop
-            )
+            return run_event_loop(self._train(begin, callbacks), self.progress.log, self.runtime.new_event_loop)
 
         with self.status.writing(self.run.status_file):
             return callbacks.around(RunStart(self.run.path, self.config, update, self.progress.log), work)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import DamageError, RunError
-from treadle.rollout.isolation.interrupts import uninterrupted
 
 _ERRORS = (sqlite3.DatabaseError, UnicodeDecodeError)  # the latter where SQLite's own message quotes what is damaged
 _DAMAGED_ROW = "a row is not as it was written"
@@ -109,7 +108,6 @@ class CheckedDatabase:
         """Yield a set that SQLite fills with the tables that statements read meanwhile."""
         read = set[str]()
 
-        @uninterrupted
         def note(action: int, table: str | None, *_: object) -> int:
             if action == sqlite3.SQLITE_READ and table is not None:
                 read.add(table)
@@ -156,7 +154,6 @@ def _shows_damage(error: Exception) -> bool:
     return says_so or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-@uninterrupted
 def row_checksum(*values: Any) -> int:
     """Return the CRC-32 of a row: `ascii` writes each value with its type, the same in every version of Python."""
     return zlib.crc32(ascii(values).encode())
