@@ -1,4 +1,4 @@
-"""Exact rendering, for sixteen model families: random conversations, sampled in random non-canonical tokens.
+"""Exact rendering, for two dozen model families: random conversations, sampled in random non-canonical tokens.
 
 What is checked of every prompt does not rest on what the renderer says of itself: transformers renders the text, once
 more with the structural strings of all messages made harmless to tell which ones the template wrote, the vocabulary
@@ -107,7 +107,17 @@ def keeps_as_deepseek(known: list[Message]) -> bool:
     return before[-1]["role"] == "tool" or "</think>" not in reply["content"]
 
 
-KEEPS = {"all": lambda known: True, "thoughts": keeps_thoughts_of_this_question, "deepseek": keeps_as_deepseek}
+def last_reply(known: list[Message]) -> Message:
+    return next(message for message in reversed(known) if message["role"] == "assistant")
+
+
+KEEPS = {
+    "all": lambda known: True,
+    "thoughts": keeps_thoughts_of_this_question,
+    "no thought": lambda known: not last_reply(known).get("reasoning_content", "").strip(),
+    "no system message": lambda known: known[0]["role"] != "system" or not known[0]["content"].strip(),
+    "deepseek": keeps_as_deepseek,
+}
 
 
 class Talk:
@@ -143,8 +153,9 @@ class Talk:
         if self.calls:
             self._check_history(prompt)
             self.counts["naive breaks"] += anew[: len(self._naive)] != self._naive
-        completion = self.world.sample(self.rng, self.calling)
-        message = self.world.message(self.rng, completion, self.calling)
+        completion, message = self._reply()
+        while not (self.world.family.blank or message["content"] or message.get("reasoning_content")):
+            completion, message = self._reply()
         self.conversation.record(prompt, np.array(completion, np.int32), message)
         self.calls.append(PackedCall(np.concatenate([prompt.ids, np.array(completion, np.int32)]), len(prompt.ids), 0))
         self.causes.append(prompt.break_cause)
@@ -156,6 +167,10 @@ class Talk:
             self._say(Message(role="tool", content=observation, tool_call_id=call["id"]))
         if not message.get("tool_calls"):
             self._say(Message(role="user", content="Q " + self.world.text(self.rng)))
+
+    def _reply(self) -> tuple[list[int], Message]:
+        completion = self.world.sample(self.rng, self.calling)
+        return completion, self.world.message(self.rng, completion, self.calling)
 
     def _oracle(self, known: list[Message], tools: list[Any]) -> str | None:
         """The text as transformers renders it; None where the template refuses the conversation."""

@@ -24,7 +24,7 @@ from treadle.rendering.conversation import Conversation, Prompt
 from treadle.rendering.off_loop import off_loop
 from treadle.rendering.raw import RawPrompts
 from treadle.rendering.replies import ReplyParser, plain
-from treadle.rendering.tool_calls import THOUGHT, THOUGHT_END, Tool
+from treadle.rendering.tool_calls import THOUGHT_TAGS, Tool
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
 
@@ -279,11 +279,12 @@ class Session:
         return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._context - prompt_tokens)))
 
     def _begun(self, prompt: Prompt) -> str:
-        """`<think>` where the prompt leaves a thought open, for parsers that take thoughts out of the content."""
+        """The tag of a thought that the prompt leaves open, for parsers that take thoughts out of the content."""
         if prompt.rendering is None or not getattr(self.parse, "thoughts", True):
             return ""
         turn = self.renderer.decode(prompt.ids[prompt.rendering.turn :])
-        return THOUGHT if turn.rfind(THOUGHT) > turn.rfind(THOUGHT_END) else ""
+        opening, closing = getattr(self.parse, "tags", THOUGHT_TAGS[0])
+        return opening if turn.rfind(opening) > turn.rfind(closing) else ""
 
     def _message(self, text: str, tools: Sequence[Tool], options: CallOptions, number: int) -> Message:
         """The parsed reply. Tool calls without an id get one that is the same in every repetition of the run."""
