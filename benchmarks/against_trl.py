@@ -3,14 +3,14 @@
     treadle models get smollm2
     .venv/bin/python benchmarks/against_trl.py                     both, 20 updates each, and the gradients
     .venv/bin/python benchmarks/against_trl.py --updates 3         a first look
-    .venv/bin/python benchmarks/against_trl.py --case long --updates 2 --repetitions 3    long completions
+    .venv/bin/python benchmarks/against_trl.py --case long --threads 1 --updates 2 --repetitions 2    long completions
     .venv/bin/python benchmarks/against_trl.py --parts DIRECTORY   parts that are complete there are not repeated
 
 Each side is a process of its own, on `--threads` threads. Sampling and training are measured where each library
 switches from one to the other: what is neither (rewards, logging) counts as training. The gradient is that of TRL's
 first update that has one (until then weights are as they were), taken by both on the tokens that TRL sampled; once in
-float32, once in float64, where rounding does not hide a difference. `SAME` and a `Case` are what both are given.
-Repetitions are interleaved: TRL, Treadle, TRL, Treadle.
+float32 and, in the short case, once in float64, where rounding does not hide a difference. `SAME` and a `Case` are what
+both are given. Repetitions are interleaved: TRL, Treadle, TRL, Treadle. Each repetition has the same seed.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ def part(name: str, case: Case, model: Path, updates: int, folder: Path, threads
     (folder / f"{name}.json").write_text(json.dumps({"result": result, "peak_bytes": peak}))
 
 
-def summary(repetitions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summary(repetitions: Sequence[Mapping[str, Any]], completions: int) -> dict[str, Any]:
     """Return one side's medians, without the first update of each repetition, which warms up."""
     updates = [update for run in repetitions for update in run["result"][1:] or run["result"]]
     everything = [update for run in repetitions for update in run["result"]]
@@ -390,6 +390,9 @@ def summary(repetitions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         **{key: medians[key] for key in medians if key not in ("reward", "tokens")},
         "cpu": median(update["sampling_cpu"] + update["training_cpu"] for update in updates),
+        "cpu_per_token": median(
+            (update["sampling_cpu"] + update["training_cpu"]) / update["tokens"] / completions for update in updates
+        ),
         "seconds": median(update["sampling_seconds"] + update["training_seconds"] for update in updates),
         "peak_bytes": median(run["peak_bytes"] for run in repetitions),
         "rewards": [update["reward"] for update in everything],
@@ -436,13 +439,14 @@ def main() -> None:
             for name, side in runs.items():
                 side.append(run(name, options.updates, "float32", repetition))
         gradients = {"float32": run("gradient", 1, "float32")["result"]}
-        run("trl", 1, "float64")  # with an optimizer's moments, a second update would need more than 24 GB
-        gradients["float64"] = run("gradient", 1, "float64")["result"]
+        if options.case == "short":
+            run("trl", 1, "float64")  # with an optimizer's moments, a second update would need more than 24 GB
+            gradients["float64"] = run("gradient", 1, "float64")["result"]
         first = json.loads((parts / "float32-0" / "first.json").read_text())
         prompts_of_updates = json.loads((parts / "float32-0" / "ours.json").read_text())
     from treadle.benchmarks.report import machine
 
-    sides = {name: summary(side) for name, side in runs.items()}
+    sides = {name: summary(side, case.tasks * case.group) for name, side in runs.items()}
     result = {
         "machine": machine(),
         "threads": threads,
@@ -450,7 +454,7 @@ def main() -> None:
         **sides,
         "treadle / trl": {
             key: sides["treadle"][key] / sides["trl"][key]
-            for key in ("cpu", "seconds", "sampling_cpu", "training_cpu", "peak_bytes")
+            for key in ("cpu", "cpu_per_token", "seconds", "sampling_cpu", "training_cpu", "peak_bytes")
         },
         "prompts are the same ids": first["prompts"] == prompts_of_updates[first["update"]],
         "gap of gradients": gradients,
