@@ -1,16 +1,10 @@
 """Beside TRL: single-turn GRPO on SmolLM2 with the same tasks, batch, lengths, loss and optimizer, and one gradient.
 
     treadle models get smollm2
-<<<<<<< HEAD
     python -m benchmarks.against_trl                     both, 20 updates each, and the gradients
     python -m benchmarks.against_trl --updates 3         a first look
+    python -m benchmarks.against_trl --case long --threads 1 --updates 2 --repetitions 2    long completions
     python -m benchmarks.against_trl --parts DIRECTORY   parts that are complete there are not repeated
-=======
-    .venv/bin/python benchmarks/against_trl.py                     both, 20 updates each, and the gradients
-    .venv/bin/python benchmarks/against_trl.py --updates 3         a first look
-    .venv/bin/python benchmarks/against_trl.py --case long --threads 1 --updates 2 --repetitions 2    long completions
-    .venv/bin/python benchmarks/against_trl.py --parts DIRECTORY   parts that are complete there are not repeated
->>>>>>> 53ba34411e4bac484054c2dd52456e9a89b78f18
 
 Each side is a process of its own, on `--threads` threads. Sampling and training are measured where each library
 switches from one to the other: what is neither (rewards, logging) counts as training. The gradient is that of TRL's
@@ -430,31 +424,16 @@ def main() -> None:
         folder = parts / f"{dtype}-{repetition}"
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / f"{name}.json").is_file():
-<<<<<<< HEAD
-            print(f"--- {name}, {dtype}", flush=True)
-            given = ["--model", model, "--updates", updates, "--threads", threads, "--dtype", dtype]
-            command = [sys.executable, "-m", "benchmarks.against_trl", "--part", name, "--folder", folder, *given]
-            subprocess.run(list(map(str, command)), check=True, env=environment, cwd=ROOT)
-=======
             print(f"--- {name}, {dtype}, repetition {repetition}", flush=True)
             given = ["--case", options.case, "--model", model, "--updates", updates]
             given += ["--threads", threads, "--dtype", dtype]
-            command = [sys.executable, __file__, "--part", name, "--folder", folder, *given]
-            subprocess.run(list(map(str, command)), check=True, env=environment)
->>>>>>> 53ba34411e4bac484054c2dd52456e9a89b78f18
+            command = [sys.executable, "-m", "benchmarks.against_trl", "--part", name, "--folder", folder, *given]
+            subprocess.run(list(map(str, command)), check=True, env=environment, cwd=ROOT)
         found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
         return found
 
     with tempfile.TemporaryDirectory() as temporary:
         parts = options.parts or Path(temporary)
-<<<<<<< HEAD
-        found = {name: run(name, options.updates, "float32") for name in ("trl", "treadle", "gradient")}
-        run("trl", 1, "float64")  # with an optimizer's moments, a second update would need more than 24 GB
-        found["float64"] = run("gradient", 1, "float64")
-        first = json.loads((parts / "float32" / "first.json").read_text())
-        prompts_of_updates = json.loads((parts / "float32" / "ours.json").read_text())
-    from benchmarks.measure import machine
-=======
         runs: dict[str, list[dict[str, Any]]] = {"trl": [], "treadle": []}
         for repetition in range(options.repetitions):
             for name, side in runs.items():
@@ -465,8 +444,7 @@ def main() -> None:
             gradients["float64"] = run("gradient", 1, "float64")["result"]
         first = json.loads((parts / "float32-0" / "first.json").read_text())
         prompts_of_updates = json.loads((parts / "float32-0" / "ours.json").read_text())
-    from treadle.benchmarks.report import machine
->>>>>>> 53ba34411e4bac484054c2dd52456e9a89b78f18
+    from benchmarks.measure import machine
 
     sides = {name: summary(side, case.tasks * case.group) for name, side in runs.items()}
     result = {
