@@ -115,7 +115,7 @@ KEEPS = {
     "all": lambda known: True,
     "thoughts": keeps_thoughts_of_this_question,
     "no thought": lambda known: not last_reply(known).get("reasoning_content", "").strip(),
-    "no system message": lambda known: known[0]["role"] != "system" or not known[0]["content"].strip(),
+    "no system message": lambda known: known[0]["role"] != "system",
     "deepseek": keeps_as_deepseek,
 }
 
