@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import ForkedProcess, run
-from tests.orchestration.runs import check_finished, forget_data, put_config, resume, start, updates
+from tests.orchestration.runs import check_finished, put_config, put_data, resume, start, updates
 from tests.until import CEILING, wait_until
 from tests.worlds import ROOT, tiny
 from treadle.core.config import dump_yaml
@@ -191,7 +191,7 @@ def test_an_asynchronous_run_leaves_at_once_when_asked(number: signal.Signals, s
         process.send_signal(number)
         assert "--resume --name run" in expect(process, 130)
     put_config(run, dump_yaml(tiny(*options)))  # an environment that has become quick
-    forget_data(run)
+    put_data(run, tiny(*options))
     resume(run)
     check_finished(run)
 
