@@ -2,13 +2,12 @@
 
 import errno
 import os
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +26,7 @@ from treadle.core.types import (
     StopReason,
     Trajectory,
 )
-from treadle.orchestration.store.rollout_store import read_shard, read_steps, write_shard, write_table
+from treadle.orchestration.store.rollout_store import read_steps, write_shard
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 amounts = st.floats(-1e11, 1e11)  # of rewards
@@ -112,15 +111,6 @@ def test_pandas_reads_a_shard(tmp_path: Path) -> None:
     assert table.logprobs[0].dtype == np.float32
     assert table.reward.tolist() == [0.0, 0.5, 0.0, 0.5]
     assert table.stop_reason.unique().tolist() == ["stop"]
-
-
-def test_a_shard_from_before_calls_had_a_start_is_read(tmp_path: Path) -> None:
-    step = replace(make_step(), started=3.0, waited=1.0)
-    shard = write_shard(tmp_path, "x", [make_group(0, Trajectory("g0.0", "t", 0, (step,), 1.0, Status.DONE))])
-    old = write_table(tmp_path, shard.name, pq.read_table(tmp_path / shard.name).drop_columns(["started", "waited"]))
-    [found] = read_steps(tmp_path, old, "g0.0")
-    assert same(found, replace(step, started=None, waited=None))
-    assert read_shard(tmp_path, old).keys() == {"g0.0"}
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
