@@ -91,7 +91,7 @@ def failure_settings(cause: str, message: str) -> list[str]:
     if limits is None:
         return []
     named = [path for path in limits if path in message]
-    return [*(named or limits), f"failures.{cause}.retries", f"failures.{cause}.then"]
+    return [*(named or limits), "failures.causes"]
 
 
 _STATES: Mapping[StepState, _Rule] = {

@@ -75,8 +75,7 @@ class LoopState:
 
     cursor: groups started so far, in submission order; outstanding: those of them that were not taken for training.
     evaluations: held-out results so far, for the summary. failed_tasks: task_id -> groups in a row with too few
-    graded attempts. retries: first attempts, and retries of failed ones, so far. began: when the run did, in ISO
-    format: the date that templates write.
+    graded attempts. began: when the run did, in ISO format: the date that templates write.
     """
 
     update: int = 0
@@ -87,7 +86,6 @@ class LoopState:
     evaluations: tuple[dict[str, Any], ...] = ()
     outstanding: tuple[int, ...] = ()
     failed_tasks: Mapping[str, int] = field(default_factory=dict)
-    retries: tuple[int, int] = (0, 0)
     began: str = ""
 
 
@@ -368,7 +366,7 @@ def _manifest_name(directory: str) -> str:
 
 def _loop_state(text: str) -> LoopState:
     state = json.loads(text)
-    for name in ("evaluations", "outstanding", "retries"):
+    for name in ("evaluations", "outstanding"):
         state[name] = tuple(state.get(name, getattr(LoopState(), name)))
     return LoopState(**state)
 
