@@ -65,7 +65,7 @@ def test_skyrl_sql_is_as_published() -> None:
     assert (rollout.max_steps, rollout.max_input_tokens, rollout.max_completion_tokens) == (6, 29_000, 3_000)
     assert (rollout.temperature, rollout.top_p, rollout.stop) == (0.6, 0.95, ("</sql>", "</solution>"))
     assert (training.tasks_per_update, training.group_size, training.optimizer.learning_rate) == (256, 5, 1e-6)
-    assert (algorithm.policy_loss, algorithm.ppo_clip.dual_clip, algorithm.kl) == ("ppo_clip", 3.0, None)
+    assert (algorithm.policy_loss, algorithm.policy_loss_options["dual_clip"], algorithm.kl) == ("ppo_clip", 3.0, None)
     assert not algorithm.correction.active
 
 

@@ -642,8 +642,8 @@ def test_kl_may_be_from_another_model(tmp_path: Path, reference: tuple[Path, Sum
 
 
 def test_an_algorithm_that_means_nothing_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.gamma is set, but advantage 'grpo' does not read it"):
-        start(tmp_path / "run", "algorithm.gamma=0.5")
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage_options: unknown key 'gamma'"):
+        start(tmp_path / "run", "algorithm.advantage_options.gamma=0.5")
     assert not (tmp_path / "run").exists()
 
 

@@ -342,8 +342,10 @@ _ALIASES = {
     **dict.fromkeys(("max_prompt_length", "max_prompt_tokens", "max_model_len"), "max_input_tokens"),
     **dict.fromkeys(("max_turns", "max_assistant_turns"), "max_steps"),
     **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "init_kl_coef"), "coef"),
-    **dict.fromkeys(("epsilon", "clip_range", "cliprange", "clip_ratio", "clip_eps"), "eps_high"),
-    **dict.fromkeys(("lam", "gae_lam", "lambda_"), "gae_lambda"),
+    **dict.fromkeys(
+        ("epsilon", "clip_range", "cliprange", "clip_ratio", "clip_eps", "eps_high"), "policy_loss_options"
+    ),
+    **dict.fromkeys(("lam", "gae_lam", "lambda_", "gae_lambda"), "advantage_options"),
     **dict.fromkeys(("adv_estimator", "advantage_estimator"), "advantage"),
     **dict.fromkeys(("loss_type", "loss", "policy_loss_type"), "policy_loss"),
 }

@@ -25,7 +25,7 @@ def test_recipes_have_the_published_values() -> None:
         assert (harbor.concurrency, harbor.trials_per_second) == (at_once, 5.0)
         assert recipe.training.optimizer.learning_rate == 1e-6
         assert recipe.rollout.max_input_tokens + recipe.rollout.max_completion_tokens == 32_768
-        assert (recipe.algorithm.norm_by_std, recipe.algorithm.kl) == (False, None)
+        assert recipe.algorithm.advantage_options == {"norm_by_std": False} and recipe.algorithm.kl is None
         assert recipe.algorithm.reduction == "token_mean"
         assert recipe.rewards.overlong == "drop" and recipe.evaluation.attempts == 2
         assert harbor.trial["agent"]["override_timeout_sec"] == 1200 and harbor.agent == "terminus-2"
