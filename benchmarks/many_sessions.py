@@ -1,8 +1,8 @@
-"""What the run's own process does for many open sessions: CPU, and how long its event loop keeps others waiting.
+"""What a run's own process spends on many open sessions: CPU, and the lag of its event loop.
 
-    .venv/bin/python benchmarks/many_sessions.py                  10,000 sessions, 50 trajectories a second, one minute
-    .venv/bin/python benchmarks/many_sessions.py --rate 100
-    .venv/bin/python benchmarks/many_sessions.py --through ray --sessions 2000 --rate 50 80
+    python -m benchmarks.many_sessions                  10,000 sessions, 50 trajectories a second, one minute
+    python -m benchmarks.many_sessions --rate 100
+    python -m benchmarks.many_sessions --through ray --sessions 2000 --rate 50 80
 
     4 workers --(pickled trajectories)--> RolloutScheduler -> GroupIntake -> RunStore -> ReplayBuffer -> batches
 
@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from treadle.benchmarks.report import machine
+from benchmarks.measure import machine
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Ids, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
@@ -49,7 +49,8 @@ from treadle.orchestration.reporting.callbacks import Callbacks
 from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.orchestration.setup.inputs import Inputs
 from treadle.orchestration.stop_request import StopRequest
-from treadle.orchestration.store.ledger import Ledger, LoopState
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.attempt import Players, RolloutRunner
@@ -115,10 +116,9 @@ def _step(rng: np.random.Generator, version: int, seconds: float) -> Step:
 
 
 class Caller(AttemptDriver[Session]):
-    """Makes one call after the other, with prompts of random ids."""
+    """Driver that makes one call after the other, with prompts of random ids."""
 
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
-        """Make the calls."""
         rng = np.random.default_rng(list(session.name.encode()))
         for _ in range(STEPS):
             await session.complete(rng.integers(0, _VOCABULARY, TOKENS - SAMPLED).tolist())
@@ -127,7 +127,7 @@ class Caller(AttemptDriver[Session]):
 
 
 class SimulatedEngine(FakeEngine):
-    """Answers with random ids after a while, about as long for all calls of a group. Keeps no prompt.
+    """Engine that answers with random ids after a while, about as long for all calls of a group.
 
     mean: seconds of an attempt. at_first: groups that have begun before.
     """
@@ -151,7 +151,7 @@ class SimulatedEngine(FakeEngine):
             self._seconds[group] = self._mean * (share if began else 1.0)
 
     def close_session(self, session: str) -> None:
-        """Do nothing."""
+        return None
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
@@ -164,18 +164,17 @@ class SimulatedEngine(FakeEngine):
 
 @dataclass(frozen=True, slots=True)
 class MakeSimulated:
-    """Makes a `SimulatedEngine` in an actor; see there."""
+    """Factory of a `SimulatedEngine` in an actor."""
 
     mean: float
     at_first: int
 
     def make(self) -> SimulatedEngine:
-        """Return the engine."""
         return SimulatedEngine(self.mean, self.at_first)
 
 
 class Counted:
-    """Counts what a runner has played (a `RolloutRunner`)."""
+    """`RolloutRunner` that counts what another one has played."""
 
     def __init__(self, runner: RolloutRunner) -> None:
         self._runner, self.sampling = runner, runner.sampling
@@ -199,7 +198,7 @@ class Counted:
 
 
 class WorkerRunner:
-    """Plays attempts in worker processes (a `RolloutRunner`): each goes to the next one in turn."""
+    """`RolloutRunner` over worker processes, which take groups in turn."""
 
     def __init__(self, channels: Sequence[Connection], engine: FakeEngine) -> None:
         self.sampling, self.received = SamplingParams(), 0
@@ -224,7 +223,7 @@ class WorkerRunner:
 
     @property
     def open(self) -> int:
-        """Return how many attempts are under way."""
+        """Number of attempts under way."""
         return len(self._waiting)
 
     def _read(self, channel: Connection) -> None:
@@ -298,7 +297,7 @@ async def _measured(
 
 
 async def _lags(seconds: float, training: asyncio.Future[Any]) -> list[float]:
-    """By how much short sleeps took longer, for so many seconds."""
+    """Return by how much short sleeps took longer, for so many seconds."""
     loop, lags = asyncio.get_running_loop(), list[float]()
     end = loop.time() + seconds
     while (now := loop.time()) < end:
@@ -314,7 +313,7 @@ OpenRunner = Callable[[], AbstractAsyncContextManager[tuple[WorkerRunner | Count
 
 @contextmanager
 def forked(sessions: int, rate: float) -> Iterator[OpenRunner]:
-    """Have workers that send whole trajectories."""
+    """Start workers that send whole trajectories."""
     context, channels, processes = multiprocessing.get_context("fork"), [], []
     for number in range(WORKERS):
         here, there = context.Pipe()
@@ -342,7 +341,7 @@ def forked(sessions: int, rate: float) -> Iterator[OpenRunner]:
 
 @contextmanager
 def over_ray(sessions: int, rate: float) -> Iterator[OpenRunner]:
-    """Have the workers and engines of a local cluster."""
+    """Start the workers and engines of a local Ray cluster."""
     from treadle.placement.cluster import connected
     from treadle.placement.engine_actors import ActorChannel
     from treadle.placement.reserve import Bundle, reserve

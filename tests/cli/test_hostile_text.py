@@ -20,6 +20,7 @@ from treadle.envs import arithmetic
 from treadle.envs.arithmetic import Arithmetic
 from treadle.envs.base import EnvStep
 from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.rollout_store import write_shard
 from treadle.orchestration.store.run_directory import RunDirectory
 
@@ -129,9 +130,8 @@ def test_commands_that_read_a_run(words: list[str], trained: Trained) -> None:
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_every_recorded_trajectory(options: list[str], trained: Trained, replies: Path) -> None:
     for run in (trained.run, replies):
-        ledger = Ledger(run / "ledger.sqlite", read_only=True)
+        ledger = LedgerReader(run / "ledger.sqlite")
         names = [row["trajectory_id"] for row in ledger.query("SELECT trajectory_id FROM trajectories")]
-        ledger.close()
         for name in names[:: max(1, len(names) // 8)]:
             assert "x1b" in check(treadle("show", run, name, *options)) or options
 
@@ -148,7 +148,6 @@ def test_models(trained: Trained, tmp_path: Path) -> None:
     assert r"\x1b[2J" in check(treadle("export", trained.run, export))
     assert r"\x1b[2J" in check(treadle("sft", recipe, "--out", warm, "warm_start.steps=2"))
     assert r"\x1b[2J" in check(treadle("eval", trained.run, "--model", export))
-    check(treadle("bench", "update", "--replay", trained.run, "--repeats", "1"))
 
 
 def test_recipes(trained: Trained) -> None:
@@ -170,7 +169,7 @@ def test_a_stopped_run_and_its_resume(trained: Trained, tmp_path: Path) -> None:
 WRONG = [
     *(["report", UNDECODABLE], ["show", UNDECODABLE], ["serve", UNDECODABLE], ["eval", EVIL], ["train", EVIL]),
     *(["train", "demo", f"{EVIL}=1"], ["train", "demo", f"--{EVIL}"], ["train", "demo", f"seed={EVIL}"]),
-    *(["show", "RUN", EVIL], ["export", "RUN", "/x", "--checkpoint", EVIL], ["bench", EVIL], [UNDECODABLE]),
+    *(["show", "RUN", EVIL], ["export", "RUN", "/x", "--checkpoint", EVIL], [UNDECODABLE]),
     *(["recipes", "show", EVIL], ["sft", "demo", "--out", "/proc", EVIL]),
 ]
 

@@ -22,7 +22,7 @@ from treadle.models.config import ModelConfig
 from treadle.orchestration.removed_keys import REMOVED_KEYS
 from treadle.orchestration.sampling.failures import FailuresConfig
 from treadle.orchestration.sampling.replay_buffer import StalePolicy
-from treadle.orchestration.schema import migrated
+from treadle.orchestration.schema import without_version
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import LearnerPlacement, TrainerSpec, TrainingConfig, WarmStartConfig
@@ -347,7 +347,7 @@ def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
     """Read a recipe, merged into the one that it extends. below: the recipes that extend it."""
     data = load_yaml(path)
     if "schema_version" in data:  # a run's config.yaml
-        return migrated(data, str(path))
+        return without_version(data, str(path))
     base = data.pop("extends", None)
     if base is None:
         return data

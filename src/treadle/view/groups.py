@@ -1,4 +1,4 @@
-"""The table of groups: filtered, sorted and cut in the ledger, so that only what is shown is read."""
+"""The table of groups, with their attempts."""
 
 from __future__ import annotations
 
@@ -6,130 +6,68 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from treadle.core.errors import RunError
+from pydantic import BaseModel, Field
+
+from treadle.core.errors import Cause, RunError
 from treadle.core.text import escape_line
-from treadle.core.types import PLAYERS, StepState
+from treadle.core.types import PLAYERS, DropReason, Status, StepState
+from treadle.orchestration.store.group_search import find_groups
 from treadle.view.models import Attempt, GroupRow, Groups
 from treadle.view.recorded_run import RecordedRun
 from treadle.view.texts import clipped
 
-_OF_ATTEMPTS = "g.group_id IN (SELECT group_id FROM trajectories WHERE"
-_OF_STEPS = f"{_OF_ATTEMPTS} trajectory_id IN (SELECT trajectory_id FROM steps WHERE"
-_BY_GROUP = "g.group_id IN (SELECT group_id FROM trajectories GROUP BY group_id HAVING"
-PRESETS: Mapping[str, str] = {
-    "failed": f"{_OF_ATTEMPTS} failure_cause IS NOT NULL)",
-    "dropped": f"{_OF_STEPS} state = 'dropped'))",
-    "stale": f"{_OF_STEPS} reason = 'stale'))",
-    "zero_advantage": f"{_BY_GROUP} max(abs(advantage)) = 0) OR {_OF_STEPS} reason = 'filtered'))",
-    "mixed": f"{_BY_GROUP} max(reward) > min(reward))",
-    "unsolved": f"{_BY_GROUP} max(reward) <= 0)",
-    "warning": f"{_OF_ATTEMPTS} warning != '')",
-    "blocked": f"{_OF_ATTEMPTS} blocked_seconds > 0)",
-}
-"""Name of a filter -> its condition on a group `g`."""
-_HAVING = {
-    "reason": f"{_OF_STEPS} reason = ?))",
-    "cause": f"{_OF_ATTEMPTS} failure_cause = ?)",
-    "status": f"{_OF_ATTEMPTS} status = ?)",
-}
+LARGEST = 2**31 - 1
+Split = Literal["train", "held_out"]
+Preset = Literal["failed", "dropped", "stale", "zero_advantage", "mixed", "unsolved", "warning", "blocked"]
+Sort = Literal["group", "update", "task", "reward", "spread", "steps", "tokens", "failed", "seconds", "component"]
+Words = Annotated[str, Field(max_length=200)]
 
-_SUMS = {
-    "reward": "avg(reward)",
-    "spread": "max(reward) - min(reward)",
-    "steps": "avg(steps)",
-    "tokens": "sum(completion_tokens)",
-    "failed": "count(failure_cause)",
-    "seconds": "max(seconds)",
-    "component": "avg(iif(reward IS NULL, NULL, coalesce((SELECT value FROM json_each(components) WHERE key = ?), 0)))",
-}
-_COLUMNS = {"group": "g.rowid", "update": "coalesce(g.trained_version, g.batch)", "task": "g.position"}
-SORTS = (*_COLUMNS, *_SUMS)
-"""What the table can be sorted by."""
 
-_TASK_SAYS = (  # the first condition is quick, and holds wherever the second does
-    "instr(lower(g.task), lower(?)) AND EXISTS (SELECT 1 FROM json_tree(g.task) WHERE type IN ('text', 'integer', "
-    "'real') AND coalesce(key, '') NOT IN ('role', 'type') AND instr(lower(atom), lower(?)))"
-)
+class GroupQuery(BaseModel):
+    """Which groups to list, in which order, and which page of them.
+
+    search: words that the task, an id or a failure must all contain. reason, cause, status: of a step or an attempt of
+    the group. component: of the reward, for that order. around: a group whose neighbors are named.
+    """
+
+    split: Split | None = None
+    preset: Preset | None = None
+    reason: DropReason | None = None
+    cause: Cause | None = None
+    status: Status | None = None
+    search: Words = ""
+    update: int | None = Field(None, ge=0, le=LARGEST)
+    sort: Sort = "group"
+    component: Words = ""
+    descending: bool = True
+    offset: int = Field(0, ge=0, le=LARGEST)
+    limit: int = Field(100, ge=1, le=200)
+    around: str | None = Field(None, max_length=1000)
+
+
 _EVALUATION = re.compile(r"e(\d+)g?(?:r\d+)?-")  # r2: repeated for the second time
 _MOST_CHARACTERS = 240  # of a question in the table
 
 
-def list_groups(
-    run: RecordedRun,
-    *,
-    split: str | None,
-    preset: str | None,
-    search: str,
-    update: int | None,
-    sort: str,
-    component: str,
-    descending: bool,
-    offset: int,
-    limit: int,
-    around: str | None = None,
-    **having: str | None,
-) -> Groups:
-    """Return a page of the table. Raises RunError.
-
-    search: words that the task, an id or a failure must all contain. component: of the reward, where `sort` says so.
-    around: a group of which the one before and the one behind are named. having: a reason, cause or status that a step
-    or an attempt of the group has.
-    """
-    where, values = ["1"], list[Any]()
-    if split is not None:
-        where.append("g.split = ?")
-        values.append(split)
-    if preset is not None:
-        where.append(f"({PRESETS[preset]})")
-    for name, value in having.items():
-        if value is not None:
-            where.append(_HAVING[name])
-            values.append(value)
-    if update is not None:
-        where.append("(g.trained_version IN (SELECT value FROM json_each(?)) OR g.group_id GLOB ?)")
-        values += [json.dumps(run.versions_of(update)), f"e{update:06d}*"]
-    for word in search.split():
-        where.append(
-            f"(({_TASK_SAYS}) OR instr(g.group_id, ?) OR g.group_id IN (SELECT group_id FROM "
-            "trajectories WHERE instr(lower(failure_message), lower(?)) OR instr(trajectory_id, ?)))"
-        )
-        values += [json.dumps(word)[1:-1], *[word] * 4]
-    condition = " AND ".join(where)
-    by, joined, of_join = _COLUMNS.get(sort, "a.figure"), "", list[str]()
-    if sort in _SUMS:
-        figures = f"SELECT group_id, {_SUMS[sort]} AS figure FROM trajectories GROUP BY group_id"
-        joined, of_join = f"JOIN ({figures}) a USING (group_id)", [component] * figures.count("?")
-    way = "DESC" if descending else "ASC"
-    total = run.ledger.query(f"SELECT count(*) AS total FROM groups g WHERE {condition}", *values)[0]["total"]
-    table = f"FROM groups g {joined} WHERE {condition} ORDER BY {by} {way} NULLS LAST, g.rowid {way}"
-    rows = run.ledger.query(f"SELECT g.* {table} LIMIT ? OFFSET ?", *of_join, *values, limit, offset)
-    found = Groups(total=total, offset=offset, rows=group_rows(run, rows))
-    if around is not None:
-        names = [row["group_id"] for row in run.ledger.query(f"SELECT g.group_id {table}", *of_join, *values)]
-        at = names.index(around) if around in names else len(names)
-        found.previous = names[at - 1] if 0 < at < len(names) else None
-        found.next = names[at + 1] if at + 1 < len(names) else None
-    return found
+def list_groups(run: RecordedRun, query: GroupQuery) -> Groups:
+    """Return a page of the table. Raises RunError."""
+    versions = [] if query.update is None else run.versions_of(query.update)
+    page = find_groups(run.ledger, versions=versions, **query.model_dump())
+    rows = group_rows(run, page.rows)
+    return Groups(total=page.total, offset=query.offset, rows=rows, previous=page.previous, next=page.next)
 
 
 def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[GroupRow]:
     """Return the lines of groups, given their rows of the ledger, with their attempts."""
-    names = json.dumps([row["group_id"] for row in rows])
-    trajectories = run.ledger.query(
-        "SELECT * FROM trajectories WHERE group_id IN (SELECT value FROM json_each(?)) ORDER BY attempt", names
-    )
+    names = [row["group_id"] for row in rows]
     states: dict[str, dict[str, int]] = defaultdict(dict)
-    for row in run.ledger.query(
-        "SELECT trajectory_id, state, reason, count(*) AS count FROM steps WHERE trajectory_id IN (SELECT "
-        "trajectory_id FROM trajectories WHERE group_id IN (SELECT value FROM json_each(?))) GROUP BY 1, 2, 3",
-        names,
-    ):
+    for row in run.ledger.attempts_states(names):
         name = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
         states[row["trajectory_id"]][name] = row["count"]
     members: dict[str, list[Attempt]] = defaultdict(list)
-    for row in trajectories:
+    for row in run.ledger.attempts(names):
         members[row["group_id"]].append(attempt_of(row, states[row["trajectory_id"]]))
     state = run.state()
     return [_group_row(run, row, members[row["group_id"]], state) for row in rows]
@@ -137,13 +75,13 @@ def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[Grou
 
 def attempt_of(row: Mapping[str, Any], states: dict[str, int]) -> Attempt:
     """Return an attempt, given its row of the ledger and how many of its steps ended how."""
-    own = {name: row[name] for name in Attempt.model_fields if name != "states"}
-    said = {name: row[name] and clipped(row[name]) for name in ("failure_message", "warning")}
-    return Attempt(**{**own, **said, "components": _json(row["components"]), "states": states})
+    fields = {name: row[name] for name in Attempt.model_fields if name != "states"}
+    texts = {name: row[name] and clipped(row[name]) for name in ("failure_message", "warning")}
+    return Attempt(**{**fields, **texts, "components": json.loads(row["components"]), "states": states})
 
 
 def _group_row(run: RecordedRun, row: Mapping[str, Any], attempts: list[Attempt], state: str) -> GroupRow:
-    task = _json(row["task"])
+    task = json.loads(row["task"])
     evaluated = _EVALUATION.match(row["group_id"]) if row["split"] != "train" else None
     version = row["trained_version"]
     update = int(evaluated[1]) if evaluated else run.update_of(version)
@@ -179,24 +117,9 @@ def _question(task: Mapping[str, Any]) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} …"
 
 
-def _json(text: str) -> dict[str, Any]:
-    """Return a JSON object of the ledger; an empty one for anything else, such as a row of an older version."""
-    try:
-        found = json.loads(text)
-    except (TypeError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def groups_of_task(run: RecordedRun, task_id: str, split: str) -> list[GroupRow]:
     """Return all groups of a task, oldest first. Raises RunError if none is on record."""
-    rows = run.ledger.query(
-        "SELECT * FROM groups WHERE split = ? AND instr(task, ?) AND json_extract(task, '$.task_id') = ? "
-        "ORDER BY rowid",
-        split,
-        json.dumps(task_id)[1:-1],
-        task_id,
-    )
+    rows = run.ledger.groups_of_task(task_id, split)
     if not rows:
         raise RunError(f"no {split} task {task_id!r} in {run.path}")
     return group_rows(run, rows)

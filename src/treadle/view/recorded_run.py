@@ -14,32 +14,32 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from treadle.core.checked_json import is_unfinished, parse_checked_json
-from treadle.core.config import as_override, build, describe, parse_yaml
-from treadle.core.errors import DamageError, RunError, TreadleError
-from treadle.core.files import WrittenFile, sha256_of
-from treadle.core.manifest import MANIFEST, Manifest
+from treadle.core.config import as_override, describe
+from treadle.core.errors import RunError, TreadleError
+from treadle.core.files import sha256_of
+from treadle.core.manifest import Manifest
 from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.live_status import RunStatus
 from treadle.orchestration.reporting.metrics import DECLARED
-from treadle.orchestration.schema import migrated
-from treadle.orchestration.store.ledger import salvage, trace_file
-from treadle.orchestration.store.ledger_reader import LedgerReader
+from treadle.orchestration.store.checkpoint_retention import checkpoint_update
+from treadle.orchestration.store.ledger_reader import LedgerReader, salvage
 from treadle.orchestration.store.recorded import parse_tokenizer
 from treadle.orchestration.store.run_directory import MetricsLog, RunDirectory
 from treadle.view import models
-from treadle.view.fates import rule_of
+from treadle.view.fates import explain
 from treadle.view.live import now_of
 from treadle.view.texts import TokenTexts, clipped
 
 T = TypeVar("T")
 _SPARKLINE = 60  # points of a run's reward in the list of runs
 _SPEED_OVER = 10  # updates
+_MOST_FAILURES = 20
 _MOST_OPEN = 8  # runs of which is kept what was read
 
 
 class LinesFollower:
-    """Reads metrics.jsonl, or intervals.jsonl, as it grows: each line once. Where it was written anew, all of it.
+    """Incremental reader of metrics.jsonl or intervals.jsonl: each line once; all of them after a rewrite.
 
     names: what each row must have.
     """
@@ -85,7 +85,7 @@ class LinesFollower:
 
 
 class RecordedRun:
-    """Reads one run directory, and writes nothing. key: its name in links."""
+    """A run directory, opened for reading only. key: its name in links."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
@@ -105,8 +105,8 @@ class RecordedRun:
 
     def signature(self) -> str:
         """Return a text that changes whenever anything that is shown may have changed."""
-        own = self.directory
-        files = (own.metrics_file, own.intervals_file, own.summary_file, own.config_file)
+        run = self.directory
+        files = (run.metrics_file, run.intervals_file, run.summary_file, run.config_file)
         parts = [(s.st_mtime_ns, s.st_size) for f in files if f.is_file() for s in (f.stat(),)]
         return f"{sha256_of(repr((parts, self.ledger.signature(), self.state())).encode())[:16]}"
 
@@ -144,14 +144,7 @@ class RecordedRun:
         except OSError as error:
             raise RunError(f"{self.directory.config_file} cannot be read: {error.strerror or error}") from error
 
-        def read() -> RunConfig:
-            known = {row["sha256"] for row in self._files("config*.yaml")} if self.ledger.path.is_file() else set()
-            if known and sha256_of(content) not in known:
-                raise DamageError(f"{self.directory.config_file} is damaged, or was changed by hand: restore it")
-            source = str(self.directory.config_file)
-            return build(RunConfig, migrated(parse_yaml(content, source), source), source)
-
-        return self.kept("config", content, read)
+        return self.kept("config", content, self.directory.config)
 
     def metrics(self) -> tuple[str, MetricsLog]:
         return self._metrics.read()
@@ -162,26 +155,6 @@ class RecordedRun:
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl of one kind, `update` or `evaluation`."""
         return [row for row in self.metrics()[1].rows if row["kind"] == kind]
-
-    def shards(self) -> dict[str, WrittenFile]:
-        """Return all files with tokens that the ledger knows, by their names in `rollouts/`."""
-        names = ((row["name"].removeprefix("rollouts/"), row["sha256"]) for row in self._files("rollouts/*"))
-        return {name: WrittenFile(name, sha256) for name, sha256 in names}
-
-    def shard(self, name: str) -> WrittenFile:
-        """Return the file with these tokens as the ledger knows it. Raises DamageError if it knows none."""
-        rows = self.ledger.query("SELECT sha256 FROM files WHERE name = ?", f"rollouts/{name}")
-        if not rows:
-            raise DamageError(f"the ledger {self.ledger.path} does not know the shard {name}; restore it from a copy")
-        return WrittenFile(name, rows[0]["sha256"])
-
-    def traces(self, version: int | None) -> WrittenFile | None:
-        """Return the file with the traces of groups that were trained with this version; None without any."""
-        if version is None:
-            return None
-        name = trace_file(version)
-        rows = self.ledger.query("SELECT sha256 FROM files WHERE name = ?", f"traces/{name}")
-        return WrittenFile(name, rows[0]["sha256"]) if rows else None
 
     def texts(self) -> tuple[TokenTexts, str | None]:
         """Return the texts of tokens, and why there is no tokenizer: then they are shown by their ids."""
@@ -198,21 +171,16 @@ class RecordedRun:
     def _tokenizer_file(self, latest: str | None) -> _TokenizerFile:
         if latest is not None and (self.directory.checkpoints / latest).is_dir():
             folder = self.directory.checkpoints / latest
-            recorded = self._files(f"checkpoints/{latest}/{MANIFEST}")
-            manifest = Manifest.load(folder, recorded[0]["sha256"] if recorded else None, "restore it from a copy")
+            manifest = Manifest.load(folder, self.ledger.manifest_sha256(latest), "restore it from a copy")
             return _TokenizerFile(manifest.read("tokenizer.json"), folder)
         folder = tokenizer_directory(self.config().model)
         return _TokenizerFile((folder / "tokenizer.json").read_bytes(), folder)
 
     def _latest_checkpoint(self) -> str | None:
         try:
-            rows = self.ledger.query("SELECT directory FROM checkpoints ORDER BY number DESC LIMIT 1")
+            return next(reversed(self.ledger.checkpoint_names()), None)
         except RunError:
             return None
-        return rows[0]["directory"] if rows else None
-
-    def _files(self, pattern: str) -> list[dict[str, Any]]:
-        return self.ledger.query("SELECT name, sha256 FROM files WHERE name GLOB ?", pattern)
 
     def update_of(self, version: int | None) -> int | None:
         """Return the update whose batch this version of the policy was trained with; None if it is not logged."""
@@ -229,33 +197,35 @@ class RecordedRun:
         return self.kept("summary", self.signature(), self._summary)
 
     def _summary(self) -> models.RunSummary:
-        found = models.RunSummary(key=self.key, name=self.path.name, path=str(self.path), state=self.state())
+        summary = models.RunSummary(key=self.key, name=self.path.name, path=str(self.path), state=self.state())
         updates, evaluated = self.rows("update"), self.rows("evaluation")
         try:
             config = self.config()
-            found.recipe, found.about, found.seed = config.recipe, config.about, config.seed
-            found.updates = config.orchestration.updates
+            summary.recipe, summary.about, summary.seed = config.recipe, config.about, config.seed
+            summary.updates = config.orchestration.updates
             evaluated = [row for row in evaluated if row.get("temperature") == config.evaluation.temperature]
         except TreadleError as error:
-            found.problems.append(str(error))
+            summary.problems.append(str(error))
         held_out = [
             models.HeldOut(update=row["update"], success=row.get("success"), reward=row.get("reward_mean"))
             for row in evaluated
         ]
         graded = [h for h in held_out if h.success is not None]
-        found.best = max(graded, key=lambda h: (h.success or 0.0, -h.update), default=None)
-        found.last = held_out[-1] if held_out else None
+        summary.best = max(graded, key=lambda h: (h.success or 0.0, -h.update), default=None)
+        summary.last = held_out[-1] if held_out else None
         if updates:
-            found.update = max(row["update"] for row in updates)
-            found.reward = updates[-1].get("reward_mean")
-            found.rewards = _thinned([row.get("reward_mean") for row in updates], _SPARKLINE)
-            found.wall_seconds = updates[-1].get("wall_seconds")
-            found.seconds_per_update = _pace(updates[-_SPEED_OVER - 1 :])
+            summary.update = max(row["update"] for row in updates)
+            summary.reward = updates[-1].get("reward_mean")
+            summary.rewards = _thinned([row.get("reward_mean") for row in updates], _SPARKLINE)
+            summary.wall_seconds = updates[-1].get("wall_seconds")
+            summary.seconds_per_update = _pace(updates[-_SPEED_OVER - 1 :])
         unreadable = self.metrics()[1].unreadable
         if unreadable:
-            found.problems.append(f"metrics.jsonl cannot be read in line {', '.join(map(str, unreadable[:5]))}")
-        found.problems += [problem for problem in [self._ledger_problem()] if problem and problem not in found.problems]
-        return found
+            summary.problems.append(f"metrics.jsonl cannot be read in line {', '.join(map(str, unreadable[:5]))}")
+        summary.problems += [
+            problem for problem in [self._ledger_problem()] if problem and problem not in summary.problems
+        ]
+        return summary
 
     def _ledger_problem(self) -> str | None:
         """Return why the ledger cannot be read, or that there is none."""
@@ -265,7 +235,7 @@ class RecordedRun:
             live = self.state() == "in progress"
             return None if live else "nothing was recorded before the run was stopped: the run has no ledger"
         try:
-            self.ledger.query("SELECT 1 FROM checkpoints LIMIT 1")
+            self.ledger.checkpoint_names()
         except RunError as error:
             return str(error)
         return None
@@ -277,7 +247,7 @@ class RecordedRun:
         if lines := self.metrics()[1].unreadable:
             return f"No line of metrics.jsonl that names an update can be read; damaged lines: {len(lines)}."
         with suppress(RunError):  # the problems say so
-            done = self.ledger.query("SELECT max(update_number) AS done FROM checkpoints")[0]["done"]
+            done = max(map(checkpoint_update, map(Path, self.ledger.checkpoint_names())), default=0)
             if done:
                 return f"metrics.jsonl names no update, but there is a checkpoint of update {done}: restore the file."
         if self.state() == "in progress":
@@ -289,24 +259,24 @@ class RecordedRun:
         return self.kept("detail", self.signature(), self._detail)
 
     def _detail(self) -> models.RunDetail:
-        found = models.RunDetail(**self.summary().model_dump())
-        found.no_update = self._no_update()
-        found.metrics = {m.name: {"unit": m.unit, "help": m.help, "view": m.view} for m in DECLARED}
+        detail = models.RunDetail(**self.summary().model_dump())
+        detail.no_update = self._no_update()
+        detail.metrics = {m.name: {"unit": m.unit, "help": m.help, "view": m.view} for m in DECLARED}
         with suppress(TreadleError):  # the summary says so
-            found.settings = [
+            detail.settings = [
                 models.Setting(path=f.path, value=as_override(f.value), is_default=f.is_default, help=f.help)
                 for f in describe(self.config())
             ]
         try:
-            found.summary = json.loads(self.directory.summary_file.read_bytes())
+            detail.summary = json.loads(self.directory.summary_file.read_bytes())
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            found.problems.append(f"summary.json cannot be read: {error}")
+            detail.problems.append(f"summary.json cannot be read: {error}")
         with suppress(RunError):  # as above
-            rows = self.ledger.query("SELECT DISTINCT directory FROM checkpoints ORDER BY number")
-            found.checkpoints = [r["directory"] for r in rows if (self.directory.checkpoints / r["directory"]).is_dir()]
-        return found
+            names = self.ledger.checkpoint_names()
+            detail.checkpoints = [name for name in names if (self.directory.checkpoints / name).is_dir()]
+        return detail
 
     def counts(self) -> models.Counts:
         """Return what the ledger holds; nothing where there is none yet. Raises RunError."""
@@ -315,36 +285,14 @@ class RecordedRun:
         return self.kept("counts", self.ledger.signature(), self._count)
 
     def _count(self) -> models.Counts:
-        split = "JOIN groups g USING (group_id)"
-        attempts = self.ledger.query(
-            "SELECT split, count(*) AS trajectories, count(failure_cause) AS failed, count(DISTINCT group_id) AS "
-            f"groups FROM trajectories t {split} GROUP BY split"
-        )
-        failed = {row["split"]: row for row in attempts}
-        of_trajectory = (  # first, so that each trajectory is looked up once
-            "SELECT trajectory_id, state, reason, count(*) AS count, sum(prompt_tokens) AS prompt_tokens, "
-            "sum(completion_tokens) AS completion_tokens FROM steps GROUP BY 1, 2, 3"
-        )
-        states = self.ledger.query(
-            f"SELECT split, state, reason, sum(s.count) AS count, sum(s.prompt_tokens) AS prompt_tokens, "
-            f"sum(s.completion_tokens) AS completion_tokens FROM ({of_trajectory}) s "
-            f"JOIN trajectories t USING (trajectory_id) {split} GROUP BY 1, 2, 3 ORDER BY 1 DESC, 4 DESC"
-        )
-        splits = []
-        for name, row in sorted(failed.items(), reverse=True):
-            own = [s for s in states if s["split"] == name]
-            tokens = {k: sum(s[k] for s in own) for k in ("prompt_tokens", "completion_tokens")}
-            splits.append(models.Split(**row, steps=sum(s["count"] for s in own), **tokens))
-        failures = self.ledger.query(
-            "SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
-            "trajectory_id FROM trajectories WHERE failure_cause IS NOT NULL GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 20"
-        )
         names = ("split", "state", "reason", "count")
+        example = ("cause", "message", "count", "trajectory_id")
+        failures = [{name: row[name] for name in example} for row in self.ledger.failures()[:_MOST_FAILURES]]
         return models.Counts(
-            splits=splits,
+            splits=[models.Split(**row) for row in self.ledger.splits()],
             states=[
-                models.StateCount(**{n: row[n] for n in names}, text=rule_of(row["state"], row["reason"]).text)
-                for row in states
+                models.StateCount(**{n: row[n] for n in names}, text=explain(row["state"], row["reason"]).text)
+                for row in self.ledger.step_states()
             ],
             failures=[models.FailureCount(**{**row, "message": clipped(row["message"])}) for row in failures],
         )
@@ -352,7 +300,7 @@ class RecordedRun:
 
 @dataclass(frozen=True)
 class _TokenizerFile:
-    """Holds a tokenizer.json. folder: where it lay, for errors."""
+    """Content of a tokenizer.json. folder: its directory, for errors."""
 
     content: bytes
     folder: Path = field(compare=False)
@@ -380,7 +328,7 @@ def _thinned(values: Sequence[float | None], most: int) -> list[float | None]:
 
 
 class Runs:
-    """Finds the runs below some paths: run directories, and folders that hold some."""
+    """The runs below some paths: run directories, and folders of them."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.roots = list(paths)
@@ -399,22 +347,22 @@ class Runs:
 
     def summaries(self) -> list[models.RunSummary]:
         """Return the lines of all runs."""
-        found = []
+        lines = []
         for run in self.all():
-            found.append(run.summary())
+            lines.append(run.summary())
             if run not in self._open:
                 run.release()
-        return found
+        return lines
 
     def get(self, key: str) -> RecordedRun:
-        """Return a run by its key. Raises KeyError."""
+        """Return a run by its key. Raises RunError."""
         for _ in range(2):
             with self._lock:
                 if (found := next((r for r in self._runs.values() if r.key == key), None)) is not None:
                     self._open = [*(run for run in self._open if run is not found), found][-_MOST_OPEN:]
                     return found
             self.all()
-        raise KeyError(key)
+        raise RunError(f"no run {key!r} here; the list of runs has them all")
 
     def _key(self, path: Path) -> str:
         taken = {run.key for run in self._runs.values()}
