@@ -37,7 +37,7 @@ from treadle.packing.flat import FlatBatch, flatten
 
 ids = np.array
 
-Reference = Callable[[list[SlowGroup], AlgorithmConfig], list[float]]
+Reference = Callable[[list[SlowGroup], Any], list[float]]
 
 
 def _spread(groups: list[SlowGroup], found: list[list[list[float]]]) -> list[float]:
@@ -51,47 +51,47 @@ def _spread(groups: list[SlowGroup], found: list[list[list[float]]]) -> list[flo
     ]
 
 
-def _of_trajectories(estimate: Callable[[list[float], AlgorithmConfig], list[float]]) -> Reference:
-    def reference(groups: list[SlowGroup], config: AlgorithmConfig) -> list[float]:
-        found = [(group, estimate([t.reward for t in group], config)) for group in groups]
+def _of_trajectories(estimate: Callable[[list[float], Any], list[float]]) -> Reference:
+    def reference(groups: list[SlowGroup], options: Any) -> list[float]:
+        found = [(group, estimate([t.reward for t in group], options)) for group in groups]
         return _spread(groups, [[[a] * len(t.steps) for t, a in zip(*pair, strict=True)] for pair in found])
 
     return reference
 
 
-def _of_trained(estimate: Callable[[list[SlowGroup], AlgorithmConfig], list[float]]) -> Reference:
+def _of_trained(estimate: Callable[[list[SlowGroup], Any], list[float]]) -> Reference:
     """From an advantage of each trained token; the others have 0."""
 
-    def reference(groups: list[SlowGroup], config: AlgorithmConfig) -> list[float]:
-        found = iter(estimate(groups, config))
+    def reference(groups: list[SlowGroup], options: Any) -> list[float]:
+        found = iter(estimate(groups, options))
         return [next(found) if m else 0.0 for g in groups for t in g for step in t.steps for m in step.mask]
 
     return reference
 
 
-def _of_main_steps(estimate: Callable[[SlowGroup, AlgorithmConfig], list[list[float]]]) -> Reference:
-    def reference(groups: list[SlowGroup], config: AlgorithmConfig) -> list[float]:
+def _of_main_steps(estimate: Callable[[SlowGroup, Any], list[list[float]]]) -> Reference:
+    def reference(groups: list[SlowGroup], options: Any) -> list[float]:
         groups = with_penalties(groups)
-        return _spread(groups, [slow.for_all_steps(g, estimate(slow.main_branch(g), config)) for g in groups])
+        return _spread(groups, [slow.for_all_steps(g, estimate(slow.main_branch(g), options)) for g in groups])
 
     return reference
 
 
 REFERENCES: dict[str, Reference] = {
-    "grpo": _of_trajectories(lambda r, c: slow.grpo(r, c.norm_by_std)),
-    "rloo": _of_trajectories(lambda r, c: slow.rloo(r)),
-    "maxrl": _of_trajectories(lambda r, c: slow.maxrl(r)),
-    "step_return": _of_main_steps(lambda g, c: slow.step_return(g, c.gamma)),
-    "gigpo": _of_main_steps(lambda g, c: slow.gigpo(g, c.gamma, c.gigpo_weight, c.norm_by_std)),
-    "reinforce++": _of_trained(lambda groups, c: slow.reinforce_plus_plus(groups, c.gamma)),
-    "reinforce++_baseline": _of_trained(lambda groups, c: slow.reinforce_plus_plus_baseline(groups)),
-    "gae": _of_trained(lambda groups, c: [a for g in groups for t in g for a in slow.gae(t, c.gamma, c.gae_lambda)]),
+    "grpo": _of_trajectories(lambda r, o: slow.grpo(r, o.norm_by_std)),
+    "rloo": _of_trajectories(lambda r, o: slow.rloo(r)),
+    "maxrl": _of_trajectories(lambda r, o: slow.maxrl(r)),
+    "step_return": _of_main_steps(lambda g, o: slow.step_return(g, o.gamma)),
+    "gigpo": _of_main_steps(lambda g, o: slow.gigpo(g, o.gamma, o.weight, o.norm_by_std)),
+    "reinforce++": _of_trained(lambda groups, o: slow.reinforce_plus_plus(groups, o.gamma)),
+    "reinforce++_baseline": _of_trained(lambda groups, o: slow.reinforce_plus_plus_baseline(groups)),
+    "gae": _of_trained(lambda groups, o: [a for g in groups for t in g for a in slow.gae(t, o.gamma, o.gae_lambda)]),
 }
 OPTIONS: dict[str, list[Any]] = {
     "norm_by_std": [True, False],
     "gamma": [1.0, 0.9, 0.5],
     "gae_lambda": [1.0, 0.8, 0.0],
-    "gigpo_weight": [1.0, 0.3],
+    "weight": [1.0, 0.3],
 }
 
 
@@ -103,8 +103,9 @@ def test_every_registered_advantage_has_a_reference() -> None:
 @pytest.mark.parametrize("name", REFERENCES)
 @given(drawn=rewarded_batches(), data=st.data())
 def test_an_advantage_is_its_formula(name: str, drawn: Drawn, data: st.DataObject) -> None:
-    options = {option: data.draw(st.sampled_from(OPTIONS[option])) for option in by_name(name).options}
-    config = AlgorithmConfig(advantage=name, **options)
+    options_type = by_name(name).options_type
+    options = {option: data.draw(st.sampled_from(OPTIONS[option])) for option in options_type.model_fields}
+    config = AlgorithmConfig(advantage=name, advantage_options=options)
     penalised = name != "maxrl" and data.draw(st.booleans())
     signals = Signals(drawn.penalty if penalised else None, drawn.values)
     if name == "maxrl" and (drawn.batch.rewards < 0).any():
@@ -113,7 +114,7 @@ def test_an_advantage_is_its_formula(name: str, drawn: Drawn, data: st.DataObjec
         return
     found = advantages(drawn.batch, config, signals)
     assert found.dtype == np.float64 and found.shape == (len(drawn.batch),)
-    wanted = REFERENCES[name](drawn.slow(penalised), config)
+    wanted = REFERENCES[name](drawn.slow(penalised), options_type(**options))
     np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-7)
 
 
@@ -157,8 +158,9 @@ def _by_step(batch: FlatBatch) -> Any:
 @given(drawn=rewarded_batches(), data=st.data())
 def test_an_advantage_is_the_same_whichever_steps_became_stale(name: str, drawn: Drawn, data: st.DataObject) -> None:
     """What they were given stays part of the returns, and turns keep their numbers."""
-    options = {option: data.draw(st.sampled_from(OPTIONS[option])) for option in by_name(name).options}
-    config = AlgorithmConfig(advantage=name, **options)
+    options_type = by_name(name).options_type
+    options = {option: data.draw(st.sampled_from(OPTIONS[option])) for option in options_type.model_fields}
+    config = AlgorithmConfig(advantage=name, advantage_options=options)
     groups, kept = without_some(drawn.groups, data)
     np.testing.assert_array_equal(advantages(flatten(groups), config), advantages(drawn.batch, config)[kept])
 

@@ -15,6 +15,7 @@ from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.estimators import advantages
 from treadle.algorithms.losses import clipped, ppo_clip
 from treadle.algorithms.reductions import seq_mean_token_sum_norm, token_mean, token_weights, unit_mean
+from treadle.algorithms.validation import check
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.core.types import Group
@@ -73,7 +74,7 @@ def test_a_failed_trajectory_enters_no_baseline() -> None:
 
 def test_a_trajectory_without_steps_enters_the_baseline() -> None:
     group = make_group([([], 0.0), ([make_step([1], [2])], 1.0)])
-    found = advantages(flatten([group]), AlgorithmConfig(norm_by_std=False))
+    found = advantages(flatten([group]), AlgorithmConfig(advantage_options={"norm_by_std": False}))
     assert found.tolist() == [0.5]
 
 
@@ -185,10 +186,10 @@ def test_weights_count_trained_tokens_and_units_of_the_whole_update(groups: list
         ({"length_norm": 100.0}, "length_norm is 100.0 with reduction token_mean"),
         ({"length_norm": 100.0, "reduction": "step_mean"}, "length_norm is 100.0 with reduction step_mean"),
         ({"reduction": "seq_mean_token_sum_norm", "length_norm": 0.0}, "length_norm"),
-        ({"ppo_clip": {"eps_low": 1.0}}, "ppo_clip.eps_low"),
-        ({"ppo_clip": {"eps_high": 0.0}}, "ppo_clip.eps_high"),
-        ({"ppo_clip": {"dual_clip": 1.0}}, "ppo_clip.dual_clip"),
-        ({"gspo": {"scope": "group"}}, "gspo.scope"),
+        ({"policy_loss_options": {"eps_low": 1.0}}, "policy_loss_options: eps_low"),
+        ({"policy_loss_options": {"eps_high": 0.0}}, "policy_loss_options: eps_high"),
+        ({"policy_loss_options": {"dual_clip": 1.0}}, "policy_loss_options: dual_clip"),
+        ({"policy_loss": "gspo", "policy_loss_options": {"scope": "group"}}, "policy_loss_options: scope"),
         (
             {"correction": {"token_mask": [1.0, 2.0]}},
             r"0 <= low < 1 < high, .*; got \[1.0, 2.0\]",
@@ -197,12 +198,12 @@ def test_weights_count_trained_tokens_and_units_of_the_whole_update(groups: list
         ({"correction": {"token_tis": 0.5}}, "correction.token_tis"),
         ({"kl": {}}, "missing key 'kl.coef'"),
         ({"kl": {"coef": 0.1, "estimator": "k4"}}, "kl.estimator"),
-        ({"gamma": 0.0}, "gamma"),
-        ({"eps_low": 0.1}, "'eps_low' exists as 'ppo_clip.eps_low'"),
+        ({"advantage": "gae", "advantage_options": {"gamma": 0.0}}, "advantage_options: gamma"),
+        ({"eps_high": 0.1}, "did you mean 'policy_loss_options'"),
         ({"entropy_coef": -0.1}, "entropy_coef"),
         ({"epsilon": 0.2}, "epsilon"),
     ],
 )
 def test_impossible_configurations_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build(AlgorithmConfig, fields)
+        check(build(AlgorithmConfig, fields))

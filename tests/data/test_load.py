@@ -12,7 +12,7 @@ import pytest
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
-from treadle.data.config import ColumnsConfig, TaskSetConfig
+from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext
 from treadle.data.load import load_tasks as load
 
@@ -36,7 +36,7 @@ def load_tasks(
     /,
     **section: Any,
 ) -> Sequence[Task]:
-    found = build(TaskSetConfig, {"source": source, "options": options, **section})
+    found = build(SourceConfig, {"source": source, "options": options, **section})
     return load(found, split, LoadContext(player=player))
 
 
@@ -274,7 +274,7 @@ def test_a_generator_may_yield_rows_and_is_given_the_seed(mine: ModuleType) -> N
         yield from QUESTIONS[seed : seed + 2]
 
     mine.generate = generate  # type: ignore[attr-defined]
-    section = build(TaskSetConfig, {"source": f"{mine.__name__}:generate", "columns": {"prompt": "question"}})
+    section = build(SourceConfig, {"source": f"{mine.__name__}:generate", "columns": {"prompt": "question"}})
     tasks = load(section, "train", LoadContext(player=("agent", "a"), seed=4))
     assert [(t.task_id, t.agent) for t in tasks] == [
         ("t", "a"),
@@ -286,7 +286,7 @@ def test_a_generator_may_yield_rows_and_is_given_the_seed(mine: ModuleType) -> N
 
 def test_the_columns_of_all_sources_and_of_one(tmp_path: Path) -> None:
     source = write(tmp_path / "data.jsonl", *QUESTIONS)
-    everywhere = LoadContext(columns=build(ColumnsConfig, {"prompt": "meta.level"}))
-    assert load(build(TaskSetConfig, {"source": source}), "train", everywhere)[0].prompt[0]["content"] == "hard"
-    own = build(TaskSetConfig, {"source": source, "columns": {"prompt": "question"}})
+    everywhere = LoadContext(columns={"prompt": "meta.level"})
+    assert load(build(SourceConfig, {"source": source}), "train", everywhere)[0].prompt[0]["content"] == "hard"
+    own = build(SourceConfig, {"source": source, "columns": {"prompt": "question"}})
     assert load(own, "train", everywhere)[0].prompt[0]["content"] == "0?"

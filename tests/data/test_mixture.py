@@ -50,7 +50,7 @@ def test_a_mixture_of_a_recipe(tmp_path: Path) -> None:
             "name": "hard",
         },
     ]
-    data = build(DataConfig, {"train": {"mixture": parts}})
+    data = build(DataConfig, {"train": parts})
     found = load_tasks(data.train, "train", LoadContext(player=("environment", "e")))
     assert isinstance(found, Mixture)
     assert list(found.weights) == [3.0, 1.0]
@@ -123,12 +123,12 @@ def test_every_task_comes_up_within_the_longest_wait() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"train": {}}, "train: missing key 'source'"),
-        ({"train": {"source": "a.jsonl", "mixture": [{"source": "b.jsonl"}]}}, "train: 'mixture' stands in the place"),
-        ({"train": {"mixture": [{"weight": 1}]}}, r"train\.mixture\.0: .*needs 'source'"),
-        ({"train": {"mixture": [{"source": "a.jsonl", "weight": 0}]}}, r"mixture\.0\.weight: got 0"),
+        ({"train": {}}, r"missing key 'train\.source'"),
+        ({"train": []}, "train: got .*at least 1 item"),
+        ({"train": [{"weight": 1}]}, r"missing key 'train\.0\.source'"),
+        ({"train": [{"source": "a.jsonl", "weight": 0}]}, r"train\.0\.weight: got 0"),
         (
-            {"train": {"source": "a"}, "held_out": {"mixture": [{"source": "b.jsonl", "weight": 2}]}},
+            {"train": {"source": "a"}, "held_out": [{"source": "b.jsonl", "weight": 2}]},
             r"'b\.jsonl' has weight 2, but every evaluation plays all held-out tasks",
         ),
     ],
@@ -141,13 +141,13 @@ def test_what_cannot_be_meant_is_refused(data: dict[str, Any], message: str) -> 
 def test_sources_of_one_name_need_others(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     files = [write(tmp_path / name, {"prompt": "x"}) for name in ("a.jsonl", "b/a.jsonl")]
-    data = build(DataConfig, {"train": {"mixture": [{"source": file} for file in files]}})
-    with pytest.raises(ConfigError, match=r"data\.train\.mixture: two sources are called 'a'; give each a name"):
+    data = build(DataConfig, {"train": [{"source": file} for file in files]})
+    with pytest.raises(ConfigError, match=r"data\.train: two sources are called 'a'; give each a name"):
         load_tasks(data.train, "train", LoadContext())
 
 
 def test_a_source_that_is_wrong_is_named_by_its_number(tmp_path: Path) -> None:
     parts = [{"source": write(tmp_path / "a.jsonl", {"prompt": "x"})}, {"source": "no.jsonl"}]
-    data = build(DataConfig, {"train": {"mixture": parts}})
-    with pytest.raises(ConfigError, match=r"data\.train\.mixture\[1\]\.source: cannot read no\.jsonl"):
+    data = build(DataConfig, {"train": parts})
+    with pytest.raises(ConfigError, match=r"data\.train\[1\]\.source: cannot read no\.jsonl"):
         load_tasks(data.train, "train", LoadContext(player=("environment", "arithmetic")))

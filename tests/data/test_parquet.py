@@ -17,7 +17,7 @@ from treadle.core.config import build
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
 from treadle.data.arrow_checks import is_well_formed
-from treadle.data.config import ColumnsConfig, TaskSetConfig
+from treadle.data.config import Columns, SourceConfig
 from treadle.data.load import LoadContext
 from treadle.data.load import load_tasks as load
 from treadle.data.rows import Row, make_task
@@ -29,7 +29,7 @@ VERL = {"prompt": "prompt", "ground_truth": "reward_model.ground_truth", "extras
 
 def load_tasks(source: Any, **section: Any) -> Sequence[Task]:
     context = LoadContext(player=section.pop("player", PLAYER), environments=section.pop("environments", {}))
-    return load(build(TaskSetConfig, {"source": str(source), **section}), "train", context)
+    return load(build(SourceConfig, {"source": str(source), **section}), "train", context)
 
 
 def verl(count: int, start: int = 0) -> pa.Table:
@@ -244,7 +244,7 @@ TEXT_ROW = st.fixed_dictionaries(
 
 @given(table=st.lists(ROW, min_size=1, max_size=4) | st.lists(TEXT_ROW, min_size=1, max_size=4))
 def test_a_batch_that_passes_whole_has_only_rows_that_are_tasks_with_prompts(table: list[dict[str, Any]]) -> None:
-    columns = ColumnsConfig(ground_truth="reward_model.ground_truth")
+    columns: Columns = {"ground_truth": "reward_model.ground_truth"}
     batch = pa.Table.from_pylist(table).combine_chunks().to_batches()[0]
     paths = {name: name for name in batch.schema.names if name != "reward_model"}
     paths["ground_truth"] = "reward_model.ground_truth"

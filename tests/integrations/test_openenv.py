@@ -5,7 +5,6 @@ import json
 import subprocess
 import textwrap
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ from tests.integrations.libraries import library_python
 from tests.orchestration.runs import check_finished, query, start
 from tests.rollout.test_agents import alive
 from tests.worlds import END, PLAIN, plain_ids, plain_renderer, user
+from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Status, Task, Trajectory
+from treadle.integrations.openenv.config import OpenEnvConfig
 from treadle.integrations.openenv.driver import OpenEnvDriver
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
@@ -97,7 +98,8 @@ async def play(
     engine = FakeEngine(lambda prompt, sampling: [*plain_ids(reply(str(PLAIN.decode(list(prompt))))), END])
     config = RolloutConfig(**{"max_steps": 4, "max_input_tokens": 4000, "max_completion_tokens": 64, **settings})
     worker = {"start_timeout": 600.0, "patience": 600.0}  # however busy the machine
-    players = Players(drivers={"openenv": partial(OpenEnvDriver, python=python(), worker=worker, **options)})
+    made = build(OpenEnvConfig, {"python": python(), "worker": worker, **options})
+    players = Players(drivers={"openenv": lambda setup: OpenEnvDriver(setup, made)})
     async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
         running = [
             rollouts.start(f"g{n}", task, [Address(0, Stream.TRAIN, 0, n, 0)])[0] for n, task in enumerate(tasks)

@@ -24,7 +24,7 @@ from treadle.core import registry
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
 from treadle.core.rewards import Reward
 from treadle.core.types import Task
-from treadle.data.config import TaskSetConfig
+from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext, load_tasks
 from treadle.envs.base import EnvStep
 from treadle.integrations.reasoning_gym.datasets import VARIABLE, make_dataset, reasoning_gym_tasks
@@ -136,7 +136,7 @@ def test_a_composite_names_the_data_set_of_each_item() -> None:
 
 
 def test_seeds_of_a_run_are_those_of_its_tasks() -> None:
-    section = TaskSetConfig(source="reasoning_gym", options={"dataset": "chain_sum", "count": 2})
+    section = SourceConfig(source="reasoning_gym", options={"dataset": "chain_sum", "count": 2})
     prompts = [load_tasks(section, "train", LoadContext(seed=seed))[0].prompt for seed in (0, 5, 5)]
     assert prompts[0] != prompts[1] == prompts[2]
 

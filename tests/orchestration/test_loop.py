@@ -643,8 +643,8 @@ def test_kl_may_be_from_another_model(tmp_path: Path, reference: tuple[Path, Sum
 
 
 def test_an_algorithm_that_means_nothing_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.gamma is set, but advantage 'grpo' does not read it"):
-        start(tmp_path / "run", "algorithm.gamma=0.5")
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage_options: unknown key 'gamma'"):
+        start(tmp_path / "run", "algorithm.advantage_options.gamma=0.5")
     assert not (tmp_path / "run").exists()
 
 
@@ -744,7 +744,7 @@ def test_a_run_whose_groups_teach_nothing_stops_and_says_so(tmp_path: Path) -> N
 
 def test_attempts_that_are_made_again_do_not_stop_a_run(tmp_path: Path) -> None:
     """Every other one fails, and the next in its place does not: of those that count, none has failed."""
-    options = ("failures.environment={retries: 5, backoff: 0}", "failures.retry_share=10")
+    options = ("failures.causes.environment={retries: 5, backoff: 0}",)
     start(tmp_path / "run", *options, "failures.max_failed_fraction=0.01", inputs=failing(2))
     check_finished(tmp_path / "run")
     failed = query(tmp_path / "run", "SELECT count(*) AS n FROM trajectories WHERE status = 'failed'")

@@ -22,12 +22,13 @@ from tests.models import (
     step_logprobs,
 )
 from treadle.algorithms import estimators, losses
-from treadle.algorithms.config import AlgorithmConfig, ValueConfig
+from treadle.algorithms.config import AlgorithmConfig, NormConfig, PpoClipConfig, ValueConfig
 from treadle.algorithms.corrections import corrected
 from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens
 from treadle.algorithms.reductions import token_weights
+from treadle.core.config import build
 from treadle.core.metrics import Measures
 from treadle.core.registry import names
 from treadle.core.types import Group, Ids, Step
@@ -194,7 +195,8 @@ def separate(
         trajectory=torch.from_numpy(batch.trajectory_id),
     )
     policy_loss, correction = losses.by_name(algorithm.policy_loss), algorithm.correction
-    policy = policy_loss.per_token(logp, tokens, algorithm)
+    loss_options = losses.options_of(algorithm)
+    policy = policy_loss.per_token(logp, tokens, loss_options)
     weight = tensor(token_weights(batch, algorithm))
     gap = (anchor - tokens.logp_rollout).abs()[trained]
     count = max(int(trained.sum()), 1)
@@ -207,7 +209,7 @@ def separate(
         "trainable_fraction": int(trained.sum()) / max(len(trained), 1),
     }
     if policy_loss.clipped is not None:
-        cut = policy_loss.clipped(logp.detach(), tokens, algorithm)
+        cut = policy_loss.clipped(logp.detach(), tokens, loss_options)
         metrics["clip_fraction"] = float(cut[trained].sum()) / count
     if correction.active:
         found_correction = corrected(
@@ -310,7 +312,8 @@ def literal_loss(
         weight = 1 / max(tokens, 1)
     else:
         weight = 1 / (algorithm.length_norm * max(trajectories if algorithm.scope == "trajectory" else steps, 1))
-    clip = algorithm.ppo_clip
+    clip = build(PpoClipConfig, algorithm.policy_loss_options)
+    norm_by_std = build(NormConfig, algorithm.advantage_options).norm_by_std
     loss = torch.zeros((), dtype=torch.float64)
     metrics = {"entropy": 0.0, "clip_fraction": 0.0, "logprob_gap_mean": 0.0, "logprob_gap_max": 0.0}
     at, log_ratios, gaps = 0, [], []
@@ -320,7 +323,7 @@ def literal_loss(
         mean = sum(rewards) / len(rewards)
         std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(len(rewards) - 1, 1))
         advantage = trajectory.reward - mean if max(rewards) > min(rewards) else 0.0
-        if algorithm.norm_by_std:
+        if norm_by_std:
             advantage /= std + 1e-6
         if not len(step.completion_ids):
             continue

@@ -213,7 +213,7 @@ def test_an_adaptive_coefficient_moves_and_is_in_the_checkpoint(tmp_path: Path) 
         (AlgorithmConfig(value=ValueConfig(clip=0.2)), {}, "'grpo' needs no value head"),
         (AlgorithmConfig(kl=KlConfig(coef=0.1, estimator="k1")), {}, "the gradient of k1 as a loss is 0"),
         (AlgorithmConfig(), {"group_size": 1}, "training.group_size is 1, but algorithm.advantage 'grpo' compares"),
-        (AlgorithmConfig(gamma=0.5), {}, "algorithm.gamma is set, but advantage 'grpo' does not read it"),
+        (AlgorithmConfig(advantage_options={"gamma": 0.5}), {}, "algorithm.advantage_options: unknown key 'gamma'"),
     ],
     ids=["value", "kl", "group of one", "validation"],
 )
@@ -241,11 +241,11 @@ def test_every_loss_without_an_anchor_of_old_says_so() -> None:
 # Functions of users that give something else
 
 
-def scalar(logp: torch.Tensor, tokens: Any, config: Any) -> torch.Tensor:
+def scalar(logp: torch.Tensor, tokens: Any, options: Any) -> torch.Tensor:
     return torch.as_tensor(-(logp * tokens.advantage).mean())
 
 
-def not_a_number(logp: torch.Tensor, tokens: Any, config: Any) -> torch.Tensor:
+def not_a_number(logp: torch.Tensor, tokens: Any, options: Any) -> torch.Tensor:
     return logp * math.nan
 
 
@@ -284,6 +284,6 @@ def test_a_loss_that_is_none_is_named_at_the_first_update(loss: str, error: type
 )
 def test_an_advantage_that_is_none_is_named_at_the_first_update(gives: Any, said: str) -> None:
     learner = learner_with(AlgorithmConfig())
-    learner.advantage = replace(learner.advantage, per_token=lambda batch, signals, config: gives(len(batch.mask)))
+    learner.advantage = replace(learner.advantage, per_token=lambda batch, signals, options: gives(len(batch.mask)))
     with pytest.raises(ConfigError, match=f"algorithm.advantage: 'grpo' {said}"):
         learner.train_batch(random_groups(0))

@@ -52,10 +52,7 @@ from treadle.algorithms import losses
 from treadle.algorithms.config import (
     AlgorithmConfig,
     CorrectionConfig,
-    DppoConfig,
-    GspoConfig,
     KlConfig,
-    PpoClipConfig,
     ValueConfig,
 )
 from treadle.algorithms.estimators import advantages
@@ -69,7 +66,7 @@ GENERATE = [Phase.explicit, Phase.reuse, Phase.generate]  # shrinking would take
 BUDGETS = (1, 2, 3, 7, 20, 60, 8192)
 LITERAL = {
     "token_mean": AlgorithmConfig(),
-    "no std, entropy": AlgorithmConfig(norm_by_std=False, entropy_coef=0.05),
+    "no std, entropy": AlgorithmConfig(advantage_options={"norm_by_std": False}, entropy_coef=0.05),
     "per trajectory": AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=10.0, entropy_coef=0.01),
     "per step": AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=3.0, scope="step"),
 }
@@ -188,11 +185,15 @@ def test_any_layout_gives_the_gradient_and_metrics_of_each_step_alone(
         *({"reduction": name} for name in REDUCTIONS),
         *({"correction": correction} for correction in CORRECTIONS.values()),
         *({"kl": KlConfig(coef=0.1, estimator=name)} for name in ("k2", "k3", "abs")),
-        {"policy_loss": "gspo", "gspo": GspoConfig(scope="step", eps_low=0.1, eps_high=0.1)},
-        {"policy_loss": "gspo", "gspo": GspoConfig(eps_low=0.1, eps_high=0.1)},
-        {"policy_loss": "dppo", "dppo": DppoConfig(divergence="kl", delta=0.05)},
-        {"ppo_clip": PpoClipConfig(dual_clip=1.5)},
-        {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "value": ValueConfig(coef=2.0, clip=0.5)},
+        {"policy_loss": "gspo", "policy_loss_options": {"scope": "step", "eps_low": 0.1, "eps_high": 0.1}},
+        {"policy_loss": "gspo", "policy_loss_options": {"eps_low": 0.1, "eps_high": 0.1}},
+        {"policy_loss": "dppo", "policy_loss_options": {"divergence": "kl", "delta": 0.05}},
+        {"policy_loss_options": {"dual_clip": 1.5}},
+        {
+            "advantage": "gae",
+            "advantage_options": {"gamma": 0.9, "gae_lambda": 0.8},
+            "value": ValueConfig(coef=2.0, clip=0.5),
+        },
     ],
     ids=lambda fields: " ".join(map(str, fields.items())),
 )
@@ -384,7 +385,7 @@ def test_weights_agree_with_separate_training_after_ten_optimizer_steps(layout: 
     """Others' implementations diverged only from the second step on. Adam divides by the gradient's size, so that a
     parameter with next to none magnifies rounding."""
     optimizer = OptimizerConfig(learning_rate=3e-3, weight_decay=0.01, warmup=2)
-    algorithm = AlgorithmConfig(norm_by_std=False, entropy_coef=0.05, entropy_coef_end=0.05)
+    algorithm = AlgorithmConfig(advantage_options={"norm_by_std": False}, entropy_coef=0.05, entropy_coef_end=0.05)
     model = exact()
     batches = [forked_groups(seed, groups=1, length=3) for seed in range(10)]
     alone = copy.deepcopy(model)

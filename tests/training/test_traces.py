@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tests.models import exact, full, make_group, random_groups, same_bits, step_logprobs, tiny, weights_of
 from tests.training.reference import LAYOUTS, LOSSES, forked_groups
 from treadle.algorithms import losses
-from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.config import AlgorithmConfig, PpoClipConfig
 from treadle.core.registry import names
 from treadle.core.trainer import StepTrace
 from treadle.core.types import DropReason, Group, Step
@@ -65,7 +65,7 @@ def test_each_update_is_traced_as_a_plain_forward_pass_of_each_step_computes_it(
     follower = make_learner(model, TracedGroups(), **training)
     batches = [flatten([group]) for group in groups]
     starts = [follower.scores(batch) for batch in batches]
-    clip, some_clipped = follower.algorithm.ppo_clip, 0
+    clip, some_clipped = PpoClipConfig(), 0
     for number, result in enumerate(results):
         now = copy.deepcopy(follower.model)
         follower.update(batches[number % 2], starts[number % 2])

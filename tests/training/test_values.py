@@ -43,7 +43,7 @@ from treadle.training.learner import Learner
 
 FAST = OptimizerConfig(learning_rate=1e-2)
 TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"
-GAE = AlgorithmConfig(advantage="gae", gamma=0.9, gae_lambda=0.8)
+GAE = AlgorithmConfig(advantage="gae", advantage_options={"gamma": 0.9, "gae_lambda": 0.8})
 
 
 def learner_of(seed: int = 0, algorithm: AlgorithmConfig = GAE, **training: Any) -> Learner:

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from treadle.core.config import build
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Task
 from treadle.engines.vllm.launch import free_port
@@ -35,28 +34,28 @@ class OpenEnvDriver(WorkerDriver):
 
     The model reads the task's prompt and the observation of `reset`, then the observation of each step; its replies are
     the actions. `extras.reset` of a task is what its session is reset with. The reward is the sum of the steps'.
-    options: `OpenEnvConfig`.
     """
 
     family = "openenv"
+    options_type = OpenEnvConfig
 
-    def __init__(self, setup: DriverSetup, **options: Any) -> None:
-        config, port = build(OpenEnvConfig, options, "driver_options"), free_port()
+    def __init__(self, setup: DriverSetup, options: OpenEnvConfig) -> None:
+        port = free_port()
         handled = {
-            "url": config.url or f"http://127.0.0.1:{port}",
-            "action": config.action,
-            "observation": config.observation,
+            "url": options.url or f"http://127.0.0.1:{port}",
+            "action": options.action,
+            "observation": options.observation,
         }
         program = WorkerProgram(
             name="OpenEnv",
             handler=Path(__file__).parent / "child" / "treadle_openenv.py",
-            python=interpreter(config.python, VENV, ".venv-openenv"),
+            python=interpreter(options.python, VENV, ".venv-openenv"),
             remedy=_REMEDY,
             options=handled,
             cause=Cause.AGENT,
             lost_cause=Cause.INFRASTRUCTURE,
         )
-        super().__init__(setup, program, config.worker, first=_served(config, port) if config.command else None)
+        super().__init__(setup, program, options.worker, first=_served(options, port) if options.command else None)
 
     def order(self, task: Task) -> dict[str, Any]:
         """Return the task's prompt, and what its session is reset with."""

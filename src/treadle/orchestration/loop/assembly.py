@@ -15,7 +15,6 @@ from treadle.orchestration.reporting.callbacks import Callbacks
 from treadle.orchestration.reporting.clock import Clock
 from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
-from treadle.orchestration.sampling.failures import Retries
 from treadle.orchestration.sampling.group_intake import GroupIntake
 from treadle.orchestration.sampling.quarantine import TaskQuarantine
 from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
@@ -60,7 +59,7 @@ def make_loop(
         runner,
         buffer,
         GroupIntake(config, store, buffer, quarantine, reporter),
-        Retries(config.failures, state.retries),
+        config.failures,
         ConcurrencyController(config.engine_capacity),
         SamplingLimits.of(config),
     )

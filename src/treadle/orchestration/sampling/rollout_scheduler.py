@@ -18,7 +18,7 @@ from treadle.core.status import ComponentStatus
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
-from treadle.orchestration.sampling.failures import Retries
+from treadle.orchestration.sampling.failures import FailuresConfig
 from treadle.orchestration.sampling.group_intake import Batch, GroupIntake
 from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
 from treadle.orchestration.sampling.task_queue import TaskQueue
@@ -87,12 +87,12 @@ class RolloutScheduler:
         runner: RolloutRunner,
         buffer: ReplayBuffer,
         intake: GroupIntake,
-        retries: Retries,
+        failures: FailuresConfig,
         concurrency: ConcurrencyController,
         limits: SamplingLimits,
     ) -> None:
         self._queue, self._runner, self._buffer, self._intake = queue, runner, buffer, intake
-        self._retries, self._concurrency, self._limits = retries, concurrency, limits
+        self._failures, self._concurrency, self._limits = failures, concurrency, limits
         self._version = self._playing = 0
         self._tasks = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()  # one a group; synchronously, one for all
@@ -130,7 +130,6 @@ class RolloutScheduler:
             cursor=self._queue.next_index,
             outstanding=tuple(sorted((*self._buffer.outstanding, *self._queue.requeued))),
             failed_tasks=dict(self._queue.quarantine.failed_groups),
-            retries=self._retries.counts,
         )
 
     async def next_batch(self, state: LoopState) -> Batch:
@@ -180,7 +179,7 @@ class RolloutScheduler:
             made = [t for t in group.trajectories if t.attempt % size == place]
             if not made:
                 missing.append(place)
-            elif self._retries.take_retry(made[-1], len(made)) is not None:
+            elif self._failures.retry_delay(made[-1], len(made)) is not None:
                 missing.append(made[-1].attempt + size)
         return missing
 
@@ -260,8 +259,8 @@ class RolloutScheduler:
 
     def _judged(self, attempt: _Attempt, trajectory: Trajectory) -> tuple[Trajectory, float | None]:
         """The attempt as it is recorded, and the seconds before another one takes its place; None if none does."""
-        pause = self._retries.take_retry(trajectory, attempt.address.attempt // self._limits.group_size + 1)
-        return (self._retries.final(trajectory) if pause is None else trajectory), pause
+        pause = self._failures.retry_delay(trajectory, attempt.address.attempt // self._limits.group_size + 1)
+        return (self._failures.final(trajectory) if pause is None else trajectory), pause
 
     def _next(self, attempt: _Attempt) -> Address:
         return replace(attempt.address, attempt=attempt.address.attempt + self._limits.group_size)

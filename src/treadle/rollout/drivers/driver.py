@@ -22,7 +22,9 @@ from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Protocol, Self, TypeGuard, TypeVar, cast
 
 from treadle.core import registry
+from treadle.core.config import Config
 from treadle.core.errors import ConfigError
+from treadle.core.registry import NoOptions
 from treadle.core.types import Task
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import ReplyParser
@@ -59,9 +61,11 @@ class AttemptDriver(Protocol[S]):
 
     may_wait: whether an attempt may wait for others to end before it calls the model. By default the engine then does
     not wait for all of them in a synchronous run either (`engine.lock_step`).
+    options_type: of a recipe's `driver_options`; a driver that has one is made with `(setup, options)`.
     """
 
     may_wait: ClassVar[bool] = False
+    options_type: ClassVar[type[Config]] = NoOptions
 
     def __init__(self, setup: DriverSetup) -> None: ...
 
@@ -133,17 +137,13 @@ def check_driver(found: object, name: str, options: Mapping[str, Any] = _NO_OPTI
         raise ConfigError(f"{where} is no subclass of AttemptDriver")
     if found.play is AttemptDriver.play:
         raise ConfigError(f"{where}: play is missing; write 'async def play(self, session, task, user)'")
-    signature = inspect.signature(found)
+    built = registry.build_options(found.options_type, options, "driver_options", name)
+    arguments: dict[str, Any] = {"options": built} if found.options_type.model_fields else {}
     try:
-        signature.bind(None, **options)
+        inspect.signature(found).bind(None, **arguments)
     except TypeError as error:
-        if options:
-            takes = ", ".join([*signature.parameters][1:]) or "none"
-            raise ConfigError(
-                f"driver_options of {name!r}: {error}; its options are {takes}, given: {', '.join(options)}"
-            ) from error
-        raise ConfigError(f"{where} is made with one argument, a DriverSetup, but: {error}") from error
-    return cast(DriverFactory, partial(found, **options) if options else found)
+        raise ConfigError(f"{where} is made with a DriverSetup and, if any, its options_type, but: {error}") from error
+    return cast(DriverFactory, partial(found, **arguments) if arguments else found)
 
 
 def is_driver(found: object) -> TypeGuard[type[AttemptDriver[Any]]]:

@@ -88,13 +88,10 @@ def trial_config(order: Json) -> TrialConfig:
     task = {"path": order["task"]} if isinstance(order["task"], str) else order["task"]
     agent = {**_named(order["agent"], AGENTS, "name"), **config.pop("agent", {})}
     environment = {**_named(order["environment"], ENVIRONMENTS, "type"), **config.pop("environment", {})}
-    verifier = config.pop("verifier", {})
-    agent["override_timeout_sec"] = order["agent_timeout"] or agent.get("override_timeout_sec")
-    verifier["override_timeout_sec"] = order["verifier_timeout"] or verifier.get("override_timeout_sec")
     if order["start_timeout"]:
         agent["override_setup_timeout_sec"] = order["start_timeout"]
         config["environment_build_timeout_multiplier"] = order["start_timeout"] / _build_timeout(task)
-    parts = {"task": task, "agent": agent, "environment": environment, "verifier": verifier}
+    parts = {"task": task, "agent": agent, "environment": environment}
     whole = {**config, **parts, "trial_name": order["name"], "trials_dir": order["directory"]}
     _refuse_unknown(whole, TrialConfig, "")
     checked = TrialConfig.model_validate(whole)
