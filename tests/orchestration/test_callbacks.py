@@ -23,7 +23,7 @@ from treadle.orchestration.reporting.callbacks import EVENTS, Callback, RunStart
 from treadle.orchestration.reporting.metrics import EvaluationResult
 from treadle.orchestration.setup.inputs import Inputs, load_inputs
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.train import resume_run, start_run
+from treadle.orchestration.train import train_run
 
 pytestmark = pytest.mark.xdist_group("orchestration_callbacks")  # what its tests share is made once
 
@@ -85,12 +85,12 @@ class Recording(Callback):
 
 def go(path: Path, *callbacks: Callback, overrides: Sequence[str] = (), progress: Quiet | None = None) -> Summary:
     config = tiny(*overrides)
-    return start_run(config, given(config, callbacks), path, progress or Quiet())
+    return train_run(config, given(config, callbacks), path, progress or Quiet())
 
 
 def go_on(path: Path, *callbacks: Callback) -> Summary:
     config = RunDirectory.open(path).config()
-    return resume_run(config, given(config, callbacks), path, Quiet())
+    return train_run(config, given(config, callbacks), path, Quiet(), resume=True)
 
 
 def given(config: RunConfig, callbacks: Sequence[Callback]) -> Inputs:

@@ -15,14 +15,14 @@ from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.store.checkpoint_retention import checkpoint_updates
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.train import resume_run
+from treadle.orchestration.train import train_run
 
 pytestmark = pytest.mark.xdist_group("orchestration_config_diff")  # what its tests share is made once
 
 
 def go_on(path: Path, *overrides: str, checkpoint: str | None = None) -> tuple[dict[str, Any], Quiet]:
     config, progress = RunDirectory.open(path).config(overrides), Quiet()
-    return resume_run(config, load_inputs(config), path, progress, checkpoint=checkpoint), progress
+    return train_run(config, load_inputs(config), path, progress, checkpoint=checkpoint, resume=True), progress
 
 
 @pytest.fixture(scope="module")

@@ -61,9 +61,9 @@ def recipe(source: str, **more: Any) -> RunConfig:
 
 
 def train(path: Path, config: RunConfig) -> dict[str, Any]:
-    from treadle.orchestration.train import start_run
+    from treadle.orchestration.train import train_run
 
-    return start_run(config, load_inputs(config), path, Quiet())
+    return train_run(config, load_inputs(config), path, Quiet())
 
 
 def test_data_a_reward_and_a_model_are_a_program_of_eight_lines(

@@ -16,7 +16,7 @@ from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext, load_tasks
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.inputs import load_inputs, make_inputs
-from treadle.orchestration.train import start_run
+from treadle.orchestration.train import train_run
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import Outcome, outcome_of
 from treadle.rollout.isolation.user_code import UserCode
@@ -65,7 +65,7 @@ def config(*overrides: str) -> RunConfig:
 
 def start(path: Path, *overrides: str) -> dict[str, Any]:
     made = config(*overrides)
-    summary = start_run(made, load_inputs(made), path, Quiet())
+    summary = train_run(made, load_inputs(made), path, Quiet())
     check_finished(path)
     assert {row["status"] for row in query(path, "SELECT status FROM trajectories")} == {"done"}
     assert {row["steps"] for row in query(path, "SELECT steps FROM trajectories")} == {2}
@@ -173,7 +173,7 @@ PAYING = (f"driver={HERE}:Paying", "driver_options={worth: 0.5, bonus: 0.25}")
 
 def test_a_driver_is_made_with_the_recipes_options(tmp_path: Path) -> None:
     made = config(*PAYING, "orchestration.updates=1", "orchestration.checkpoint_every=1")
-    start_run(made, load_inputs(made), tmp_path / "run", Quiet())
+    train_run(made, load_inputs(made), tmp_path / "run", Quiet())
     assert query(tmp_path / "run", "SELECT DISTINCT reward FROM trajectories") == [{"reward": 0.75}]
 
 

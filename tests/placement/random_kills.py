@@ -13,8 +13,8 @@ import psutil
 
 from tests.orchestration.runs import check_finished, updates
 from tests.worlds import Quiet, tiny
-from treadle.orchestration.recovery import train_run
 from treadle.orchestration.setup.inputs import load_inputs
+from treadle.orchestration.train import train_run
 from treadle.placement.warden import VARIABLE, marked
 
 KILLS = int(os.environ.get("KILLS", "20"))
