@@ -1,7 +1,6 @@
 """Attempts that are played in other processes are those that would have been played here."""
 
 import asyncio
-import os
 import pickle
 import signal
 import subprocess
@@ -13,16 +12,17 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.placement.conftest import actors
 from tests.until import until
 from tests.worlds import END, Vowels, plain_ids, plain_renderer, vowel_tasks
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, EngineError
 from treadle.core.types import Ids, SamplingParams, Task, Trajectory, trajectory_id
-from treadle.placement import rollout_actors
+from treadle.placement import actors as placement_actors
+from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.placement.rollout_actors import RolloutPool, open_workers
-from treadle.placement.warden import VARIABLE, marked
 from treadle.rollout.attempt import Players, RolloutRunner, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
@@ -67,14 +67,7 @@ def facts(played: list[Trajectory]) -> list[object]:
 
 
 def processes() -> list[psutil.Process]:
-    return [each for each in marked(os.environ[VARIABLE]) if _title(each).startswith("ray::RolloutActor")]
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return str((process.cmdline() or [""])[0])
-    except psutil.Error:  # it has ended
-        return ""
+    return actors("RolloutActor")
 
 
 async def gone() -> None:
@@ -124,7 +117,7 @@ async def test_a_worker_that_is_lost_is_replaced_and_its_attempts_fail(
     reservation: Reservation, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how is signal.SIGSTOP:
-        monkeypatch.setattr(rollout_actors, "_SILENCE", 8.0)
+        monkeypatch.setattr(placement_actors, "_SILENCE", 8.0)
     engine, said = saying(), list[str]()
     async with workers(reservation, engine, said=said) as pool:
         await asyncio.gather(*start(pool, 1))
@@ -139,11 +132,11 @@ async def test_a_worker_that_is_lost_is_replaced_and_its_attempts_fail(
         assert all(t.failure is None for t in again) and len(processes()) == 2
     [line] = said
     assert line.startswith("rollout worker ") and line.endswith("; starting it again")
-    assert ("no word for 8 s" in line) == (how is signal.SIGSTOP)
+    assert ("did not answer for 8 s" in line) == (how is signal.SIGSTOP)
     await gone()
 
 
-class Elsewhere:
+class Elsewhere(Placed):
     """An engine's actor, which says what `saying` says."""
 
     async def generate(
@@ -167,14 +160,12 @@ class Routed(FakeEngine):
 
 
 async def test_workers_call_the_engine_themselves_until_its_process_ends(reservation: Reservation) -> None:
-    import ray
-
-    actor = ray.remote(Elsewhere).options(num_cpus=0).remote()
+    actor = Actor("the engine", Elsewhere, {"num_cpus": 0})
     engine = Routed(actor)
     async with workers(reservation, engine) as pool:
         direct = await asyncio.gather(*start(pool, 2))
         assert not engine.calls and not engine.open
-        ray.kill(actor)
+        actor.kill()
         passed_on = await asyncio.gather(*start(pool, 2))
         assert engine.calls
     assert facts(direct) == facts(passed_on)
