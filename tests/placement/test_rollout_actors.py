@@ -54,9 +54,11 @@ async def workers(
         yield pool
 
 
-def start(runner: RolloutRunner, groups: int, seconds: float = 0.0) -> list[asyncio.Future[Trajectory]]:
+def start(runner: RolloutRunner, groups: int, seconds: float = 0.0, first: int = 0) -> list[asyncio.Future[Trajectory]]:
+    """Two attempts each of so many groups, by number: names of sessions are not used twice."""
     addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(2)]
-    return [a for n in range(groups) for a in runner.start(f"g{n:06d}", task(n, seconds), addresses)]
+    numbers = range(first, first + groups)
+    return [a for n in numbers for a in runner.start(f"g{n:06d}", task(n, seconds), addresses)]
 
 
 def facts(played: list[Trajectory]) -> list[object]:
@@ -121,14 +123,14 @@ async def test_a_worker_that_is_lost_is_replaced_and_its_attempts_fail(
     engine, said = saying(), list[str]()
     async with workers(reservation, engine, said=said) as pool:
         await asyncio.gather(*start(pool, 1))
-        running = start(pool, 1, seconds=15)
+        running = start(pool, 1, seconds=15, first=1)
         await until(lambda: len(engine.calls) >= 4 + 2)
         processes()[0].send_signal(how)
         played = await asyncio.gather(*running)
         [lost] = [t for t in played if t.failure is not None]
         assert lost.failure is not None and lost.failure.cause is Cause.INFRASTRUCTURE
         assert lost.failure.message.startswith("rollout worker ") and engine.open == []
-        again = await asyncio.gather(*start(pool, 2))
+        again = await asyncio.gather(*start(pool, 2, first=2))
         assert all(t.failure is None for t in again) and len(processes()) == 2
     [line] = said
     assert line.startswith("rollout worker ") and line.endswith("; starting it again")
@@ -166,7 +168,7 @@ async def test_workers_call_the_engine_themselves_until_its_process_ends(reserva
         direct = await asyncio.gather(*start(pool, 2))
         assert not engine.calls and not engine.open
         actor.kill()
-        passed_on = await asyncio.gather(*start(pool, 2))
+        passed_on = await asyncio.gather(*start(pool, 2, first=2))
         assert engine.calls
     assert facts(direct) == facts(passed_on)
 
