@@ -61,7 +61,7 @@ def start(runner: RolloutRunner, groups: int, seconds: float = 0.0, first: int =
     return [a for n in numbers for a in runner.start(f"g{n:06d}", task(n, seconds), addresses)]
 
 
-def facts(played: list[Trajectory]) -> list[object]:
+def facts(played: list[Trajectory]) -> list[tuple[object, ...]]:
     return [
         (t.trajectory_id, t.reward, t.status, [(s.prompt_ids.tolist(), s.completion_ids.tolist()) for s in t.steps])
         for t in played
@@ -170,7 +170,8 @@ async def test_workers_call_the_engine_themselves_until_its_process_ends(reserva
         actor.kill()
         passed_on = await asyncio.gather(*start(pool, 2, first=2))
         assert engine.calls
-    assert facts(direct) == facts(passed_on)
+    without_id = [fact[1:] for fact in facts(direct)]
+    assert without_id == [fact[1:] for fact in facts(passed_on)]
 
 
 async def test_what_cannot_be_opened_is_told(reservation: Reservation) -> None:
