@@ -50,9 +50,9 @@ def actors(title: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{title}"):
-                if process.environ().get(MARK) == os.environ.get(MARK):
-                    found.append(process)
+            title_of = (process.cmdline() or [""])[0]
+            if title_of.startswith(f"ray::{title}") and process.environ().get(MARK) == os.environ[MARK]:
+                found.append(process)
         except psutil.Error:  # it has ended, or is another user's
             continue
     return found

@@ -80,7 +80,9 @@ def local_engine(_: object = None) -> TorchEngine:
 async def opened(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> AsyncIterator[RemoteEngine]:
     monkeypatch.setattr(engine_actors, "Actor", Here)
     monkeypatch.setattr(ActorEngine, "make", local_engine)
-    described = ActorEngine(build(EngineConfig, {"lock_step": True}), ModelConfig.model_construct(), 0, False, 1, True, "cpu")
+    described = ActorEngine(
+        build(EngineConfig, {"lock_step": True}), ModelConfig.model_construct(), 0, False, 1, True, "cpu"
+    )
     engine = RemoteEngine("engine 0", described, {}, said.append)
     await engine.open()
     try:

@@ -81,8 +81,9 @@ class Actor:
             return ActorLost(f"{self.name} ended: {str(error).splitlines()[0]}{self.tail()}")
         if isinstance(error.cause, TreadleError):
             return error.cause
-        tail = "\n".join(str(error).splitlines()[-_TAIL:])
-        return PlacementError(f"{self.name} failed with {type(error.cause).__name__}: {error.cause}\n{tail}")
+        traceback = [line for line in str(error).splitlines() if not line.startswith("\x1b")]  # Ray's own line
+        failure = f"{self.name} failed with {type(error.cause).__name__}: {error.cause}"
+        return PlacementError("\n".join([failure, *traceback[-_TAIL:]]))
 
     def kill(self) -> None:
         """End the actor at once. Idempotent."""
