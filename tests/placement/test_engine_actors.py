@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from tests.engines.test_torch_engine import make_engine, play_all, random_scripts, texts
+from tests.engines.test_torch_engine import play_all, random_scripts, texts
 from tests.models import tiny
 from tests.until import until
 from treadle.core.config import build
@@ -18,11 +18,11 @@ from treadle.core.types import SamplingParams
 from treadle.engines.config import EngineConfig
 from treadle.engines.process.rpc import EngineEnded
 from treadle.engines.torch.engine import TorchEngine
-from treadle.models.config import ModelConfig
+from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
 from treadle.placement import engine_actors
 from treadle.placement.actors import ActorLost
-from treadle.placement.engine_actors import ActorEngine, EngineActor, RemoteEngine
+from treadle.placement.engine_actors import EngineActor, RemoteEngine
 
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 
@@ -72,18 +72,15 @@ class Weights:
         return self._weights
 
 
-def local_engine(_: object = None) -> TorchEngine:
-    return make_engine(tiny(), stop_token_ids=[0], lock_step=True)
+def local_engine() -> TorchEngine:
+    return TorchEngine(tiny(), TorchEngineOptions(stop_token_ids=[], lock_step=True))
 
 
 @asynccontextmanager
 async def opened(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> AsyncIterator[RemoteEngine]:
     monkeypatch.setattr(engine_actors, "Actor", Here)
-    monkeypatch.setattr(ActorEngine, "make", local_engine)
-    described = ActorEngine(
-        build(EngineConfig, {"lock_step": True}), ModelConfig.model_construct(), 0, False, 1, True, "cpu"
-    )
-    engine = RemoteEngine("engine 0", described, {}, said.append)
+    config = build(EngineConfig, {"lock_step": True})
+    engine = RemoteEngine("engine 0", local_engine, config, {}, said.append)
     await engine.open()
     try:
         yield engine

@@ -29,8 +29,6 @@ _SETTINGS: Mapping[str, str] = {
     _LOOPBACK: "0",
     # trajectories come with the answers (bytes): the object store takes the driver longer than a copy
     "RAY_max_direct_call_object_size": str(4 << 20),
-    # seconds for which Ray's agents look for a cluster that ended with a killed driver before they end, too
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,28 +42,20 @@ from treadle.training.make import load_model
 _PROBE = 64  # tokens that an engine which replaces another one is proven with
 
 
-@dataclass(frozen=True, slots=True)
-class ActorEngine:
-    """What an actor makes its engine from. threads, deterministic, device: how and where it computes."""
+MakeEngine = Callable[[], TorchEngine]
 
-    config: EngineConfig
-    model: ModelConfig
-    seed: int
-    routing: bool
-    threads: int
-    deterministic: bool
-    device: str
 
-    def make(self) -> TorchEngine:
-        """Return the engine, in this process. Raises what loading raises."""
-        hf_logging.disable_progress_bar()
-        torch.set_num_threads(self.threads)
-        torch.use_deterministic_algorithms(self.deterministic)
-        chat = load_chat_interface(self.model)
-        options = torch_options(self.config, chat, self.routing)
-        model = load_model(self.model, self.seed)
-        model.to(self.device)  # type: ignore[arg-type]  # a wrapper hides the signature
-        return TorchEngine(model, options, decode=chat.decode)
+def make_engine(
+    config: EngineConfig, model: ModelConfig, seed: int, routing: bool, threads: int, deterministic: bool, device: str
+) -> TorchEngine:
+    """Return an engine in this process. threads, deterministic, device: how and where it computes."""
+    hf_logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+    chat = load_chat_interface(model)
+    loaded = load_model(model, seed)
+    loaded.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
+    return TorchEngine(loaded, torch_options(config, chat, routing), decode=chat.decode)
 
 
 class Call(NamedTuple):
@@ -81,9 +74,9 @@ class EngineActor(Placed):
         self._engine: TorchEngine
         self._sessions: set[str] = set()
 
-    async def load(self, engine: ActorEngine) -> Limits:
+    async def load(self, make: MakeEngine) -> Limits:
         """Load the engine."""
-        self._engine = engine.make()
+        self._engine = make()
         return self._engine.limits
 
     async def ping(self) -> ComponentStatus:
@@ -150,10 +143,14 @@ class RemoteEngine:
     """
 
     def __init__(
-        self, name: str, engine: ActorEngine, options: Mapping[str, Any], notify: Callable[[str], None]
+        self,
+        name: str,
+        make: MakeEngine,
+        config: EngineConfig,
+        options: Mapping[str, Any],
+        notify: Callable[[str], None],
     ) -> None:
-        self._engine, self._lock_step = engine, engine.config.lock_step is not False
-        self._tolerance = engine.config.tolerance
+        self._make, self._lock_step, self._tolerance = make, config.lock_step is not False, config.tolerance
         self.limits: Limits
         self._probe: Ids
         self._published: _Published | None = None
@@ -269,7 +266,7 @@ class RemoteEngine:
     # --- the actor -----------------------------------------------------------------------------------------------
 
     async def _prepare(self, actor: Actor) -> None:
-        self.limits = await actor.call("load", self._engine)
+        self.limits = await actor.call("load", self._make)
         rng = np.random.default_rng(0)
         self._probe = rng.integers(0, self.limits.vocabulary, min(_PROBE, self.limits.context)).astype(np.int32)
         if self._published is not None:
@@ -372,7 +369,8 @@ async def open_engines(config: RunConfig, reservation: Reservation, spec: Engine
             f"engine.kind is {spec.config.kind!r}, and placement.kind 'ray' starts engines of kind torch and vllm; set "
             "one of them to another"
         )
-    engine = ActorEngine(
+    make = partial(
+        make_engine,
         spec.config,
         config.model,
         config.seed,
@@ -384,14 +382,17 @@ async def open_engines(config: RunConfig, reservation: Reservation, spec: Engine
     destination = ObjectStore(getattr(torch, spec.config.dtype))
     if isinstance(spec.source, ColocatedTrainer):
         async with spec.source.turns.of("engines"):
-            pool: EnginePool = ColocatedPool(await _open_all(engine, reservation, spec), spec.source.turns)
+            pool: EnginePool = ColocatedPool(await _open_all(make, reservation, spec), spec.source.turns)
     else:
-        pool = EnginePool(await _open_all(engine, reservation, spec))
+        pool = EnginePool(await _open_all(make, reservation, spec))
     return pool, PoolSync(spec.source, pool, destination)
 
 
-async def _open_all(engine: ActorEngine, reservation: Reservation, spec: EngineSpec) -> list[RemoteEngine]:
-    engines = [RemoteEngine(str(b), engine, reservation.options(b), spec.log) for b in reservation.of("engine")]
+async def _open_all(make: MakeEngine, reservation: Reservation, spec: EngineSpec) -> list[RemoteEngine]:
+    engines = [
+        RemoteEngine(str(bundle), make, spec.config, reservation.options(bundle), spec.log)
+        for bundle in reservation.of("engine")
+    ]
     try:
         await asyncio.gather(*(each.open() for each in engines))
     except BaseException:
