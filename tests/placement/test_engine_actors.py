@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from torch import Tensor
+from treadle.engines.process.rpc import EngineEnded
 
 from tests.engines.test_torch_engine import play_all, random_scripts, texts
 from tests.models import tiny
@@ -16,7 +17,6 @@ from treadle.core.config import build
 from treadle.core.errors import EngineError
 from treadle.core.types import SamplingParams
 from treadle.engines.config import EngineConfig
-from treadle.engines.process.rpc import EngineEnded
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights

@@ -25,9 +25,9 @@ from ray.exceptions import RayError
 from torch._C._distributed_c10d import TCPStore
 from transformers.utils import logging as hf_logging
 
-from treadle.core.errors import PlacementError, RankError, TreadleError
+from treadle.core.errors import PlacementError, RankError, TreadleError, WorkerLost
 from treadle.core.trainer import Trainer
-from treadle.placement.actors import Actor, ActorLost, Placed
+from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.placement.turns import ColocatedTrainer
 from treadle.training.config import TrainerSpec
@@ -192,7 +192,7 @@ class RankActors:
         if not errors:
             return list(ray.get(list(answers)))
         # a rank that died makes the others fail, perhaps before its end is seen
-        first = min(errors, key=lambda error: not isinstance(error.__cause__, ActorLost))
+        first = min(errors, key=lambda error: not isinstance(error.__cause__, WorkerLost))
         if len(errors) < len(answers) or any(isinstance(error, RankError) for error in errors):
             self.over = str(first)
             self.kill()

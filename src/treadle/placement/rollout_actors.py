@@ -24,11 +24,12 @@ import ray
 from ray.exceptions import RayError
 
 from treadle.core.engine import Completion, Engine
-from treadle.core.errors import Cause, TreadleError
+from treadle.core.errors import Cause, TreadleError, WorkerLost
 from treadle.core.status import ComponentStatus
 from treadle.core.types import Failure, Floats, Ids, SamplingParams, Status, Task, Trajectory, trajectory_id
+from treadle.engines.supervised import Supervised
 from treadle.engines.vllm.server import ServerLost
-from treadle.placement.actors import Actor, ActorLost, Placed, Supervised
+from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, Rollouts, open_rollouts
@@ -69,7 +70,7 @@ class WorkerEngine:
         if route := self.routes.get(session):
             try:
                 completion = await route.call("generate", prompt_ids, sampling, session, cache_salt)
-            except (ActorLost, ServerLost):  # the run's process knows where the session goes
+            except (WorkerLost, ServerLost):  # the run's process knows where the session goes
                 self.routes[session] = None
             else:
                 return completion
@@ -296,7 +297,7 @@ class _Worker:
         route = self._engine.route(name) if isinstance(self._engine, Routed) else None
         try:
             trajectory: Trajectory = await self.place.call("play", group_id, task, address, sampling, route)
-        except ActorLost as error:
+        except WorkerLost as error:
             return Trajectory(
                 name,
                 task.task_id,

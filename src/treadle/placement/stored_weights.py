@@ -22,10 +22,6 @@ class StoredWeights:
 
     references: tuple[Any, ...]
 
-    @property
-    def message(self) -> Mapping[str, Any]:
-        return {"weights": self}
-
     def discard(self) -> None:
         """Do nothing: others may hold the references."""
 
