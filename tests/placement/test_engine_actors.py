@@ -1,18 +1,157 @@
-"""An engine as an actor, without a cluster: what rollout workers ask of it."""
+"""Engines behind actors, with actors of this process: the same waves, and what becomes of calls when an actor ends."""
 
 import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
+from tests.engines.test_torch_engine import play_all, random_scripts, texts
+from tests.models import tiny
+from tests.until import until
+from treadle.core.config import build
 from treadle.core.errors import EngineError
 from treadle.core.types import SamplingParams
+from treadle.engines.config import EngineConfig
+from treadle.engines.process.rpc import EngineEnded
+from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.options import TorchEngineOptions
+from treadle.models.weights import unique_weights
 from treadle.placement import engine_actors
+from treadle.placement.actors import ActorLost
+from treadle.placement.engine_actors import EngineActor, RemoteEngine
+
+PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 
 
-async def test_each_call_of_a_session_that_never_opens_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_actors, "_OPENING", 0.01)
-    actor = engine_actors.EngineActor()
-    calls = [actor.generate(np.array([1], np.int32), SamplingParams(), "s", None) for _ in range(2)]
-    for error in await asyncio.gather(*calls, return_exceptions=True):
-        assert isinstance(error, EngineError) and str(error) == "session 's' is not open"
+class Here:
+    """Stands in for `Actor`."""
+
+    process = None
+
+    def __init__(self, name: str, *_: object) -> None:
+        self.name, self.actor = name, EngineActor()
+        self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def open(self) -> None:
+        pass
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        answer = asyncio.ensure_future(getattr(self.actor, method)(*arguments))
+        try:
+            await asyncio.wait([answer, self.dead], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        if self.dead.done():
+            raise ActorLost(f"{self.name} ended: killed")
+        return answer.result()
+
+    def tail(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        if not self.dead.done():
+            self.dead.set_result(None)
+
+
+class Weights:
+    """Those of a seed (`Staged`)."""
+
+    def __init__(self, seed: int) -> None:
+        self._weights = unique_weights(tiny(seed=seed))
+        self.message = {"weights": self}
+
+    def discard(self) -> None:
+        raise NotImplementedError
+
+    async def fetch(self) -> Mapping[str, Tensor]:
+        return self._weights
+
+
+def local_engine() -> TorchEngine:
+    return TorchEngine(tiny(), TorchEngineOptions(stop_token_ids=[], lock_step=True))
+
+
+@asynccontextmanager
+async def opened(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> AsyncIterator[RemoteEngine]:
+    monkeypatch.setattr(engine_actors, "Actor", Here)
+    config = build(EngineConfig, {"lock_step": True})
+    engine = RemoteEngine("engine 0", local_engine, config, {}, said.append)
+    await engine.open()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def publish(engine: RemoteEngine, seed: int, version: int) -> None:
+    async def stage() -> Weights:
+        return Weights(seed)
+
+    await engine.update_weights(stage, version)
+
+
+async def test_waves_are_those_of_the_engine_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = local_engine()
+    async with opened(monkeypatch, []) as there:
+        for seed in range(3):
+            expected, played = [await play_all(engine, random_scripts(seed)) for engine in (here, there)]
+            assert texts(played) == texts(expected)
+            for left, right in zip(expected, played, strict=True):
+                assert [s.logprobs.tobytes() for s in left] == [s.logprobs.tobytes() for s in right]
+    await here.close()
+
+
+async def test_the_next_actor_has_the_weights_that_were_published_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    async with opened(monkeypatch, said) as engine:
+        await publish(engine, 5, 1)
+        scores = await engine.score(PROMPT)
+        engine.open_session("a")
+        running = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams(max_tokens=200), session="a"))
+        await until(lambda: engine._driver is not None and not engine._waiting)
+        actor = engine._place.actor
+        assert actor is not None
+        actor.kill()
+        with pytest.raises(EngineEnded, match="engine 0 ended: killed"):
+            await running
+        assert (await engine.score(PROMPT)).tobytes() == scores.tobytes()
+        completion = await engine.generate(PROMPT, SamplingParams(max_tokens=2), session="a")
+        assert set(completion.versions_per_token()) == {1}
+        assert said == ["engine 0 ended: killed; starting it again"]
+
+
+async def test_an_engine_that_always_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    async with opened(monkeypatch, said) as engine:
+        for _ in range(3):
+            await engine._place.ready()
+            assert engine._place.actor is not None
+            engine._place.actor.kill()
+            with pytest.raises(EngineEnded):
+                await engine.score(PROMPT)
+        with pytest.raises(EngineEnded, match="started 3 times in vain"):
+            await engine.score(PROMPT)
+        assert engine.over and engine.is_down and len(said) == 2
+
+
+async def test_what_is_cancelled_or_closed_frees_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(monkeypatch, []) as engine:
+        for session in "ab":
+            engine.open_session(session)
+        alone = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams(max_tokens=200), session="a"))
+        waiting = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams(max_tokens=2), session="b"))
+        await until(lambda: engine._driver is not None and not engine._waiting)
+        alone.cancel()
+        waiting.cancel()
+        await until(lambda: engine._driver is None)  # long before 200 tokens
+        waiting = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams(max_tokens=2), session="b"))
+        await asyncio.sleep(0)
+        engine.close_session("b")
+        with pytest.raises(EngineError, match="session 'b' was closed while its call waited"):
+            await waiting
+        assert (await engine.generate(PROMPT, SamplingParams(max_tokens=2), session="a")).token_ids.size
