@@ -27,7 +27,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,10 +38,9 @@ from treadle.benchmarks.report import machine
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Ids, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
+from treadle.engines.config import EngineConfig
 from treadle.engines.limits import Limits
 from treadle.engines.pool import EnginePool
-from treadle.engines.process.engine import ProcessEngine, connect_engine
-from treadle.engines.process.rpc import Link
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.loop.assembly import StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks
@@ -160,18 +158,6 @@ class SimulatedEngine(FakeEngine):
         seconds = self._seconds[session.rpartition(".")[0]] * float(self._rng.uniform(0.9, 1.1))
         await asyncio.sleep(seconds / STEPS)
         return Completion(self._ids, self._logprobs, StopReason.STOP, (VersionSpan(self.version, 0, SAMPLED),))
-
-
-@dataclass(frozen=True, slots=True)
-class MakeSimulated:
-    """Makes a `SimulatedEngine` in an actor; see there."""
-
-    mean: float
-    at_first: int
-
-    def make(self) -> SimulatedEngine:
-        """Return the engine."""
-        return SimulatedEngine(self.mean, self.at_first)
 
 
 class Counted:
@@ -344,26 +330,23 @@ def forked(sessions: int, rate: float) -> Iterator[OpenRunner]:
 def over_ray(sessions: int, rate: float) -> Iterator[OpenRunner]:
     """Have the workers and engines of a local cluster."""
     from treadle.placement.cluster import connected
-    from treadle.placement.engine_actors import ActorChannel
+    from treadle.placement.engine_actors import RemoteEngine
     from treadle.placement.reserve import Bundle, reserve
     from treadle.placement.rollout_actors import open_workers
 
     workers = [Bundle("rollout worker", number, {"CPU": 1}) for number in range(WORKERS)]
     engines = [Bundle("engine", number, {"CPU": 1}) for number in range(ENGINES)]
     config = load_recipe("demo", []).model
-    load = {"do": "load", "engine": MakeSimulated(sessions / rate, sessions // GROUP)}
+    make: Any = partial(SimulatedEngine, sessions / rate, sessions // GROUP)
+    free = EngineConfig(lock_step=False)
     rollout = RolloutConfig(max_input_tokens=TOKENS, max_completion_tokens=SAMPLED, trajectory_timeout=1e6)
     with connected(None, [*workers, *engines], print), reserve([*workers, *engines], 60) as reservation:
 
-        async def connect(bundle: Bundle) -> ProcessEngine:
-            async def start() -> Link:
-                return Link(await ActorChannel.start(reservation.options(bundle)))
-
-            return await connect_engine(start, load, lock_step=False, tolerance=1.0, name=str(bundle))
-
         @asynccontextmanager
         async def opening() -> AsyncIterator[tuple[Counted, FakeEngine]]:
-            pool = EnginePool([await connect(bundle) for bundle in engines])
+            remote = [RemoteEngine(str(b), make, free, reservation.options(b), print) for b in engines]
+            await asyncio.gather(*(engine.open() for engine in remote))
+            pool = EnginePool(remote)
             players = Players(drivers={"caller": Caller})
             renderer = load_chat_interface(config).renderer
             try:

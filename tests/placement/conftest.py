@@ -11,6 +11,7 @@ from treadle.placement.reserve import Bundle, Reservation, Role, reserve
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # else they wait for the tests that run beside them, vLLM for minutes
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # before ray is imported
+os.environ.setdefault("SPT_NOENV", "1")  # actors, which rename themselves, keep their environment in /proc
 MARK = "TREADLE_TEST_CLUSTER"  # environment variable that all processes of the shared cluster inherit
 
 ROLES: tuple[Role, ...] = ("learner rank", "engine", "rollout worker")

@@ -170,5 +170,7 @@ class Supervised(Generic[W]):
 
     def _give_up(self, error: TreadleError) -> None:
         self.error = str(error)
+        if self._worker.done():
+            self._worker = self._loop.create_future()
         self._worker.set_exception(error)
         self._worker.exception()  # retrieve it so that asyncio does not log it

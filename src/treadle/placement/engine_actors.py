@@ -15,8 +15,9 @@ from transformers.utils import logging as hf_logging
 from treadle.core.engine import Engine
 from treadle.core.errors import ConfigError
 from treadle.core.trainer import WeightSync
-from treadle.engines.config import EngineConfig
+from treadle.engines.config import EngineConfig, tolerance_of
 from treadle.engines.pool import EnginePool, PoolSync
+from treadle.engines.remote import EngineService, MakeEngine, RemoteEngine
 from treadle.engines.torch.engine import TorchEngine
 from treadle.models.config import ModelConfig
 from treadle.orchestration.config import RunConfig

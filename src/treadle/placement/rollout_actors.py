@@ -282,7 +282,7 @@ class _Worker:
 
     async def close(self) -> None:
         """End the worker and what it has started."""
-        if actor := self.place.actor:
+        if actor := self.place.worker:
             with suppress(TreadleError, TimeoutError):
                 async with asyncio.timeout(_CLOSING):
                     await actor.call("close")
