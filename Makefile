@@ -37,7 +37,7 @@ demo: train-env ## train a small agent on the lookup task, on this machine's CPU
 	@$(BIN)/treadle train demo seed=$(SEED) $(ARGS)
 
 demo-seeds: train-env ## the demo over several seeds, with a table of the results
-	@$(BIN)/python benchmarks/demo_seeds.py $(ARGS)
+	@$(BIN)/python -m benchmarks.recipe_runs demo-seeds $(ARGS)
 
 vllm-env: $(VLLM_VENV)/.installed ## vLLM's CPU build in an environment of its own (2 GB); its tests run where it is
 
@@ -88,7 +88,7 @@ test-cluster: dev-env ## what needs a Ray cluster, and one run with twenty proce
 	@$(BIN)/python -m pytest -s tests/placement/random_kills.py $(ARGS)
 
 gpu-check: dev-env ## what runs on a GPU, checked and measured; skips what is not there
-	@$(BIN)/python benchmarks/gpu_check.py $(ARGS)
+	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 lint: dev-env ## ruff and mypy
 	@$(BIN)/ruff check .

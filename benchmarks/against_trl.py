@@ -1,9 +1,9 @@
 """Beside TRL: single-turn GRPO on SmolLM2 with the same tasks, batch, lengths, loss and optimizer, and one gradient.
 
     treadle models get smollm2
-    .venv/bin/python benchmarks/against_trl.py                     both, 20 updates each, and the gradients
-    .venv/bin/python benchmarks/against_trl.py --updates 3         a first look
-    .venv/bin/python benchmarks/against_trl.py --parts DIRECTORY   parts that are complete there are not repeated
+    python -m benchmarks.against_trl                     both, 20 updates each, and the gradients
+    python -m benchmarks.against_trl --updates 3         a first look
+    python -m benchmarks.against_trl --parts DIRECTORY   parts that are complete there are not repeated
 
 Each side is a process of its own, on `--threads` threads. Sampling and training are measured where each library
 switches from one to the other: what is neither (rewards, logging) counts as training. The gradient is that of TRL's
@@ -380,8 +380,8 @@ def main() -> None:
         if not (folder / f"{name}.json").is_file():
             print(f"--- {name}, {dtype}", flush=True)
             given = ["--model", model, "--updates", updates, "--threads", threads, "--dtype", dtype]
-            command = [sys.executable, __file__, "--part", name, "--folder", folder, *given]
-            subprocess.run(list(map(str, command)), check=True, env=environment)
+            command = [sys.executable, "-m", "benchmarks.against_trl", "--part", name, "--folder", folder, *given]
+            subprocess.run(list(map(str, command)), check=True, env=environment, cwd=ROOT)
         found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
         return found
 
@@ -392,7 +392,7 @@ def main() -> None:
         found["float64"] = run("gradient", 1, "float64")
         first = json.loads((parts / "float32" / "first.json").read_text())
         prompts_of_updates = json.loads((parts / "float32" / "ours.json").read_text())
-    from treadle.benchmarks.report import machine
+    from benchmarks.measure import machine
 
     sides = {name: summary(found[name]) for name in ("trl", "treadle")}
     result = {

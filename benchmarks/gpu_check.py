@@ -1,10 +1,10 @@
 """What runs on a GPU, checked and measured, offline, in parts of at most eight minutes: `make gpu-check`.
 
-    .venv/bin/python benchmarks/gpu_check.py                        every part
-    .venv/bin/python benchmarks/gpu_check.py kernels engine         some
-    .venv/bin/python benchmarks/gpu_check.py --device cpu kernels   tries this script itself out, with a small model
+    python -m benchmarks.gpu_check                        every part
+    python -m benchmarks.gpu_check kernels engine         some
+    python -m benchmarks.gpu_check --device cpu kernels   tries this script itself out, with a small model
 
-Each part is a process. What it needs and is not there, it names, and is skipped. With whatever torch is installed.
+Each part is a process of its own. A part that lacks something is skipped, and the reason printed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
+from benchmarks.measure import MIB
+from benchmarks.packing import CPU_MODEL, CUDA_KERNELS, CUDA_MODEL, CUDA_SIZE, cuda_tables
+from benchmarks.workloads import VOCABULARY, WORKLOADS, Size
 from treadle.algorithms.config import AlgorithmConfig
-from treadle.benchmarks import packing as packing_benchmark
-from treadle.benchmarks.meter import MIB
-from treadle.benchmarks.packing import CPU_MODEL, CUDA_MODEL, CUDA_SIZE
-from treadle.benchmarks.workloads import VOCABULARY, WORKLOADS, Size
 from treadle.core.errors import ConfigError
 from treadle.core.types import Group, SamplingParams
 from treadle.engines.torch.engine import TorchEngine
@@ -60,7 +59,7 @@ Row = Mapping[str, Any]
 
 
 class Skipped(Exception):
-    """Says what a part needs that is not here."""
+    """Raised by a part that lacks something it needs."""
 
 
 def small_model(device: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -106,7 +105,7 @@ def ranks(device: str) -> Iterator[Row]:
 
 def kernels(device: str) -> Iterator[Row]:
     """Tree attention by each kernel, in its precision, against `dense` in float64 on a CPU."""
-    names = packing_benchmark.CUDA_KERNELS if device == "cuda" else ("tiles",)
+    names = CUDA_KERNELS if device == "cuda" else ("tiles",)
     for workload in ("append-only", "sliding context", "sub-agent forks"):
         groups = WORKLOADS[workload](SMALL)
         wanted, gradient = _passes(small_model("cpu", torch.float64), groups, select.KERNELS["dense"])
@@ -171,10 +170,10 @@ def engine(device: str) -> Iterator[Row]:
 
 
 def packing(device: str) -> Iterator[Row]:
-    """`treadle bench packing --device cuda`: a model of the shape of Qwen3-0.6B, every workload and packing."""
+    """`benchmarks.packing --device cuda`: a model of the shape of Qwen3-0.6B, every workload and packing."""
     if device != "cuda":
-        raise Skipped("--device cpu: `treadle bench packing` measures a CPU")
-    for table in packing_benchmark.measure(1, 3, device).tables:
+        raise Skipped("--device cpu: `benchmarks.packing` measures a CPU")
+    for table in cuda_tables(repeats=3):
         yield from table.rows
 
 
@@ -230,9 +229,9 @@ PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {
 
 def run_part(name: str, device: str) -> dict[str, Any]:
     """Return what came of a part, which is a process of its own."""
-    command = [sys.executable, __file__, name, "--device", device, "--here"]
+    command = [sys.executable, "-m", "benchmarks.gpu_check", name, "--device", device, "--here"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
     except subprocess.TimeoutExpired:
         return {"failed": f"not done after {LIMIT} s"}
     if done.returncode:

@@ -1,7 +1,7 @@
 """What a million rows of Parquet cost before the first task: CPU seconds and memory, in a fresh process.
 
 The file has one row group, as `pyarrow.parquet.write_table` writes it, with prompts as messages, nested ground truths
-and a column that no task is made of. Run: .venv/bin/python benchmarks/large_data.py [--rows 1000000]
+and a column that no task is made of. Run: python -m benchmarks.large_data [--rows 1000000]
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the run's own process does for many open sessions: CPU, and how long its event loop keeps others waiting.
+"""What a run's own process spends on many open sessions: CPU, and the lag of its event loop.
 
-    .venv/bin/python benchmarks/many_sessions.py                  10,000 sessions, 50 trajectories a second, one minute
-    .venv/bin/python benchmarks/many_sessions.py --rate 100
-    .venv/bin/python benchmarks/many_sessions.py --through ray --sessions 2000 --rate 50 80
+    python -m benchmarks.many_sessions                  10,000 sessions, 50 trajectories a second, one minute
+    python -m benchmarks.many_sessions --rate 100
+    python -m benchmarks.many_sessions --through ray --sessions 2000 --rate 50 80
 
     4 workers --(pickled trajectories)--> RolloutScheduler -> GroupIntake -> RunStore -> ReplayBuffer -> batches
 
@@ -34,11 +34,10 @@ from typing import Any
 
 import numpy as np
 
-from treadle.benchmarks.report import machine
+from benchmarks.measure import machine
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Ids, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
-from treadle.engines.config import EngineConfig
 from treadle.engines.limits import Limits
 from treadle.engines.pool import EnginePool
 from treadle.orchestration.config import RunConfig, load_recipe
@@ -113,10 +112,9 @@ def _step(rng: np.random.Generator, version: int, seconds: float) -> Step:
 
 
 class Caller(AttemptDriver[Session]):
-    """Makes one call after the other, with prompts of random ids."""
+    """Driver that makes one call after the other, with prompts of random ids."""
 
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
-        """Make the calls."""
         rng = np.random.default_rng(list(session.name.encode()))
         for _ in range(STEPS):
             await session.complete(rng.integers(0, _VOCABULARY, TOKENS - SAMPLED).tolist())
@@ -125,7 +123,7 @@ class Caller(AttemptDriver[Session]):
 
 
 class SimulatedEngine(FakeEngine):
-    """Answers with random ids after a while, about as long for all calls of a group. Keeps no prompt.
+    """Engine that answers with random ids after a while, about as long for all calls of a group.
 
     mean: seconds of an attempt. at_first: groups that have begun before.
     """
@@ -149,7 +147,7 @@ class SimulatedEngine(FakeEngine):
             self._seconds[group] = self._mean * (share if began else 1.0)
 
     def close_session(self, session: str) -> None:
-        """Do nothing."""
+        return None
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
@@ -161,7 +159,7 @@ class SimulatedEngine(FakeEngine):
 
 
 class Counted:
-    """Counts what a runner has played (a `RolloutRunner`)."""
+    """`RolloutRunner` that counts what another one has played."""
 
     def __init__(self, runner: RolloutRunner) -> None:
         self._runner, self.sampling = runner, runner.sampling
@@ -185,7 +183,7 @@ class Counted:
 
 
 class WorkerRunner:
-    """Plays attempts in worker processes (a `RolloutRunner`): each goes to the next one in turn."""
+    """`RolloutRunner` over worker processes, which take groups in turn."""
 
     def __init__(self, channels: Sequence[Connection], engine: FakeEngine) -> None:
         self.sampling, self.received = SamplingParams(), 0
@@ -210,7 +208,7 @@ class WorkerRunner:
 
     @property
     def open(self) -> int:
-        """Return how many attempts are under way."""
+        """Number of attempts under way."""
         return len(self._waiting)
 
     def _read(self, channel: Connection) -> None:
@@ -284,7 +282,7 @@ async def _measured(
 
 
 async def _lags(seconds: float, training: asyncio.Future[Any]) -> list[float]:
-    """By how much short sleeps took longer, for so many seconds."""
+    """Return by how much short sleeps took longer, for so many seconds."""
     loop, lags = asyncio.get_running_loop(), list[float]()
     end = loop.time() + seconds
     while (now := loop.time()) < end:
@@ -300,7 +298,7 @@ OpenRunner = Callable[[], AbstractAsyncContextManager[tuple[WorkerRunner | Count
 
 @contextmanager
 def forked(sessions: int, rate: float) -> Iterator[OpenRunner]:
-    """Have workers that send whole trajectories."""
+    """Start workers that send whole trajectories."""
     context, channels, processes = multiprocessing.get_context("fork"), [], []
     for number in range(WORKERS):
         here, there = context.Pipe()
@@ -328,9 +326,11 @@ def forked(sessions: int, rate: float) -> Iterator[OpenRunner]:
 
 @contextmanager
 def over_ray(sessions: int, rate: float) -> Iterator[OpenRunner]:
-    """Have the workers and engines of a local cluster."""
+    """Start the workers and engines of a local Ray cluster."""
+    from treadle.engines.remote import RemoteEngine
+    from treadle.placement.actors import Actor
     from treadle.placement.cluster import connected
-    from treadle.placement.engine_actors import RemoteEngine
+    from treadle.placement.engine_actors import EngineActor
     from treadle.placement.reserve import Bundle, reserve
     from treadle.placement.rollout_actors import open_workers
 
@@ -338,13 +338,21 @@ def over_ray(sessions: int, rate: float) -> Iterator[OpenRunner]:
     engines = [Bundle("engine", number, {"CPU": 1}) for number in range(ENGINES)]
     config = load_recipe("demo", []).model
     make: Any = partial(SimulatedEngine, sessions / rate, sessions // GROUP)
-    free = EngineConfig(lock_step=False)
     rollout = RolloutConfig(max_input_tokens=TOKENS, max_completion_tokens=SAMPLED, trajectory_timeout=1e6)
     with connected(None, [*workers, *engines], print), reserve([*workers, *engines], 60) as reservation:
 
         @asynccontextmanager
         async def opening() -> AsyncIterator[tuple[Counted, FakeEngine]]:
-            remote = [RemoteEngine(str(b), make, free, reservation.options(b), print) for b in engines]
+            remote = [
+                RemoteEngine(
+                    str(b),
+                    make,
+                    partial(Actor, str(b), EngineActor, reservation.options(b)),
+                    lock_step=False,
+                    tolerance=1e-6,
+                )
+                for b in engines
+            ]
             await asyncio.gather(*(engine.open() for engine in remote))
             pool = EnginePool(remote)
             players = Players(drivers={"caller": Caller})

@@ -1,12 +1,14 @@
-"""A recipe over several seeds, or with one setting changed at a time: table, JSON file, a picture of several seeds.
+"""Recipes over several seeds, or with one setting changed at a time: a table, a JSON file, a picture.
 
-    .venv/bin/python benchmarks/recipe_runs.py search-small --runs runs/search       every variant, seeds 0 to 2
-    .venv/bin/python benchmarks/recipe_runs.py sql-small --runs runs/sql --jobs 2    two runs at a time
-    .venv/bin/python benchmarks/recipe_runs.py smollm2-tools --runs runs/smollm2 --seeds 0
+    python -m benchmarks.recipe_runs demo-seeds                              # five seeds
+    python -m benchmarks.recipe_runs sql-small --runs runs/sql --jobs 2      # two runs at a time
+    python -m benchmarks.recipe_runs smollm2-tools --seeds 0
+    python -m benchmarks.recipe_runs demo-seeds --seeds 0 --runs /tmp/try orchestration.updates=2   # writes no results
 
-Runs that are complete in `--runs` are not repeated, and begun ones are resumed, so that the work may be interrupted; no
-seed is left out. Seconds are of a run beside `--jobs` - 1 others. The bound of a lift is that of the difference of two
-shares, each of its own tasks: p1 - p0 - 1.96 sqrt(p0 (1 - p0) / n + p1 (1 - p1) / n).
+Runs that are complete in `--runs` are not repeated, and interrupted ones are resumed. Before and after are the success
+on held-out tasks at temperature 1; without any, the success in the first and the last five updates. The lower bound of
+a run's lift is that of the difference of two shares, p1 - p0 - 1.96 sqrt(p0 (1 - p0) / n + p1 (1 - p1) / n); that of a
+variant's mean lift over seeds is Student's, at 95%. Seconds are those of a run beside `--jobs` - 1 others.
 """
 
 from __future__ import annotations
@@ -23,25 +25,68 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.benchmarks.report import machine
+import numpy as np
+
+from benchmarks.measure import RESULTS, machine
 from treadle.core.types import Task
 from treadle.envs.phone_book import tasks
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = RESULTS.parent.parent
 TREADLE = (sys.executable, "-m", "treadle.cli.main")
+ENDS = 5  # updates at either end of a run without evaluations
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # two-sided 95% point of Student's t, by number of seeds
+ASYNCHRONOUS = ("orchestration.max_staleness=2", "algorithm.correction.token_tis=2.0")
 
 
 @dataclass(frozen=True)
 class Study:
-    """Says what is run: a recipe, with each variant's settings, on every seed."""
+    """A recipe, with each variant's settings, on every seed. fresh: each run with an empty cache of warm starts."""
 
     recipe: str
     variants: Mapping[str, tuple[str, ...]]
     seeds: tuple[int, ...] = (0, 1, 2)
     common: tuple[str, ...] = ()
+    fresh: bool = False
 
 
+_RANKS = ("placement.learner.ranks=2",)
+_RAY = ("placement.kind=ray", *_RANKS, "placement.engines.count=2", "placement.rollout.workers=2")
+_LONGER_DEMO = (
+    *("evaluation.every=10", "evaluation.greedy_too=false", "training.threads=1"),
+    *("warm_start.steps=500", "warm_start.batch_size=64", "warm_start.optimizer.learning_rate=3e-3"),
+    *("orchestration.updates=60", "training.optimizer.learning_rate=5e-4", "data.train.options.count=1920"),
+)
 STUDIES: Mapping[str, Study] = {
+    "demo-seeds": Study("demo", {"default": ()}, seeds=(0, 1, 2, 3, 4), fresh=True),
+    "demo-ranks": Study("demo", {"two ranks": _RANKS}),
+    "demo-ray": Study("demo", {"on Ray": _RAY}),
+    "demo-algorithms": Study(
+        "demo",
+        {
+            "grpo": (),
+            "rloo": ("algorithm.advantage=rloo",),
+            "reinforce++": ("algorithm.advantage=reinforce++",),
+            "step_return": (
+                "algorithm.advantage=step_return",
+                "data.train.options.page_reward=0.1",
+                "evaluation.success_of=answer",
+            ),
+            # with one update a batch, every ratio would be 1 and all losses the same
+            "gspo": ("algorithm.policy_loss=gspo", "training.updates_per_batch=2"),
+            "cispo": ("algorithm.policy_loss=cispo", "training.updates_per_batch=2"),
+            "asynchronous": ASYNCHRONOUS,
+            "seq_mean_token_sum_norm": ("algorithm.reduction=seq_mean_token_sum_norm", "algorithm.length_norm=24"),
+        },
+        common=_LONGER_DEMO,
+    ),
+    "harbor-learning": Study(
+        "harbor-small",
+        {
+            "synchronous": (),
+            "asynchronous": ASYNCHRONOUS,
+            "seq_mean_token_sum_norm": ("algorithm.reduction=seq_mean_token_sum_norm", "algorithm.length_norm=12"),
+        },
+    ),
     "smollm2-tools": Study("smollm2-tools", {"default": ()}),
     "smollm2-settings": Study(
         "smollm2-tools",
@@ -53,7 +98,7 @@ STUDIES: Mapping[str, Study] = {
             "twice the rate": ("training.optimizer.learning_rate=2e-5",),
             "entropy bonus": ("algorithm.entropy_coef=0.01",),
             "kl": ("algorithm.kl.coef=0.01",),
-            "one hop first": ("data.train.source=recipe_runs:one_hop_first",),
+            "one hop first": ("data.train.source=benchmarks.recipe_runs:one_hop_first",),
         },
         seeds=(0,),
         common=(
@@ -71,7 +116,7 @@ STUDIES: Mapping[str, Study] = {
         },
     ),
 }
-"""name -> what is run. The updates of one study are of equally many attempts."""
+"""Name -> study. The updates of one study have equally many attempts."""
 
 
 def one_hop_first(split: str, count: int, seed: int = 0) -> list[Task]:
@@ -80,42 +125,44 @@ def one_hop_first(split: str, count: int, seed: int = 0) -> list[Task]:
     return [*made[0:96:2], *made[96:]][:count]
 
 
-def main() -> None:
-    """Run what is missing, then write table, JSON and, of several seeds, the picture."""
-    parser = argparse.ArgumentParser(description="Train a recipe over seeds and variants.")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is missing; print the table, write the JSON file and draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--runs", type=Path, required=True, help="where runs lie, and are looked for")
+    parser.add_argument("--runs", type=Path, help="directory of the runs (default: runs/STUDY)")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of the study's")
     parser.add_argument("--only", nargs="+", metavar="VARIANT", help="instead of all variants")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    options = parser.parse_args()
-    study = STUDIES[options.study]
-    names = options.only or list(study.variants)
-    todo = [(name, seed) for seed in options.seeds or study.seeds for name in names]
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="to try out: no results are written")
+    options = parser.parse_intermixed_args(arguments)
+    study, folder = STUDIES[options.study], (options.runs or Path("runs", options.study)).resolve()
+    names, seeds = options.only or list(study.variants), options.seeds or study.seeds
+    todo = [(name, seed) for seed in seeds for name in names]
     with ThreadPoolExecutor(options.jobs) as pool:
-        runs = list(pool.map(lambda item: play(study, item[0], item[1], options.runs), todo))
+        runs = list(pool.map(lambda item: play(study, item[0], item[1], folder, options.overrides), todo))
     rows = [{"variant": name, **row(run)} for (name, _), run in zip(todo, runs, strict=True)]
-    result = {"machine": machine(), "jobs": options.jobs, "common": study.common, "variants": study.variants}
-    stem = options.study.replace("-", "_")
-    (ROOT / "benchmarks" / "results" / f"{stem}.json").write_text(json.dumps({**result, "runs": rows}, indent=2) + "\n")
-    if len(study.seeds) > 1:
-        picture = ROOT / "docs" / "images" / f"{stem}.png"
-        subprocess.run([*TREADLE, "plot", *map(str, runs), "--output", str(picture)], check=True)
     print("\n".join(table(rows)))
+    if not options.overrides:
+        result = {"machine": machine(), "jobs": options.jobs, "common": study.common, "variants": study.variants}
+        stem = options.study.replace("-", "_")
+        (RESULTS / f"{stem}.json").write_text(json.dumps({**result, "runs": rows}, indent=2) + "\n")
+        if len(seeds) > 1:
+            picture = ROOT / "docs" / "images" / f"{stem}.png"
+            subprocess.run([*TREADLE, "plot", *map(str, runs), "--output", str(picture)], check=True)
 
 
-def play(study: Study, variant: str, seed: int, runs: Path) -> Path:
-    """Return the directory of one complete run, made if it is missing; `peak.json` in it is its most resident memory.
+def play(study: Study, variant: str, seed: int, folder: Path, overrides: Sequence[str]) -> Path:
+    """Return the directory of a complete run, made if it is missing; `peak.json` in it has the peak resident memory.
 
-    Of a run that was resumed, that is its last process's.
+    The peak of a run that was resumed is that of its last process.
     """
     name = f"{variant.replace(' ', '-')}-seed{seed}"
-    run = runs / name
+    run = folder / name
     if not (run / "summary.json").is_file():
-        how = ["--resume"] if run.is_dir() else [f"seed={seed}", *study.common, *study.variants[variant]]
-        command = [*TREADLE, "train", study.recipe, *how, "--runs", str(runs), "--name", name]
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-        _, status, usage = os.wait4(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}).pid, 0)
+        how = ["--resume"] if run.is_dir() else [f"seed={seed}", *study.common, *study.variants[variant], *overrides]
+        command = [*TREADLE, "train", study.recipe, *how, "--runs", str(folder), "--name", name]
+        cache = {"TREADLE_CACHE": str(folder / f"cache-{seed}")} if study.fresh else {}
+        _, status, usage = os.wait4(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **cache}).pid, 0)
         if run.is_dir():
             (run / "peak.json").write_text(json.dumps(usage.ru_maxrss * 1024))
         if status:
@@ -124,26 +171,27 @@ def play(study: Study, variant: str, seed: int, runs: Path) -> Path:
 
 
 def row(run: Path) -> dict[str, Any]:
-    """Return the figures of one run; by kind of task: success before and after, and the lift's lower bound."""
+    """Return the figures of one run. kinds: of held-out tasks, with the lower bound of the lift of each."""
     summary = json.loads((run / "summary.json").read_text())
-    metrics = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if line["kind"] == "update"]
     sampled = [e for e in summary["evaluations"] if e["temperature"] > 0]
-    first, last, number = sampled[0]["by"], sampled[-1]["by"], sampled[0]["by_tasks"]
+    if sampled:
+        first, last, number = sampled[0]["by"], sampled[-1]["by"], sampled[0]["by_tasks"]
+        kinds = {kind: lift(first[kind], last[kind], number[kind], number[kind]) for kind in first}
+        before, after = summary["held_out_success_before"], summary["held_out_success_after"]
+    else:
+        kinds = {"trained": lift(*_share(updates[:ENDS]), *_share(updates[-ENDS:]))}
+        before, after = kinds["trained"]["before"], kinds["trained"]["after"]
     return {
         "seed": summary["seed"],
-        "before": summary["held_out_success_before"],
-        "after": summary["held_out_success_after"],
-        "kinds": {
-            kind: {
-                "tasks": number[kind],
-                "before": first[kind],
-                "after": last[kind],
-                "lift_at_least": lower_bound(first[kind], last[kind], number[kind]),
-            }
-            for kind in first
-        },
-        "training_success": [line["success"] for line in metrics if line["kind"] == "update"],
+        "before": before,
+        "after": after,
+        "kinds": kinds,
+        "training_success": [line["success"] for line in updates],
         "warm_start_loss": (summary.get("warm_start") or {}).get("loss"),
+        "updates": summary["updates"],
+        "held_out_tasks": summary.get("held_out_tasks"),
         "wall_seconds": summary["wall_seconds"],
         "cpu_seconds": summary["cpu_seconds"],
         "peak_bytes": json.loads(peak.read_text()) if (peak := run / "peak.json").is_file() else None,
@@ -151,13 +199,21 @@ def row(run: Path) -> dict[str, Any]:
     }
 
 
-def lower_bound(before: float, after: float, tasks: int) -> float:
-    """Return the lower 95% bound of the lift between two shares of `tasks` tasks each."""
-    return after - before - 1.96 * math.sqrt((before * (1 - before) + after * (1 - after)) / tasks)
+def _share(updates: Sequence[Mapping[str, Any]]) -> Iterator[float]:
+    """Yield the success over some updates, and of how many attempts it is."""
+    counts = [line["trajectories"] - line["failed"] for line in updates]
+    yield sum(line["success"] * count for line, count in zip(updates, counts, strict=True)) / sum(counts)
+    yield sum(counts)
+
+
+def lift(before: float, after: float, tasks_before: float, tasks_after: float) -> dict[str, float]:
+    """Return two shares, each of so many tasks, and the lower 95% bound of their difference."""
+    half = 1.96 * math.sqrt(before * (1 - before) / tasks_before + after * (1 - after) / tasks_after)
+    return {"tasks": tasks_before, "before": before, "after": after, "lift_at_least": after - before - half}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the rows as a Markdown table."""
+    """Yield a Markdown table of the runs, and a line on each variant that has several seeds."""
     kinds = list(rows[0]["kinds"])
     head = ["", "seed", *kinds, "all", *(f"lift at least, {kind}" for kind in kinds), "min", "GiB"]
     yield from ("| " + " | ".join(head) + " |", "|" + "---|" * len(head))
@@ -167,6 +223,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         cells += [f"{kind['lift_at_least']:.3f}" for kind in r["kinds"].values()]
         peak = f"{r['peak_bytes'] / 2**30:.1f}" if r["peak_bytes"] else ""
         yield "| " + " | ".join([*cells, f"{r['wall_seconds'] / 60:.0f}", peak]) + " |"
+    for variant in dict.fromkeys(r["variant"] for r in rows):
+        lifts = np.array([r["after"] - r["before"] for r in rows if r["variant"] == variant])
+        if len(lifts) in T_95:
+            half = T_95[len(lifts)] * lifts.std(ddof=1) / math.sqrt(len(lifts))
+            yield f"{variant}: mean lift {lifts.mean():.3f}, its lower 95% bound {lifts.mean() - half:.3f}"
 
 
 if __name__ == "__main__":

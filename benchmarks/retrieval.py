@@ -3,7 +3,7 @@
 The server is a process of its own; its CPU seconds are those that /proc has of it. Passages are random words, rare and
 common as in language (Zipf). Answers to a sample are compared with every passage scored by BM25's definition. Run:
 
-    .venv/bin/python benchmarks/retrieval.py [--passages 100000] [--queries 6400] [--clients 64]
+    python -m benchmarks.retrieval [--passages 100000] [--queries 6400] [--clients 64]
 """
 
 from __future__ import annotations

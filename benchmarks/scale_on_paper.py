@@ -1,9 +1,9 @@
 """A training run at 8 to 4,096 GPUs, on paper: GPU seconds of a trajectory, and what the loop makes of them.
 
-    .venv/bin/python benchmarks/scale_on_paper.py
+    python -m benchmarks.scale_on_paper
 
 Of rates and memory per GPU nothing is measured: they follow from data sheets and assumed efficiencies (`Hardware`). The
-loop is the real one in virtual time (`treadle.benchmarks.simulation`), of a slice of the run whose batch is 64
+loop is the real one in virtual time (`benchmarks.simulation`), of a slice of the run whose batch is 64
 trajectories: what decides is how long a trajectory takes beside an update. What the run's own process needs for a
 trajectory is measured, on a CPU (`many_sessions.json`).
 """
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.benchmarks.simulation import StalenessSettings, World, figures, lognormal, simulate
+from benchmarks.simulation import StalenessSettings, World, figures, lognormal, simulate
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = {8: 256, 64: 512, 512: 2048, 4096: 8192}
@@ -27,7 +27,7 @@ UPDATES = 150
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Describes one GPU, an H100 SXM by its data sheet, and what share of it is assumed to be used."""
+    """One GPU, an H100 SXM by its data sheet, and the share of it that is assumed to be used."""
 
     flops: float = 989e12  # bfloat16, dense, a second
     bandwidth: float = 3.35e12  # bytes a second
@@ -38,7 +38,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Describes a dense decoder of 7.6 billion parameters, in the shape of Qwen2.5-7B."""
+    """A dense decoder of 7.6 billion parameters, in the shape of Qwen2.5-7B."""
 
     parameters: float = 7.6e9
     layers: int = 28
@@ -47,13 +47,13 @@ class Model:
 
     @property
     def cache_bytes(self) -> int:
-        """Return the bytes of keys and values of one token, in bfloat16."""
+        """Bytes of keys and values of one token, in bfloat16."""
         return 2 * self.layers * self.kv_heads * self.head * 2
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """Describes a trajectory: tokens of prompt, replies, observations; and seconds of the environment a turn."""
+    """A trajectory: tokens of prompt, replies, observations; and seconds of the environment a turn."""
 
     prompt: int = 1_000
     turns: int = 8
@@ -72,7 +72,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Holds what one trajectory costs. GPU seconds: rollout, training. open: episodes that one GPU's cache holds.
+    """Cost of one trajectory. GPU seconds: rollout, training. open: episodes that one GPU's cache holds.
 
     seconds: that it takes, with the environment's.
     """

@@ -36,7 +36,6 @@ def routes(group: str, trajectory: str, task: str) -> Mapping[str, tuple[str, st
         "tokens": ("/tokens", ".packing"),
         "timeline": ("/timeline", ".run-time rect"),
         "settings": ("/config", ".settings"),
-        "rules": ("/rules?rule=stale", ".rule-card"),
         "task": (f"/task/{task}?split=held_out", ".sibling"),
     }
 

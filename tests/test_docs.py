@@ -117,7 +117,7 @@ def test_the_page_on_runs_lists_every_metric_as_declared() -> None:
 
 
 def simulated_table(rows: list[dict[str, Any]]) -> str:
-    """Rows of benchmarks/results/async.json as docs/async.md shows them."""
+    """Rows of benchmarks/results/asynchronous.json as docs/async.md shows them."""
     head = (
         "`max_staleness`",
         "`stale_policy`",
@@ -157,7 +157,7 @@ def test_the_example_of_failure_policies_is_valid() -> None:
 
 def test_the_page_on_asynchronous_training_has_the_measured_table() -> None:
     """And the measurement has what the page is about."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "async.json").read_text())["rows"]
+    rows = json.loads((ROOT / "benchmarks" / "results" / "asynchronous.json").read_text())["tables"][0]["rows"]
     page = (ROOT / "docs" / "async.md").read_text(encoding="utf-8")
     assert simulated_table(rows) in page, f"the table must be:\n{simulated_table(rows)}"
     usual = [row for row in rows if row["stale_policy"] == "mask_steps"]
@@ -166,7 +166,7 @@ def test_the_page_on_asynchronous_training_has_the_measured_table() -> None:
 
 
 def test_the_page_on_scale_has_the_simulated_table_of_the_kv_budget() -> None:
-    rows = json.loads((ROOT / "benchmarks" / "results" / "kv.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((ROOT / "benchmarks" / "results" / "kv.json").read_text())["tables"][0]["rows"]
     table = "".join(
         f"| {row['admission']} | {row['sampled tokens/s']:.0f} | {row['prompt tokens computed'] / 1e6:.1f} M | "
         f"{row['of these again']:.0%} | {row['cache use']:.0%} |\n"
@@ -223,14 +223,16 @@ def test_the_readmes_first_command_comes_early_and_its_table_is_the_measured_one
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert next(i for i, line in enumerate(lines, 1) if line.startswith("make demo")) <= 25
     result = json.loads((ROOT / "benchmarks" / "results" / "demo_seeds.json").read_text())
-    assert (result["overrides"], [row["seed"] for row in result["seeds"]]) == ([], [0, 1, 2, 3, 4])
-    assert {row["updates"] for row in result["seeds"]} == {load_recipe("demo").orchestration.updates}
-    assert min(row["held_out_tasks"] for row in result["seeds"]) >= 512
-    assert result["highest_before"] <= 0.35 and result["lowest_after"] >= 0.85 and result["mean_after"] >= 0.93
+    rows = result["runs"]
+    assert (result["variants"], [row["seed"] for row in rows]) == ({"default": []}, [0, 1, 2, 3, 4])
+    assert {row["updates"] for row in rows} == {load_recipe("demo").orchestration.updates}
+    assert min(row["held_out_tasks"] for row in rows) >= 512
+    mean = sum(row["after"] for row in rows) / len(rows)
+    assert max(row["before"] for row in rows) <= 0.35 and min(row["after"] for row in rows) >= 0.85 and mean >= 0.93
     text = "\n".join(lines)
-    for row in result["seeds"]:
+    for row in rows:
         assert f"| {row['seed']} | {row['before']:.3f} | {row['after']:.3f} |" in text
-    assert f"**{result['mean_after']:.3f}**" in text
+    assert f"**{mean:.3f}**" in text
 
 
 def test_contributing_names_files_and_functions_that_exist() -> None:

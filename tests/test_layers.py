@@ -15,7 +15,6 @@ TOP_DOWN = (
     "recipes",  # data, and scripts that built it: nobody imports them
     "cli",
     "view",
-    "benchmarks",
     "testing",
     "placement",
     "orchestration",

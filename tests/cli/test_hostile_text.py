@@ -148,7 +148,6 @@ def test_models(trained: Trained, tmp_path: Path) -> None:
     assert r"\x1b[2J" in check(treadle("export", trained.run, export))
     assert r"\x1b[2J" in check(treadle("sft", recipe, "--out", warm, "warm_start.steps=2"))
     assert r"\x1b[2J" in check(treadle("eval", trained.run, "--model", export))
-    check(treadle("bench", "update", "--replay", trained.run, "--repeats", "1"))
 
 
 def test_recipes(trained: Trained) -> None:
@@ -170,7 +169,7 @@ def test_a_stopped_run_and_its_resume(trained: Trained, tmp_path: Path) -> None:
 WRONG = [
     *(["report", UNDECODABLE], ["show", UNDECODABLE], ["serve", UNDECODABLE], ["eval", EVIL], ["train", EVIL]),
     *(["train", "demo", f"{EVIL}=1"], ["train", "demo", f"--{EVIL}"], ["train", "demo", f"seed={EVIL}"]),
-    *(["show", "RUN", EVIL], ["export", "RUN", "/x", "--checkpoint", EVIL], ["bench", EVIL], [UNDECODABLE]),
+    *(["show", "RUN", EVIL], ["export", "RUN", "/x", "--checkpoint", EVIL], [UNDECODABLE]),
     *(["recipes", "show", EVIL], ["sft", "demo", "--out", "/proc", EVIL]),
 ]
 

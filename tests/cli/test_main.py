@@ -14,7 +14,7 @@ from tests.cli.worlds import finish, start_treadle, treadle
 from treadle.cli import recipes
 from treadle.core.files import write_atomically
 
-COMMANDS = ("train", "sft", "eval", "export", "recipes", "report", "show", "bench")
+COMMANDS = ("train", "sft", "eval", "export", "recipes", "report", "show")
 
 
 def test_help_lists_the_commands() -> None:

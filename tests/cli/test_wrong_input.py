@@ -141,9 +141,6 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "models get away.gguf": ("no file 'away.gguf'",),
     "recipes show demmo": ("no recipe 'demmo'; did you mean 'demo'?",),
     "recipes show demo sed=1": ("sed=1: unknown key 'sed'; did you mean 'seed'?",),
-    "bench updat": ("invalid choice: 'updat'",),
-    "bench async --updates 1": ("--updates 1: must be 5 or more",),
-    "bench update --output no/where.json": ("--output no/where.json: there is no directory 'no'",),
 }
 OF_RUNS: dict[str, tuple[str, ...]] = {
     "train tiny.yaml --runs . --name RUN": ("already in use; continue it with --resume or choose another --name",),
@@ -156,7 +153,6 @@ OF_RUNS: dict[str, tuple[str, ...]] = {
     "report /nowhere": ("'/nowhere' is no run directory: it has no config.yaml",),
     "show /nowhere g000000.0": ("'/nowhere' is no run directory: it has no config.yaml",),
     "show RUN g9.9": ("no trajectory 'g9.9' in RUN; it has for example g000000.1",),
-    "bench update --replay no": ("'no' is no run directory: it has no config.yaml",),
 }
 OFFLINE: dict[str, tuple[str, ...]] = {
     "train tiny.yaml model.build=null model.path=Qwen/Qwen3-0.6B": (

@@ -75,8 +75,6 @@ def test_every_extra_that_is_mentioned_exists() -> None:
 # Where a module lies -> the extras that its users have installed; the longest path counts. Others need Treadle alone.
 EXTRAS = {
     "algorithms": "train",
-    "benchmarks": "train",
-    "benchmarks/gateway.py": "train,gateway",
     "cli/retrieve.py": "search",
     "cli/show.py": "train",
     "cli/view.py": "view",

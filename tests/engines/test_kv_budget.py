@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.benchmarks.kv_admission import World, simulate
-from treadle.benchmarks.report import Row
+from benchmarks.kv import World, simulate
+from benchmarks.measure import Row
 from treadle.core.errors import ConfigError, EngineError
 from treadle.core.types import SamplingParams
 from treadle.engines.config import EngineConfig

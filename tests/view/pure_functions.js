@@ -1,7 +1,7 @@
 // What the pages' pure functions return for a few values; tests/view/test_browser.py says what it must be.
 async () => {
   const {visible, scaleOf, figure, smoothed, band, aligned, tokenColour, rangeOf, duration, tally} = await import("/static/format.js");
-  const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, alike, breaksOf, phasesOf, stretchesOf, barsOf} =
+  const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, alike, breaksOf, phasesOf, stretchesOf} =
     await import("/static/sequence.js");
   const {liesUpon} = await import("/static/charts.js");
   const {filterOf} = await import("/static/run.js");
@@ -36,18 +36,12 @@ async () => {
       {segment: 1, relation: {kind: "opens"}},
       {segment: 2, relation: {kind: "break", shared: 2, cause: "changed", extra_tokens: 1}},
     ]}),
-    phases: phasesOf([
-      {kind: "evaluation", update: 0},
-      {kind: "update", update: 1, wall_seconds: 10, seconds_publish: 1, seconds_update: 2, seconds_rollout: 4},
-      {kind: "update", update: 2},
-    ], []),
     stretches: stretchesOf([{started: 1004, seconds: 2}, {started: 1000, seconds: 4}, {started: 9000, seconds: 3}]),
-    intervals: phasesOf([{kind: "update", update: 1, wall_seconds: 10, seconds_update: 2}], [
+    intervals: phasesOf([
       {update: 1, phase: "update", started: 1004, seconds: 2},
       {update: 1, phase: "rollout", started: 1000, seconds: 4},
       {update: 2, phase: "rollout", started: 9000, seconds: 3},
     ]),
-    bars: [barsOf("rollout", 0.75), barsOf("rollout", null), barsOf("publish", 0.5)],
     tally: tally([{done: 1}, {done: 1, failed: 1}]),
     filters: ["dropped_stale", "failed_engine", "ended_max_steps", "failed", "refused", "entropy"].map(filterOf),
     upon: liesUpon([[0, 1, 2], [0, 1, 2], [5, 5, 5], [0, 1, null]]),

@@ -63,7 +63,6 @@ PAGES = {
     "timeline": ("#/run/recorded/timeline", ".run-time rect"),
     "search": ("#/run/recorded/search?update=1&text=Rome", ".found li"),
     "task": ("#/run/recorded/task/h1?split=held_out", ".sibling"),
-    "rules": ("#/run/recorded/rules?rule=stale", ".rule-card.selected pre"),
     "nowhere": ("#/run/nobody", ".problems"),
 }
 
@@ -135,10 +134,6 @@ def test_a_step_says_its_fate_and_leads_to_the_setting(viewer: Viewer) -> None:
     page.click("#step-0 .fate a >> nth=0")
     page.wait_for_selector("tr.selected")
     assert "orchestration.max_staleness" in viewer.text("tr.selected")
-    page.go_back()
-    page.click("#step-0 .fate .rule")
-    page.wait_for_selector(".rule-card.selected pre")
-    assert "def without_stale(" in viewer.text(".rule-card.selected pre")
 
 
 def test_what_a_run_does_not_record_is_said(viewer: Viewer) -> None:
@@ -229,7 +224,7 @@ def test_a_task_is_followed_side_by_side(viewer: Viewer) -> None:
 @slow
 def test_a_phase_of_the_timeline_leads_to_its_groups(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded/timeline", ".run-time rect")
-    viewer.until(f"document.querySelectorAll('.run-time rect').length === {4 * UPDATES + 2}")
+    viewer.until(f"document.querySelectorAll('.run-time rect').length === {2 * UPDATES + 2}")
     box = page.locator(".run-time svg").bounding_box()
     page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 20)
     page.mouse.down()
@@ -463,12 +458,8 @@ def test_pure_functions(viewer: Viewer) -> None:
     assert found["at_once"] == [0, 1, 0, 2]
     assert found["alike"] == ["ab", "c", "d", "e", "f"]
     assert found["breaks"] == [{"segment": 2, "cause": "changed", "extra": 1}]
-    phases = [(p["phase"], p["start"], p["end"]) for p in found["phases"]]
-    assert phases == [("publish", 9, 10), ("update", 7, 9), ("rollout", 3, 7)]
     assert [(p["start"], p["end"], p["update"]) for p in found["intervals"]] == [(0, 4, 1), (4, 6, 1), (6, 9, 2)]
     assert [(s["began"], s["ended"], s["start"]) for s in found["stretches"]] == [(1000, 1006, 0), (9000, 9003, 6)]
-    shares = [[(bar["kind"], bar["share"]) for bar in bars] for bars in found["bars"]]
-    assert shares == [[("sampling", 0.75), ("playing", 0.25)], [("sampling", 1)], [("publish", 1)]]
     assert found["tally"] == [["done", 2], ["failed", 1]]
     assert found["upon"] == [0, 1, 0, 2]
     assert found["scale"] == [["p 1", "p 0.5", "p 0.1", "p 0"], ["1", "2"], ["yes", "no"]]

@@ -103,7 +103,7 @@ _WEIRD = st.one_of(
 _ROUTES = (
     "/api/runs/{}", "/api/runs/{}/metrics", "/api/runs/{}/breaks", "/api/runs/{}/groups", "/api/runs/{}/groups/{}",
     "/api/runs/{}/trajectories/{}", "/api/runs/{}/trajectories/{}/experts", "/api/runs/{}/search", "/api/runs/{}/task",
-    "/api/compare", "/api/runs/{}/counts", "/api/runs/{}/intervals", "/api/runs/{}/calls", "/api/rules",
+    "/api/compare", "/api/runs/{}/counts", "/api/runs/{}/intervals", "/api/runs/{}/calls",
     "/export/{}/trajectory/{}", "/export/{}/group/{}", "/static/{}", "/{}/{}",
 )  # fmt: skip
 _NAMES = (

@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing, arrange
-from treadle.view.segments import Run, prefix_runs
+from treadle.view.models import Segment
+from treadle.view.segments import prefix_segments
 
 
 def calls_of(sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[PackedCall]:
     return [PackedCall(np.array([*prompt, *reply], np.int32), len(prompt), 0) for prompt, reply in sequences]
 
 
-def walk(runs: Sequence[Run], leaf: int) -> list[int]:
+def walk(runs: Sequence[Segment], leaf: int) -> list[int]:
     path = []
     while leaf >= 0:
         path.append(leaf)
@@ -24,8 +25,8 @@ def walk(runs: Sequence[Run], leaf: int) -> list[int]:
 
 
 def test_the_example() -> None:
-    runs, ends = prefix_runs(calls_of([((1, 2), (3,)), ((1, 2, 3, 4), (5,)), ((1, 9), (8,))]))
-    found = [(run.parent, run.depth, run.ids.tolist(), sorted(run.calls), sorted(run.sampled)) for run in runs]
+    runs, ends = prefix_segments(calls_of([((1, 2), (3,)), ((1, 2, 3, 4), (5,)), ((1, 9), (8,))]))
+    found = [(run.parent, run.depth, run.ids, run.steps, run.sampled) for run in runs]
     assert found == [
         (-1, 0, [1], [0, 1, 2], []),
         (0, 1, [2], [0, 1], []),
@@ -46,11 +47,11 @@ _SEQUENCE = st.tuples(
 @given(st.lists(_SEQUENCE, max_size=8))
 def test_every_sequence_is_in_the_tree_and_nothing_twice(sequences: list[tuple[list[int], list[int]]]) -> None:
     calls = calls_of(sequences)
-    runs, ends = prefix_runs(calls)
+    runs, ends = prefix_segments(calls)
     for number, ((prompt, reply), end) in enumerate(zip(sequences, ends, strict=True)):
         path = walk(runs, end)
         assert [int(i) for at in path for i in runs[at].ids] == [*prompt, *reply]
-        assert all(number in runs[at].calls for at in path)
+        assert all(number in runs[at].steps for at in path)
         sampled = [int(i) for at in path if number in runs[at].sampled for i in runs[at].ids]
         assert sampled == reply
         assert [runs[at].depth for at in path] == [sum(len(runs[p].ids) for p in path[:n]) for n in range(len(path))]

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worlds import PLAIN, chatml, plain_ids, tool, user
-from treadle.core.types import Message, MessageSpan
-from treadle.view.texts import TokenTexts, extended_spans, message_spans, recorded_spans
+from treadle.core.types import Message
+from treadle.view.texts import TokenTexts, extended_spans, message_spans
 
 TEXTS = TokenTexts(PLAIN.backend_tokenizer)
 
@@ -46,32 +46,9 @@ def test_a_sequence_goes_on_with_the_role_of_its_base() -> None:
 
 
 def test_what_ends_a_turn_belongs_to_it() -> None:
-    prompt = plain_ids("<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n")
-    header, text = len(plain_ids("<|im_start|>user\n")), len(plain_ids("ab"))
-    recorded = [
-        MessageSpan(header, "user", "template"),
-        MessageSpan(header + text, "user", "text"),
-        MessageSpan(len(prompt), "assistant", "template"),
-    ]
-    spans = recorded_spans(recorded, prompt, TEXTS)
-    assert [(s.role, s.kind, PLAIN.decode(prompt[s.start : s.end])) for s in spans] == [
-        ("user", "template", "<|im_start|>user\n"),
-        ("user", "text", "ab"),
-        ("user", "template", "<|im_end|>\n"),
-        ("assistant", "template", "<|im_start|>assistant\n"),
-    ]
-    behind = plain_ids("\n<|im_start|>tool\n")  # an end of a turn that was sampled
-    of_tool = MessageSpan(len(prompt) + len(behind), "tool", "template")
-    spans = recorded_spans([*recorded, of_tool], [*prompt, *behind], TEXTS)
-    assert [(s.role, s.start - len(prompt)) for s in spans][-1] == ("tool", 1)
-    before = message_spans(plain_ids("<|im_start|>assistant\nab<|im_end|>"), TEXTS)
-    new = plain_ids("\n<|im_start|>tool\n")
     base = plain_ids("<|im_start|>assistant\nab<|im_end|>")
-    joined = extended_spans(before, len(base), [*base, *new], TEXTS)
-    assert [(s.role, s.start) for s in joined if s.start >= len(base)] == [
-        ("assistant", len(base)),
-        ("tool", len(base) + 1),
-    ]
+    spans = extended_spans(message_spans(base, TEXTS), len(base), [*base, *plain_ids("\n<|im_start|>tool\n")], TEXTS)
+    assert [(s.role, s.start - len(base)) for s in spans if s.start >= len(base)] == [("assistant", 0), ("tool", 1)]
 
 
 def test_a_character_in_pieces_is_joined() -> None:

@@ -13,7 +13,7 @@ from treadle.core.errors import Cause
 from treadle.core.outcomes import dropped_steps, leave_out, without_stale
 from treadle.core.rewards import Reward
 from treadle.core.trainer import StepTrace
-from treadle.core.types import DropReason, Failure, Group, Message, MessageSpan, Status, Step, Task, Trajectory
+from treadle.core.types import DropReason, Failure, Group, Message, Status, Step, Task, Trajectory
 from treadle.orchestration.store.ledger import Ledger, LoopState, TrainedBatch
 from treadle.orchestration.store.rollout_store import write_shard
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -57,12 +57,6 @@ def parallel() -> list[Step]:
     return [replace(c, started=at, waited=0.05) for c, at in zip(calls, (900.0, 900.3, 900.4, 901.0), strict=True)]
 
 
-def in_spans(step: Step) -> Step:
-    """With two recorded messages that no special token would tell."""
-    end = len(step.prompt_ids)
-    return replace(step, prompt_spans=(MessageSpan(4, "system", "text"), MessageSpan(end, "user", "thought")))
-
-
 def groups() -> list[Group]:
     broken = [attempt(0, n, [sampled(make_step(*call), i) for i, call in enumerate(calls)], float(n == 0))
               for n, calls in enumerate(TRAJECTORIES)]  # fmt: skip
@@ -74,7 +68,7 @@ def groups() -> list[Group]:
         for n, step in enumerate(mixed)
     ]
     stale = make_group(1, attempt(1, 0, late, 1.0), attempt(1, 1, [late[1]], 0.0))
-    asked = [in_spans(step) for step in turns("Search, then answer.", "What lamp?", " page")]
+    asked = turns("Search, then answer.", "What lamp?", " page")
     same = make_group(2, *(attempt(2, n, asked, 0.0) for n in range(3)))
     *called, answered = parallel()
     graded = replace(answered, given=Reward({"answer": 0.5, "format": 0.25}))

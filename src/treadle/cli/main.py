@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import treadle
 from treadle.cli import (
-    bench,
     cluster,
     data,
     evaluate,
@@ -44,7 +43,6 @@ _COMMANDS = (
     top,
     view,
     plot,
-    bench,
     cluster,
 )
 

@@ -26,7 +26,8 @@ _TAIL = 15  # lines of the log that an error shows
 class ChildProcess:
     """A process that makes an object and answers calls of its methods (a `supervised.Worker`).
 
-    make: makes the object there; a class or a function of a module, which does not fail. log: the file that the process's output is appended to.
+    make: makes the object there; a class or a function of a module, which does not fail. log: the file that the
+    process's output is appended to.
     """
 
     def __init__(self, name: str, make: Callable[[], Any], log: Path) -> None:

@@ -1,4 +1,4 @@
-"""The viewer's routes: the pages' files, what they ask for as JSON, and files to take along."""
+"""The viewer's routes: the pages' files, what they ask for as JSON, and files to download."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import mimetypes
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import FastAPI, Query, Request
@@ -18,28 +18,21 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
 import treadle
-from treadle.core.errors import Cause, RunError, TreadleError
-from treadle.core.types import DropReason, Status
+from treadle.core.errors import RunError, TreadleError
 from treadle.orchestration.reporting.report import count_tokens
 from treadle.orchestration.store.run_directory import MetricsLog
 from treadle.view import models
 from treadle.view.compare import compare
 from treadle.view.evaluations import compare_tasks
 from treadle.view.export import export_page, static_files
-from treadle.view.fates import all_rules
-from treadle.view.groups import PRESETS, SORTS, list_groups
+from treadle.view.groups import LARGEST, GroupQuery, Split, list_groups
 from treadle.view.guard import Guard
 from treadle.view.recorded_run import RecordedRun, Runs
 from treadle.view.timeline import activity, calls_of_update
 from treadle.view.trajectories import experts_of, follow_task, search_update, view_group, view_trajectory
 
-_LARGEST = 2**31 - 1
-Number = Annotated[int, Query(ge=0, le=_LARGEST)]
+Number = Annotated[int, Query(ge=0, le=LARGEST)]
 Key = Annotated[str, InPath(max_length=1000)]
-Preset = Literal["failed", "dropped", "stale", "zero_advantage", "mixed", "unsolved", "warning", "blocked"]
-Sort = Literal["group", "update", "task", "reward", "spread", "steps", "tokens", "failed", "seconds", "component"]
-Split = Literal["train", "held_out"]
-assert set(Preset.__args__) == PRESETS.keys() and set(Sort.__args__) == set(SORTS)  # type: ignore[attr-defined]
 
 
 def guarded_app(paths: Iterable[Path], token: str, hosts: Iterable[str] = ()) -> Guard:
@@ -51,7 +44,8 @@ def make_app(paths: Iterable[Path]) -> FastAPI:
     """Return the application without its guard."""
     app = FastAPI(title="Treadle viewer", docs_url=None, redoc_url=None, openapi_url=None)
     runs = Runs(list(paths))
-    _handle_errors(app)
+    for error in (TreadleError, OSError):
+        app.add_exception_handler(error, _problem)
     _add_static(app)
     _add_runs(app, runs)
     _add_records(app, runs)
@@ -59,29 +53,9 @@ def make_app(paths: Iterable[Path]) -> FastAPI:
     return app
 
 
-def _handle_errors(app: FastAPI) -> None:
-    async def not_readable(_: Request, error: Exception) -> Response:
-        return JSONResponse({"detail": _text(str(error))}, 404 if type(error) is RunError else 409)
-
-    async def no_such_run(_: Request, error: Exception) -> Response:
-        return JSONResponse(
-            {"detail": f"no run {_text(str(error.args[0]))!r} here; the list of runs has them all"}, 404
-        )
-
-    app.add_exception_handler(TreadleError, not_readable)
-    app.add_exception_handler(OSError, not_readable)
-    app.add_exception_handler(_NoSuchRun, no_such_run)
-
-
-class _NoSuchRun(Exception):
-    """Says that no run has this key."""
-
-
-def _find(runs: Runs, key: str) -> RecordedRun:
-    try:
-        return runs.get(key)
-    except KeyError:
-        raise _NoSuchRun(key) from None
+async def _problem(_: Request, error: Exception) -> Response:
+    """Answer 404 for what is not there, 409 for what cannot be read."""
+    return JSONResponse({"detail": _text(str(error))}, 404 if type(error) is RunError else 409)
 
 
 def _text(text: str) -> str:
@@ -89,7 +63,7 @@ def _text(text: str) -> str:
 
 
 def _json(answer: BaseModel) -> str:
-    """Return an answer as JSON; infinities and what is no number are null, lone surrogates are replaced."""
+    """Return an answer as JSON. Infinities and NaN become null; lone surrogates are replaced."""
     try:
         return answer.model_dump_json()
     except PydanticSerializationError:  # text that UTF-8 cannot write
@@ -134,10 +108,6 @@ def _add_runs(app: FastAPI, runs: Runs) -> None:
         roots = [_text(str(root)) for root in runs.roots]
         return _answer(models.Runs(runs=runs.summaries(), roots=roots, version=treadle.__version__))
 
-    @app.get("/api/rules")
-    def rules() -> Response:
-        return _answer(all_rules())
-
     @app.get("/api/changes")
     def changes() -> Response:
         return _answer(
@@ -146,61 +116,61 @@ def _add_runs(app: FastAPI, runs: Runs) -> None:
 
     @app.get("/api/compare")
     def compare_runs(run: Annotated[list[str], Query(max_length=100)]) -> Response:
-        return _answer(compare([_find(runs, key) for key in dict.fromkeys(run)]))
+        return _answer(compare([runs.get(key) for key in dict.fromkeys(run)]))
 
     @app.get("/api/tasks")
     def tasks(before: str, after: str, first: str | None = None, second: str | None = None) -> Response:
-        return _answer(compare_tasks(_find(runs, before), _find(runs, after), first, second))
+        return _answer(compare_tasks(runs.get(before), runs.get(after), first, second))
 
     @app.get("/api/runs/{key}")
     def run_detail(key: Key) -> Response:
-        return _answer(_find(runs, key).detail())
+        return _answer(runs.get(key).detail())
 
     @app.get("/api/runs/{key}/counts")
     def counts(key: Key) -> Response:
-        return _answer(_find(runs, key).counts())
+        return _answer(runs.get(key).counts())
 
     @app.get("/api/runs/{key}/metrics")
     def metrics(key: Key, generation: str = "", after: Number = 0) -> Response:
-        return _answer(_rows_after(_find(runs, key).metrics(), generation, after))
+        return _answer(_rows_after(runs.get(key).metrics(), generation, after))
 
     @app.get("/api/runs/{key}/intervals")
     def intervals(key: Key, generation: str = "", after: Number = 0) -> Response:
-        return _answer(_rows_after(_find(runs, key).intervals(), generation, after))
+        return _answer(_rows_after(runs.get(key).intervals(), generation, after))
 
     @app.get("/api/runs/{key}/calls")
     def calls(key: Key, update: Number) -> Response:
-        return _answer(calls_of_update(_find(runs, key), update))
+        return _answer(calls_of_update(runs.get(key), update))
 
     @app.get("/api/runs/{key}/activity")
     def activity_of(key: Key, span: Annotated[list[str], Query(max_length=200)]) -> Response:
-        return _answer(activity(_find(runs, key), [_span(text) for text in span]))
+        return _answer(activity(runs.get(key), [_span(text) for text in span]))
 
     @app.get("/api/runs/{key}/breaks")
     def breaks(key: Key) -> Response:
-        run = _find(runs, key)
+        run = runs.get(key)
         return _answer(run.kept("breaks", run.signature(), lambda: _breaks(run)))
 
 
 def _span(text: str) -> tuple[float, float, int]:
     """Return the (start, end, parts) of `1700000000.5,1700000060,100`. Raises RequestValidationError."""
     try:
-        start, end, parts = text.split(",")
-        found = float(start), float(end), int(parts)
-        if not (math.isfinite(found[0]) and math.isfinite(found[1]) and found[0] <= found[1] and 0 < found[2] <= 5000):
+        numbers = text.split(",")
+        start, end, parts = float(numbers[0]), float(numbers[1]), int(numbers[2])
+        if len(numbers) != 3 or not (-math.inf < start <= end < math.inf and 0 < parts <= 5000):
             raise ValueError
-    except ValueError:
+    except (ValueError, IndexError):
         raise RequestValidationError(
             [{"loc": ("query", "span"), "msg": f"{text!r} is no start,end,parts", "type": "value_error"}]
         ) from None
-    return found
+    return start, end, parts
 
 
-def _rows_after(found: tuple[str, MetricsLog], generation: str, after: int) -> models.Metrics:
-    """Return the rows that a page does not have yet. generation, after: of those that it has."""
-    now, log = found
+def _rows_after(lines: tuple[str, MetricsLog], generation: str, after: int) -> models.Metrics:
+    """Return the rows that a page does not have yet. generation, after: of the rows that it has."""
+    now, log = lines
     start = min(after, len(log.rows)) if generation == now else 0
-    return models.Metrics(generation=now, start=start, rows=log.rows[start:], unreadable=log.unreadable)
+    return models.Metrics(generation=now, start=start, rows=log.rows[start:])
 
 
 def _breaks(run: RecordedRun) -> models.Breaks:
@@ -213,65 +183,34 @@ def _breaks(run: RecordedRun) -> models.Breaks:
 
 def _add_records(app: FastAPI, runs: Runs) -> None:
     @app.get("/api/runs/{key}/groups")
-    def groups(
-        key: Key,
-        split: Split | None = None,
-        preset: Preset | None = None,
-        reason: DropReason | None = None,
-        cause: Cause | None = None,
-        status: Status | None = None,
-        search: Annotated[str, Query(max_length=200)] = "",
-        update: Annotated[int | None, Query(ge=0, le=_LARGEST)] = None,
-        sort: Sort = "group",
-        component: Annotated[str, Query(max_length=200)] = "",
-        descending: bool = True,
-        offset: Number = 0,
-        limit: Annotated[int, Query(ge=1, le=200)] = 100,
-        around: Annotated[str | None, Query(max_length=1000)] = None,
-    ) -> Response:
-        found = list_groups(
-            _find(runs, key),
-            split=split,
-            preset=preset,
-            reason=reason,
-            cause=cause,
-            status=status,
-            search=search,
-            update=update,
-            sort=sort,
-            component=component,
-            descending=descending,
-            offset=offset,
-            limit=limit,
-            around=around,
-        )
-        return _answer(found)
+    def groups(key: Key, query: Annotated[GroupQuery, Query()]) -> Response:
+        return _answer(list_groups(runs.get(key), query))
 
     @app.get("/api/runs/{key}/groups/{group_id}")
     def group(key: Key, group_id: Key) -> Response:
-        return _answer(view_group(_find(runs, key), group_id))
+        return _answer(view_group(runs.get(key), group_id))
 
     @app.get("/api/runs/{key}/trajectories/{trajectory_id}")
     def trajectory(key: Key, trajectory_id: Key) -> Response:
-        return _answer(view_trajectory(_find(runs, key), trajectory_id))
+        return _answer(view_trajectory(runs.get(key), trajectory_id))
 
     @app.get("/api/runs/{key}/trajectories/{trajectory_id}/experts")
     def experts(key: Key, trajectory_id: Key, step: Number, token: Number) -> Response:
-        return _answer(experts_of(_find(runs, key), trajectory_id, step, token))
+        return _answer(experts_of(runs.get(key), trajectory_id, step, token))
 
     @app.get("/api/runs/{key}/search")
     def search(key: Key, update: Number, text: Annotated[str, Query(min_length=1, max_length=200)]) -> Response:
-        return _answer(search_update(_find(runs, key), update, text))
+        return _answer(search_update(runs.get(key), update, text))
 
     @app.get("/api/runs/{key}/task")
     def task(key: Key, task_id: Annotated[str, Query(max_length=1000)], split: Split = "held_out") -> Response:
-        return _answer(follow_task(_find(runs, key), task_id, split))
+        return _answer(follow_task(runs.get(key), task_id, split))
 
 
 def _add_exports(app: FastAPI, runs: Runs) -> None:
     @app.get("/export/{key}/trajectory/{trajectory_id}")
     def export_trajectory(key: Key, trajectory_id: Key) -> Response:
-        run = _find(runs, key)
+        run = runs.get(key)
         path, answer = _trajectory_answer(run, trajectory_id)
         return _download(
             run, trajectory_id, f"run/{_in_path(run.key)}/trajectory/{_in_path(trajectory_id)}", {path: answer}
@@ -279,7 +218,7 @@ def _add_exports(app: FastAPI, runs: Runs) -> None:
 
     @app.get("/export/{key}/group/{group_id}")
     def export_group(key: Key, group_id: Key) -> Response:
-        run = _find(runs, key)
+        run = runs.get(key)
         found = view_group(run, group_id)
         answers = {f"runs/{_in_path(run.key)}/groups/{_in_path(group_id)}": _json(found)}
         answers |= dict(_trajectory_answer(run, attempt.trajectory_id) for attempt in found.group.attempts)

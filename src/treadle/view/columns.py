@@ -1,4 +1,4 @@
-"""What is known of each sampled token, from the run's shards and from the traces of its updates."""
+"""Values of each sampled token, from the run's shards and from the traces of its updates."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ COLUMNS = (
     ),
     Column(name="reward", label="token reward", help="given for this very token", scale="diverging"),
 )
-"""All of them. Those of traces are recorded of a share of groups only, and not by older versions."""
+"""All columns. Traces are recorded for a share of the groups only."""
 
 _OPTIONAL = frozenset({"reward"})  # columns that most environments do not give
 
 
 def step_columns(step: Step, advantage: float | None, trace: StepTrace | None) -> dict[str, list[Any]]:
-    """Return name -> a value for each sampled token, of what is known. advantage: the trajectory's mean."""
+    """Return name -> a value for each sampled token, for the recorded columns. advantage: the trajectory's mean."""
     mask = step.mask.tolist()
     columns: dict[str, list[Any]] = {
         "logprob": _rounded(step.logprobs),
@@ -77,9 +77,9 @@ def step_columns(step: Step, advantage: float | None, trace: StepTrace | None) -
 
 
 def columns_of(recorded: Iterable[str], split: str) -> list[Column]:
-    """Return the columns to show, given the names of those that are recorded of some step.
+    """Return the columns to show, given the names of those that some step has.
 
-    Of training, a column that could have been recorded is shown as missing.
+    In training, a column that could have been recorded is shown as missing.
     """
     there = set(recorded)
     missing = {column.name for column in COLUMNS} - there - _OPTIONAL if split == "train" else set()

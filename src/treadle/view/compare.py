@@ -18,25 +18,25 @@ def compare(runs: Sequence[RecordedRun]) -> Comparison:
     Runs whose configuration cannot be read have a group of their own each, and no values.
     """
     readable: list[tuple[RecordedRun, RunMetrics]] = []
-    found = Comparison(runs=[run.key for run in runs], groups=[], differences=[])
+    comparison = Comparison(runs=[run.key for run in runs], groups=[], differences=[])
     for run in runs:
         try:
             readable.append((run, RunMetrics(run.config(), run.metrics()[1].rows)))
         except TreadleError as error:
-            found.problems.append(str(error))
-            found.groups.append(RunGroup(label=run.key, runs=[run.key]))
+            comparison.problems.append(str(error))
+            comparison.groups.append(RunGroup(label=run.key, runs=[run.key]))
     key_of = {id(metrics): run.key for run, metrics in readable}
     for group in group_runs(metrics for _, metrics in readable):
         keys = [key_of[id(metrics)] for metrics in group.runs]
-        found.groups.append(RunGroup(label=group.label or group.runs[0].config.recipe, runs=keys))
+        comparison.groups.append(RunGroup(label=group.label or group.runs[0].config.recipe, runs=keys))
     settings = {run.key: {f.path: f.value for f in describe(metrics.config)} for run, metrics in readable}
-    for path in dict.fromkeys(path for own in settings.values() for path in own):
-        opened = {key: dict(_opened(path, own[path])) for key, own in settings.items() if path in own}
-        for name in dict.fromkeys(name for own in opened.values() for name in own):
+    for path in dict.fromkeys(path for paths in settings.values() for path in paths):
+        opened = {key: dict(_opened(path, paths[path])) for key, paths in settings.items() if path in paths}
+        for name in dict.fromkeys(name for paths in opened.values() for name in paths):
             values = [opened[run.key].get(name, "") if run.key in opened else None for run in runs]
             if len({values[i] for i, run in enumerate(runs) if run.key in settings}) > 1:
-                found.differences.append(Difference(path=name, values=values))
-    return found
+                comparison.differences.append(Difference(path=name, values=values))
+    return comparison
 
 
 def _opened(path: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -26,18 +26,18 @@ def compare_tasks(
     old = _chosen(firsts, first, before) if first or not firsts else firsts[0]
     alike = [other for other in seconds if other.is_greedy == old.is_greedy]
     new = _chosen(seconds, second, after) if second or not alike else alike[-1]
-    found = TaskChanges(before=firsts, after=seconds, first=old.name, second=new.name)
+    changes = TaskChanges(before=firsts, after=seconds, first=old.name, second=new.name)
     old_rows, new_rows = _tasks(before, old.name), _tasks(after, new.name)
     for task_id, (prompt, row) in new_rows.items():
         if task_id not in old_rows or old_rows[task_id][0] != prompt:
-            found.only_after += 1
+            changes.only_after += 1
             continue
         was = old_rows[task_id][1]
         shares = _solved(before, was), _solved(after, row)
         change = "unchanged" if shares[0] == shares[1] else "gained" if shares[1] > shares[0] else "lost"
-        found.rows.append(TaskChange(change=change, solved=shares, before=was, after=row))
-    found.only_before = len(old_rows) - len(found.rows)
-    return found
+        changes.rows.append(TaskChange(change=change, solved=shares, before=was, after=row))
+    changes.only_before = len(old_rows) - len(changes.rows)
+    return changes
 
 
 def evaluations_of(run: RecordedRun) -> list[Evaluation]:
@@ -46,13 +46,13 @@ def evaluations_of(run: RecordedRun) -> list[Evaluation]:
         "SELECT substr(group_id, 1, instr(group_id, '-') - 1) AS name FROM groups WHERE split != 'train' "
         "GROUP BY 1 ORDER BY min(rowid)"
     )
-    found = []
+    evaluations = []
     for name in (row["name"] for row in rows):
         if (parts := _NAME.fullmatch(name)) is not None:
             label = f"update {int(parts[1])}{', greedy' if parts[2] else ''}"
             label += f", repeated: {parts[3]}" if parts[3] else ""
-            found.append(Evaluation(name=name, label=label, is_greedy=bool(parts[2])))
-    return found
+            evaluations.append(Evaluation(name=name, label=label, is_greedy=bool(parts[2])))
+    return evaluations
 
 
 def _chosen(evaluations: list[Evaluation], name: str | None, run: RecordedRun) -> Evaluation:

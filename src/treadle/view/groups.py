@@ -6,19 +6,50 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from treadle.core.errors import RunError
+from pydantic import BaseModel, Field
+
+from treadle.core.errors import Cause, RunError
 from treadle.core.text import escape_line
-from treadle.core.types import PLAYERS, StepState
+from treadle.core.types import PLAYERS, DropReason, Status, StepState
 from treadle.view.models import Attempt, GroupRow, Groups
 from treadle.view.recorded_run import RecordedRun
 from treadle.view.texts import clipped
 
+LARGEST = 2**31 - 1
+Split = Literal["train", "held_out"]
+Preset = Literal["failed", "dropped", "stale", "zero_advantage", "mixed", "unsolved", "warning", "blocked"]
+Sort = Literal["group", "update", "task", "reward", "spread", "steps", "tokens", "failed", "seconds", "component"]
+Words = Annotated[str, Field(max_length=200)]
+
+
+class GroupQuery(BaseModel):
+    """Which groups to list, in which order, and which page of them.
+
+    search: words that the task, an id or a failure must all contain. reason, cause, status: of a step or an attempt of
+    the group. component: of the reward, for that order. around: a group whose neighbors are named.
+    """
+
+    split: Split | None = None
+    preset: Preset | None = None
+    reason: DropReason | None = None
+    cause: Cause | None = None
+    status: Status | None = None
+    search: Words = ""
+    update: int | None = Field(None, ge=0, le=LARGEST)
+    sort: Sort = "group"
+    component: Words = ""
+    descending: bool = True
+    offset: int = Field(0, ge=0, le=LARGEST)
+    limit: int = Field(100, ge=1, le=200)
+    around: str | None = Field(None, max_length=1000)
+
+
 _OF_ATTEMPTS = "g.group_id IN (SELECT group_id FROM trajectories WHERE"
 _OF_STEPS = f"{_OF_ATTEMPTS} trajectory_id IN (SELECT trajectory_id FROM steps WHERE"
 _BY_GROUP = "g.group_id IN (SELECT group_id FROM trajectories GROUP BY group_id HAVING"
-PRESETS: Mapping[str, str] = {
+_PRESETS: Mapping[Preset, str] = {
     "failed": f"{_OF_ATTEMPTS} failure_cause IS NOT NULL)",
     "dropped": f"{_OF_STEPS} state = 'dropped'))",
     "stale": f"{_OF_STEPS} reason = 'stale'))",
@@ -28,7 +59,7 @@ PRESETS: Mapping[str, str] = {
     "warning": f"{_OF_ATTEMPTS} warning != '')",
     "blocked": f"{_OF_ATTEMPTS} blocked_seconds > 0)",
 }
-"""Name of a filter -> its condition on a group `g`."""
+"""Conditions on a group `g`."""
 _HAVING = {
     "reason": f"{_OF_STEPS} reason = ?))",
     "cause": f"{_OF_ATTEMPTS} failure_cause = ?)",
@@ -45,8 +76,6 @@ _SUMS = {
     "component": "avg(iif(reward IS NULL, NULL, coalesce((SELECT value FROM json_each(components) WHERE key = ?), 0)))",
 }
 _COLUMNS = {"group": "g.rowid", "update": "coalesce(g.trained_version, g.batch)", "task": "g.position"}
-SORTS = (*_COLUMNS, *_SUMS)
-"""What the table can be sorted by."""
 
 _TASK_SAYS = (  # the first condition is quick, and holds wherever the second does
     "instr(lower(g.task), lower(?)) AND EXISTS (SELECT 1 FROM json_tree(g.task) WHERE type IN ('text', 'integer', "
@@ -56,62 +85,43 @@ _EVALUATION = re.compile(r"e(\d+)g?(?:r\d+)?-")  # r2: repeated for the second t
 _MOST_CHARACTERS = 240  # of a question in the table
 
 
-def list_groups(
-    run: RecordedRun,
-    *,
-    split: str | None,
-    preset: str | None,
-    search: str,
-    update: int | None,
-    sort: str,
-    component: str,
-    descending: bool,
-    offset: int,
-    limit: int,
-    around: str | None = None,
-    **having: str | None,
-) -> Groups:
-    """Return a page of the table. Raises RunError.
-
-    search: words that the task, an id or a failure must all contain. component: of the reward, where `sort` says so.
-    around: a group of which the one before and the one behind are named. having: a reason, cause or status that a step
-    or an attempt of the group has.
-    """
+def list_groups(run: RecordedRun, query: GroupQuery) -> Groups:
+    """Return a page of the table. Raises RunError."""
     where, values = ["1"], list[Any]()
-    if split is not None:
+    if query.split is not None:
         where.append("g.split = ?")
-        values.append(split)
-    if preset is not None:
-        where.append(f"({PRESETS[preset]})")
-    for name, value in having.items():
-        if value is not None:
-            where.append(_HAVING[name])
-            values.append(value)
-    if update is not None:
+        values.append(query.split)
+    if query.preset is not None:
+        where.append(f"({_PRESETS[query.preset]})")
+    for name, condition in _HAVING.items():
+        if (value := getattr(query, name)) is not None:
+            where.append(condition)
+            values.append(str(value))
+    if query.update is not None:
         where.append("(g.trained_version IN (SELECT value FROM json_each(?)) OR g.group_id GLOB ?)")
-        values += [json.dumps(run.versions_of(update)), f"e{update:06d}*"]
-    for word in search.split():
+        values += [json.dumps(run.versions_of(query.update)), f"e{query.update:06d}*"]
+    for word in query.search.split():
         where.append(
             f"(({_TASK_SAYS}) OR instr(g.group_id, ?) OR g.group_id IN (SELECT group_id FROM "
             "trajectories WHERE instr(lower(failure_message), lower(?)) OR instr(trajectory_id, ?)))"
         )
         values += [json.dumps(word)[1:-1], *[word] * 4]
     condition = " AND ".join(where)
-    by, joined, of_join = _COLUMNS.get(sort, "a.figure"), "", list[str]()
-    if sort in _SUMS:
-        figures = f"SELECT group_id, {_SUMS[sort]} AS figure FROM trajectories GROUP BY group_id"
-        joined, of_join = f"JOIN ({figures}) a USING (group_id)", [component] * figures.count("?")
-    way = "DESC" if descending else "ASC"
+    by, joined, of_join = _COLUMNS.get(query.sort, "a.figure"), "", list[str]()
+    if query.sort in _SUMS:
+        figures = f"SELECT group_id, {_SUMS[query.sort]} AS figure FROM trajectories GROUP BY group_id"
+        joined, of_join = f"JOIN ({figures}) a USING (group_id)", [query.component] * figures.count("?")
+    way = "DESC" if query.descending else "ASC"
     total = run.ledger.query(f"SELECT count(*) AS total FROM groups g WHERE {condition}", *values)[0]["total"]
     table = f"FROM groups g {joined} WHERE {condition} ORDER BY {by} {way} NULLS LAST, g.rowid {way}"
-    rows = run.ledger.query(f"SELECT g.* {table} LIMIT ? OFFSET ?", *of_join, *values, limit, offset)
-    found = Groups(total=total, offset=offset, rows=group_rows(run, rows))
-    if around is not None:
+    rows = run.ledger.query(f"SELECT g.* {table} LIMIT ? OFFSET ?", *of_join, *values, query.limit, query.offset)
+    page = Groups(total=total, offset=query.offset, rows=group_rows(run, rows))
+    if query.around is not None:
         names = [row["group_id"] for row in run.ledger.query(f"SELECT g.group_id {table}", *of_join, *values)]
-        at = names.index(around) if around in names else len(names)
-        found.previous = names[at - 1] if 0 < at < len(names) else None
-        found.next = names[at + 1] if at + 1 < len(names) else None
-    return found
+        at = names.index(query.around) if query.around in names else len(names)
+        page.previous = names[at - 1] if 0 < at < len(names) else None
+        page.next = names[at + 1] if at + 1 < len(names) else None
+    return page
 
 
 def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[GroupRow]:
@@ -137,9 +147,9 @@ def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[Grou
 
 def attempt_of(row: Mapping[str, Any], states: dict[str, int]) -> Attempt:
     """Return an attempt, given its row of the ledger and how many of its steps ended how."""
-    own = {name: row[name] for name in Attempt.model_fields if name != "states"}
-    said = {name: row[name] and clipped(row[name]) for name in ("failure_message", "warning")}
-    return Attempt(**{**own, **said, "components": _json(row["components"]), "states": states})
+    fields = {name: row[name] for name in Attempt.model_fields if name != "states"}
+    texts = {name: row[name] and clipped(row[name]) for name in ("failure_message", "warning")}
+    return Attempt(**{**fields, **texts, "components": _json(row["components"]), "states": states})
 
 
 def _group_row(run: RecordedRun, row: Mapping[str, Any], attempts: list[Attempt], state: str) -> GroupRow:
@@ -182,10 +192,10 @@ def _question(task: Mapping[str, Any]) -> str:
 def _json(text: str) -> dict[str, Any]:
     """Return a JSON object of the ledger; an empty one for anything else, such as a row of an older version."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (TypeError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def groups_of_task(run: RecordedRun, task_id: str, split: str) -> list[GroupRow]:

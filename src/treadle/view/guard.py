@@ -1,4 +1,4 @@
-"""Who may read: whoever opened the printed link, from this machine's own name, and no other page.
+"""Access control: only the browser that opened the printed link may read, under a known host name.
 
 The link's token becomes a cookie that no script can read. Every other request needs it. Answers carry headers that
 keep scripts, frames and requests of foreign pages out.
@@ -15,9 +15,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+_IMPORT_MAP = "sha256-7aYZZYc1GcpJYWEttmz7y2mNrmjY7kKFWeKQjexbQ3c="
+"""Of the import map in static/index.html."""
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    f"default-src 'none'; script-src 'self' '{_IMPORT_MAP}'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
     "content-security-policy": POLICY,
@@ -32,7 +34,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Guard:
-    """Lets requests pass to an application that have the token's cookie, a known host name, and only read.
+    """Middleware that admits requests with the token's cookie, a known host name and a reading method.
 
     hosts: names by which browsers may reach the server, without ports: a tunnel may have any port.
     """
@@ -49,30 +51,30 @@ class Guard:
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                own = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
-                message = {**message, "headers": [*message.get("headers", ()), *own]}
+                added = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
         refusal = self._answer(Request(scope))
         await (refusal or self._app)(scope, receive, send_guarded)
 
     def _answer(self, request: Request) -> Response | None:
-        """Return the answer to what does not reach the application; None for what may."""
+        """Return the refusal of a request; None if it may reach the application."""
         if _host(request.headers.get("host", "")) not in self._hosts:
             return PlainTextResponse("this name of the server is not known; start it with --host NAME\n", 421)
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("nothing can be changed here\n", 405)
-        given = parse_qs(request.scope["query_string"].decode("latin-1")).get("token")
-        if request.url.path == "/" and given:
-            if not self._is_token(given[-1]):
+        tokens = parse_qs(request.scope["query_string"].decode("latin-1")).get("token")
+        if request.url.path == "/" and tokens:
+            if not self._is_token(tokens[-1]):
                 return _no_token()
             answer = RedirectResponse("./", 303)
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return answer
         return None if self._is_token(request.cookies.get(self._cookie, "")) else _no_token()
 
-    def _is_token(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode("utf-8", "replace"), self._token.encode())
+    def _is_token(self, text: str) -> bool:
+        return secrets.compare_digest(text.encode("utf-8", "replace"), self._token.encode())
 
 
 def _no_token() -> Response:

@@ -13,18 +13,18 @@ _STALE = 10.0  # seconds without a status after which the page says so
 
 def now_of(status: RunStatus, state: str, pace: float | None, moment: float) -> Now:
     """Put a run's status in words. pace: seconds of an update, if known. moment: in seconds since 1970."""
-    found = Now(state=state, message=status.message)
+    now = Now(state=state, message=status.message)
     if state != "in progress":
-        found.doing = _ending(status, state)
-        return found
+        now.doing = _ending(status, state)
+        return now
     if moment - status.written > _STALE:
-        found.doing = f"no status for {_long(moment - status.written)}, the last one during {status.phase}"
-        return found
+        now.doing = f"no status for {_long(moment - status.written)}, the last one during {status.phase}"
+        return now
     pieces = f" {status.done} of {status.total}" if status.total > 1 else ""
-    found.doing = f"{status.phase}{pieces} for {_long(moment - status.since)}"
+    now.doing = f"{status.phase}{pieces} for {_long(moment - status.since)}"
     seconds = _left(status, pace)
-    found.left = f"about {_long(seconds)} left{' of it' if status.phase == _WARM_START else ''}" if seconds else ""
-    return found
+    now.left = f"about {_long(seconds)} left{' of it' if status.phase == _WARM_START else ''}" if seconds else ""
+    return now
 
 
 def _left(status: RunStatus, pace: float | None) -> float | None:

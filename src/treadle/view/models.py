@@ -1,4 +1,4 @@
-"""What the pages are given, as JSON. A field that a later version adds is one more key: pages show what is there."""
+"""What the pages get as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Json = dict[str, Any]
 
 
 class HeldOut(BaseModel):
-    """Is the result of one evaluation of the held-out tasks."""
+    """Result of one evaluation of the held-out tasks."""
 
     update: int
     success: float | None
@@ -18,7 +18,7 @@ class HeldOut(BaseModel):
 
 
 class RunSummary(BaseModel):
-    """Is one line of the list of runs. problems: what of the run cannot be shown, and why, in sentences."""
+    """A line of the list of runs. problems: what cannot be shown of the run, and why, in sentences."""
 
     key: str
     name: str
@@ -39,7 +39,7 @@ class RunSummary(BaseModel):
 
 
 class Now(BaseModel):
-    """Is what a run does, or how it ended, in words: `rollout 12 of 64 for 8 s`. left: `about 12 min left`."""
+    """What a run does now, or how it ended, in words: `rollout 12 of 64 for 8 s`. left: `about 12 min left`."""
 
     state: str
     doing: str = ""
@@ -48,7 +48,7 @@ class Now(BaseModel):
 
 
 class Runs(BaseModel):
-    """Is the list of runs. version: of Treadle. roots: the folders that are looked at."""
+    """The list of runs. version: of Treadle. roots: the folders that are searched for runs."""
 
     runs: list[RunSummary]
     roots: list[str]
@@ -56,7 +56,7 @@ class Runs(BaseModel):
 
 
 class Setting(BaseModel):
-    """Is one leaf of a run's configuration; values as they are written on a command line."""
+    """A key of a run's configuration; the value as on a command line."""
 
     path: str
     value: str
@@ -65,7 +65,7 @@ class Setting(BaseModel):
 
 
 class Split(BaseModel):
-    """Counts what is recorded of the training or the held-out tasks."""
+    """Counts of what is recorded of training or of held-out tasks."""
 
     split: str
     groups: int
@@ -77,7 +77,7 @@ class Split(BaseModel):
 
 
 class StateCount(BaseModel):
-    """Counts the steps that ended in one way, and says in words what it means."""
+    """Number of steps with one outcome, and what it means in words."""
 
     split: str
     state: str
@@ -87,7 +87,7 @@ class StateCount(BaseModel):
 
 
 class FailureCount(BaseModel):
-    """Counts the attempts that failed in one way, with an example."""
+    """Number of attempts that failed in one way, with an example."""
 
     cause: str
     message: str
@@ -96,7 +96,7 @@ class FailureCount(BaseModel):
 
 
 class RunDetail(RunSummary):
-    """Is what one run's page begins with. metrics: name -> unit, help and view, of each declared metric.
+    """What one run's page begins with. metrics: name -> unit, help and view, of each declared metric.
 
     no_update: why there is nothing to draw; empty where there is.
     """
@@ -109,7 +109,7 @@ class RunDetail(RunSummary):
 
 
 class Counts(BaseModel):
-    """Counts all that the ledger holds, which takes a second in a large run."""
+    """Counts over the whole ledger, which take a second in a large run."""
 
     splits: list[Split] = []
     states: list[StateCount] = []
@@ -117,31 +117,30 @@ class Counts(BaseModel):
 
 
 class Change(BaseModel):
-    """Is what may have changed of a run since the last look. version: of what is recorded. now: what it does."""
+    """What may have changed of a run since the last look. version: changes with what is recorded."""
 
     version: str
     now: Now
 
 
 class Changes(BaseModel):
-    """Is that of each run, by its key."""
+    """Changes by the key of the run."""
 
     runs: dict[str, Change]
 
 
 class Metrics(BaseModel):
-    """Is what metrics.jsonl or intervals.jsonl holds from row `start` on. generation: changes where it is rewritten."""
+    """Rows of metrics.jsonl or intervals.jsonl from `start` on. generation: changes when the file is rewritten."""
 
     generation: str
     start: int
     rows: list[Json]
-    unreadable: list[int]
 
 
 class Difference(BaseModel):
-    """Holds a setting in which runs differ, with the value of each.
+    """A setting in which runs differ, with the value of each.
 
-    values: None if the run has no such setting; empty if the mapping has no such key: `model.build.head_dim`.
+    values: None if the run has no such setting; empty if its mapping lacks the key (`model.build.head_dim`).
     """
 
     path: str
@@ -149,14 +148,14 @@ class Difference(BaseModel):
 
 
 class RunGroup(BaseModel):
-    """Names the runs that differ in their seed only, by index."""
+    """Runs that differ in their seed only, by key."""
 
     label: str
     runs: list[str]
 
 
 class Comparison(BaseModel):
-    """Is what several runs have in common and not."""
+    """Several runs side by side."""
 
     runs: list[str]
     groups: list[RunGroup]
@@ -165,7 +164,7 @@ class Comparison(BaseModel):
 
 
 class Attempt(BaseModel):
-    """Is one trajectory as a table shows it. states: how many of its steps ended how: `{"dropped: stale": 2}`."""
+    """A trajectory as a table shows it. states: number of its steps by outcome, `{"dropped: stale": 2}`."""
 
     trajectory_id: str
     attempt: int
@@ -177,8 +176,6 @@ class Attempt(BaseModel):
     steps: int
     completion_tokens: int
     seconds: float
-    oldest_version: int | None
-    newest_version: int | None
     failure_cause: str | None
     failure_message: str | None
     warning: str
@@ -186,7 +183,7 @@ class Attempt(BaseModel):
 
 
 class GroupRow(BaseModel):
-    """Is one line of the groups' table. update: the one that trained it, or after which it was evaluated.
+    """A line of the groups' table. update: the one that trained it, or after which it was evaluated.
 
     when: that in words, or why there is none: `update 3`, `no update: stale`.
     """
@@ -203,7 +200,7 @@ class GroupRow(BaseModel):
 
 
 class Groups(BaseModel):
-    """Is a page of the groups' table. total: groups that the filter lets through. previous, next: of one of them."""
+    """A page of the groups' table. total: groups that match. previous, next: neighbors of `around`, if given."""
 
     total: int
     offset: int
@@ -213,7 +210,7 @@ class Groups(BaseModel):
 
 
 class Evaluation(BaseModel):
-    """Is one evaluation of the held-out tasks. name: what its groups' names begin with."""
+    """An evaluation of the held-out tasks. name: the prefix of its groups' ids."""
 
     name: str
     label: str
@@ -221,7 +218,7 @@ class Evaluation(BaseModel):
 
 
 class TaskChange(BaseModel):
-    """Is a task in two evaluations. change: gained, lost or unchanged. solved: share of its attempts, in each."""
+    """A task in two evaluations. change: gained, lost or unchanged. solved: share of its attempts, in each."""
 
     change: str
     solved: tuple[float, float]
@@ -230,7 +227,7 @@ class TaskChange(BaseModel):
 
 
 class TaskChanges(BaseModel):
-    """Is two evaluations task by task. before, after: all evaluations to choose from; first, second: the chosen ones.
+    """Two evaluations task by task. before, after: all evaluations to choose from; first, second: the chosen ones.
 
     only_before, only_after: how many tasks only one of them has, or with another prompt.
     """
@@ -245,7 +242,7 @@ class TaskChanges(BaseModel):
 
 
 class Relation(BaseModel):
-    """Says how a step's prompt relates to the steps before it (`packing.breaks.Relation`)."""
+    """How a step's prompt relates to the steps before it (`packing.breaks.Relation`)."""
 
     kind: str
     base: int | None
@@ -257,34 +254,16 @@ class Relation(BaseModel):
 
 
 class Fate(BaseModel):
-    """Says what became of a step: in words, with the settings that decided it and the rule's place in the source."""
+    """What became of a step, in words, and the settings that decided it."""
 
     state: str
     reason: str | None
     text: str
     settings: list[str]
-    rule: str
-
-
-class Rule(BaseModel):
-    """Is one way in which a step can end, with the function that decides it: its name and its source."""
-
-    state: str
-    reason: str | None
-    text: str
-    settings: list[str]
-    rule: str
-    source: str
-
-
-class Rules(BaseModel):
-    """Is all of them."""
-
-    rules: list[Rule]
 
 
 class Span(BaseModel):
-    """Is a part of a step's tokens [start, end) with one role and kind: template, text, thought or call."""
+    """Tokens [start, end) of a step with one role and kind: template, text, thought or call."""
 
     start: int
     end: int
@@ -293,7 +272,7 @@ class Span(BaseModel):
 
 
 class Column(BaseModel):
-    """Declares what is known of each sampled token. scale: how it is coloured."""
+    """A value of each sampled token. scale: how it is colored."""
 
     name: str
     label: str
@@ -306,7 +285,7 @@ class Column(BaseModel):
 
 
 class StepView(BaseModel):
-    """Is one model call. columns: name -> a value for each of its sampled tokens, by the trajectory's `columns`.
+    """A model call. columns: name -> a value for each of its sampled tokens, by the trajectory's `columns`.
 
     segment: of the tree, the one that its tokens end in; its ancestors hold the tokens before. began, waited: seconds
     from the attempt's first call to this one, and from there to its sampling; None where the run does not record them.
@@ -330,13 +309,12 @@ class StepView(BaseModel):
     began: float | None = None
     waited: float | None = None
     traced_in: int | None = None
-    state_key: str
     versions: list[int]
     has_experts: bool
 
 
 class Segment(BaseModel):
-    """Is a run of tokens in which nothing forks, read or sampled as a whole.
+    """Consecutive tokens of the prefix tree without a fork, all read or all sampled.
 
     parent: index of the segment before it; -1 at a root. depth: tokens before it. steps: those it is a part of, by
     index. sampled: those that sampled it; the others read it. joined: (start, count, text) of tokens that are pieces of
@@ -346,13 +324,13 @@ class Segment(BaseModel):
     parent: int
     depth: int
     ids: list[int]
-    steps: list[int]
-    sampled: list[int]
+    steps: list[int] = []
+    sampled: list[int] = []
     joined: list[tuple[int, int, str]] = []
 
 
 class Cost(BaseModel):
-    """Counts the tokens that training computes by what it shares. used: the run's own way."""
+    """Tokens that training computes under each packing. used: the run's packing."""
 
     step: int
     chain: int
@@ -361,7 +339,7 @@ class Cost(BaseModel):
 
 
 class TrajectoryView(BaseModel):
-    """Is one trajectory. texts: token id -> text, of every token in it. problem: why tokens are missing."""
+    """A trajectory. texts: token id -> text, of every token in it. problem: why tokens are missing."""
 
     run: str
     attempt: Attempt
@@ -383,11 +361,11 @@ class TrajectoryView(BaseModel):
 
 
 class TreeStep(BaseModel):
-    """Names a step in a tree of several attempts."""
+    """A step in the tree of several attempts."""
 
     trajectory_id: str
     step: int
-    segment: int
+    segment: int = -1
     prompt_tokens: int
     relation: Relation
     state: str
@@ -395,8 +373,10 @@ class TreeStep(BaseModel):
 
 
 class AttemptsTree(BaseModel):
-    """Is some attempts at one task, and the tree of all their steps. apart: trajectory -> the token, counted in the
-    sequence of its last step, at which it first differs from the first attempt."""
+    """Attempts at one task, and the tree of all their steps.
+
+    apart: trajectory -> the position in its last step's sequence where it first differs from the first attempt.
+    """
 
     texts: dict[int, str] = {}
     special: list[int] = []
@@ -407,7 +387,7 @@ class AttemptsTree(BaseModel):
 
 
 class GroupView(AttemptsTree):
-    """Is one group."""
+    """A group."""
 
     run: str
     group: GroupRow
@@ -418,7 +398,7 @@ class GroupView(AttemptsTree):
 
 
 class Found(BaseModel):
-    """Is a place where a text was found."""
+    """A place where a text was found."""
 
     trajectory_id: str
     step: int
@@ -428,7 +408,7 @@ class Found(BaseModel):
 
 
 class SearchResult(BaseModel):
-    """Is what a search through an update's sampled text found. is_complete: whether nothing was left out."""
+    """Result of a search through the text of an update. is_complete: False if there are more places."""
 
     found: list[Found]
     searched: int
@@ -437,7 +417,7 @@ class SearchResult(BaseModel):
 
 
 class Followed(AttemptsTree):
-    """Is one task in all evaluations, or in all epochs of training. The tree holds the attempts that are drawn."""
+    """A task in all evaluations, or in all epochs of training. The tree holds the attempts that are drawn."""
 
     task_id: str
     question: str
@@ -445,7 +425,7 @@ class Followed(AttemptsTree):
 
 
 class Calls(BaseModel):
-    """Is when the calls of an update's attempts were made. attempts: in the order of their first calls.
+    """Times of the calls of an update's attempts. attempts: in the order of their first calls.
 
     calls: (index of the attempt, step, seconds since the first of all, seconds of those waited or None, seconds).
     unknown: calls of which no time is recorded.
@@ -459,11 +439,11 @@ class Calls(BaseModel):
 
 
 class Activity(BaseModel):
-    """Is how many attempts of training called the engine, over some spans of time, by equal parts of each: the means.
+    """Mean number of training attempts in each phase, over equal parts of some spans of time.
 
-    sampling: calls that are sampled. waiting: that wait for the engine. outside: attempts between two calls, in the
-    environment or agent. most: of all of them at once, in the whole run. busy: share of the spans in which at
-    least one call is sampled. is_recorded: whether the run records when its calls began.
+    sampling: calls being sampled. waiting: calls that wait for the engine. outside: attempts between two calls, in the
+    environment or agent. most: maximum of all at once, in the whole run. busy: share of the spans with at least one
+    call being sampled. is_recorded: whether the run records when its calls began.
     """
 
     is_recorded: bool = False
@@ -476,8 +456,10 @@ class Activity(BaseModel):
 
 
 class Breaks(BaseModel):
-    """Is what `treadle report` says of a run's tokens: packing, relations, and shards that cannot be read. updates: of
-    each update, the tokens that training computes by packing, and those it computes again for breaks."""
+    """A run's tokens as `treadle report` counts them: packing, relations, and shards that cannot be read.
+
+    updates: of each update, the tokens that training computes under each packing, and again for breaks.
+    """
 
     packing: Json
     relations: Json
@@ -487,6 +469,6 @@ class Breaks(BaseModel):
 
 
 class Experts(BaseModel):
-    """Names the experts that were chosen where one token was sampled: by layer, [M][k]."""
+    """Experts chosen where one token was sampled, by layer: [M][k]."""
 
     layers: list[list[int]]

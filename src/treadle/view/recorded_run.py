@@ -28,7 +28,7 @@ from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.recorded import parse_tokenizer
 from treadle.orchestration.store.run_directory import MetricsLog, RunDirectory
 from treadle.view import models
-from treadle.view.fates import rule_of
+from treadle.view.fates import explain
 from treadle.view.live import now_of
 from treadle.view.texts import TokenTexts, clipped
 
@@ -39,7 +39,7 @@ _MOST_OPEN = 8  # runs of which is kept what was read
 
 
 class LinesFollower:
-    """Reads metrics.jsonl, or intervals.jsonl, as it grows: each line once. Where it was written anew, all of it.
+    """Incremental reader of metrics.jsonl or intervals.jsonl: each line once; all of them after a rewrite.
 
     names: what each row must have.
     """
@@ -85,7 +85,7 @@ class LinesFollower:
 
 
 class RecordedRun:
-    """Reads one run directory, and writes nothing. key: its name in links."""
+    """A run directory, opened for reading only. key: its name in links."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
@@ -105,8 +105,8 @@ class RecordedRun:
 
     def signature(self) -> str:
         """Return a text that changes whenever anything that is shown may have changed."""
-        own = self.directory
-        files = (own.metrics_file, own.intervals_file, own.summary_file, own.config_file)
+        run = self.directory
+        files = (run.metrics_file, run.intervals_file, run.summary_file, run.config_file)
         parts = [(s.st_mtime_ns, s.st_size) for f in files if f.is_file() for s in (f.stat(),)]
         return f"{sha256_of(repr((parts, self.ledger.signature(), self.state())).encode())[:16]}"
 
@@ -229,33 +229,35 @@ class RecordedRun:
         return self.kept("summary", self.signature(), self._summary)
 
     def _summary(self) -> models.RunSummary:
-        found = models.RunSummary(key=self.key, name=self.path.name, path=str(self.path), state=self.state())
+        summary = models.RunSummary(key=self.key, name=self.path.name, path=str(self.path), state=self.state())
         updates, evaluated = self.rows("update"), self.rows("evaluation")
         try:
             config = self.config()
-            found.recipe, found.about, found.seed = config.recipe, config.about, config.seed
-            found.updates = config.orchestration.updates
+            summary.recipe, summary.about, summary.seed = config.recipe, config.about, config.seed
+            summary.updates = config.orchestration.updates
             evaluated = [row for row in evaluated if row.get("temperature") == config.evaluation.temperature]
         except TreadleError as error:
-            found.problems.append(str(error))
+            summary.problems.append(str(error))
         held_out = [
             models.HeldOut(update=row["update"], success=row.get("success"), reward=row.get("reward_mean"))
             for row in evaluated
         ]
         graded = [h for h in held_out if h.success is not None]
-        found.best = max(graded, key=lambda h: (h.success or 0.0, -h.update), default=None)
-        found.last = held_out[-1] if held_out else None
+        summary.best = max(graded, key=lambda h: (h.success or 0.0, -h.update), default=None)
+        summary.last = held_out[-1] if held_out else None
         if updates:
-            found.update = max(row["update"] for row in updates)
-            found.reward = updates[-1].get("reward_mean")
-            found.rewards = _thinned([row.get("reward_mean") for row in updates], _SPARKLINE)
-            found.wall_seconds = updates[-1].get("wall_seconds")
-            found.seconds_per_update = _pace(updates[-_SPEED_OVER - 1 :])
+            summary.update = max(row["update"] for row in updates)
+            summary.reward = updates[-1].get("reward_mean")
+            summary.rewards = _thinned([row.get("reward_mean") for row in updates], _SPARKLINE)
+            summary.wall_seconds = updates[-1].get("wall_seconds")
+            summary.seconds_per_update = _pace(updates[-_SPEED_OVER - 1 :])
         unreadable = self.metrics()[1].unreadable
         if unreadable:
-            found.problems.append(f"metrics.jsonl cannot be read in line {', '.join(map(str, unreadable[:5]))}")
-        found.problems += [problem for problem in [self._ledger_problem()] if problem and problem not in found.problems]
-        return found
+            summary.problems.append(f"metrics.jsonl cannot be read in line {', '.join(map(str, unreadable[:5]))}")
+        summary.problems += [
+            problem for problem in [self._ledger_problem()] if problem and problem not in summary.problems
+        ]
+        return summary
 
     def _ledger_problem(self) -> str | None:
         """Return why the ledger cannot be read, or that there is none."""
@@ -289,24 +291,26 @@ class RecordedRun:
         return self.kept("detail", self.signature(), self._detail)
 
     def _detail(self) -> models.RunDetail:
-        found = models.RunDetail(**self.summary().model_dump())
-        found.no_update = self._no_update()
-        found.metrics = {m.name: {"unit": m.unit, "help": m.help, "view": m.view} for m in DECLARED}
+        detail = models.RunDetail(**self.summary().model_dump())
+        detail.no_update = self._no_update()
+        detail.metrics = {m.name: {"unit": m.unit, "help": m.help, "view": m.view} for m in DECLARED}
         with suppress(TreadleError):  # the summary says so
-            found.settings = [
+            detail.settings = [
                 models.Setting(path=f.path, value=as_override(f.value), is_default=f.is_default, help=f.help)
                 for f in describe(self.config())
             ]
         try:
-            found.summary = json.loads(self.directory.summary_file.read_bytes())
+            detail.summary = json.loads(self.directory.summary_file.read_bytes())
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            found.problems.append(f"summary.json cannot be read: {error}")
+            detail.problems.append(f"summary.json cannot be read: {error}")
         with suppress(RunError):  # as above
             rows = self.ledger.query("SELECT DISTINCT directory FROM checkpoints ORDER BY number")
-            found.checkpoints = [r["directory"] for r in rows if (self.directory.checkpoints / r["directory"]).is_dir()]
-        return found
+            detail.checkpoints = [
+                r["directory"] for r in rows if (self.directory.checkpoints / r["directory"]).is_dir()
+            ]
+        return detail
 
     def counts(self) -> models.Counts:
         """Return what the ledger holds; nothing where there is none yet. Raises RunError."""
@@ -332,9 +336,9 @@ class RecordedRun:
         )
         splits = []
         for name, row in sorted(failed.items(), reverse=True):
-            own = [s for s in states if s["split"] == name]
-            tokens = {k: sum(s[k] for s in own) for k in ("prompt_tokens", "completion_tokens")}
-            splits.append(models.Split(**row, steps=sum(s["count"] for s in own), **tokens))
+            outcomes = [s for s in states if s["split"] == name]
+            tokens = {k: sum(s[k] for s in outcomes) for k in ("prompt_tokens", "completion_tokens")}
+            splits.append(models.Split(**row, steps=sum(s["count"] for s in outcomes), **tokens))
         failures = self.ledger.query(
             "SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
             "trajectory_id FROM trajectories WHERE failure_cause IS NOT NULL GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 20"
@@ -343,7 +347,7 @@ class RecordedRun:
         return models.Counts(
             splits=splits,
             states=[
-                models.StateCount(**{n: row[n] for n in names}, text=rule_of(row["state"], row["reason"]).text)
+                models.StateCount(**{n: row[n] for n in names}, text=explain(row["state"], row["reason"]).text)
                 for row in states
             ],
             failures=[models.FailureCount(**{**row, "message": clipped(row["message"])}) for row in failures],
@@ -352,7 +356,7 @@ class RecordedRun:
 
 @dataclass(frozen=True)
 class _TokenizerFile:
-    """Holds a tokenizer.json. folder: where it lay, for errors."""
+    """Content of a tokenizer.json. folder: its directory, for errors."""
 
     content: bytes
     folder: Path = field(compare=False)
@@ -380,7 +384,7 @@ def _thinned(values: Sequence[float | None], most: int) -> list[float | None]:
 
 
 class Runs:
-    """Finds the runs below some paths: run directories, and folders that hold some."""
+    """The runs below some paths: run directories, and folders of them."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.roots = list(paths)
@@ -399,22 +403,22 @@ class Runs:
 
     def summaries(self) -> list[models.RunSummary]:
         """Return the lines of all runs."""
-        found = []
+        lines = []
         for run in self.all():
-            found.append(run.summary())
+            lines.append(run.summary())
             if run not in self._open:
                 run.release()
-        return found
+        return lines
 
     def get(self, key: str) -> RecordedRun:
-        """Return a run by its key. Raises KeyError."""
+        """Return a run by its key. Raises RunError."""
         for _ in range(2):
             with self._lock:
                 if (found := next((r for r in self._runs.values() if r.key == key), None)) is not None:
                     self._open = [*(run for run in self._open if run is not found), found][-_MOST_OPEN:]
                     return found
             self.all()
-        raise KeyError(key)
+        raise RunError(f"no run {key!r} here; the list of runs has them all")
 
     def _key(self, path: Path) -> str:
         taken = {run.key for run in self._runs.values()}

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from treadle.core.text import escape_text
-from treadle.core.types import Ids, MessageSpan
+from treadle.core.types import Ids
 from treadle.view.models import Span
 
 _PIECE = "\ufffd"  # what an unfinished character decodes to
@@ -18,7 +18,7 @@ _LONGEST = 4  # bytes of a character
 
 
 class TokenTexts:
-    """Returns the text of each token as a page shows it: control characters and marks of direction as escapes."""
+    """Texts of tokens as a page shows them: control characters and bidirectional marks as escapes."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -51,7 +51,7 @@ class TokenTexts:
 
     def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
         """Return (start, count, text) of runs of tokens that only together are text."""
-        found = []
+        joined_runs = []
         at = 0
         while at < len(ids):
             count = 1
@@ -61,12 +61,12 @@ class TokenTexts:
                 for count in range(2, limit + 1):
                     text = self._decode(ids[at : at + count])
                     if _PIECE not in text:
-                        found.append((at, count, escape_text(_writable(text))))
+                        joined_runs.append((at, count, escape_text(_writable(text))))
                         break
                 else:
                     count = 1
             at += count
-        return found
+        return joined_runs
 
     def decode(self, ids: Ids) -> str:
         """Return the text of tokens in a row; without a tokenizer, their ids."""
@@ -92,7 +92,7 @@ def _writable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-# Messages. Where a run does not record where they begin, they are recognised by the special tokens around them.
+# Messages, recognized by the special tokens around them.
 
 _HEADERS = re.compile(
     r"<\|im_start\|>(?P<a>\w*)\n?|<\|start_header_id\|>(?P<b>\w*)<\|end_header_id\|>\n*|<start_of_turn>(?P<c>\w*)\n?"
@@ -141,11 +141,11 @@ def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list
 def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
     """Yield where each part of a message's text begins, and its kind: text, thought or call."""
     while start < end:
-        found = [(m, kind) for kind, pattern in _KINDS for m in [pattern.search(text, start, end)] if m]
-        if not found:
+        matches = [(m, kind) for kind, pattern in _KINDS for m in [pattern.search(text, start, end)] if m]
+        if not matches:
             yield start, "text"
             return
-        mark, kind = min(found, key=lambda pair: pair[0].start())
+        mark, kind = min(matches, key=lambda pair: pair[0].start())
         if mark.start() > start:
             yield start, "text"
         yield mark.start(), kind
@@ -154,17 +154,17 @@ def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
 
 def _with_special(spans: Sequence[Span], special: Iterable[int]) -> list[Span]:
     """Return the spans with every special token as part of the template."""
-    found: list[Span] = []
-    left = list(special)[::-1]
+    pieces: list[Span] = []
+    tokens = list(special)[::-1]
     for span in spans:
         at = span.start
-        while left and left[-1] < span.end:
-            token = left.pop()
-            _add_span(found, at, token, span.role, span.kind)
-            _add_span(found, token, token + 1, span.role, "template")
+        while tokens and tokens[-1] < span.end:
+            token = tokens.pop()
+            _add_span(pieces, at, token, span.role, span.kind)
+            _add_span(pieces, token, token + 1, span.role, "template")
             at = token + 1
-        _add_span(found, at, span.end, span.role, span.kind)
-    return found
+        _add_span(pieces, at, span.end, span.role, span.kind)
+    return pieces
 
 
 def _add_span(spans: list[Span], start: int, end: int, role: str, kind: str) -> None:
@@ -182,31 +182,3 @@ def extended_spans(base: Sequence[Span], shared: int, ids: Sequence[int], texts:
     role = kept[-1].role if kept else ""
     new = message_spans(ids[shared:], texts, role)
     return kept + [s.model_copy(update={"start": s.start + shared, "end": s.end + shared}) for s in new]
-
-
-def recorded_spans(prompt: Sequence[MessageSpan], ids: Sequence[int], texts: TokenTexts) -> list[Span]:
-    """Return the spans of a sequence of whose prompt they are recorded; those of its reply are recognised."""
-    found: list[Span] = []
-    start = 0
-    for span in prompt:
-        if span.kind == "template" and found:
-            end = start + _ending(ids[start : span.end], texts)
-            _add_span(found, start, end, found[-1].role, "template")
-            start = end
-        _add_span(found, start, span.end, span.role, span.kind)
-        start = span.end
-    role = found[-1].role if found else ""
-    reply = message_spans(ids[start:], texts, role)
-    return found + [s.model_copy(update={"start": s.start + start, "end": s.end + start}) for s in reply]
-
-
-def _ending(template: Sequence[int], texts: TokenTexts) -> int:
-    """Return how many tokens of the template between two messages end the first: up to where the second one opens."""
-    special = [at for at, ident in enumerate(template) if ident in texts.special]
-    if not special or "".join(map(texts.raw, template[: special[0]])).strip():
-        return 0
-    if special[0] > 0:
-        return special[0]  # a line's end behind the token that was sampled
-    if len(special) > 1:
-        return special[1]
-    return len(template) if _ENDS.fullmatch("".join(map(texts.raw, template))) else 0

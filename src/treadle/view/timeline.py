@@ -25,7 +25,7 @@ def calls_of_update(run: RecordedRun, update: int) -> Calls:
         "(SELECT value FROM json_each(?))",
         json.dumps(run.versions_of(update)),
     )
-    found = Calls()
+    result = Calls()
     rewards = {row["trajectory_id"]: row["reward"] for row in rows}
     calls: list[dict[str, Any]] = []
     for shard in dict.fromkeys(row["shard"] for row in rows):
@@ -33,16 +33,16 @@ def calls_of_update(run: RecordedRun, update: int) -> Calls:
             times = read_call_times(run.directory.rollouts, run.shard(shard))
             calls += [call for call in times if call["trajectory_id"] in rewards]
         except TreadleError as error:
-            found.problems.append(str(error))
+            result.problems.append(str(error))
     timed = sorted((call for call in calls if call["started"] is not None), key=lambda call: call["started"])
-    found.unknown = len(calls) - len(timed)
-    found.attempts = list(dict.fromkeys(call["trajectory_id"] for call in timed))
-    found.rewards = [rewards[name] for name in found.attempts]
-    place = {name: at for at, name in enumerate(found.attempts)}
+    result.unknown = len(calls) - len(timed)
+    result.attempts = list(dict.fromkeys(call["trajectory_id"] for call in timed))
+    result.rewards = [rewards[name] for name in result.attempts]
+    place = {name: at for at, name in enumerate(result.attempts)}
     for call in timed:
         began = call["started"] - timed[0]["started"]
-        found.calls.append((place[call["trajectory_id"]], call["step"], began, call["waited"], call["seconds"]))
-    return found
+        result.calls.append((place[call["trajectory_id"]], call["step"], began, call["waited"], call["seconds"]))
+    return result
 
 
 Floats = NDArray[np.float64]
@@ -53,15 +53,15 @@ def activity(run: RecordedRun, spans: Sequence[tuple[float, float, int]]) -> Act
 
     spans: (start, end, parts) of each, in seconds since 1970.
     """
-    found = Activity()
-    calls, found.problems = run.kept("activity", run.ledger.signature(), lambda: _train_calls(run))
+    result = Activity()
+    calls, result.problems = run.kept("activity", run.ledger.signature(), lambda: _train_calls(run))
     began, waited, seconds, attempts = calls
     logged = run.intervals()[1].rows
     first = min((row["started"] for row in logged), default=np.inf)
     last = max((row["started"] + row["seconds"] for row in logged), default=-np.inf)
-    found.is_recorded = bool(((began >= first) & (began <= last)).any())
-    if not found.is_recorded:
-        return found
+    result.is_recorded = bool(((began >= first) & (began <= last)).any())
+    if not result.is_recorded:
+        return result
     ends, sampled = began + seconds, began + waited
     firsts, lasts = _extents(began, ends, attempts)
     for start, end, parts in spans:
@@ -69,13 +69,13 @@ def activity(run: RecordedRun, spans: Sequence[tuple[float, float, int]]) -> Act
         sampling, waiting = _at_once(sampled, ends, edges), _at_once(began, sampled, edges)
         outside = np.maximum(_at_once(firsts, lasts, edges) - sampling - waiting, 0.0)
         for name, values in (("sampling", sampling), ("waiting", waiting), ("outside", outside)):
-            getattr(found, name).append([round(value, 3) for value in values.tolist()])
-        found.busy += _covered(np.clip(sampled, start, end), np.clip(ends, start, end))
-    found.busy /= sum(end - start for start, end, _ in spans) or 1.0
+            getattr(result, name).append([round(value, 3) for value in values.tolist()])
+        result.busy += _covered(np.clip(sampled, start, end), np.clip(ends, start, end))
+    result.busy /= sum(end - start for start, end, _ in spans) or 1.0
     moments = np.concatenate([firsts, lasts])
     changes = np.repeat([1, -1], len(firsts))[np.lexsort((np.arange(len(moments)), moments))]
-    found.most = int(changes.cumsum().max())
-    return found
+    result.most = int(changes.cumsum().max())
+    return result
 
 
 _Times = tuple[Floats, Floats, Floats, NDArray[np.int64]]
@@ -87,7 +87,7 @@ def _train_calls(run: RecordedRun) -> tuple[_Times, list[str]]:
     shards = run.ledger.query(
         "SELECT DISTINCT shard FROM trajectories JOIN groups USING (group_id) WHERE split = 'train'"
     )
-    found, attempts = [_NO_TIMES], 0
+    times, attempts = [_NO_TIMES], 0
     problems: list[str] = []
     for shard in (row["shard"] for row in shards):
         try:
@@ -98,9 +98,9 @@ def _train_calls(run: RecordedRun) -> tuple[_Times, list[str]]:
         except TreadleError as error:
             problems.append(str(error))
             continue
-        found.append((began, waited, seconds, numbers + attempts))
+        times.append((began, waited, seconds, numbers + attempts))
         attempts += int(numbers.max(initial=-1)) + 1
-    began, waited, seconds, numbers = (np.concatenate(column) for column in zip(*found, strict=True))
+    began, waited, seconds, numbers = (np.concatenate(column) for column in zip(*times, strict=True))
     return (began, waited, seconds, numbers), problems
 
 

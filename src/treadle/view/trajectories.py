@@ -22,8 +22,8 @@ from treadle.view.columns import columns_of, step_columns
 from treadle.view.fates import fate
 from treadle.view.groups import group_rows, groups_of_task
 from treadle.view.recorded_run import RecordedRun
-from treadle.view.segments import prefix_runs
-from treadle.view.texts import TokenTexts, extended_spans, message_spans, recorded_spans
+from treadle.view.segments import prefix_segments
+from treadle.view.texts import TokenTexts, extended_spans, message_spans
 
 _SNIPPET = 60  # characters on either side of what was found
 _MOST_FOUND = 200
@@ -37,12 +37,7 @@ def view_trajectory(run: RecordedRun, trajectory_id: str) -> models.TrajectoryVi
     [group] = group_rows(run, [group_row])
     names = [a.trajectory_id for a in group.attempts]
     at = names.index(trajectory_id)
-    around = run.ledger.query(
-        "SELECT trajectory_id, rowid < ?1 AS is_before FROM trajectories WHERE rowid = (SELECT max(rowid) FROM "
-        "trajectories WHERE rowid < ?1) OR rowid = (SELECT min(rowid) FROM trajectories WHERE rowid > ?1)",
-        run.ledger.query("SELECT rowid FROM trajectories WHERE trajectory_id = ?", trajectory_id)[0]["rowid"],
-    )
-    found = models.TrajectoryView(
+    view = models.TrajectoryView(
         run=run.key,
         attempt=group.attempts[at],
         group=group,
@@ -51,8 +46,7 @@ def view_trajectory(run: RecordedRun, trajectory_id: str) -> models.TrajectoryVi
         traceback=escape_text(row["failure_traceback"]) if row["failure_traceback"] else None,
         metrics=_measured(row["metrics"]),
         siblings=names,
-        previous=next((r["trajectory_id"] for r in around if r["is_before"]), None),
-        next=next((r["trajectory_id"] for r in around if not r["is_before"]), None),
+        **_neighbors(run, "trajectories", "trajectory_id", trajectory_id),
     )
     try:
         rows = run.ledger.proven("steps", "trajectory_id = ? ORDER BY step", trajectory_id)
@@ -62,10 +56,10 @@ def view_trajectory(run: RecordedRun, trajectory_id: str) -> models.TrajectoryVi
                 f"the ledger has {len(rows)} steps of {trajectory_id}, its shard {row['shard']} {len(steps)}"
             )
     except TreadleError as error:
-        found.problem = str(error)
-        return found
-    _add_tokens(found, run, steps, rows, row)
-    return found
+        view.problem = str(error)
+        return view
+    _add_tokens(view, run, steps, rows, row)
+    return view
 
 
 def _rows_of(run: RecordedRun, trajectory_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -78,13 +72,24 @@ def _rows_of(run: RecordedRun, trajectory_id: str) -> tuple[dict[str, Any], dict
     return rows[0], groups[0]
 
 
+def _neighbors(run: RecordedRun, table: str, key: str, name: str) -> dict[str, Any]:
+    """Return the `previous` and `next` row's name in the order of recording; None at the ends."""
+    here = f"(SELECT rowid FROM {table} WHERE {key} = ?1)"
+    [row] = run.ledger.query(
+        f"SELECT (SELECT {key} FROM {table} WHERE rowid < {here} ORDER BY rowid DESC LIMIT 1) AS previous, "
+        f"(SELECT {key} FROM {table} WHERE rowid > {here} ORDER BY rowid LIMIT 1) AS next",
+        name,
+    )
+    return row
+
+
 def _measured(text: str) -> dict[str, Any]:
     """Return the metrics of the environment by name: `{"tool_calls": 2.0}`."""
     return {name: entry.get("value") for name, entry in json.loads(text).items() if isinstance(entry, dict)}
 
 
 def _add_tokens(
-    found: models.TrajectoryView,
+    view: models.TrajectoryView,
     run: RecordedRun,
     steps: Sequence[Step],
     rows: Sequence[Mapping[str, Any]],
@@ -92,32 +97,27 @@ def _add_tokens(
 ) -> None:
     """Add what is token by token. rows: the steps' rows of the ledger; row: the trajectory's."""
     texts, no_texts = run.texts()
-    traces, no_traces = _traces(
-        run, found.attempt.trajectory_id, found.group.version if found.split == "train" else None
-    )
-    found.problem = "; ".join(filter(None, (no_texts, no_traces))) or None
+    traces, no_traces = _traces(run, view.attempt.trajectory_id, view.group.version if view.split == "train" else None)
+    view.problem = "; ".join(filter(None, (no_texts, no_traces))) or None
     first_call = min((step.started for step in steps if step.started is not None), default=0.0)
     calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
-    found.segments, ends = _segments(calls, texts)
-    found.texts, found.special = _vocabulary(found.segments, texts)
+    view.segments, ends = _segments(calls, texts)
+    view.texts, view.special = _vocabulary(view.segments, texts)
     related = step_relations(steps, texts.decode)
     spans: list[list[models.Span]] = []
     for number, (step, call, relation) in enumerate(zip(steps, calls, related, strict=True)):
         ids = call.token_ids.tolist()
         base = spans[relation.base] if relation.base is not None else []
-        if step.prompt_spans is not None:
-            spans.append(recorded_spans(step.prompt_spans, ids, texts))
-        else:
-            spans.append(extended_spans(base, relation.shared, ids, texts) if base else message_spans(ids, texts))
+        spans.append(extended_spans(base, relation.shared, ids, texts) if base else message_spans(ids, texts))
         trace = traces.get(number)
-        found.steps.append(
+        view.steps.append(
             models.StepView(
                 step=number,
                 segment=ends[number],
                 prompt_tokens=len(step.prompt_ids),
                 completion_tokens=len(step.completion_ids),
                 relation=_relation(relation),
-                fate=fate(rows[number], row, found.group.update, int(step.mask.sum())),
+                fate=fate(rows[number], row, view.group.update, int(step.mask.sum())),
                 spans=spans[-1],
                 columns=step_columns(step, row["advantage"], trace),
                 traced_in=trace.update if trace else None,
@@ -129,15 +129,14 @@ def _add_tokens(
                 shaping=step.shaping,
                 components=dict(step.given.by_name),
                 seconds=step.seconds,
-                state_key=step.state_key,
                 versions=sorted({int(version) for version in step.policy_versions}),
                 has_experts=step.routing is not None,
             )
         )
-    found.columns = columns_of((name for step in found.steps for name in step.columns), found.split)
+    view.columns = columns_of((name for step in view.steps for name in step.columns), view.split)
     trained = [call for call, step in zip(calls, rows, strict=True) if step["state"] in _COMPUTED]
-    if found.split == "train" and trained:
-        found.cost = _cost(run, [trained])
+    if view.split == "train" and trained:
+        view.cost = _cost(run, [trained])
 
 
 def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[dict[int, StepTrace], str | None]:
@@ -151,20 +150,9 @@ def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[
 
 
 def _segments(calls: Sequence[PackedCall], texts: TokenTexts) -> tuple[list[models.Segment], list[int]]:
-    runs, ends = prefix_runs(calls)
-    segments = []
-    for own in runs:
-        ids = own.ids.tolist()
-        segments.append(
-            models.Segment(
-                parent=own.parent,
-                depth=own.depth,
-                ids=ids,
-                steps=sorted(own.calls),
-                sampled=sorted(own.sampled),
-                joined=texts.joined(ids),
-            )
-        )
+    segments, ends = prefix_segments(calls)
+    for segment in segments:
+        segment.joined = texts.joined(segment.ids)
     return segments, ends
 
 
@@ -204,75 +192,67 @@ def view_group(run: RecordedRun, group_id: str) -> models.GroupView:
     if not rows:
         raise RunError(f"no group {group_id!r} in {run.path}")
     [group] = group_rows(run, rows)
-    around = run.ledger.query(
-        "SELECT group_id, rowid < (SELECT rowid FROM groups WHERE group_id = ?1) AS is_before FROM groups WHERE rowid "
-        "IN ((SELECT max(rowid) FROM groups WHERE rowid < (SELECT rowid FROM groups WHERE group_id = ?1)), (SELECT "
-        "min(rowid) FROM groups WHERE rowid > (SELECT rowid FROM groups WHERE group_id = ?1)))",
-        group_id,
-    )
-    found = models.GroupView(
+    view = models.GroupView(
         run=run.key,
         group=group,
         ground_truth=json.loads(rows[0]["task"]).get("ground_truth"),
-        previous=next((r["group_id"] for r in around if r["is_before"]), None),
-        next=next((r["group_id"] for r in around if not r["is_before"]), None),
+        **_neighbors(run, "groups", "group_id", group_id),
     )
-    trained = _add_attempts(found, run, group.attempts)
+    trained = _add_attempts(view, run, group.attempts)
     if group.split == "train" and any(trained):
-        found.cost = _cost(run, [own for own in trained if own])
-    return found
+        view.cost = _cost(run, [calls for calls in trained if calls])
+    return view
 
 
 def follow_task(run: RecordedRun, task_id: str, split: str) -> models.Followed:
     """Return all groups of a task, oldest first, and the tree of attempts of each. Raises RunError if there is none."""
     groups = groups_of_task(run, task_id, split)
-    found = models.Followed(task_id=task_id, question=groups[0].question, groups=groups)
+    view = models.Followed(task_id=task_id, question=groups[0].question, groups=groups)
     attempts = [(attempt.attempt, -n, attempt) for n, group in enumerate(groups) for attempt in group.attempts]
     drawn = sorted(attempts, key=lambda one: one[:2])[:_MOST_DRAWN]
     if len(drawn) < len(attempts):
-        found.problems.append(f"{len(drawn)} of {len(attempts)} attempts are side by side: first ones, newest first")
-    _add_attempts(found, run, [attempt for *_, attempt in sorted(drawn, key=lambda one: (-one[1], one[0]))])
-    return found
+        view.problems.append(f"{len(drawn)} of {len(attempts)} attempts are side by side: first ones, newest first")
+    _add_attempts(view, run, [attempt for *_, attempt in sorted(drawn, key=lambda one: (-one[1], one[0]))])
+    return view
 
 
 def _add_attempts(
-    found: models.AttemptsTree, run: RecordedRun, attempts: Sequence[models.Attempt]
+    view: models.AttemptsTree, run: RecordedRun, attempts: Sequence[models.Attempt]
 ) -> list[list[PackedCall]]:
     """Add the tree of all steps whose tokens can be read; returns the calls that training computes of each attempt."""
     texts, no_texts = run.texts()
-    found.problems += [no_texts] if no_texts else []
-    calls: list[PackedCall] = []
+    view.problems += [no_texts] if no_texts else []
     trained: list[list[PackedCall]] = []
+    calls: list[PackedCall] = []
     whole: dict[str, Ids] = {}
-    for number, (attempt, steps) in enumerate(_read_attempts(run, attempts, found.problems)):
+    for number, (attempt, steps) in enumerate(_read_attempts(run, attempts, view.problems)):
         rows = run.ledger.query("SELECT step, state, reason FROM steps WHERE trajectory_id = ?", attempt.trajectory_id)
-        states = {row["step"]: row for row in rows}
+        outcomes = {row["step"]: (row["state"], row["reason"]) for row in rows}
         trained.append([])
         for at, (step, relation) in enumerate(zip(steps, step_relations(steps, texts.decode), strict=True)):
-            call = PackedCall(step.full_ids, len(step.prompt_ids), first=0, trajectory=number)
-            state = states.get(at, {"state": "recorded", "reason": None})
-            calls.append(call)
-            trained[-1] += [call] if state["state"] in _COMPUTED else []
-            found.steps.append(
+            state, reason = outcomes.get(at, (StepState.RECORDED, None))
+            calls.append(PackedCall(step.full_ids, len(step.prompt_ids), first=0, trajectory=number))
+            if state in _COMPUTED:
+                trained[-1].append(calls[-1])
+            view.steps.append(
                 models.TreeStep(
                     trajectory_id=attempt.trajectory_id,
                     step=at,
-                    segment=-1,
                     prompt_tokens=len(step.prompt_ids),
                     relation=_relation(relation),
-                    state=state["state"],
-                    reason=state["reason"],
+                    state=state,
+                    reason=reason,
                 )
             )
         if steps:
             whole[attempt.trajectory_id] = steps[-1].full_ids
-    found.segments, ends = _segments(calls, texts)
-    found.texts, found.special = _vocabulary(found.segments, texts)
-    for named, end in zip(found.steps, ends, strict=True):
-        named.segment = end
+    view.segments, ends = _segments(calls, texts)
+    view.texts, view.special = _vocabulary(view.segments, texts)
+    for tree_step, end in zip(view.steps, ends, strict=True):
+        tree_step.segment = end
     first = next(iter(whole.values()), None)
     if first is not None:
-        found.apart = {name: common_prefix(first, ids) for name, ids in whole.items()}
+        view.apart = {name: common_prefix(first, ids) for name, ids in whole.items()}
     return trained
 
 
@@ -302,23 +282,23 @@ def search_update(run: RecordedRun, update: int, text: str) -> models.SearchResu
         f"e{update:06d}*",
     )
     texts, problem = run.texts()
-    found = models.SearchResult(found=[], searched=0, is_complete=True, problems=[problem] if problem else [])
+    result = models.SearchResult(found=[], searched=0, is_complete=True, problems=[problem] if problem else [])
     shards: dict[str, dict[str, list[Step]]] = {}
     for row in rows:
         if row["shard"] not in shards:
             try:
                 shards = {row["shard"]: read_shard(run.directory.rollouts, run.shard(row["shard"]))}
             except TreadleError as error:
-                found.problems.append(str(error))
+                result.problems.append(str(error))
                 shards = {row["shard"]: {}}
         steps = shards[row["shard"]].get(row["trajectory_id"], [])
-        found.searched += 1
+        result.searched += 1
         for place in _places(row["trajectory_id"], steps, text, texts):
-            if len(found.found) == _MOST_FOUND:
-                found.is_complete = False
-                return found
-            found.found.append(place)
-    return found
+            if len(result.found) == _MOST_FOUND:
+                result.is_complete = False
+                return result
+            result.found.append(place)
+    return result
 
 
 def _places(trajectory: str, steps: Sequence[Step], text: str, texts: TokenTexts) -> Iterator[models.Found]:

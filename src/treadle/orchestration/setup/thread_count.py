@@ -1,7 +1,7 @@
 """How many threads torch computes with, and how they wait for each other. Loads no torch.
 
 OpenMP reads `OMP_WAIT_POLICY` once, when torch is loaded. Threads that spin while they wait are of no use on a machine
-that does anything else: `treadle bench threads` measures it.
+that does anything else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def available_cores() -> int:
 def default_threads(parameters: int, cores: int, environment: Mapping[str, str] = os.environ) -> int:
     """Return the threads for a model of so many parameters: `OMP_NUM_THREADS` if it is set, else a fixed rule.
 
-    The rule: all cores, but one thread for a `SMALL` model. On two cores (benchmarks/results/threads.json) a second
+    The rule: all cores, but one thread for a `SMALL` model. On two cores a second
     thread that waits passively makes a step 1.5 times as fast at 14 million parameters, 1.3 times at 148 million, and
     no faster at the demo's 0.4 million.
 

@@ -1,5 +1,5 @@
 // What the pages ask the server for; in an exported file, the answers that it carries.
-import {useEffect, useRef, useState} from "./vendor/preact.js";
+import {useEffect, useRef, useState} from "pages/vendor/preact.js";
 
 /** @type {{route: string, answers: Record<string, any>} | null} */
 export const embedded = (() => {

@@ -1,19 +1,19 @@
 // The frame around every page: routes, keyboard, theme.
-import {html} from "./html.js";
-import {render, useEffect, useState} from "./vendor/preact.js";
-import {embedded, has, useServerProblem} from "./api.js";
-import {visible} from "./format.js";
-import {address, kept} from "./parts.js";
-import {link, routeOf} from "./sequence.js";
-import {ComparePage} from "./compare.js";
-import {EvaluationsPage} from "./evaluations.js";
-import {GroupPage} from "./group.js";
-import {GroupsPage} from "./groups.js";
-import {RunPage} from "./run.js";
-import {RunsPage} from "./runs.js";
-import {ConfigPage, RulesPage, SearchPage, TaskPage, TokensPage} from "./details.js";
-import {TimelinePage} from "./timeline.js";
-import {TrajectoryPage} from "./trajectory.js";
+import {html} from "pages/html.js";
+import {render, useEffect, useState} from "pages/vendor/preact.js";
+import {embedded, has, useServerProblem} from "pages/api.js";
+import {visible} from "pages/format.js";
+import {address, kept} from "pages/parts.js";
+import {link, routeOf} from "pages/sequence.js";
+import {ComparePage} from "pages/compare.js";
+import {EvaluationsPage} from "pages/evaluations.js";
+import {GroupPage} from "pages/group.js";
+import {GroupsPage} from "pages/groups.js";
+import {RunPage} from "pages/run.js";
+import {RunsPage} from "pages/runs.js";
+import {ConfigPage, SearchPage, TaskPage, TokensPage} from "pages/details.js";
+import {TimelinePage} from "pages/timeline.js";
+import {TrajectoryPage} from "pages/trajectory.js";
 
 const THEMES = ["auto", "light", "dark"];
 const KEYS = [
@@ -35,7 +35,6 @@ function pageOf({parts, query}) {
   if (what === "search") return html`<${SearchPage} run=${key} query=${query} />`;
   if (what === "config") return html`<${ConfigPage} run=${key} query=${query} />`;
   if (what === "timeline") return html`<${TimelinePage} run=${key} query=${query} key=${key} />`;
-  if (what === "rules") return html`<${RulesPage} run=${key} query=${query} />`;
   if (what === "tokens") return html`<${TokensPage} run=${key} />`;
   return html`<${RunPage} run=${key} key=${key} />`;
 }
@@ -48,7 +47,7 @@ function Crumbs({parts}) {
   if (kind === "evaluations") crumbs.push({label: "task by task", href: null});
   if (kind === "run" && key) crumbs.push({label: key, href: embedded ? null : link(["run", key])});
   if (what) {
-    const own = {groups: "groups", group: id, trajectory: id, task: id, search: "search", config: "settings", tokens: "tokens", rules: "rules", timeline: "timeline"}[what];
+    const own = {groups: "groups", group: id, trajectory: id, task: id, search: "search", config: "settings", tokens: "tokens", timeline: "timeline"}[what];
     if (what === "trajectory") {
       const group = id.replace(/\.\d+$/, "");
       const there = has(`runs/${encodeURIComponent(key)}/groups/${encodeURIComponent(group)}`);

@@ -1,8 +1,8 @@
 // Curves with uPlot: zoom by dragging, back by a double click, a click on a point leads to its update.
-import uPlot from "./vendor/uPlot.esm.js";
-import {html} from "./html.js";
-import {useEffect, useRef, useState} from "./vendor/preact.js";
-import {aligned, figure, smoothed} from "./format.js";
+import uPlot from "pages/vendor/uPlot.esm.js";
+import {html} from "pages/html.js";
+import {useEffect, useRef, useState} from "pages/vendor/preact.js";
+import {aligned, figure, smoothed} from "pages/format.js";
 
 /** @typedef {{label: string, name?: string, points: [number, number | null][], low?: [number, number][], high?: [number, number][], dots?: boolean, dash?: boolean, colour?: number}} Series */
 

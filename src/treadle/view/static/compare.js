@@ -1,12 +1,12 @@
 // Several runs over one another: a line with a band for runs that differ in their seed only, and what else differs.
-import {html} from "./html.js";
-import {useEffect, useState} from "./vendor/preact.js";
-import {get, useAnswer, useVersion} from "./api.js";
-import {Chart, COLOURS} from "./charts.js";
-import {band, counted} from "./format.js";
-import {Problems, SettingName, Waiting, useChoice} from "./parts.js";
-import {panelsOf, pointsOf, shortName} from "./run.js";
-import {link} from "./sequence.js";
+import {html} from "pages/html.js";
+import {useEffect, useState} from "pages/vendor/preact.js";
+import {get, useAnswer, useVersion} from "pages/api.js";
+import {Chart, COLOURS} from "pages/charts.js";
+import {band, counted} from "pages/format.js";
+import {Problems, SettingName, Waiting, useChoice} from "pages/parts.js";
+import {panelsOf, pointsOf, shortName} from "pages/run.js";
+import {link} from "pages/sequence.js";
 
 const FIRST = ["Reward", "Success in training", "Sampled tokens a trajectory", "Steps a trajectory", "Entropy",
   "Log-prob gap, engine and learner", "KL", "Clipped and corrected", "Gradient norm"];

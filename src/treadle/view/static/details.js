@@ -1,12 +1,12 @@
-// Smaller pages: settings, rules, tokens by packing and breaks, text search, one task over time.
-import {html} from "./html.js";
-import {useEffect, useState} from "./vendor/preact.js";
-import {useAnswer, useVersion} from "./api.js";
-import {Chart} from "./charts.js";
-import {counted, figure} from "./format.js";
-import {SideBySide} from "./group.js";
-import {Problems, SettingName, Tabs, Waiting, useChoice} from "./parts.js";
-import {link} from "./sequence.js";
+// Smaller pages: settings, tokens by packing and breaks, text search, one task over time.
+import {html} from "pages/html.js";
+import {useEffect, useState} from "pages/vendor/preact.js";
+import {useAnswer, useVersion} from "pages/api.js";
+import {Chart} from "pages/charts.js";
+import {counted, figure} from "pages/format.js";
+import {SideBySide} from "pages/group.js";
+import {Problems, SettingName, Tabs, Waiting, useChoice} from "pages/parts.js";
+import {link} from "pages/sequence.js";
 
 /** @param {{run: string, query: URLSearchParams}} props */
 export function ConfigPage({run, query}) {
@@ -26,20 +26,6 @@ export function ConfigPage({run, query}) {
     <div class="scroll"><table class="plain settings"><tbody>${rows.map((/** @type {any} */ row) => html`
       <tr id=${`set-${row.path}`} class=${row.path === key ? "selected" : ""}><td><${SettingName} path=${row.path} /></td>
         <td><code class=${row.is_default ? "faint" : "own"}>${row.value}</code></td><td class="faint">${row.help}</td></tr>`)}</tbody></table></div>`;
-}
-
-/** @param {{run: string, query: URLSearchParams}} props */
-export function RulesPage({run, query}) {
-  const {data, error} = useAnswer("rules");
-  const chosen = query.get("rule");
-  useEffect(() => { if (chosen && data) document.getElementById(`rule-${chosen}`)?.scrollIntoView({block: "start"}); }, [chosen, data]);
-  if (!data) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
-  return html`<div class="head"><h1>What can become of a step</h1></div>
-    <p class="lead">Every recorded step ends in exactly one of these ways. Below each stand the settings and the source that decide it.</p>
-    ${data.rules.map((/** @type {any} */ rule) => html`<article id=${`rule-${rule.reason || rule.state}`}
-      class="card rule-card ${(rule.reason || rule.state) === chosen ? "selected" : ""}"><h3>${rule.state}${rule.reason ? `, ${rule.reason}` : ""}</h3>
-      <p>${rule.text}</p><p>${rule.settings.map((/** @type {string} */ path) => html`<a href=${link(["run", run, "config"], {key: path})}><code>${path}</code></a> `)}</p>
-      <details open=${(rule.reason || rule.state) === chosen}><summary>${rule.rule}</summary><pre>${rule.source}</pre></details></article>`)}`;
 }
 
 /** @param {{rows: any[]}} props tokens of each update */

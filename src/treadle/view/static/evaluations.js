@@ -1,9 +1,9 @@
 // Two evaluations task by task: what was gained, what was lost, and the attempts at each.
-import {html} from "./html.js";
-import {useAnswer, useVersion} from "./api.js";
-import {counted, percent} from "./format.js";
-import {AttemptCells, Problems, Waiting} from "./parts.js";
-import {link} from "./sequence.js";
+import {html} from "pages/html.js";
+import {useAnswer, useVersion} from "pages/api.js";
+import {counted, percent} from "pages/format.js";
+import {AttemptCells, Problems, Waiting} from "pages/parts.js";
+import {link} from "pages/sequence.js";
 
 const CHANGES = ["gained", "lost", "unchanged"];
 

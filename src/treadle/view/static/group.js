@@ -1,12 +1,12 @@
 // Attempts at one task, side by side from the token at which they part, and the tree of all of them: a group's, or those of
 // several evaluations.
-import {html} from "./html.js";
-import {useMemo, useState} from "./vendor/preact.js";
-import {embedded, useAnswer, useVersion} from "./api.js";
-import {counted, figure, signed} from "./format.js";
-import {AttemptCells, Problems, Waiting, kept} from "./parts.js";
-import {alike, breaksOf, link, partsAt, pathTo, unitsOf} from "./sequence.js";
-import {Cost, Tree} from "./tree.js";
+import {html} from "pages/html.js";
+import {useMemo, useState} from "pages/vendor/preact.js";
+import {embedded, useAnswer, useVersion} from "pages/api.js";
+import {counted, figure, signed} from "pages/format.js";
+import {AttemptCells, Problems, Waiting, kept} from "pages/parts.js";
+import {alike, breaksOf, link, partsAt, pathTo, unitsOf} from "pages/sequence.js";
+import {Cost, Tree} from "pages/tree.js";
 
 /** @param {{run: string, view: any, attempts: any[], from: number, when: any}} props attempts: of one group, all the same */
 function Siblings({run, view, attempts, from, when}) {

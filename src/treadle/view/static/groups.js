@@ -1,10 +1,10 @@
 // The table of groups: filtered and sorted by the server, and only the lines in sight are drawn.
-import {html} from "./html.js";
-import {useEffect, useRef, useState} from "./vendor/preact.js";
-import {get, useVersion} from "./api.js";
-import {counted, figure, tally} from "./format.js";
-import {AttemptCells, Problems, Tabs, kept, useSelection} from "./parts.js";
-import {link} from "./sequence.js";
+import {html} from "pages/html.js";
+import {useEffect, useRef, useState} from "pages/vendor/preact.js";
+import {get, useVersion} from "pages/api.js";
+import {counted, figure, tally} from "pages/format.js";
+import {AttemptCells, Problems, Tabs, kept, useSelection} from "pages/parts.js";
+import {link} from "pages/sequence.js";
 
 const LINE = 52; // pixels
 const PAGE = 100; // lines asked for at a time

@@ -1,6 +1,6 @@
 // Elements from templates, in which no text steers: whatever a user, a model or a tool wrote is shown as it is.
-import {html as plain} from "./vendor/preact.js";
-import {visible} from "./format.js";
+import {html as plain} from "pages/vendor/preact.js";
+import {visible} from "pages/format.js";
 
 const SHOWN = ["title", "aria-label"];
 

@@ -1,9 +1,9 @@
 // Small parts that several pages share.
-import {html} from "./html.js";
-import {useEffect, useRef, useState} from "./vendor/preact.js";
-import {embedded} from "./api.js";
-import {figure, signed} from "./format.js";
-import {link, routeOf} from "./sequence.js";
+import {html} from "pages/html.js";
+import {useEffect, useRef, useState} from "pages/vendor/preact.js";
+import {embedded} from "pages/api.js";
+import {figure, signed} from "pages/format.js";
+import {link, routeOf} from "pages/sequence.js";
 
 /** Returns the address of what is shown: in an exported file, at first, what it opens at. */
 export function address() {

@@ -1,11 +1,11 @@
 // One run: what became of its steps, its curves, evaluations and failures.
-import {html} from "./html.js";
-import {useMemo, useState} from "./vendor/preact.js";
-import {useAnswer, useNow, useRows, useVersion} from "./api.js";
-import {Chart} from "./charts.js";
-import {counted, duration, figure, percent} from "./format.js";
-import {DoesNow, Facts, Problems, StatePill, Tabs, Waiting, useChoice} from "./parts.js";
-import {link} from "./sequence.js";
+import {html} from "pages/html.js";
+import {useMemo, useState} from "pages/vendor/preact.js";
+import {useAnswer, useNow, useRows, useVersion} from "pages/api.js";
+import {Chart} from "pages/charts.js";
+import {counted, duration, figure, percent} from "pages/format.js";
+import {DoesNow, Facts, Problems, StatePill, Tabs, Waiting, useChoice} from "pages/parts.js";
+import {link} from "pages/sequence.js";
 
 /** Panels of metrics, by name or pattern; what no panel has comes behind them. */
 export const PANELS = [
@@ -98,11 +98,11 @@ function Evaluations({run, rows}) {
 /** @param {{run: string, counts: any}} props */
 function Account({run, counts}) {
   const total = (/** @type {string} */ split) => counts.splits.find((/** @type {any} */ s) => s.split === split)?.steps || 1;
-  return html`<section><h2>What became of every step</h2><ul class="account">${counts.states.map((/** @type {any} */ row) => html`
+  return html`<section><h2>What became of every step <span class="beside faint">the rules: docs/runs.md</span></h2><ul class="account">${counts.states.map((/** @type {any} */ row) => html`
     <li><a href=${link(["run", run, "groups"], {split: row.split, reason: row.reason})}>
       <span class="share ${row.state}"><span style=${{width: `${Math.max(1, 100 * row.count / total(row.split))}%`}}></span></span>
       <b>${figure(row.count)}</b> ${row.split === "train" ? "training" : "held-out"}: ${row.state}${row.reason ? `, ${row.reason}` : ""}</a>
-      <div class="faint">${row.text} <a class="why" href=${link(["run", run, "rules"], {rule: row.reason || row.state})}>the rule</a></div></li>`)}</ul>
+      <div class="faint">${row.text}</div></li>`)}</ul>
     ${counts.failures.length > 0 && html`<h3>Failures</h3><ul class="failures">${counts.failures.map((/** @type {any} */ row) => html`
       <li><b>${figure(row.count)}×</b> <a href=${link(["run", run, "trajectory", row.trajectory_id])}>${row.cause}</a> <span>${row.message}</span></li>`)}</ul>`}
     </section>`;

@@ -1,9 +1,9 @@
 // All runs: what each is, how far it is, and what it has reached.
-import {html} from "./html.js";
-import {useAnswer, useNow, useVersion} from "./api.js";
-import {duration, figure, percent} from "./format.js";
-import {DoesNow, Problems, Sparkline, StatePill, Waiting, useChoice, useSelection} from "./parts.js";
-import {link} from "./sequence.js";
+import {html} from "pages/html.js";
+import {useAnswer, useNow, useVersion} from "pages/api.js";
+import {duration, figure, percent} from "pages/format.js";
+import {DoesNow, Problems, Sparkline, StatePill, Waiting, useChoice, useSelection} from "pages/parts.js";
+import {link} from "pages/sequence.js";
 
 /** @param {{done: number, all: number}} props */
 function Progress({done, all}) {

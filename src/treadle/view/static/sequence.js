@@ -175,44 +175,17 @@ export function stretchesOf(intervals) {
 }
 
 /**
- * Returns the phases of a run in seconds since its first one, without the pauses between its processes: its intervals; in
- * runs without them, the phases of each update, one after another before `wall_seconds`.
- * @param {any[]} rows of metrics.jsonl
+ * Returns the phases of a run in seconds since its first one, without the pauses between its processes.
  * @param {any[]} intervals rows of intervals.jsonl
  * @returns {{phase: string, update: number, start: number, end: number}[]}
  */
-export function phasesOf(rows, intervals) {
+export function phasesOf(intervals) {
   const stretches = stretchesOf(intervals);
-  const found = intervals.toSorted((a, b) => a.started - b.started).map((row) => {
+  return intervals.toSorted((a, b) => a.started - b.started).map((row) => {
     const own = /** @type {any} */ (stretches.findLast((stretch) => stretch.began <= row.started));
     const start = own.start + row.started - own.began;
     return {phase: row.phase, update: row.update, start, end: start + row.seconds};
   });
-  if (found.length) return found;
-  for (const row of rows) {
-    if (row.kind !== "update" || typeof row.wall_seconds !== "number") continue;
-    let end = row.wall_seconds;
-    for (const phase of ["publish", "update", "rollout"]) {
-      const start = end - (row[`seconds_${phase}`] || 0);
-      if (start < end) found.push({phase, update: row.update, start, end});
-      end = start;
-    }
-  }
-  return found;
-}
-
-/**
- * Returns what is drawn of a phase, by lane. While a batch is sampled, attempts spend a share of their time in the engine.
- * @param {string} phase
- * @param {number | null | undefined} engineShare of that update
- * @returns {{lane: string, kind: string, share: number}[]}
- */
-export function barsOf(phase, engineShare) {
-  if (phase === "evaluation") return [{lane: "evaluations", kind: "evaluation", share: 1}];
-  if (phase !== "rollout") return [{lane: "learner", kind: phase, share: 1}];
-  const engine = Math.min(1, engineShare ?? 1);
-  const bars = [{lane: "engine", kind: "sampling", share: engine}, {lane: "environments", kind: "playing", share: 1 - engine}];
-  return bars.filter((bar) => bar.share > 0);
 }
 
 /**

@@ -1,18 +1,17 @@
 // What happened when: the calls of an attempt, and the engine, the environments and the learner of a run.
-import {html} from "./html.js";
-import {useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
-import {useAnswer, useRows, useVersion} from "./api.js";
-import {colour} from "./charts.js";
-import {counted, duration, figure, percent} from "./format.js";
-import {Problems, Tabs, Waiting} from "./parts.js";
-import {barsOf, lanesInTime, link, phasesOf, stretchesOf} from "./sequence.js";
+import {html} from "pages/html.js";
+import {useEffect, useMemo, useRef, useState} from "pages/vendor/preact.js";
+import {useAnswer, useRows, useVersion} from "pages/api.js";
+import {colour} from "pages/charts.js";
+import {counted, duration, figure, percent} from "pages/format.js";
+import {Problems, Tabs, Waiting} from "pages/parts.js";
+import {lanesInTime, link, phasesOf, stretchesOf} from "pages/sequence.js";
 
 const LANE = 16, BAR = 11; // pixels
 const RUN_LANE = 46, FULL = RUN_LANE - 8;
 const LANES = ["engine", "environments", "learner", "evaluations"];
 const PARTS = 600; // of the time in sight, in which calls are counted
-const KINDS = [["sampling", "in the engine"], ["playing", "in environments and agents"], ["update", "the learner's updates"],
-  ["publish", "publishing weights"], ["checkpoint", "checkpoints"], ["evaluation", "evaluations"]];
+const PHASES = [["update", "the learner's updates"], ["publish", "publishing weights"], ["checkpoint", "checkpoints"], ["evaluation", "evaluations"]];
 const WIDTH = 1000; // of the drawing, in its own units
 
 /**
@@ -109,26 +108,24 @@ function Activity({data, spans, x}) {
     <path class="phase-playing" d=${area(1, data.outside, null)} /></g>`;
 }
 
+/** @param {{phase: string}} props */
+const laneOf = ({phase}) => phase === "evaluation" ? "evaluations" : "learner";
+
 /**
  * Draws a run's seconds: drag to zoom, double-click to go back, click a phase for its update.
  * @param {{run: string, query: URLSearchParams}} props
  */
 export function TimelinePage({run, query}) {
-  const {rows, error} = useRows(run);
-  const {rows: intervals} = useRows(run, "intervals");
+  const {rows: intervals, error} = useRows(run, "intervals");
   const {data: detail} = useAnswer(`runs/${encodeURIComponent(run)}`, useVersion(run));
   const chosen = query.get("update");
   const stretches = useMemo(() => stretchesOf(intervals), [intervals]);
-  const all = useMemo(() => {
-    const shares = new Map(rows.filter((row) => row.kind === "update").map((row) => [row.update, row.engine_share]));
-    return phasesOf(rows, intervals).flatMap((p) => barsOf(p.phase, shares.get(p.update)).map((bar) => ({...p, ...bar})))
-      .map((p, at) => ({...p, at}));
-  }, [rows, intervals]);
+  const phases = useMemo(() => phasesOf(intervals).filter((p) => p.phase !== "rollout").map((p, at) => ({...p, at})), [intervals]);
   const [zoom, setZoom] = useState(/** @type {[number, number] | null} */ (null));
   const [drag, setDrag] = useState(/** @type {[number, number] | null} */ (null));
   const [over, setOver] = useState(/** @type {any} */ (null));
   const place = useRef(/** @type {any} */ (null));
-  const end = all.reduce((last, phase) => Math.max(last, phase.end), 0);
+  const end = stretches.reduce((last, {began, ended, start}) => Math.max(last, start + ended - began), 0);
   const [from, to] = zoom || [0, end];
   const version = useVersion(run, 20);
   const {asked, inSight} = useMemo(() => {  // not with each interval of a run that goes on
@@ -141,14 +138,13 @@ export function TimelinePage({run, query}) {
   if (answer.data) latest.current = {activity: answer.data, spans: inSight};
   const {activity, spans} = latest.current;
   const counts = activity?.is_recorded, counting = asked.length > 0 && !activity && !answer.error;
-  const phases = counts || counting ? all.filter((p) => p.phase !== "rollout") : all;
-  const lanes = LANES.filter((lane, n) => phases.some((p) => p.lane === lane) || (counts || counting) && n < 2);
+  const lanes = LANES.filter((lane, n) => n < 3 || phases.some((p) => laneOf(p) === lane));
   const x = (/** @type {number} */ time) => WIDTH * (time - from) / (to - from);
   const timeAt = (/** @type {MouseEvent} */ event) => {
     const box = place.current.getBoundingClientRect();
     return from + (to - from) * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
   };
-  const phaseAt = (/** @type {MouseEvent} */ event) => all[Number(/** @type {SVGElement} */ (event.target).dataset.phase)] || null;
+  const phaseAt = (/** @type {MouseEvent} */ event) => phases[Number(/** @type {SVGElement} */ (event.target).dataset.phase)] || null;
   const lift = (/** @type {MouseEvent} */ event) => {
     const time = timeAt(event);
     const clicked = phaseAt(event) || phases.find((p) => p.phase === "update" && p.end >= time);
@@ -157,14 +153,14 @@ export function TimelinePage({run, query}) {
     setDrag(null);
   };
   const seen = phases.filter((phase) => phase.end > from && phase.start < to);
-  const total = (/** @type {string} */ kind) => seen.filter((p) => p.kind === kind)
-    .reduce((sum, p) => sum + p.share * (Math.min(p.end, to) - Math.max(p.start, from)), 0);
+  const total = (/** @type {string} */ phase) => seen.filter((p) => p.phase === phase)
+    .reduce((sum, p) => sum + Math.min(p.end, to) - Math.max(p.start, from), 0);
   return html`<div class="bar-row run-bar"><${Tabs} run=${run} here="timeline" /></div><${Problems} error=${error} />
     ${phases.length === 0 ? html`<p class="empty">${detail?.no_update}</p>` : html`
     <h2>Engine, environments and learner</h2>
     <p class="faint lead">${duration(from)} to ${duration(to)} of the run, without pauses between its processes. ${counts
       ? `The engine's height is how many calls of training are sampled at once, the environments' how many attempts are between two calls; full is ${activity.most}.`
-      : counting ? "Counting calls …" : "When calls began is not recorded: while the run waits for a batch, the height of a bar is the share of an attempt's seconds in the engine, or outside of it."}</p>
+      : counting ? "Counting calls …" : "No call is on record yet."}</p>
     <${Problems} error=${answer.error} problems=${activity?.problems || []} />
     <div class="run-time"><div class="names">${lanes.map((name) => html`<span>${name}</span>`)}</div>
       <svg ref=${place} viewBox=${`0 0 ${WIDTH} ${lanes.length * RUN_LANE}`} preserveAspectRatio="none" style=${{height: `${lanes.length * RUN_LANE}px`}}
@@ -173,16 +169,15 @@ export function TimelinePage({run, query}) {
         onMouseLeave=${() => { setDrag(null); setOver(null); }} onDblClick=${() => setZoom(null)}>
         ${counts && html`<${Activity} data=${activity} spans=${spans} x=${x} />`}
         ${seen.filter((p) => x(p.end) - x(p.start) > 0.2).map((p) => {
-          const bottom = lanes.indexOf(p.lane) * RUN_LANE + RUN_LANE - 4;
-          return html`<rect class=${`phase-${p.kind}`} x=${x(p.start)} width=${Math.max(x(p.end) - x(p.start) - 0.3, 0.4)} y=${bottom - FULL * p.share} height=${FULL * p.share}
-            data-phase=${p.at} />`;
+          const top = lanes.indexOf(laneOf(p)) * RUN_LANE + RUN_LANE - 4 - FULL;
+          return html`<rect class=${`phase-${p.phase}`} x=${x(p.start)} width=${Math.max(x(p.end) - x(p.start) - 0.3, 0.4)} y=${top} height=${FULL} data-phase=${p.at} />`;
         })}
         ${drag && html`<rect class="drag" x=${x(Math.min(...drag))} width=${Math.abs(x(drag[1]) - x(drag[0]))} y="0" height=${lanes.length * RUN_LANE} />`}
       </svg></div>
-    <p class="tree-note">${over ? html`update ${over.update}: <b>${over.kind}</b>, ${duration(over.end - over.start)} from ${duration(over.start)}${over.share < 1 ? `, ${percent(over.share)}` : ""}`
+    <p class="tree-note">${over ? html`update ${over.update}: <b>${over.phase}</b>, ${duration(over.end - over.start)} from ${duration(over.start)}`
       : html`${counts && html`<span class="key"><i class="phase-sampling"></i>the engine samples: ${percent(activity.busy)} of the time</span> <span class="key"><i class="phase-waiting"></i>calls wait for it</span>
-        <span class="key"><i class="phase-playing"></i>between two calls</span> `}${KINDS.filter(([kind]) => phases.some((p) => p.kind === kind)).map(([kind, label]) => html`
-        <span class="key"><i class=${`phase-${kind}`}></i>${label}: ${percent(total(kind) / (to - from))} of the time</span> `)}`}
+        <span class="key"><i class="phase-playing"></i>between two calls</span> `}${PHASES.filter(([name]) => phases.some((p) => p.phase === name)).map(([name, label]) => html`
+        <span class="key"><i class=${`phase-${name}`}></i>${label}: ${percent(total(name) / (to - from))} of the time</span> `)}`}
       ${zoom && html`<button class="quiet" onClick=${() => setZoom(null)}>all of it</button>`}</p>`}
     ${chosen ? html`<${CallsOfUpdate} key=${chosen} run=${run} update=${Number(chosen)} />`
       : phases.length > 0 && html`<p class="faint">A click on a phase shows the attempts of its update.</p>`}`;

@@ -1,9 +1,9 @@
 // Tokens as text. All of it is in the page, so that scrolling never waits and the browser's own search finds it; single
 // tokens, with their colours, are made of what is in sight only.
-import {html} from "./html.js";
-import {h, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
-import {figure, tokenColour} from "./format.js";
-import {chunked, messagesOf, pathTo, unitsOf} from "./sequence.js";
+import {html} from "pages/html.js";
+import {h, useEffect, useMemo, useRef, useState} from "pages/vendor/preact.js";
+import {figure, tokenColour} from "pages/format.js";
+import {chunked, messagesOf, pathTo, unitsOf} from "pages/sequence.js";
 
 const CHUNK = 160; // units that are made or left together
 const HEADER = 52; // pixels of the window that the header covers

@@ -1,22 +1,19 @@
 // One trajectory: what the model saw and wrote, step by step, token by token, and what became of it.
-import {html} from "./html.js";
-import {useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
-import {embedded, get, useAnswer, useVersion} from "./api.js";
-import {counted, duration, figure, rangeOf, scaleOf, signed} from "./format.js";
-import {AttemptCells, Facts, Problems, Waiting, kept, useChoice, useSelection} from "./parts.js";
-import {breaksOf, link, pathTo} from "./sequence.js";
-import {Calls} from "./timeline.js";
-import {Conversation, Tip, TokenFacts} from "./tokens.js";
-import {Cost, Tree} from "./tree.js";
+import {html} from "pages/html.js";
+import {useEffect, useMemo, useRef, useState} from "pages/vendor/preact.js";
+import {embedded, get, useAnswer, useVersion} from "pages/api.js";
+import {counted, duration, figure, rangeOf, scaleOf, signed} from "pages/format.js";
+import {AttemptCells, Facts, Problems, Waiting, kept, useChoice, useSelection} from "pages/parts.js";
+import {breaksOf, link, pathTo} from "pages/sequence.js";
+import {Calls} from "pages/timeline.js";
+import {Conversation, Tip, TokenFacts} from "pages/tokens.js";
+import {Cost, Tree} from "pages/tree.js";
 
 /** @param {{run: string, fate: any}} props */
 export function Fate({run, fate}) {
-  const rule = fate.state === "dropped" ? html`<code>${fate.rule}</code>` : "rule";
   return html`<p class=${`fate ${fate.state}`}>${fate.text}
     ${fate.settings.map((/** @type {string} */ path) => embedded ? html` <code>${path}</code>`
-      : html` <a href=${link(["run", run, "config"], {key: path})} title="the setting that decides"><code>${path}</code></a>`)}
-${embedded ? html` <span class="rule">${rule}</span>`
-      : html` <a class="rule" href=${link(["run", run, "rules"], {rule: fate.reason || fate.state})} title=${`decided by ${fate.rule}`}>${rule}</a>`}</p>`;
+      : html` <a href=${link(["run", run, "config"], {key: path})} title="the setting that decides"><code>${path}</code></a>`)}</p>`;
 }
 
 /** @param {{relation: any, onStep: (step: number) => void}} props */

@@ -1,8 +1,8 @@
 // The exact prefix tree: each shared prefix once, tokens from left to right, a lane for each branch.
-import {html} from "./html.js";
-import {useState} from "./vendor/preact.js";
-import {counted, figure} from "./format.js";
-import {lanesOf} from "./sequence.js";
+import {html} from "pages/html.js";
+import {useState} from "pages/vendor/preact.js";
+import {counted, figure} from "pages/format.js";
+import {lanesOf} from "pages/sequence.js";
 
 const LANE = 17, BAR = 9; // pixels
 

@@ -1,4 +1,4 @@
-"""Engines behind actors, with actors of this process: the same waves, and what becomes of calls when an actor ends."""
+"""Engines of other processes, with workers of this one: the same waves, and what becomes of calls when one ends."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -8,54 +8,55 @@ from typing import Any
 import numpy as np
 import pytest
 from torch import Tensor
-from treadle.engines.process.rpc import EngineEnded
 
 from tests.engines.test_torch_engine import play_all, random_scripts, texts
 from tests.models import tiny
 from tests.until import until
-from treadle.core.config import build
-from treadle.core.errors import EngineError
+from treadle.core.errors import EngineEnded, EngineError, WorkerLost
 from treadle.core.types import SamplingParams
-from treadle.engines.config import EngineConfig
+from treadle.engines.remote import EngineService, RemoteEngine
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
-from treadle.placement import engine_actors
-from treadle.placement.actors import ActorLost
-from treadle.placement.engine_actors import EngineActor, RemoteEngine
 
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 
 
 class Here:
-    """Stands in for `Actor`."""
+    """A worker in this process."""
 
     process = None
 
-    def __init__(self, name: str, *_: object) -> None:
-        self.name, self.actor = name, EngineActor()
+    def __init__(self) -> None:
+        self.service = EngineService()
         self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def open(self) -> None:
         pass
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        answer = asyncio.ensure_future(getattr(self.actor, method)(*arguments))
+        answer = asyncio.ensure_future(getattr(self.service, method)(*arguments))
         try:
             await asyncio.wait([answer, self.dead], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             answer.cancel()
             raise
         if self.dead.done():
-            raise ActorLost(f"{self.name} ended: killed")
+            raise WorkerLost("engine 0 ended: killed")
         return answer.result()
 
     def tail(self) -> str:
         return ""
 
+    def post(self, method: str, *arguments: Any) -> None:
+        raise NotImplementedError
+
     def kill(self) -> None:
         if not self.dead.done():
             self.dead.set_result(None)
+
+    async def close(self) -> None:
+        self.kill()
 
 
 class Weights:
@@ -63,10 +64,9 @@ class Weights:
 
     def __init__(self, seed: int) -> None:
         self._weights = unique_weights(tiny(seed=seed))
-        self.message = {"weights": self}
 
     def discard(self) -> None:
-        raise NotImplementedError
+        pass
 
     async def fetch(self) -> Mapping[str, Tensor]:
         return self._weights
@@ -77,10 +77,8 @@ def local_engine() -> TorchEngine:
 
 
 @asynccontextmanager
-async def opened(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> AsyncIterator[RemoteEngine]:
-    monkeypatch.setattr(engine_actors, "Actor", Here)
-    config = build(EngineConfig, {"lock_step": True})
-    engine = RemoteEngine("engine 0", local_engine, config, {}, said.append)
+async def opened(said: list[str]) -> AsyncIterator[RemoteEngine]:
+    engine = RemoteEngine("engine 0", local_engine, Here, lock_step=True, tolerance=1e-6, notify=said.append)
     await engine.open()
     try:
         yield engine
@@ -95,9 +93,9 @@ async def publish(engine: RemoteEngine, seed: int, version: int) -> None:
     await engine.update_weights(stage, version)
 
 
-async def test_waves_are_those_of_the_engine_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waves_are_those_of_the_engine_in_this_process() -> None:
     here = local_engine()
-    async with opened(monkeypatch, []) as there:
+    async with opened([]) as there:
         for seed in range(3):
             expected, played = [await play_all(engine, random_scripts(seed)) for engine in (here, there)]
             assert texts(played) == texts(expected)
@@ -106,17 +104,17 @@ async def test_waves_are_those_of_the_engine_in_this_process(monkeypatch: pytest
     await here.close()
 
 
-async def test_the_next_actor_has_the_weights_that_were_published_last(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_next_process_has_the_weights_that_were_published_last() -> None:
     said: list[str] = []
-    async with opened(monkeypatch, said) as engine:
+    async with opened(said) as engine:
         await publish(engine, 5, 1)
         scores = await engine.score(PROMPT)
         engine.open_session("a")
         running = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams(max_tokens=200), session="a"))
         await until(lambda: engine._driver is not None and not engine._waiting)
-        actor = engine._place.actor
-        assert actor is not None
-        actor.kill()
+        worker = engine._place.worker
+        assert isinstance(worker, Here)
+        worker.kill()
         with pytest.raises(EngineEnded, match="engine 0 ended: killed"):
             await running
         assert (await engine.score(PROMPT)).tobytes() == scores.tobytes()
@@ -125,13 +123,13 @@ async def test_the_next_actor_has_the_weights_that_were_published_last(monkeypat
         assert said == ["engine 0 ended: killed; starting it again"]
 
 
-async def test_an_engine_that_always_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_always_ends_is_given_up() -> None:
     said: list[str] = []
-    async with opened(monkeypatch, said) as engine:
+    async with opened(said) as engine:
         for _ in range(3):
             await engine._place.ready()
-            assert engine._place.actor is not None
-            engine._place.actor.kill()
+            assert isinstance(engine._place.worker, Here)
+            engine._place.worker.kill()
             with pytest.raises(EngineEnded):
                 await engine.score(PROMPT)
         with pytest.raises(EngineEnded, match="started 3 times in vain"):
@@ -139,8 +137,8 @@ async def test_an_engine_that_always_ends_is_given_up(monkeypatch: pytest.Monkey
         assert engine.over and engine.is_down and len(said) == 2
 
 
-async def test_what_is_cancelled_or_closed_frees_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(monkeypatch, []) as engine:
+async def test_what_is_cancelled_or_closed_frees_the_others() -> None:
+    async with opened([]) as engine:
         for session in "ab":
             engine.open_session(session)
         alone = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams(max_tokens=200), session="a"))

@@ -1,7 +1,7 @@
-"""Asynchronous training without a model: the loop as it is, a learner and an engine that only take their time.
+"""Asynchronous training without a model, in virtual time: the real loop, a simulated learner and engine.
 
-Simplified: a trajectory's seconds are drawn, its steps take equal shares of them, one after the other, each as soon as
-there is a place in the engine; a step has two tokens, its first and its last; environments take no time; nothing fails.
+Simplified: a trajectory's seconds are drawn; its steps take equal shares of them, one after the other, each as soon as
+the engine has a place; a step has two tokens, its first and its last; environments take no time; nothing fails.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _TASKS = 64
 
 
 def lognormal(mean: float, sigma: float) -> Seconds:
-    """Return the distribution exp(N(mu, sigma^2)) of this mean; sigma 0 is constant."""
+    """Return the lognormal distribution exp(N(mu, sigma^2)) with this mean; sigma 0 is constant."""
     normal, scale = NormalDist(), mean * float(np.exp(-(sigma**2) / 2))
     return lambda u: scale * float(np.exp(sigma * normal.inv_cdf(min(max(u, 1e-12), 1 - 1e-12))))
 
 
 def replayed(seconds: Sequence[float]) -> Seconds:
-    """Return the distribution of these seconds, each as probable as another."""
+    """Return the uniform distribution over these seconds."""
     ordered = sorted(seconds)
     return lambda u: ordered[int(u * len(ordered))]
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Describes what is simulated.
+    """What is simulated.
 
     Seconds: generation of a trajectory, `mean` on average; training of an update; publication of weights to the engine,
     which samples on meanwhile. engine_capacity: steps that it samples at a time.
@@ -71,19 +71,19 @@ class World:
 
     @property
     def batch(self) -> int:
-        """Return the number of trajectories of an update."""
+        """Trajectories of an update."""
         return self.tasks_per_update * self.group_size
 
     @property
     def bound(self) -> float:
-        """Return the trajectories a second that neither engine nor learner could exceed, however they overlap."""
+        """Upper bound on trajectories a second, however engine and learner overlap."""
         learner = self.training + self.publication
         return min(self.engine_capacity / self.mean, self.batch / learner if learner else float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
 class StalenessSettings:
-    """Holds the staleness settings of training."""
+    """Staleness settings of training."""
 
     max_staleness: int
     stale_policy: StalePolicy = "mask_steps"
@@ -91,7 +91,7 @@ class StalenessSettings:
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """Records what happened in a simulation.
+    """What happened in a simulation.
 
     seconds, groups: of each finished trajectory, by its id, what it took and the index of its group; trained: how many
     of its steps. staleness: of every trained step, in order. published: when each update's weights were in use, and the
@@ -107,7 +107,7 @@ class SimulatedRun:
     outstanding: frozenset[int] = frozenset()
 
     def train(self, groups: Sequence[Group]) -> None:
-        """Record the groups of an update."""
+        """Record an update."""
         live = {t.trajectory_id: as_trained(t).steps for group in groups for t in group.trajectories}
         version = len(self.trained)
         self.trained.append({name: len(steps) for name, steps in live.items()})
@@ -168,7 +168,7 @@ def _config(world: World, staleness: StalenessSettings) -> RunConfig:
 
 
 def _script(world: World, seen: SimulatedRun) -> Callable[[str, Task, Address], FakeAttempt]:
-    """Attempts of drawn length, keyed by their address, in equal steps; every other one succeeds."""
+    """Return attempts of drawn length, keyed by their address, in equal steps; every other one succeeds."""
 
     def script(name: str, task: Task, a: Address) -> FakeAttempt:
         address = call_seed(a.seed, Stream.BENCH, a.epoch, a.position, a.attempt, 0)
@@ -181,7 +181,7 @@ def _script(world: World, seen: SimulatedRun) -> Callable[[str, Task, Address], 
 
 @dataclass(frozen=True, slots=True)
 class _Publication:
-    """Weights that take their time to get to the engine."""
+    """Weight sync that takes `seconds`."""
 
     seconds: float
     engine: FakeEngine
@@ -196,7 +196,7 @@ class _Publication:
 
 
 class _Unwritten(RunStore):
-    """Remembers which group an attempt is of, and writes nothing."""
+    """Run store that remembers the group of each attempt and writes nothing."""
 
     def __init__(self, run: RunDirectory, ledger: Ledger, seen: SimulatedRun) -> None:
         super().__init__(run, ledger)

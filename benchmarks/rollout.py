@@ -1,6 +1,10 @@
 """Multi-turn sampling: engines against Hugging Face `generate`, same model, same work, random observations.
 
-Simplified: every completion has the same length and observations are random ids, so that all do the same work.
+Simplified: every completion has the same length and observations are random ids, so that all do the same work. vLLM is
+measured where its environment is installed.
+
+    python -m benchmarks.rollout
+    python -m benchmarks.rollout --threads 2 --repeats 5
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from treadle.benchmarks.report import Report, Row, median_seconds
+from benchmarks.measure import Row, Table, make_parser, median_seconds, show
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Engine
 from treadle.core.errors import ConfigError
@@ -30,7 +34,6 @@ from treadle.training.make import load_source
 
 _VOCABULARY = 704
 _PAD, _STOP = 0, 2
-_TURNS = (4, 8)
 _NAMES = {"torch": "TorchEngine", "vllm": "VLLMEngine"}
 _BASE = "transformers generate"
 EMBEDDED = EngineConfig(kind="torch", lock_step=False)
@@ -41,7 +44,7 @@ RolloutRunner = Callable[["Work"], object]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Describes the work: `sessions` in groups of `group` with a common first prompt.
+    """Work to do: `sessions` in groups of `group` with a common first prompt.
 
     Lengths are in tokens, those of the demo. Prompts and observations vary between half and one and a half times as
     many, so that a batch is ragged.
@@ -71,19 +74,19 @@ def _about(rng: np.random.Generator, count: int) -> Ids:
     return rng.integers(_STOP + 1, _VOCABULARY, size).astype(np.int32)
 
 
-def measure(threads: int, repeats: int, sessions: Sequence[int] = (1, 8, 32, 64), vllm: bool | None = None) -> Report:
-    """Measure seconds and sampled tokens a second, for each number of sessions.
-
-    vllm: whether to measure vLLM, too; default: if its environment is there. Its kernels for CPUs want heads of at
-    least 32, so that beside it all play with such a model.
-    """
-    torch.set_num_threads(threads)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure seconds and sampled tokens a second, for several numbers of sessions; print a table."""
+    options = make_parser(__doc__, repeats=3, threads=True).parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    sessions, turns = ((2,), (2,)) if options.small else ((1, 8, 32, 64), (4, 8))
     with asyncio.Runner() as runner:
-        rows = _model_rows(runner, load_recipe("demo").model, [EMBEDDED], sessions, repeats)
-        if _has_vllm() if vllm is None else vllm:
-            wider = load_recipe("demo", ["model.build.head_dim=32"]).model
-            rows += _model_rows(runner, wider, [EMBEDDED, EngineConfig(kind="vllm", batch=64)], sessions, repeats)
-    return Report("rollout", f"the demo's Qwen3, median of {repeats}, {threads} thread(s)", rows)
+        rows = _model_rows(runner, load_recipe("demo").model, [EMBEDDED], sessions, turns, options.repeats)
+        if _has_vllm() and not options.small:
+            wider = load_recipe("demo", ["model.build.head_dim=32"]).model  # vLLM's kernels for CPUs want 32 or more
+            engines = [EMBEDDED, EngineConfig(kind="vllm", batch=64)]
+            rows += _model_rows(runner, wider, engines, sessions, turns, options.repeats)
+    note = f"the demo's Qwen3, median of {options.repeats}, {options.threads} thread(s)"
+    show(options.json, Table("rollout", note, rows))
 
 
 def _has_vllm() -> bool:
@@ -99,9 +102,10 @@ def _model_rows(
     model: ModelConfig,
     configs: Sequence[EngineConfig],
     sessions: Sequence[int],
+    turns: Sequence[int],
     repeats: int,
 ) -> list[Row]:
-    """Every engine with one model, and `generate`."""
+    """Measure every engine with one model, and `generate`."""
     chat = replace(load_chat_interface(model), stop_token_ids=())  # all play to the full length
     source = load_source(model, seed=0)
     players: dict[str, RolloutRunner] = {}
@@ -115,8 +119,8 @@ def _model_rows(
     rows: list[Row] = []
     try:
         for count in sessions:
-            for turns in _TURNS:
-                rows += _rows(players, Work(count, group=min(8, count), turns=turns), repeats)
+            for number in turns:
+                rows += _rows(players, Work(count, group=min(8, count), turns=number), repeats)
     finally:
         for engine in engines:
             runner.run(engine.close())
@@ -149,7 +153,7 @@ def _play(runner: asyncio.Runner, engine: Engine, reuse: bool, work: Work) -> No
 
 
 async def _sessions(engine: Engine, reuse: bool, work: Work) -> None:
-    """All sessions side by side, each turn as soon as the one before is answered."""
+    """Play all sessions side by side, each turn as soon as the one before is answered."""
 
     async def play(name: str, number: int, ids: Ids) -> None:
         engine.open_session(name)
@@ -165,8 +169,7 @@ async def _sessions(engine: Engine, reuse: bool, work: Work) -> None:
 
 
 def _generate(model: PreTrainedModel, work: Work) -> None:
-    """One padded batch; every turn sends the whole history, as `generate` offers no cache across calls of a ragged
-    batch."""
+    """Play one padded batch. Every turn sends the whole history: `generate` keeps no cache for a ragged batch."""
     histories = work.first_prompts()
     for turn in range(work.turns):
         ids, mask = _left_padded(histories)
@@ -181,18 +184,21 @@ def _generate(model: PreTrainedModel, work: Work) -> None:
             pad_token_id=_PAD,
             eos_token_id=_STOP,
         )[:, ids.shape[1] :]
-        told = work.observations(turn)
         histories = [
             np.concatenate([history, answer, observation])
-            for history, answer, observation in zip(histories, answers.numpy(), told, strict=True)
+            for history, answer, observation in zip(histories, answers.numpy(), work.observations(turn), strict=True)
         ]
 
 
 def _left_padded(histories: Sequence[Ids]) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and mask, int64[B, longest]."""
+    """Return ids and mask, int64[B, longest]."""
     longest = max(map(len, histories))
     ids, mask = (np.zeros((len(histories), longest), np.int64) for _ in range(2))
     for row, history in enumerate(histories):
         ids[row, longest - len(history) :] = history
         mask[row, longest - len(history) :] = 1
     return torch.from_numpy(ids), torch.from_numpy(mask)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,8 @@
-"""One optimizer update under each packing: of the demo's shape, or replayed from a run."""
+"""One optimizer update under each packing: of the demo's shape, or replayed from a run.
+
+python -m benchmarks.update
+python -m benchmarks.update --replay runs/demo --threads 2
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from treadle.benchmarks.report import Report, Row, cpu_seconds
-from treadle.core.errors import RunError
+from benchmarks.measure import Row, Table, cpu_seconds, make_parser, show
 from treadle.core.files import WrittenFile
 from treadle.core.trainer import Trainer, UpdateResult
 from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory
@@ -55,10 +58,7 @@ def recorded_groups(tasks: int = 32, group_size: int = 8) -> list[Group]:
 
 
 def replayed_batches(run: Path, count: int) -> list[list[Group]]:
-    """Return the groups of up to `count` recorded updates of a run, evenly spaced.
-
-    Raises RunError for no such run, or one without a training batch.
-    """
+    """Return the groups of up to `count` recorded updates of a run, evenly spaced."""
     directory = RunDirectory.open(run)
     with closing(directory.ledger()) as ledger:
         shards = ledger.shards()
@@ -68,7 +68,7 @@ def replayed_batches(run: Path, count: int) -> list[list[Group]]:
             "WHERE g.split = 'train' AND t.reward IS NOT NULL ORDER BY g.idx, g.group_id, t.attempt"
         )
     if not rows:
-        raise RunError(f"run {str(run)!r} has recorded no training batch to replay")
+        raise SystemExit(f"run {str(run)!r} has no training batch to replay")
     size = directory.config().groups_per_batch
     batches = list(dict.fromkeys(row["idx"] // size for row in rows))
     chosen = [batches[i] for i in np.unique(np.linspace(0, len(batches) - 1, count).astype(int))]
@@ -90,54 +90,58 @@ def _replayed(folder: Path, shards: Mapping[str, WrittenFile], rows: Sequence[Ma
     return [Group(name, i, 0, i, Task(name), tuple(made)) for i, (name, made) in enumerate(groups.items())]
 
 
-def measure(threads: int, repeats: int, tasks: int = 32, run: Path | None = None) -> Report:
-    """Measure CPU seconds of forward, backward and optimizer step for the same groups, under each packing."""
-    torch.set_num_threads(threads)
-    if run is not None:
-        return _replay(run, threads, repeats)
-    groups = recorded_groups(tasks)
-    trainers = {
-        (packing, budget): _trainer(load_recipe("demo"), packing, budget)
-        for budget in (2048, 8192)
-        for packing in Packing
-    }
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure CPU seconds of forward, backward and optimizer step under each packing; print a table."""
+    parser = make_parser(__doc__, repeats=3, threads=True)
+    parser.add_argument("--replay", type=Path, metavar="RUN", help="replay recorded batches of this run")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    if options.replay:
+        table = replay(options.replay, options.repeats)
+    else:
+        table = measure(recorded_groups(2 if options.small else 32), options.repeats)
+    show(options.json, table)
+
+
+def measure(groups: Sequence[Group], repeats: int) -> Table:
+    """Measure an update on the same groups under each packing and two micro-batch budgets."""
+    ways = [(packing, budget) for budget in (2048, 8192) for packing in Packing]
+    trainers = {way: _trainer(load_recipe("demo"), *way) for way in ways}
     with asyncio.Runner() as runner:
-        taken = cpu_seconds(
-            {
-                f"{packing} {budget}": partial(_update, runner, own, groups)
-                for (packing, budget), own in trainers.items()
-            },
-            repeats,
-        )
-        results = {way: _update(runner, own, groups) for way, own in trainers.items()}
-    rows: list[Row] = []
-    for (packing, budget), [result] in results.items():
-        rows.append(_row(packing, budget, result, taken[f"{packing} {budget}"], taken[f"{Packing.STEP} {budget}"]))
-    note = f"the demo's model and shape ({len(groups)} tasks x 8), median of {repeats}, {threads} thread(s)"
-    return Report("update", note, rows)
+        runs = {str(way): partial(_update, runner, trainer, groups) for way, trainer in trainers.items()}
+        seconds = cpu_seconds(runs, repeats)
+        results = {way: _update(runner, trainer, groups)[0] for way, trainer in trainers.items()}
+    rows = [
+        _row(packing, budget, result, seconds[str((packing, budget))], seconds[str((Packing.STEP, budget))])
+        for (packing, budget), result in results.items()
+    ]
+    note = f"the demo's model and shape ({len(groups)} tasks x 8), median of {repeats}, {_threads()}"
+    return Table("update", note, rows)
 
 
-def _replay(run: Path, threads: int, repeats: int) -> Report:
-    """Each chosen update of the run, in turn under each packing; the medians over updates."""
+def replay(run: Path, repeats: int) -> Table:
+    """Measure some of a run's updates under each packing, in turn; medians over updates."""
     config = RunDirectory.open(run).config()
     budget = config.training.max_tokens_per_microbatch
     trainers = {packing: _trainer(config, packing, budget) for packing in Packing}
     batches = replayed_batches(run, 5 * repeats)
-    taken: dict[Packing, list[float]] = {packing: [] for packing in Packing}
+    seconds: dict[Packing, list[float]] = {packing: [] for packing in Packing}
     results: dict[Packing, list[UpdateResult]] = {packing: [] for packing in Packing}
     with asyncio.Runner() as runner:
         for batch in [batches[0], *batches]:  # the first only warms up
             for packing, trainer in trainers.items():
                 started = time.process_time()
                 results[packing] += _update(runner, trainer, batch)
-                taken[packing].append(time.process_time() - started)
-    step = median(taken[Packing.STEP][1:])
-    rows = [
-        _row(packing, budget, results[packing][len(batches) // 2], median(taken[packing][1:]), step)
-        for packing in Packing
-    ]
-    note = f"{len(batches)} recorded updates of {run.name}, medians over them, {threads} thread(s); tokens of one"
-    return Report("update", note, rows)
+                seconds[packing].append(time.process_time() - started)
+    step = median(seconds[Packing.STEP][1:])
+    middle = len(batches) // 2
+    rows = [_row(p, budget, results[p][middle], median(seconds[p][1:]), step) for p in Packing]
+    note = f"{len(batches)} recorded updates of {run.name}, medians over them, {_threads()}; tokens of one"
+    return Table("update", note, rows)
+
+
+def _threads() -> str:
+    return f"{torch.get_num_threads()} thread(s)"
 
 
 def _row(packing: Packing, budget: int, result: UpdateResult, seconds: float, step: float) -> Row:
@@ -160,3 +164,7 @@ def _trainer(config: RunConfig, packing: Packing, budget: int) -> Trainer:
 
 def _update(runner: asyncio.Runner, trainer: Trainer, groups: Sequence[Group]) -> list[UpdateResult]:
     return runner.run(trainer.train_batch(groups))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,27 +2,24 @@
 
     dict trie           the same nodes, one dictionary a node; the first calls only
     list merge          consecutive calls of a trajectory that continue each other, as `chain` packing; lists of ids
-    SkyRL               `merge_stepwise_output` of skyrl 0.3.0, where it is installed: a list merge of whole records
 
-Each is given the calls in its own form, arrays or lists, outside the timing. The last two share no more than
-`chain` packing does, so they leave more tokens wherever calls do not simply continue.
+Each gets the calls in its own form, arrays or lists, outside the timing. A list merge shares no more than `chain`
+packing does, so it leaves more tokens wherever calls do not simply continue.
+
+    python -m benchmarks.merge
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import groupby
-from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, patch
 
 import numpy as np
 
-from treadle.benchmarks.report import Report, Row, cpu_seconds
+from benchmarks.measure import Row, Table, cpu_seconds, make_parser, show
 from treadle.core.types import Ids
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, arrange, micro_batches
@@ -36,7 +33,7 @@ _GROUP = 10  # trajectories of a group, with a common first prompt
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Describes calls to pack, the longest of `length` tokens.
+    """Calls to pack, the longest of `length` tokens.
 
     forks: each leaves an earlier one of its group anywhere; otherwise each trajectory is append-only, from half the
     length on.
@@ -54,17 +51,19 @@ class Case:
 CASES = (Case(1000, 4096), Case(1000, 4096, forks=True), Case(10_000, 2048), Case(1000, 32_768))
 
 
-def measure(threads: int, repeats: int, cases: Sequence[Case] = CASES) -> Report:
-    """Measure the CPU seconds of every way on every case; `threads` has no effect."""
-    rows = [row for case in cases for row in _compare(case, repeats)]
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the CPU seconds of every way on every case; print a table."""
+    options = make_parser(__doc__, repeats=3).parse_args(arguments)
+    cases = (Case(60, 80), Case(60, 80, forks=True)) if options.small else CASES
+    rows = [row for case in cases for row in compare(case, options.repeats)]
     note = (
-        f"ids of {_VOCABULARY}, micro-batches of {_BUDGET} tokens, median of {repeats}; "
+        f"ids of {_VOCABULARY}, micro-batches of {_BUDGET} tokens, median of {options.repeats}; "
         "treadle is so many times as fast by tokens per CPU second"
     )
-    return Report("merge", note, rows)
+    show(options.json, Table("merge", note, rows))
 
 
-def _compare(case: Case, repeats: int) -> list[Row]:
+def compare(case: Case, repeats: int) -> list[Row]:
     calls = recorded(case)
     sample = calls[:_SAMPLE]
     ways: dict[str, tuple[Sequence[PackedCall], Callable[[], int]]] = {
@@ -72,25 +71,22 @@ def _compare(case: Case, repeats: int) -> list[Row]:
         "dict trie": (sample, partial(dict_trie, _lists(sample))),
         "list merge": (calls, partial(list_merge, _records(calls))),
     }
-    skyrl = _skyrl()
-    if skyrl is not None:
-        ways["SkyRL"] = (calls, partial(skyrl, _skyrl_input(calls)))
     taken = cpu_seconds({way: run for way, (_, run) in ways.items()}, repeats)
-    tokens = {way: sum(len(c.token_ids) for c in given) for way, (given, _) in ways.items()}
+    tokens = {way: sum(len(c.token_ids) for c in packed) for way, (packed, _) in ways.items()}
     return [
         {
             "calls are": case.name,
             "way": way,
-            "sequences": len(given),
-            "longest": max(len(c.token_ids) for c in given),
+            "sequences": len(packed),
+            "longest": max(len(c.token_ids) for c in packed),
             "tokens": tokens[way],
             "tokens left": run(),
             "CPU s": taken[way],
-            "steps per s": len(given) / taken[way],
+            "steps per s": len(packed) / taken[way],
             "Mtokens per s": tokens[way] / taken[way] / 1e6,
             "treadle is times": (tokens["treadle"] / taken["treadle"]) / (tokens[way] / taken[way]),
         }
-        for way, (given, run) in ways.items()
+        for way, (packed, run) in ways.items()
     ]
 
 
@@ -107,22 +103,22 @@ def recorded(case: Case) -> list[PackedCall]:
         trajectory = number // _STEPS
         return PackedCall(token_ids, len(token_ids) - sampled, number * sampled, trajectory, trajectory // _GROUP)
 
-    found: list[PackedCall] = []
+    made: list[PackedCall] = []
     prompt = whole = ids(0)
     for number in range(case.calls):
         if number % (_STEPS * _GROUP) == 0:
             prompt = ids(case.length // 2)
         if case.forks:
             first = number - number % (_STEPS * _GROUP)
-            earlier = found[int(rng.integers(first, number))].token_ids if number > first else prompt
+            earlier = made[int(rng.integers(first, number))].token_ids if number > first else prompt
             kept = earlier[: int(rng.integers(1, len(earlier) + 1))]
-            found.append(call(np.concatenate([kept, ids(case.length - len(kept))]), number))
+            made.append(call(np.concatenate([kept, ids(case.length - len(kept))]), number))
             continue
         step = number % _STEPS
         if step == 0:
             whole = np.concatenate([prompt, ids(case.length - len(prompt))])
-        found.append(call(whole[: len(prompt) + (case.length - len(prompt)) * (step + 1) // _STEPS], number))
-    return found
+        made.append(call(whole[: len(prompt) + (case.length - len(prompt)) * (step + 1) // _STEPS], number))
+    return made
 
 
 def _trees(calls: Sequence[PackedCall]) -> int:
@@ -161,14 +157,11 @@ def dict_trie(calls: Sequence[tuple[int, Sequence[int]]]) -> int:
 
 
 def list_merge(records: Sequence[Record]) -> int:
-    """Return how many tokens a list merge leaves.
-
-    Each call that continues the one before, in its trajectory, is appended to it.
-    """
+    """Return how many tokens are left when each call is appended to the one of its trajectory that it continues."""
     merged: list[list[int]] = []
-    for _, own in groupby(records, key=lambda record: record[0]):
+    for _, calls in groupby(records, key=lambda record: record[0]):
         whole: list[int] = []
-        for _, prompt, completion in own:
+        for _, prompt, completion in calls:
             if not whole or prompt[: len(whole)] != whole:
                 whole = []
                 merged.append(whole)
@@ -177,50 +170,5 @@ def list_merge(records: Sequence[Record]) -> int:
     return sum(map(len, merged))
 
 
-# What SkyRL's file imports but its merge does not need: ray, vLLM, configuration. On Python 3.11 some of it fails.
-_NOT_NEEDED = (
-    "loguru",
-    "torch",
-    "skyrl_gym.metrics",
-    "skyrl.backends.skyrl_train.inference_servers.base",
-    "skyrl.train.config",
-    "skyrl.train.generators.base",
-    "skyrl.train.utils.trainer_utils",
-)
-
-
-def _skyrl() -> Callable[[dict[str, Any]], int] | None:
-    """Its merge, from `skyrl/train/generators/utils.py` alone, or None where it is not installed."""
-    package = find_spec("skyrl")
-    if package is None or not package.submodule_search_locations:
-        return None
-    spec = spec_from_file_location("_skyrl", Path(package.submodule_search_locations[0], "train/generators/utils.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    stand_ins = {name: MagicMock() for name in ("skyrl", *_NOT_NEEDED)}
-    with patch.dict(sys.modules, stand_ins):
-        spec.loader.exec_module(module)
-
-    def merge(output: dict[str, Any]) -> int:
-        with patch.dict(sys.modules, stand_ins):
-            merged = module.merge_stepwise_output(output)
-        return sum(map(len, merged["prompt_token_ids"])) + sum(map(len, merged["response_ids"]))
-
-    return merge
-
-
-def _skyrl_input(calls: Sequence[PackedCall]) -> dict[str, Any]:
-    prompts, responses = zip(*map(_split, calls), strict=True)
-    following = [c.trajectory for c in calls[1:]] + [-1]
-    return {
-        "prompt_token_ids": list(prompts),
-        "response_ids": list(responses),
-        "rewards": [0.0] * len(calls),
-        "loss_masks": [[1] * len(ids) for ids in responses],
-        "stop_reasons": None,
-        "rollout_metrics": None,
-        "rollout_logprobs": [[-1.0] * len(ids) for ids in responses],
-        "trajectory_ids": [c.trajectory for c in calls],
-        "rollout_expert_indices": None,
-        "is_last_step": [c.trajectory != after for c, after in zip(calls, following, strict=True)],
-    }
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,8 @@
 
 Qwen's vocabulary where TREADLE_TEST_DATA holds it (`tokenizers/qwen`), else the demo's. Simplified: Qwen 3's template
 without the dropping of thoughts, random words.
+
+    TREADLE_TEST_DATA=../shared python -m benchmarks.render
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from treadle.benchmarks.report import Report, Row, cpu_seconds
+from benchmarks.measure import Row, Table, cpu_seconds, make_parser, show
 from treadle.core.types import Ids, Message
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
@@ -52,31 +54,31 @@ class _Work:
     ids: Ids
 
 
-def measure(threads: int, repeats: int, messages: Sequence[int] = (10, 20, 40, 80)) -> Report:
-    """Measure CPU milliseconds of the next prompt, for conversations of so many messages, on one thread."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure CPU milliseconds of the next prompt for conversations of several lengths; print a table."""
+    options = make_parser(__doc__, repeats=20).parse_args(arguments)
     tokenizer = _tokenizer()
     renderer = ChatRenderer(tokenizer, [int(tokenizer.eos_token_id)])
     rows: list[Row] = []
-    for count in messages:
+    for count in (4, 8) if options.small else (10, 20, 40, 80):
         work, growing = _grow(renderer, tokenizer, count)
-        taken = cpu_seconds(
-            {"exact": partial(_render, work), "anew": partial(_tokenize, tokenizer, work)}, max(repeats, 20)
-        )
+        ways = {"exact": partial(_render, work), "anew": partial(_tokenize, tokenizer, work)}
+        seconds = cpu_seconds(ways, options.repeats)
         rows.append(
             {
                 "messages": count,
                 "prompt ids": len(work.ids),
-                "ms a call": taken["exact"] * 1e3,
+                "ms a call": seconds["exact"] * 1e3,
                 "ms as it grew": growing * 1e3,
-                "ms tokenizing anew": taken["anew"] * 1e3,
-                "us an id": taken["exact"] / len(work.ids) * 1e6,
+                "ms tokenizing anew": seconds["anew"] * 1e3,
+                "us an id": seconds["exact"] / len(work.ids) * 1e6,
             }
         )
     note = (
         f"a vocabulary of {len(tokenizer)}; half of the messages sampled, each with a tool call; "
         "'as it grew': the last call, whose last message is new"
     )
-    return Report("render", note, rows)
+    show(options.json, Table("render", note, rows))
 
 
 def _tokenizer() -> Any:
@@ -88,7 +90,7 @@ def _tokenizer() -> Any:
 
 
 def _grow(renderer: ChatRenderer, tokenizer: Any, count: int) -> tuple[_Work, float]:
-    """A conversation of `count` messages, and the seconds that its last prompt took at first sight."""
+    """Return a conversation of `count` messages, and the seconds that its last prompt took the first time."""
     rng = np.random.default_rng(count)
     conversation, messages, taken = Conversation(renderer), [Message(role="user", content=_words(tokenizer, rng))], 0.0
     while True:
@@ -107,12 +109,12 @@ def _grow(renderer: ChatRenderer, tokenizer: Any, count: int) -> tuple[_Work, fl
 
 
 def _words(tokenizer: Any, rng: np.random.Generator) -> str:
-    """Text of about `_IDS` ids."""
+    """Return text of about `_IDS` ids."""
     return str(tokenizer.decode(rng.integers(300, len(tokenizer) - 10, _IDS).tolist(), skip_special_tokens=True))
 
 
 def _render(work: _Work) -> None:
-    """As an agent would have it: its messages are other objects every time."""
+    """Render as for an agent, whose messages are new objects every time."""
     work.conversation.render(json.loads(json.dumps(work.messages)))
 
 
@@ -121,3 +123,7 @@ def _tokenize(tokenizer: Any, work: _Work) -> None:
     tokenizer.encode(
         tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), add_special_tokens=False
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,10 @@
 """Admission of growing episodes to an engine's KV cache, by count and by KV budget, in virtual time.
 
+    python -m benchmarks.kv
+
 Simplified: an engine samples a few tokens of all its calls at a time, which takes longer the more there are; its cache
 is counted in tokens, without blocks; a session's prefix is dropped whole, the least recently used one first; when not
-even the running calls fit, the last one that was started is, and begins anew. Lengths and environments' seconds are
+even the running calls fit, the one started last is dropped and begins anew. Lengths and environments' seconds are
 drawn.
 """
 
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from treadle.benchmarks.report import Report, Row
+from benchmarks.measure import Row, Table, make_parser, show
 from treadle.core.engine import Completion, Engine, VersionSpan
 from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams, StopReason
@@ -24,12 +26,12 @@ from treadle.engines.kv_budget import BudgetedEngine
 from treadle.testing import VirtualLoop
 
 _CHUNK = 16  # tokens of each call that are sampled between two looks at the queue
-_COUNTS = (8, 16, 24, 32, 48, 64, 128, 256)
+COUNTS = (8, 16, 24, 32, 48, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Describes engine and episodes. Tokens: the cache; prompt, completions and observations, on average.
+    """Engine and episodes. Tokens: the cache; prompt, completions and observations, on average.
 
     prefill: tokens a second. decode, decode_each: seconds of a step, and of each sequence in it. batch: most sequences.
     turns: from a quarter to nearly twice as many. environment: seconds of a turn, on average.
@@ -51,7 +53,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Holds what a turn takes: sampled tokens, then seconds of the environment, and tokens of its observation."""
+    """Sampled tokens of a turn, then seconds of the environment, and tokens of its observation."""
 
     completion: int
     seconds: float
@@ -89,7 +91,7 @@ class _Call:
 
 @dataclass(slots=True)
 class SimulatedEngine:
-    """Takes the time that an engine with a KV cache of `world.cache` tokens would: an `Engine`.
+    """An `Engine` that takes the time of one with a KV cache of `world.cache` tokens.
 
     prefilled, recomputed: tokens of prompts that were computed, and those of them that had been computed before.
     preempted: calls that lost their place. held: token-seconds in the cache.
@@ -115,7 +117,7 @@ class SimulatedEngine:
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
-        """Sample `max_tokens` tokens, after the time that it takes."""
+        """Return `max_tokens` tokens, after the time that sampling them takes."""
         call = _Call(session, len(prompt_ids), sampling.max_tokens, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         if self._driver is None:
@@ -125,15 +127,13 @@ class SimulatedEngine:
         return Completion(ids, np.zeros(call.wanted, np.float32), StopReason.STOP, spans)
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        """Return zeros."""
         return np.zeros(len(ids) - 1, np.float32)
 
     def status(self) -> list[ComponentStatus]:
-        """Return nothing: nobody watches."""
         return []
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        return None
 
     async def _drive(self) -> None:
         while self._waiting or self._running:
@@ -230,11 +230,12 @@ async def _play(engine: Engine, name: str, prompt: int, turns: Sequence[Turn]) -
     engine.close_session(name)
 
 
-def measure(threads: int, repeats: int) -> Report:
-    """Simulate admission by several counts and by the budget, a row each; `threads` and `repeats` have no effect."""
-    world = World()
-    rows = [simulate(world, count) for count in (*_COUNTS, None)]
-    return Report("kv", _note(world), rows)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Simulate admission by several counts and by the budget; print a table."""
+    options = make_parser(__doc__).parse_args(arguments)
+    world = World(episodes=32, turns=4) if options.small else World()
+    rows = [simulate(world, count) for count in (*(COUNTS[:2] if options.small else COUNTS), None)]
+    show(options.json, Table("kv", _note(world), rows))
 
 
 def _note(world: World) -> str:
@@ -246,3 +247,7 @@ def _note(world: World) -> str:
         f"{w.prefill:,.0f} prompt tokens a second, {1e3 * w.decode:g} ms a step and {1e3 * w.decode_each:g} ms for "
         "each sequence in it"
     )
+
+
+if __name__ == "__main__":
+    main()

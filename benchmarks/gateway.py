@@ -3,6 +3,8 @@
 Simplified: every request sends the same 20 messages, of about 3.3k tokens, as a new conversation, so that rendering,
 which both ways pay alike, is warm. The load comes from a process of its own, over kept-alive connections; CPU time is
 that of the server's process alone.
+
+    python -m benchmarks.gateway
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from treadle.benchmarks.report import Report, Row
+from benchmarks.measure import Row, Table, make_parser, show
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.types import Ids, Message, SamplingParams
@@ -39,10 +41,7 @@ _MESSAGES, _TOKENS, _REPLY = 20, 4000, 32
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Describes a load: `concurrent` sessions, each making `requests` requests one after the other.
-
-    latency: of the engine, seconds.
-    """
+    """`concurrent` sessions, each making `requests` requests one after the other. latency: the engine's, seconds."""
 
     concurrent: int
     requests: int
@@ -51,10 +50,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Holds the figures of one load.
-
-    seconds: of each request. wall, cpu: seconds of all of them, the latter of the serving process.
-    """
+    """Seconds of each request; wall-clock seconds of all together, and CPU seconds of the serving process."""
 
     seconds: Sequence[float]
     wall: float
@@ -62,7 +58,7 @@ class Measured:
 
 
 class _SlowEngine(FakeEngine):
-    """Takes its time for every completion."""
+    """Engine that takes `latency` seconds for every completion."""
 
     def __init__(self, latency: float) -> None:
         super().__init__(lambda prompt, sampling: range(3, 3 + _REPLY))
@@ -75,38 +71,40 @@ class _SlowEngine(FakeEngine):
         return await super().generate(prompt_ids, sampling, session=session)
 
 
-def measure(threads: int, repeats: int, loads: Sequence[Load] | None = None) -> Report:
-    """Measure latency, throughput and CPU time of each load, through the gateway and without it."""
-    loads = loads or (Load(1, 200, 0.0), Load(32, 40, 0.1), Load(32, 40, 0.0))
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure latency, throughput and CPU time of each load, through the gateway and without it; print a table."""
+    options = make_parser(__doc__, repeats=3).parse_args(arguments)
+    loads = (Load(2, 5, 0.01),) if options.small else (Load(1, 200, 0.0), Load(32, 40, 0.1), Load(32, 40, 0.0))
     renderer = _renderer()
     messages = conversation(renderer)
-    gc.freeze()  # what the libraries hold: searching it for garbage would halt a few requests for some 200 ms
-    rows: list[Row] = []
-    for load in loads:
-        ways = {"session": _direct, "gateway": _through_gateway}
-        found = {
-            name: [asyncio.run(way(load, renderer, messages)) for _ in range(repeats + 1)][1:]
-            for name, way in ways.items()
-        }
-        base = median(float(np.median(run.seconds)) for run in found["session"])
-        for name, runs in found.items():
-            total = load.concurrent * load.requests
-            p50, p99 = (median(float(np.quantile(run.seconds, q)) for run in runs) for q in (0.5, 0.99))
-            rows.append(
-                {
-                    "way": name,
-                    "engine ms": load.latency * 1e3,
-                    "sessions": load.concurrent,
-                    "requests per s": total / median(run.wall for run in runs),
-                    "p50 ms": p50 * 1e3,
-                    "p99 ms": p99 * 1e3,
-                    "added p50 ms": (p50 - base) * 1e3,
-                    "CPU ms per request": median(run.cpu for run in runs) / total * 1e3,
-                }
-            )
+    gc.freeze()  # or garbage collection of what libraries hold would halt a few requests for some 200 ms
+    rows = [row for load in loads for row in compare(load, renderer, messages, options.repeats)]
     tokens = len(Conversation(renderer).render(messages).ids)
-    note = f"{_MESSAGES} messages, {tokens} prompt tokens, {_REPLY} sampled ones; median of {repeats}"
-    return Report("gateway", note, rows)
+    note = f"{_MESSAGES} messages, {tokens} prompt tokens, {_REPLY} sampled ones; median of {options.repeats}"
+    show(options.json, Table("gateway", note, rows))
+
+
+def compare(load: Load, renderer: ChatRenderer, messages: list[Message], repeats: int) -> list[Row]:
+    """Measure one load both ways, after a warm-up of each."""
+    rows: list[Row] = []
+    total, base = load.concurrent * load.requests, 0.0
+    for name, way in (("session", _direct), ("gateway", _through_gateway)):
+        runs = [asyncio.run(way(load, renderer, messages)) for _ in range(repeats + 1)][1:]
+        p50, p99 = (median(float(np.quantile(run.seconds, q)) for run in runs) for q in (0.5, 0.99))
+        base = base or p50
+        rows.append(
+            {
+                "way": name,
+                "engine ms": load.latency * 1e3,
+                "sessions": load.concurrent,
+                "requests per s": total / median(run.wall for run in runs),
+                "p50 ms": p50 * 1e3,
+                "p99 ms": p99 * 1e3,
+                "added p50 ms": (p50 - base) * 1e3,
+                "CPU ms per request": median(run.cpu for run in runs) / total * 1e3,
+            }
+        )
+    return rows
 
 
 def _renderer() -> ChatRenderer:
@@ -170,7 +168,7 @@ def _play_all(urls: Sequence[str], body: str, requests: int) -> list[float]:
 
 
 async def _play(url: str, body: str, requests: int) -> list[float]:
-    """Play one client on one connection. Every body is different: a repetition would be looked up as a retry."""
+    """Play one client on one connection. Every body differs, so that none passes for a retry."""
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
 
@@ -187,3 +185,7 @@ async def _play(url: str, body: str, requests: int) -> list[float]:
     writer.close()
     await writer.wait_closed()
     return seconds
+
+
+if __name__ == "__main__":
+    main()

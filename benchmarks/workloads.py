@@ -1,4 +1,4 @@
-"""Recorded groups as agents leave them: what later prompts hold of earlier turns decides what can be shared.
+"""Groups as agents record them. What later prompts keep of earlier turns decides what can be shared.
 
 A turn is thinking, action, observation; the model samples the first two. Random ids, equal for equal sizes.
 """
@@ -23,7 +23,7 @@ _DRIFT = 5  # every fifth turn of a group, which meets every place in a conversa
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Holds counts and lengths in tokens.
+    """Counts, and lengths in tokens.
 
     Thinking, action and observation vary uniformly between half and one and a half times their length.
     """
@@ -39,7 +39,7 @@ class Size:
 
 
 class Draws:
-    """Draws random tokens from one seed. turns: played so far."""
+    """Random tokens from one seed. turns: played so far."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -72,7 +72,7 @@ def _action(draws: Draws, thinking: Ids, action: Ids) -> Ids:
 
 
 def _drifted(draws: Draws, thinking: Ids, action: Ids) -> Ids:
-    """In every fifth turn the last two to five tokens come back as others, as after decoding and tokenizing again."""
+    """Change the last two to five tokens of every fifth turn, as decoding and tokenizing again would."""
     ids = _all(draws, thinking, action)
     draws.turns += 1
     if draws.turns % _DRIFT == 0:
@@ -87,7 +87,7 @@ def _step(prompt: Ids, completion: Ids) -> Step:
 
 
 def _conversation(draws: Draws, prompt: Ids, size: Size, keep: Keep, window: int) -> list[Step]:
-    """One agent, each of whose prompts holds the last `window` turns."""
+    """Play one agent, each of whose prompts holds the last `window` turns."""
     steps: list[Step] = []
     turns: list[Ids] = []
     for _ in range(size.turns):
@@ -98,8 +98,10 @@ def _conversation(draws: Draws, prompt: Ids, size: Size, keep: Keep, window: int
 
 
 def _forking(draws: Draws, prompt: Ids, size: Size) -> list[Step]:
-    """An agent whose every other turn asks a sub-agent, which has the same system prompt, a task of its own and half
-    as many turns, and whose last completion is the observation."""
+    """Play an agent that asks a sub-agent in every other turn; the observation is the sub-agent's last completion.
+
+    The sub-agent has the same system prompt, a task of its own and half as many turns.
+    """
     steps: list[Step] = []
     history = prompt
     for turn in range(size.turns):
@@ -120,7 +122,7 @@ Play = Callable[[Draws, Ids, Size], list[Step]]
 
 
 def _groups(play: Play, size: Size) -> list[Group]:
-    """Tasks with one system prompt; the attempts at one start from the same prompt."""
+    """Return a group for each task; all share one system prompt, and a group's attempts their first prompt."""
     draws = Draws(seed=0)
     system = draws.ids(size.system)
     groups = []
@@ -142,24 +144,23 @@ def _keeping(keep: Keep, window: int | None = None) -> Play:
 
 
 def _long_system(size: Size) -> list[Group]:
-    """Several tasks under a system prompt eight times as long; fewer and shorter attempts."""
+    """Return tasks under a system prompt eight times as long; fewer and shorter attempts."""
     half = replace(size, system=8 * size.system, attempts=max(2, size.attempts // 2), turns=max(1, size.turns // 2))
     return _groups(_keeping(_all), replace(half, tasks=2 * size.tasks))
 
 
 def _sub_agents(size: Size) -> list[Group]:
-    """Half as many attempts, of about twice as many calls."""
+    """Return half as many attempts, of about twice as many calls."""
     return _groups(_forking, replace(size, attempts=max(2, size.attempts // 2)))
 
 
-CLASSIC: Mapping[str, Callable[[Size], list[Group]]] = MappingProxyType(
+WORKLOADS: Mapping[str, Callable[[Size], list[Group]]] = MappingProxyType(
     {
         "append-only": partial(_groups, _keeping(_all)),
         "20% drift": partial(_groups, _keeping(_drifted)),
         "thinking stripped": partial(_groups, _keeping(_action)),
         "sliding context": partial(_groups, _keeping(_all, _WINDOW)),
+        "long system prompt": _long_system,
+        "sub-agent forks": _sub_agents,
     }
-)
-WORKLOADS: Mapping[str, Callable[[Size], list[Group]]] = MappingProxyType(
-    {**CLASSIC, "long system prompt": _long_system, "sub-agent forks": _sub_agents}
 )
