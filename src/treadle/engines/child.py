@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.child_process import exit_in_words, start_child
-from treadle.core.errors import PlacementError, WorkerLost
+from treadle.core.errors import PlacementError, TreadleError, WorkerLost
 from treadle.core.status import ProcessId
 
 _MODULE = "treadle.engines.child_worker"
 _PATIENCE = 20.0  # seconds for a process that closed its channel to end
 _TAIL = 15  # lines of the log that an error shows
+
+
+class End(TreadleError):
+    """An asynchronous generator has yielded all."""
 
 
 class ChildProcess:
@@ -34,7 +38,7 @@ class ChildProcess:
         """Start the process. name: in errors. Raises PlacementError."""
         self._name, self._log = name, log
         self._loop = asyncio.get_running_loop()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, asyncio.Queue[tuple[Any, TreadleError | None]]] = {}
         self._numbers = count()
         self._ended: asyncio.Task[str] | None = None
         ours, theirs = socket.socketpair()
@@ -57,18 +61,33 @@ class ChildProcess:
 
         Raises Treadle's errors as they were raised there, PlacementError for any other exception, and WorkerLost.
         """
-        number, answer = next(self._numbers), self._loop.create_future()
-        self._calls[number] = answer
-        self._send((number, method, arguments))
-        if self._ended is not None:
-            await asyncio.shield(self._ended)
+        answers = self.stream(method, *arguments)
         try:
-            return await answer
-        except asyncio.CancelledError:
-            self._send((number, "", ()))
-            raise
+            return await anext(answers)
         finally:
-            self._calls.pop(number, None)
+            await answers.aclose()
+
+    async def stream(self, method: str, *arguments: Any) -> AsyncGenerator[Any, None]:
+        """Yield what an asynchronous generator yields there. Raises as `call`."""
+        if self._ended is not None:
+            raise WorkerLost(await asyncio.shield(self._ended) + self.tail())
+        number = next(self._numbers)
+        answers = self._calls[number] = asyncio.Queue()
+        self._send((number, method, arguments))
+        over = False
+        try:
+            while True:
+                value, error = await answers.get()
+                over = error is not None
+                if isinstance(error, End):
+                    return
+                if error is not None:
+                    raise error
+                yield value
+        finally:
+            del self._calls[number]
+            if not over:
+                self._send((number, "", ()))
 
     def post(self, method: str, *arguments: Any) -> None:
         """Call a method whose answer nobody waits for."""
@@ -98,13 +117,8 @@ class ChildProcess:
         except (EOFError, OSError):
             self._hang_up()
             return
-        answer = self._calls.get(number)
-        if answer is None or answer.done():  # cancelled
-            return
-        if error is None:
-            answer.set_result(value)
-        else:
-            answer.set_exception(error)
+        if number in self._calls:  # else cancelled
+            self._calls[number].put_nowait((value, error))
 
     def _hang_up(self) -> None:
         self._loop.remove_reader(self._channel.fileno())
@@ -119,7 +133,6 @@ class ChildProcess:
         if not (await asyncio.wait([ending], timeout=_PATIENCE))[0]:
             self._process.kill()
         how = f"{self._name} ended with {exit_in_words(await ending)}"
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(WorkerLost(how + self.tail()))
+        for answers in self._calls.values():
+            answers.put_nowait((None, WorkerLost(how + self.tail())))
         return how

@@ -7,11 +7,13 @@ import sys
 import threading
 import traceback
 from functools import partial
+from inspect import isasyncgen
 from multiprocessing.connection import Connection
 from typing import Any
 
 from treadle.core.child_process import end_with_parent
 from treadle.core.errors import PlacementError, TreadleError
+from treadle.engines.child import End
 
 
 class Service:
@@ -48,11 +50,19 @@ class Service:
             if number in self._calls:
                 self._calls[number].cancel()
             return
-        task = self._loop.create_task(getattr(self._object, method)(*arguments))
+        task = self._loop.create_task(self._work(number, getattr(self._object, method)(*arguments)))
         self._calls[number] = task
-        task.add_done_callback(partial(self._answer, number))
+        task.add_done_callback(partial(self._finished, number))
 
-    def _answer(self, number: int, task: asyncio.Task[Any]) -> None:
+    async def _work(self, number: int, work: Any) -> Any:
+        """Return what a coroutine returns; of an asynchronous generator, send each value, and raise `End`."""
+        if not isasyncgen(work):
+            return await work
+        async for value in work:
+            self._channel.send((number, value, None))
+        raise End
+
+    def _finished(self, number: int, task: asyncio.Task[Any]) -> None:
         self._calls.pop(number, None)
         if task.cancelled():
             return

@@ -10,7 +10,7 @@ It samples what the same engine in this process would sample, bit for bit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ class EngineService:
     def __init__(self) -> None:
         self._engine: TorchEngine
         self._sessions: set[str] = set()
+        self._wave: list[asyncio.Future[Completion]] = []
 
     async def load(self, make: MakeEngine) -> Limits:
         """Load the engine."""
@@ -70,13 +71,33 @@ class EngineService:
         self._open(session)
         return await self._engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
 
-    async def wave(self, calls: Sequence[Call], closed: Sequence[str]) -> list[Completion | EngineError]:
-        """Close sessions, then sample for all other open ones. calls: in the order in which sessions were opened."""
+    async def wave(
+        self, calls: Sequence[Call], closed: Sequence[str]
+    ) -> AsyncIterator[tuple[int, Completion | EngineError]]:
+        """Close sessions, then sample for all other open ones; yield each answer, by number, when it is there.
+
+        Those that are cancelled have no answer.
+        """
         await self.close_sessions(closed)
         for call in calls:
             self._open(call.session)
-        answers = [asyncio.ensure_future(self.generate(*call)) for call in calls]
-        return await asyncio.gather(*answers, return_exceptions=True)  # type: ignore[return-value]
+        self._wave = [asyncio.ensure_future(self.generate(*call)) for call in calls]
+        done: asyncio.Queue[int] = asyncio.Queue()
+        for number, answer in enumerate(self._wave):
+            answer.add_done_callback(partial(_put, done, number))
+        for _ in calls:
+            answer = self._wave[number := await done.get()]
+            if answer.cancelled():
+                continue
+            error = answer.exception()
+            if isinstance(error, EngineError):
+                yield number, error
+            else:
+                yield number, answer.result()
+
+    async def cancel(self, number: int) -> None:
+        """Cancel a call of the wave."""
+        self._wave[number].cancel()
 
     async def close_sessions(self, sessions: Sequence[str]) -> None:
         """Forget sessions and their caches."""
@@ -116,10 +137,11 @@ class RemoteEngine:
     """An engine in another process, seen from the run's (a `pool.Member`). Call `open` before anything else.
 
     make: makes the engine, in that process. start: starts a worker that answers for an `EngineService`. tolerance: by
-    how much log-probabilities of the same weights may differ, on average. on_close: called once it is closed.
+    how much log-probabilities of the same weights may differ, on average. calls_from_elsewhere: calls come from several
+    processes, so that in lock-step their sessions' order counts and not theirs. on_close: called once it is closed.
 
     In lock-step, waves are formed here by TorchEngine's rule, and each is one call of the worker; in the other process
-    they would depend on when messages arrive. A wave that nobody waits for any more is cancelled.
+    they would depend on when messages arrive.
 
     When the process ends, its calls fail with EngineEnded, and another one takes its place with the weights that were
     published last, which must score the probe alike. Until then further calls wait.
@@ -133,6 +155,7 @@ class RemoteEngine:
         *,
         lock_step: bool,
         tolerance: float,
+        calls_from_elsewhere: bool = False,
         notify: Callable[[str], None] = lambda line: None,
         on_close: Callable[[], None] = lambda: None,
         silence: float = SILENCE,
@@ -147,6 +170,7 @@ class RemoteEngine:
         self._running = 0  # calls
         self._waiting: dict[asyncio.Future[Completion], Call] = {}  # for the next wave
         self._driver: asyncio.Task[None] | None = None
+        self._calls_from_elsewhere = calls_from_elsewhere
         self._place = Supervised(name, start, self._prepare, notify, silence)
 
     async def open(self) -> None:
@@ -316,42 +340,60 @@ class RemoteEngine:
             await asyncio.sleep(0)  # what is closed or opened in this same tick may change who waits
             async with self._turn:
                 while self._wave_is_complete():
-                    await self._wave()
+                    await self._sample_wave()
         finally:
             self._driver = None
 
     def _wave_is_complete(self) -> bool:
         return everybody_waits([call.session for call in self._waiting.values()], self._sessions.keys())
 
-    async def _wave(self) -> None:
+    async def _sample_wave(self) -> None:
         waiting, self._waiting, closed, self._closed = self._waiting, {}, self._closed, []
-        order = {session: number for number, session in enumerate(self._sessions)}
-        answers = sorted(waiting, key=lambda answer: order[waiting[answer].session])
-        wave = asyncio.ensure_future(self._call("wave", [waiting[answer] for answer in answers], closed))
-
-        def cancel(_: object) -> None:
-            if all(answer.cancelled() for answer in answers):
-                wave.cancel()
-
-        for answer in answers:
-            answer.add_done_callback(cancel)
-        await asyncio.wait([wave])
-        if wave.cancelled():
-            return
-        error = wave.exception()
-        for answer, completion in zip(answers, [error] * len(answers) if error else wave.result(), strict=True):
-            if answer.done():  # cancelled
-                continue
-            if isinstance(completion, BaseException):
-                answer.set_exception(completion)
-            else:
-                answer.set_result(completion)
+        answers = list(waiting)  # in the order in which the calls were made
+        if self._calls_from_elsewhere:
+            order = {session: number for number, session in enumerate(self._sessions)}
+            answers.sort(key=lambda answer: order[waiting[answer].session])
+        error: EngineError = EngineError("the wave was interrupted")
+        try:
+            await self._ready()
+            worker = self._place.worker
+            assert worker is not None
+            for number, answer in enumerate(answers):
+                answer.add_done_callback(partial(_cancel, worker, number))
+            wave = self._place.stream("wave", [waiting[answer] for answer in answers], closed)
+            async for number, completion in wave:
+                _settle(answers[number], completion)
+        except WorkerLost as lost:
+            error = EngineEnded(str(lost))
+        except (EngineError, PlacementError) as failure:
+            error = failure if isinstance(failure, EngineError) else EngineError(str(failure))
+        finally:
+            for answer in answers:
+                _settle(answer, error)
 
     def _fail_waiting(self, error: EngineError, session: str | None = None) -> None:
         for answer, call in list(self._waiting.items()):
             if session in (None, call.session) and not answer.done():
                 del self._waiting[answer]
                 answer.set_exception(error)
+
+
+def _put(queue: asyncio.Queue[int], number: int, _: object) -> None:
+    queue.put_nowait(number)
+
+
+def _cancel(worker: Worker, number: int, answer: asyncio.Future[Completion]) -> None:
+    if answer.cancelled():
+        worker.post("cancel", number)
+
+
+def _settle(answer: asyncio.Future[Completion], completion: Completion | EngineError) -> None:
+    if answer.done():  # cancelled, or answered
+        return
+    if isinstance(completion, EngineError):
+        answer.set_exception(completion)
+    else:
+        answer.set_result(completion)
 
 
 async def start_engine(

@@ -8,7 +8,7 @@ A worker is a process of this machine (`engines.child`) or a Ray actor (`placeme
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from treadle.core.errors import PlacementError, TreadleError, WorkerLost
@@ -40,6 +40,10 @@ class Worker(Protocol):
 
     async def close(self) -> None:
         """End it at once. Idempotent."""
+        ...
+
+    def stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
+        """Yield what an asynchronous generator yields there. Raises as `call`."""
         ...
 
     def post(self, method: str, *arguments: Any) -> None:
@@ -107,6 +111,17 @@ class Supervised(Generic[W]):
             raise
         self._answered += 1
         return answer
+
+    async def stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
+        """Stream from the worker, once there is one. Raises as `call`."""
+        worker = await self.ready()
+        try:
+            async for answer in worker.stream(method, *arguments):
+                yield answer
+        except WorkerLost as error:
+            self._lose(worker, str(error))
+            raise
+        self._answered += 1
 
     async def close(self) -> None:
         """End the worker. Idempotent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,14 @@ class Actor:
         except asyncio.CancelledError:
             ray.cancel(answer)
             raise
+        except RayError as error:
+            raise self.translate(error) from None
+
+    async def stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
+        """Yield what an asynchronous generator of the actor yields, in that order. Raises as `call`."""
+        try:
+            async for answer in getattr(self.handle, method).options(num_returns="streaming").remote(*arguments):
+                yield await answer
         except RayError as error:
             raise self.translate(error) from None
 
