@@ -3,12 +3,14 @@
     treadle models get smollm2
     python -m benchmarks.against_trl                     both, 20 updates each, and the gradients
     python -m benchmarks.against_trl --updates 3         a first look
+    python -m benchmarks.against_trl --case long --threads 1 --updates 2 --repetitions 2    long completions
     python -m benchmarks.against_trl --parts DIRECTORY   parts that are complete there are not repeated
 
 Each side is a process of its own, on `--threads` threads. Sampling and training are measured where each library
 switches from one to the other: what is neither (rewards, logging) counts as training. The gradient is that of TRL's
 first update that has one (until then weights are as they were), taken by both on the tokens that TRL sampled; once in
-float32, once in float64, where rounding does not hide a difference. `SAME` is what both are given.
+float32 and, in the short case, once in float64, where rounding does not hide a difference. `SAME` and a `Case` are what
+both are given. Repetitions are interleaved: TRL, Treadle, TRL, Treadle. Each repetition has the same seed.
 """
 
 from __future__ import annotations
@@ -36,12 +38,9 @@ import numpy as np
 from treadle.envs.phone_book import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "against_trl.json"
+RESULTS = ROOT / "benchmarks" / "results"
 PEOPLE = 3
 SAME: Mapping[str, Any] = {
-    "tasks an update": 4,
-    "completions a task": 8,
-    "longest completion": 16,
     "temperature": 1.0,
     "loss": "PPO clip 0.2 / 0.28, mean over the update's tokens (dapo)",
     "advantage": "reward - mean of the group, not divided by its deviation",
@@ -49,12 +48,37 @@ SAME: Mapping[str, Any] = {
     "optimizer": "AdamW, lr 1e-5, constant, betas 0.9 / 0.95, eps 1e-8, no weight decay, gradient norm at most 1",
     "precision": "float32, no gradient checkpointing",
 }
-TASKS, GROUP, LONGEST = SAME["tasks an update"], SAME["completions a task"], SAME["longest completion"]
 
 
-def prompts(count: int) -> list[tuple[list[dict[str, str]], str]]:
-    """Return `count` questions, after two worked examples, with their answers; always the same."""
-    return [_prompt(Random(f"against_trl/{index}")) for index in range(count)]
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Sizes of an update: tasks, completions a task (group), and longest completion in tokens.
+
+    sequences: completions in one of TRL's micro-batches. tokens: budget of one of Treadle's, which holds as many.
+    story: ask for a story and reward its variety, rather than a number of a phone book.
+    """
+
+    tasks: int
+    group: int
+    longest: int
+    sequences: int
+    tokens: int
+    story: bool = False
+
+    def prompts(self, count: int) -> list[tuple[list[dict[str, str]], str]]:
+        """Return `count` prompts with their answers; always the same."""
+        draw = _story if self.story else _prompt
+        return [draw(Random(f"against_trl/{index}")) for index in range(count)]
+
+    def grade(self, text: str, answer: str) -> float:
+        """Reward of a reply."""
+        return variety(text) if self.story else grade(text, answer)
+
+
+CASES = {
+    "short": Case(tasks=4, group=8, longest=16, sequences=32, tokens=8192),
+    "long": Case(tasks=2, group=4, longest=256, sequences=4, tokens=1400, story=True),
+}
 
 
 def _prompt(draws: Random) -> tuple[list[dict[str, str]], str]:
@@ -64,6 +88,11 @@ def _prompt(draws: Random) -> tuple[list[dict[str, str]], str]:
     for asked, number in examples:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": number}]
     return [*messages, {"role": "user", "content": question}], answer
+
+
+def _story(draws: Random) -> tuple[list[dict[str, str]], str]:
+    first, second, third = draws.sample(NAMES["train"], PEOPLE)
+    return [{"role": "user", "content": f"Write a long story about {first}, {second} and {third}."}], ""
 
 
 def _question(draws: Random, names: str) -> tuple[str, str]:
@@ -76,6 +105,12 @@ def _question(draws: Random, names: str) -> tuple[str, str]:
 def grade(text: str, answer: str) -> float:
     """Return 1 for a reply whose only number is the answer, else 0."""
     return float(re.findall(r"\d+", text) == [answer])
+
+
+def variety(text: str) -> float:
+    """Share of a text's words that are different ones."""
+    words = text.split()
+    return len(set(words)) / max(len(words), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +150,7 @@ class Update:
         )
 
 
-def run_trl(model: Path, updates: int, folder: Path, dtype: str = "float32") -> list[Update]:
+def run_trl(case: Case, model: Path, updates: int, folder: Path, dtype: str = "float32") -> list[Update]:
     """Train with TRL; leaves tokens, rewards and gradient of the first update that has one in `folder`."""
     import torch
     from datasets import Dataset
@@ -145,7 +180,8 @@ def run_trl(model: Path, updates: int, folder: Path, dtype: str = "float32") -> 
 
         def training_step(self, *arguments: Any, **named: Any) -> Any:
             loss = super().training_step(*arguments, **named)
-            if len(set(self.rewards)) > 1 and not (folder / "first.json").exists():
+            last = self._step % self.current_gradient_accumulation_steps == 0
+            if last and len(set(self.rewards)) > 1 and not (folder / "first.json").exists():
                 gradient = {name: weight.grad.clone() for name, weight in self.model.named_parameters()}
                 save_file(gradient, folder / "gradient.safetensors")
                 first = {"update": len(found), "prompts": self.prompt_ids, "rewards": self.rewards}
@@ -162,14 +198,16 @@ def run_trl(model: Path, updates: int, folder: Path, dtype: str = "float32") -> 
             return super()._maybe_log_save_evaluate(*arguments, **named)
 
     def reward(completions: Any, answer: Any, **_: Any) -> list[float | None]:
-        return [grade(messages[0]["content"], number) for messages, number in zip(completions, answer, strict=True)]
+        texts = [messages[0]["content"] for messages in completions]
+        return [case.grade(text, number) for text, number in zip(texts, answer, strict=True)]
 
-    rows = [{"prompt": messages, "answer": number} for messages, number in prompts(TASKS * updates)]
+    rows = [{"prompt": messages, "answer": number} for messages, number in case.prompts(case.tasks * updates)]
     config = trl.GRPOConfig(
         output_dir=str(folder / "trl"),
-        per_device_train_batch_size=TASKS * GROUP,
-        num_generations=GROUP,
-        max_completion_length=LONGEST,
+        per_device_train_batch_size=case.sequences,
+        gradient_accumulation_steps=case.tasks * case.group // case.sequences,
+        num_generations=case.group,
+        max_completion_length=case.longest,
         max_steps=updates,
         temperature=1.0,
         top_p=1.0,
@@ -205,7 +243,7 @@ def run_trl(model: Path, updates: int, folder: Path, dtype: str = "float32") -> 
     return found
 
 
-def run_treadle(model: Path, updates: int, folder: Path, threads: int) -> list[Update]:
+def run_treadle(case: Case, model: Path, updates: int, folder: Path, threads: int) -> list[Update]:
     """Train with Treadle; leaves the prompts of all updates in `folder`."""
     import treadle
     from treadle.core.types import Group
@@ -236,16 +274,17 @@ def run_treadle(model: Path, updates: int, folder: Path, threads: int) -> list[U
                 print(_line(len(found), found[-1]), flush=True)
 
     def reward(task: treadle.Task, text: str) -> float:
-        return grade(text, str(task.ground_truth))
+        return case.grade(text, str(task.ground_truth))
 
-    tasks = [{"prompt": messages, "ground_truth": number} for messages, number in prompts(TASKS * updates)]
+    tasks = [{"prompt": messages, "ground_truth": number} for messages, number in case.prompts(case.tasks * updates)]
     settings = {
         "data.shuffle": False,
-        "training.tasks_per_update": TASKS,
-        "training.group_size": GROUP,
+        "training.tasks_per_update": case.tasks,
+        "training.group_size": case.group,
+        "training.max_tokens_per_microbatch": case.tokens,
         "training.threads": threads,
         "training.optimizer": {"learning_rate": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0.0},
-        "rollout.max_completion_tokens": LONGEST,
+        "rollout.max_completion_tokens": case.longest,
         "algorithm.norm_by_std": False,
         "evaluation.every": 0,
         "orchestration.updates": updates,
@@ -254,7 +293,7 @@ def run_treadle(model: Path, updates: int, folder: Path, threads: int) -> list[U
     return found
 
 
-def gradient_gap(model: Path, folder: Path, dtype: str) -> dict[str, Any]:
+def gradient_gap(case: Case, model: Path, folder: Path, dtype: str) -> dict[str, Any]:
     """Return how far Treadle's gradient on the batch that TRL left is from TRL's, both in this precision."""
     import torch
     from safetensors.torch import load_file
@@ -269,8 +308,9 @@ def gradient_gap(model: Path, folder: Path, dtype: str) -> dict[str, Any]:
 
     first = json.loads((folder / "first.json").read_text())
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-    learner = Learner(policy, build(TrainingConfig, {}), build(AlgorithmConfig, {"norm_by_std": False}), 1)
-    batch = flatten(_groups(first))
+    training = build(TrainingConfig, {"max_tokens_per_microbatch": case.tokens})
+    learner = Learner(policy, training, build(AlgorithmConfig, {"norm_by_std": False}), 1)
+    batch = flatten(_groups(first, case.group))
     learner.accumulate(batch, learner.advantage.per_token(batch, Signals(None, None), learner.algorithm))
     theirs = load_file(folder / "gradient.safetensors")
     mine = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
@@ -288,7 +328,7 @@ def gradient_gap(model: Path, folder: Path, dtype: str) -> dict[str, Any]:
     }
 
 
-def _groups(first: Mapping[str, Any]) -> list[Any]:
+def _groups(first: Mapping[str, Any], size: int) -> list[Any]:
     """Return TRL's completions as recorded groups; a single update asks for no recorded log-probabilities."""
     from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory
 
@@ -302,7 +342,7 @@ def _groups(first: Mapping[str, Any]) -> list[Any]:
             sampling=SamplingParams(),
             stop_reason=StopReason.STOP,
         )
-        group, attempt = divmod(number, GROUP)
+        group, attempt = divmod(number, size)
         reward = first["rewards"][number]
         return Trajectory(f"{group}-{attempt}", f"task-{group}", attempt, (step,), reward, Status.DONE)
 
@@ -313,9 +353,9 @@ def _groups(first: Mapping[str, Any]) -> list[Any]:
             0,
             g,
             Task(f"task-{g}", ({"role": "user", "content": "?"},)),
-            tuple(trajectory(g * GROUP + i) for i in range(GROUP)),
+            tuple(trajectory(g * size + i) for i in range(size)),
         )
-        for g in range(len(first["rewards"]) // GROUP)
+        for g in range(len(first["rewards"]) // size)
     ]
 
 
@@ -327,32 +367,36 @@ def _line(number: int, update: Update) -> str:
     )
 
 
-def part(name: str, model: Path, updates: int, folder: Path, threads: int, dtype: str) -> None:
+def part(name: str, case: Case, model: Path, updates: int, folder: Path, threads: int, dtype: str) -> None:
     """Run one part in this process and write its figures into `folder`."""
     import torch
 
     torch.set_num_threads(threads)
     runs: Mapping[str, Callable[[], Any]] = {
-        "trl": lambda: [asdict(update) for update in run_trl(model, updates, folder, dtype)],
-        "treadle": lambda: [asdict(update) for update in run_treadle(model, updates, folder, threads)],
-        "gradient": lambda: gradient_gap(model, folder, dtype),
+        "trl": lambda: [asdict(update) for update in run_trl(case, model, updates, folder, dtype)],
+        "treadle": lambda: [asdict(update) for update in run_treadle(case, model, updates, folder, threads)],
+        "gradient": lambda: gradient_gap(case, model, folder, dtype),
     }
     result = runs[name]()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     (folder / f"{name}.json").write_text(json.dumps({"result": result, "peak_bytes": peak}))
 
 
-def summary(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one side's medians. The first update, which warms up, is not in them."""
-    updates = found["result"][1:] or found["result"]
+def summary(repetitions: Sequence[Mapping[str, Any]], completions: int) -> dict[str, Any]:
+    """Return one side's medians, without the first update of each repetition, which warms up."""
+    updates = [update for run in repetitions for update in run["result"][1:] or run["result"]]
+    everything = [update for run in repetitions for update in run["result"]]
     medians = {key: median(update[key] for update in updates) for key in updates[0]}
     return {
         **{key: medians[key] for key in medians if key not in ("reward", "tokens")},
         "cpu": median(update["sampling_cpu"] + update["training_cpu"] for update in updates),
+        "cpu_per_token": median(
+            (update["sampling_cpu"] + update["training_cpu"]) / update["tokens"] / completions for update in updates
+        ),
         "seconds": median(update["sampling_seconds"] + update["training_seconds"] for update in updates),
-        "peak_bytes": found["peak_bytes"],
-        "rewards": [update["reward"] for update in found["result"]],
-        "tokens": [update["tokens"] for update in found["result"]],
+        "peak_bytes": median(run["peak_bytes"] for run in repetitions),
+        "rewards": [update["reward"] for update in everything],
+        "tokens": [update["tokens"] for update in everything],
     }
 
 
@@ -360,26 +404,29 @@ def main() -> None:
     """Run both sides and the gradient, print a table and write the JSON file."""
     parser = argparse.ArgumentParser(description="Single-turn GRPO on SmolLM2, beside TRL.")
     parser.add_argument("--model", type=Path, help="directory of the model (default: smollm2 of the cache)")
+    parser.add_argument("--case", choices=tuple(CASES), default="short")
     parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, help="default: against_trl.json or against_trl_long.json")
     parser.add_argument("--parts", type=Path, help="where the parts' figures lie (default: a temporary directory)")
     parser.add_argument("--part", choices=("trl", "treadle", "gradient"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    model, threads = options.model or _smollm2(), options.threads
+    case, model, threads = CASES[options.case], options.model or _smollm2(), options.threads
     if options.part:
-        part(options.part, model, options.updates, options.folder, threads, options.dtype)
+        part(options.part, case, model, options.updates, options.folder, threads, options.dtype)
         return
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
-    def run(name: str, updates: int, dtype: str) -> dict[str, Any]:
-        folder = parts / dtype
+    def run(name: str, updates: int, dtype: str, repetition: int = 0) -> dict[str, Any]:
+        folder = parts / f"{dtype}-{repetition}"
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / f"{name}.json").is_file():
-            print(f"--- {name}, {dtype}", flush=True)
-            given = ["--model", model, "--updates", updates, "--threads", threads, "--dtype", dtype]
+            print(f"--- {name}, {dtype}, repetition {repetition}", flush=True)
+            given = ["--case", options.case, "--model", model, "--updates", updates]
+            given += ["--threads", threads, "--dtype", dtype]
             command = [sys.executable, "-m", "benchmarks.against_trl", "--part", name, "--folder", folder, *given]
             subprocess.run(list(map(str, command)), check=True, env=environment, cwd=ROOT)
         found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
@@ -387,27 +434,33 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as temporary:
         parts = options.parts or Path(temporary)
-        found = {name: run(name, options.updates, "float32") for name in ("trl", "treadle", "gradient")}
-        run("trl", 1, "float64")  # with an optimizer's moments, a second update would need more than 24 GB
-        found["float64"] = run("gradient", 1, "float64")
-        first = json.loads((parts / "float32" / "first.json").read_text())
-        prompts_of_updates = json.loads((parts / "float32" / "ours.json").read_text())
+        runs: dict[str, list[dict[str, Any]]] = {"trl": [], "treadle": []}
+        for repetition in range(options.repetitions):
+            for name, side in runs.items():
+                side.append(run(name, options.updates, "float32", repetition))
+        gradients = {"float32": run("gradient", 1, "float32")["result"]}
+        if options.case == "short":
+            run("trl", 1, "float64")  # with an optimizer's moments, a second update would need more than 24 GB
+            gradients["float64"] = run("gradient", 1, "float64")["result"]
+        first = json.loads((parts / "float32-0" / "first.json").read_text())
+        prompts_of_updates = json.loads((parts / "float32-0" / "ours.json").read_text())
     from benchmarks.measure import machine
 
-    sides = {name: summary(found[name]) for name in ("trl", "treadle")}
+    sides = {name: summary(side, case.tasks * case.group) for name, side in runs.items()}
     result = {
         "machine": machine(),
         "threads": threads,
-        "same": dict(SAME),
+        "same": {**SAME, **asdict(case)},
         **sides,
         "treadle / trl": {
             key: sides["treadle"][key] / sides["trl"][key]
-            for key in ("cpu", "seconds", "sampling_cpu", "training_cpu", "peak_bytes")
+            for key in ("cpu", "cpu_per_token", "seconds", "sampling_cpu", "training_cpu", "peak_bytes")
         },
         "prompts are the same ids": first["prompts"] == prompts_of_updates[first["update"]],
-        "gap of gradients": {"float32": found["gradient"]["result"], "float64": found["float64"]["result"]},
+        "gap of gradients": gradients,
     }
-    options.output.write_text(json.dumps(result, indent=2) + "\n")
+    name = "against_trl.json" if options.case == "short" else f"against_trl_{options.case}.json"
+    (options.output or RESULTS / name).write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 
 

@@ -9,7 +9,6 @@ python -m benchmarks.asynchronous --plot async.png
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 
@@ -72,14 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def recorded_seconds(run: Path) -> list[float]:
     """Return the seconds of a run's training trajectories."""
-    with closing(RunDirectory.open(run).ledger()) as ledger:
-        rows = ledger.query(
-            "SELECT t.seconds FROM trajectories t JOIN groups g USING (group_id) "
-            "WHERE g.split = 'train' AND t.seconds > 0"
-        )
-    if not rows:
+    seconds = [row["seconds"] for row in RunDirectory.open(run).ledger().training() if row["seconds"] > 0]
+    if not seconds:
         raise SystemExit(f"run {str(run)!r} has no training trajectory")
-    return [row["seconds"] for row in rows]
+    return seconds
 
 
 def measure(world: World, settings: Sequence[StalenessSettings]) -> list[Row]:

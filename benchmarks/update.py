@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,13 +59,9 @@ def recorded_groups(tasks: int = 32, group_size: int = 8) -> list[Group]:
 def replayed_batches(run: Path, count: int) -> list[list[Group]]:
     """Return the groups of up to `count` recorded updates of a run, evenly spaced."""
     directory = RunDirectory.open(run)
-    with closing(directory.ledger()) as ledger:
-        shards = ledger.shards()
-        rows = ledger.query(
-            "SELECT t.shard, g.group_id, g.idx, t.trajectory_id, t.attempt, t.reward "
-            "FROM groups g JOIN trajectories t USING (group_id) "
-            "WHERE g.split = 'train' AND t.reward IS NOT NULL ORDER BY g.idx, g.group_id, t.attempt"
-        )
+    ledger = directory.ledger()
+    shards = ledger.shards()
+    rows = [row for row in ledger.training() if row["reward"] is not None]
     if not rows:
         raise SystemExit(f"run {str(run)!r} has no training batch to replay")
     size = directory.config().groups_per_batch

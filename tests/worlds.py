@@ -1,7 +1,6 @@
 """Small environments, a small tokenizer and a tiny recipe, shared by the tests of rollouts and of the loop."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -20,9 +19,9 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import EnvironmentDriver
+from treadle.rollout.isolation.blocked_loop import watched_event_loop
 from treadle.rollout.isolation.event_loop import run
 from treadle.rollout.isolation.isolated_environment import EnvironmentFactory
-from treadle.rollout.isolation.loop_monitor import LoopMonitor
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 
@@ -239,10 +238,9 @@ def play(
         return queue.pop(0)()
 
     async def attempts() -> list[Trajectory]:
-        monitor = LoopMonitor(say, loop.time if loop else time.monotonic)
-        rollouts = plain_rollouts(engine, make, tokenizer, monitor, **settings)
+        rollouts = plain_rollouts(engine, make, tokenizer, **settings)
         addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(count)]
-        with monitor.watching():
+        with watched_event_loop(say):
             running = rollouts.start("g000000", task or Task("t", environment="world"), addresses)
             return list(await asyncio.gather(*running))
 
@@ -256,14 +254,13 @@ def plain_rollouts(
     engine: FakeEngine,
     make: EnvironmentFactory,
     tokenizer: PlainTokenizer | None = None,
-    monitor: LoopMonitor | None = None,
     **settings: Any,
 ) -> Rollouts:
     settings = {"max_completion_tokens": 16, "environment_timeout": 300.0, **settings}
     config = RolloutConfig(**settings)
     drivers = {("environment", "world"): EnvironmentDriver({"world": make}, config)}
     renderer = plain_renderer() if tokenizer is None else ChatRenderer(tokenizer, [END])
-    return Rollouts(engine, renderer, drivers, config, monitor=monitor)
+    return Rollouts(engine, renderer, drivers, config)
 
 
 # Records without playing

@@ -20,6 +20,7 @@ from treadle.envs import arithmetic
 from treadle.envs.arithmetic import Arithmetic
 from treadle.envs.base import EnvStep
 from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.rollout_store import write_shard
 from treadle.orchestration.store.run_directory import RunDirectory
 
@@ -129,9 +130,8 @@ def test_commands_that_read_a_run(words: list[str], trained: Trained) -> None:
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_every_recorded_trajectory(options: list[str], trained: Trained, replies: Path) -> None:
     for run in (trained.run, replies):
-        ledger = Ledger(run / "ledger.sqlite", read_only=True)
+        ledger = LedgerReader(run / "ledger.sqlite")
         names = [row["trajectory_id"] for row in ledger.query("SELECT trajectory_id FROM trajectories")]
-        ledger.close()
         for name in names[:: max(1, len(names) // 8)]:
             assert "x1b" in check(treadle("show", run, name, *options)) or options
 

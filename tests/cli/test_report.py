@@ -317,7 +317,7 @@ def test_what_was_dropped_before_training_is_not_computed_in_training(finished: 
     change_ledger(
         run,
         "INSERT INTO steps SELECT trajectory_id, 1, 'dropped', 'stale', prompt_tokens, completion_tokens, stop_reason, "
-        "reward, NULL FROM steps WHERE trajectory_id = 'g000005.2'",
+        "reward, 0 FROM steps WHERE trajectory_id = 'g000005.2'",
     )
     found = facts(run)
     assert found["packing"] == facts(finished)["packing"]

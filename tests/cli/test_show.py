@@ -15,11 +15,9 @@ from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import treadle
 from tests.orchestration.runs import shard_of, start
 from tests.worlds import END, chatml
-from treadle.cli.show import as_json, newest
-from treadle.core.errors import DamageError
+from treadle.cli.show import as_json
 from treadle.core.types import SamplingParams, Step, StopReason
-from treadle.orchestration.store.recorded import load_run_tokenizer, load_traces, load_trajectory
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.store.recorded import load_run_tokenizer, load_traces
 
 
 def step(prompt: list[int], completion: list[int], version: int = 0) -> Step:
@@ -172,20 +170,3 @@ def test_what_is_not_trained_is_shown(finished: Trained) -> None:
     assert (second["relation"]["base"], second["new_prompt_tokens"]) == (None, 3)
     assert first["tokens"][0]["advantage"] is None and not first["tokens"][0]["mask"]
     assert second["tokens"][0]["advantage"] == 0.5 and second["tokens"][0]["policy_version"] == 3
-
-
-def test_the_ledger_is_closed_though_it_cannot_be_read(finished: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = []
-
-    class Damaged:
-        def query(self, *words: object) -> list[dict[str, object]]:
-            raise DamageError("a row is not as it was written")
-
-        def close(self) -> None:
-            closed.append(True)
-
-    monkeypatch.setattr(RunDirectory, "ledger", lambda _: Damaged())
-    for read in (lambda: newest(finished.path), lambda: load_trajectory(finished.path, "g000000.0")):
-        with pytest.raises(DamageError):
-            read()
-    assert closed == [True, True]

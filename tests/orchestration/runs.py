@@ -1,5 +1,6 @@
 """Running the tiny recipe, and what every run must satisfy afterwards."""
 
+import sqlite3
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -12,9 +13,12 @@ from treadle.core.types import Step
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.runtime import Runtime
 from treadle.orchestration.setup.inputs import Inputs, load_inputs
+from treadle.orchestration.setup.same_data import record_data
 from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.rollout_store import read_shard
 from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.store.tables import KEYS, row_checksum
 from treadle.orchestration.store.trace_store import read_traces
 from treadle.orchestration.train import resume_run, start_run
 
@@ -45,17 +49,19 @@ def resume(
 
 
 def query(path: Path, sql: str, *values: Any) -> list[dict[str, Any]]:
-    ledger = Ledger(path / "ledger.sqlite", read_only=True)
-    rows = ledger.query(sql, *values)
-    ledger.close()
-    return rows
+    return LedgerReader(path / "ledger.sqlite").query(sql, *values)
 
 
 def change_ledger(path: Path, *statements: str) -> None:
-    """Change a run's ledger as only a run itself does."""
-    with closing(Ledger(path / "ledger.sqlite")) as ledger, ledger._db.transaction() as db:
+    """Change a run's ledger as only a run itself does: rows have their checksums."""
+    with closing(sqlite3.connect(path / "ledger.sqlite")) as db, db:
         for statement in statements:
             db.execute(statement)
+        for table, keys in KEYS.items():
+            names = [name for name, *_ in db.execute(f"SELECT * FROM {table} LIMIT 0").description[:keys]]
+            which = " AND ".join(f"{name} = ?" for name in names)
+            for row in db.execute(f"SELECT * FROM {table}").fetchall():
+                db.execute(f"UPDATE {table} SET checksum = ? WHERE {which}", (row_checksum(row[:-1]), *row[:keys]))
 
 
 def put_config(path: Path, content: str) -> None:
@@ -63,10 +69,12 @@ def put_config(path: Path, content: str) -> None:
     put_file(path, "config.yaml", content.encode())
 
 
-def forget_data(path: Path) -> None:
-    """Make a run one of before, which has no record of its tasks: it goes on with others."""
-    change_ledger(path, "DELETE FROM files WHERE name = 'data.json'")
-    (path / "data.json").unlink()
+def put_data(path: Path, config: RunConfig) -> None:
+    """Give a run the tasks of another configuration."""
+    run = RunDirectory(path)
+    record_data(run, load_inputs(config))
+    with closing(Ledger(run.ledger_file)) as ledger:
+        ledger.note_files(run.written)
 
 
 def put_file(path: Path, name: str, content: bytes) -> None:
@@ -83,8 +91,7 @@ def shard_of(path: Path, trajectory_id: str) -> str:
 
 def recorded(path: Path) -> list[tuple[str, list[Step]]]:
     """Ids and steps of all trajectories in the shards of a run; there is no other file beside them."""
-    with closing(RunDirectory.open(path).ledger()) as ledger:
-        shards = ledger.shards()
+    shards = RunDirectory.open(path).ledger().shards()
     assert shards.keys() == {file.name for file in (path / "rollouts").iterdir()}
     return [own for shard in shards.values() for own in read_shard(path / "rollouts", shard).items()]
 
@@ -164,12 +171,12 @@ def _check_counted(path: Path, rows: list[dict[str, Any]], epochs: int) -> None:
 
 def _check_traces(path: Path, config: RunConfig) -> None:
     """Each trained step of a group that is drawn has a trace of each update that trained it, and nothing else has."""
-    with closing(RunDirectory.open(path).ledger()) as ledger:
-        files = ledger.traces()
-        rows = ledger.query(
-            "SELECT trained_version AS version, epoch, position, trajectory_id, step, s.completion_tokens AS tokens "
-            "FROM steps s JOIN trajectories USING (trajectory_id) JOIN groups USING (group_id) WHERE state = 'trained'"
-        )
+    ledger = RunDirectory.open(path).ledger()
+    files = ledger.traces()
+    rows = ledger.query(
+        "SELECT trained_version AS version, epoch, position, trajectory_id, step, s.completion_tokens AS tokens "
+        "FROM steps s JOIN trajectories USING (trajectory_id) JOIN groups USING (group_id) WHERE state = 'trained'"
+    )
     assert files.keys() == {file.name for file in (path / "traces").iterdir()}
     drawn = task_uniforms(config.seed, Stream.TRACE, [r["epoch"] for r in rows], [r["position"] for r in rows])
     kept = [row for row, draw in zip(rows, drawn, strict=True) if draw < config.orchestration.traced_groups]

@@ -113,7 +113,7 @@ def test_an_environment_that_needs_more_calls_than_there_are_is_refused() -> Non
     with pytest.raises(ConfigError, match=message):
         check()
     Long.required_steps = "x"  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="required_steps raised ValueError"):
+    with pytest.raises(ConfigError, match="reset raised ValueError"):
         check()
 
 

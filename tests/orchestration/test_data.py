@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import treadle
-from tests.orchestration.runs import check_finished, forget_data, query, resume
+from tests.orchestration.runs import check_finished, query, resume
 from tests.orchestration.test_api import MODEL, SETTINGS
 from tests.worlds import ROOT, Quiet, tiny
 from treadle.cli.main import main
@@ -19,7 +19,6 @@ from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.store.run_directory import RunDirectory
 
 HERE = "tests.orchestration.test_data"
 
@@ -171,7 +170,8 @@ def test_a_mixture_trains_by_weight_and_its_sources_have_tables(tmp_path: Path) 
 def test_a_run_goes_on_with_the_same_data_and_with_no_other(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"train{suffix}"
     config = recipe(questions(file))
-    first = _shortened(config)
+    orchestration = config.orchestration.model_copy(update={"updates": 1})
+    first = config.model_copy(update={"orchestration": orchestration})
     train(tmp_path / "run", first)
     train(tmp_path / "other", first)
     expected = resume(tmp_path / "other", config=config)["weights_sha256"]
@@ -183,20 +183,6 @@ def test_a_run_goes_on_with_the_same_data_and_with_no_other(tmp_path: Path, suff
         resume(tmp_path / "run", config=config)
     questions(file)
     assert resume(tmp_path / "run", config=config)["weights_sha256"] == expected
-
-
-def _shortened(config: RunConfig) -> RunConfig:
-    return config.model_copy(update={"orchestration": config.orchestration.model_copy(update={"updates": 1})})
-
-
-def test_a_run_from_before_has_no_record_and_goes_on(tmp_path: Path) -> None:
-    file = tmp_path / "train.jsonl"
-    config = recipe(questions(file))
-    train(tmp_path / "run", _shortened(config))
-    run = RunDirectory(tmp_path / "run")
-    assert json.loads((run.path / "data.json").read_text())["train"]["tasks"] == 6
-    forget_data(run.path)
-    assert resume(run.path, config=config)["updates"] == config.orchestration.updates
 
 
 def test_the_recipe_is_kept_as_it_was_written(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.orchestration.runs import Summary, check_finished, query, resume, start, updates
 from tests.worlds import Quiet, Vowels, user, vowel_tasks
-from treadle.core.errors import Cause, TrainingStopped, TrajectoryFailure
+from treadle.core.errors import Cause, RunError, TrajectoryFailure
 from treadle.core.types import Message, Task
 from treadle.envs.base import EnvStep
 from treadle.orchestration.runtime import Runtime
@@ -106,20 +106,14 @@ def test_an_attempt_that_does_its_worst_is_a_failed_one(
         assert all("test_hostile.py" in row["failure_traceback"] for row in failed)
 
 
-def test_a_run_whose_event_loop_is_stopped_ends_resumably_and_names_the_culprit(
-    tmp_path: Path, reference: tuple[Path, Summary]
-) -> None:
+def test_a_run_whose_event_loop_is_stopped_ends_resumably(tmp_path: Path, reference: tuple[Path, Summary]) -> None:
     def stop() -> Any:
         asyncio.get_running_loop().stop()
         return {}
 
-    path, inputs = tmp_path / "run", playing(acting(stop))
-    with pytest.raises(TrainingStopped) as caught:
-        start(path, inputs=inputs)
-    told = str(caught.value)
-    assert "environment 'world' (task train-1, trajectory g0" in told
-    assert "stopped the event loop, at " in told and "test_hostile.py:" in told and "in stop" in told
-    assert "A checkpoint of update " in told and "--resume" in told
+    path = tmp_path / "run"
+    with pytest.raises(RunError, match="an environment, agent or callback stopped the event loop"):
+        start(path, inputs=playing(acting(stop)))
     summary = resume(path, inputs=playing(Vowels))
     check_finished(path)
     assert summary["weights_sha256"] == reference[1]["weights_sha256"]
@@ -137,7 +131,9 @@ def test_an_environment_that_swallows_its_cancellation_does_not_keep_the_run_fro
     start(path, *OPTIONS, inputs=playing(acting(resist)), progress=progress, runtime=runtime)
     check_finished(path)
     [line] = [line for line in progress.lines if "does not end" in line]
-    assert line.startswith("environment 'world', at ") and "in resist" in line and "left behind" in line
+    assert "is left behind: environment 'world' (task train-1, trajectory g0" in line
+    failed = query(path, "SELECT * FROM trajectories WHERE failure_cause = 'timeout'")
+    assert failed and all("in resist" in row["failure_traceback"] for row in failed)
 
 
 def test_an_environment_that_blocks_is_named_and_counted(tmp_path: Path) -> None:
@@ -237,7 +233,9 @@ def test_a_thread_that_never_returns_is_counted_named_and_holds_up_nobody(tmp_pa
     check_finished(path)
     assert updates(path)[-1]["abandoned_threads"] == 1
     [line] = [line for line in progress.lines if "its thread is left behind" in line]
-    assert line.startswith("environment 'world' (task train-1, trajectory g") and "in step" in line
+    assert "environment 'world' (task train-1, trajectory g" in line
+    [failed] = query(path, "SELECT * FROM trajectories WHERE failure_cause = 'timeout'")
+    assert "test_hostile.py:" in failed["failure_traceback"] and "in step" in failed["failure_traceback"]
 
 
 # Whose fault it is

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.forks import ForkedProcess, run
-from tests.orchestration.runs import check_finished, forget_data, put_config, resume, start, updates
+from tests.orchestration.runs import check_finished, put_config, put_data, resume, start, updates
 from tests.until import CEILING, wait_until
 from tests.worlds import ROOT, tiny
 from treadle.core.config import dump_yaml
+from treadle.orchestration.schema import SCHEMA_VERSION
 
 SLOWLY = "data.train.options.seconds=0.03"  # each reply; leaves time to be killed in
 
@@ -190,8 +191,9 @@ def test_an_asynchronous_run_leaves_at_once_when_asked(number: signal.Signals, s
             wait_until(lambda: (run / "checkpoints" / "step-000000").exists() or process.poll() is not None)
         process.send_signal(number)
         assert "--resume --name run" in expect(process, 130)
-    put_config(run, dump_yaml(tiny(*options)))  # an environment that has become quick
-    forget_data(run)
+    quick = f"schema_version: {SCHEMA_VERSION}\n{dump_yaml(tiny(*options))}"  # an environment that has become quick
+    put_config(run, quick)
+    put_data(run, tiny(*options))
     resume(run)
     check_finished(run)
 

@@ -16,8 +16,10 @@ from treadle.core.errors import Cause, RunError
 from treadle.core.files import WrittenFile
 from treadle.core.outcomes import DroppedStep, dropped_steps, leave_out
 from treadle.core.types import DropReason, Failure, Group, Status, Step, Trajectory
-from treadle.orchestration.store.checked_database import journal_mode
-from treadle.orchestration.store.ledger import Ledger, LoopState, TrainedBatch
+from treadle.orchestration.store.ledger import Ledger, TrainedBatch
+from treadle.orchestration.store.ledger_reader import LedgerReader
+from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.tables import journal_mode
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def shard(name: str) -> WrittenFile:
     return WrittenFile(name, "0" * 64)
 
 
-def states(ledger: Ledger) -> dict[str, tuple[str, str | None]]:
+def states(ledger: LedgerReader) -> dict[str, tuple[str, str | None]]:
     """Trajectory -> the state and reason that all of its steps share."""
     rows = ledger.query("SELECT DISTINCT trajectory_id, state, reason FROM steps ORDER BY trajectory_id")
     found = {row["trajectory_id"]: (row["state"], row["reason"]) for row in rows}
@@ -270,18 +272,17 @@ def test_a_reader_sees_a_run_in_progress_and_cannot_change_it(tmp_path: Path, fo
     path.parent.mkdir()
     writer = Ledger(path)
     writer.record([group(0)], "train", 0, shard("s"))
-    reader = Ledger(path, read_only=True)
+    reader = LedgerReader(path)
     writer.commit_checkpoint("step-000001", LoopState(update=1, cursor=1))
     assert states(reader)["g000000.0"] == ("trained", None)
     with pytest.raises(RunError, match="readonly"):
-        reader.record([group(1)], "train", 0, shard("s"))
-    reader.close()
+        reader.query("DELETE FROM steps")
     writer.close()
 
 
 def test_reading_a_missing_ledger_is_an_error_and_makes_none(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no ledger at"):
-        Ledger(tmp_path / "ledger.sqlite", read_only=True)
+        LedgerReader(tmp_path / "ledger.sqlite").checkpoint_names()
     assert not list(tmp_path.iterdir())
 
 
@@ -295,7 +296,7 @@ def test_what_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
 
 
 def test_a_locked_ledger_is_a_run_error(tmp_path: Path, ledger: Ledger) -> None:
-    ledger._db._connection.execute("PRAGMA busy_timeout = 10")
+    ledger._db.execute("PRAGMA busy_timeout = 10")
     other = sqlite3.connect(tmp_path / "ledger.sqlite")
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(RunError, match="database is locked"):

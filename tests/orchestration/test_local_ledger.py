@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from treadle.core.files import WrittenFile
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback
 from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.store.ledger import Ledger, LoopState
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.local_ledger import local_file, open_ledger, recover_ledger
+from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 
 
@@ -41,7 +43,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return made
 
 
-def names(ledger: Ledger) -> set[str]:
+def names(ledger: LedgerReader) -> set[str]:
     return {row["name"] for row in ledger.query("SELECT name FROM files")} - {"ledger.sqlite", "ledger-before.sqlite"}
 
 
@@ -57,8 +59,7 @@ def killed(run: RunDirectory, local: str, *files: str) -> None:
         ledger.copy_out()
         note(ledger, files[-1])
         keep = local_file(run, local).with_name("kept")
-        with closing(Ledger(local_file(run, local))) as other:
-            other._db.backup(keep)
+        ledger.backup(keep)
         shared = run.ledger_file.read_bytes()
         raise KeyboardInterrupt
     run.ledger_file.write_bytes(shared)
@@ -70,8 +71,8 @@ def test_the_default_is_the_run_directory(run: RunDirectory) -> None:
         note(ledger, "a")
         ledger.copy_out()
     recover_ledger(run, None)
-    with closing(run.ledger()) as reader:
-        assert names(reader) == {"a"}
+    reader = run.ledger()
+    assert names(reader) == {"a"}
 
 
 def test_readers_have_the_last_copy_and_at_the_end_everything(run: RunDirectory, tmp_path: Path) -> None:
@@ -81,13 +82,13 @@ def test_readers_have_the_last_copy_and_at_the_end_everything(run: RunDirectory,
         ledger.commit_checkpoint("step-000000", LoopState())
         ledger.copy_out()
         note(ledger, "b")
-        with closing(run.ledger()) as reader:
-            reader.prove()
-            assert names(reader) == {"a"}
-            assert reader.latest_checkpoint() is not None
+        reader = run.ledger()
+        reader.prove()
+        assert names(reader) == {"a"}
+        assert reader.latest_checkpoint() is not None
     assert list(Path(local).iterdir()) == []
-    with closing(run.ledger()) as reader:
-        assert names(reader) == {"a", "b"}
+    reader = run.ledger()
+    assert names(reader) == {"a", "b"}
     assert list(run.path.iterdir()) == [run.ledger_file]  # no WAL, nothing temporary
     with open_ledger(run, local) as ledger:
         assert names(ledger) == {"a", "b"}
@@ -97,8 +98,8 @@ def test_what_a_killed_process_left_is_found(run: RunDirectory, tmp_path: Path) 
     local = str(tmp_path / "local")
     killed(run, local, "a", "b")
     recover_ledger(run, local)
-    with closing(run.ledger()) as reader:
-        assert names(reader) == {"a", "b"}
+    reader = run.ledger()
+    assert names(reader) == {"a", "b"}
     killed(run, local, "c")  # in no copy of its own but the first
     recover_ledger(run, local)
     with open_ledger(run, None) as ledger:  # the setting may be changed
@@ -121,8 +122,8 @@ def test_the_copy_is_used_where_the_run_went_on_elsewhere(run: RunDirectory, tmp
         note(ledger, "c")
     recover_ledger(run, here)
     assert list(Path(here).iterdir()) == []
-    with closing(run.ledger()) as reader:
-        assert names(reader) == {"a", "c"}
+    reader = run.ledger()
+    assert names(reader) == {"a", "c"}
 
 
 def test_a_damaged_one_is_named_with_the_remedy(run: RunDirectory, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from treadle.core.rewards import Reward
 from treadle.core.types import Group, Task, Trajectory
 from treadle.envs.base import EnvStep
 from treadle.orchestration.reporting.metrics import DECLARED
+from treadle.orchestration.schema import SCHEMA_VERSION
 from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.orchestration.setup.inputs import Inputs, make_inputs
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -499,7 +500,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     stopped: Path, override: str, difference: str, tmp_path: Path
 ) -> None:
     shutil.copytree(stopped, tmp_path / "run")
-    put_config(tmp_path / "run", dump_yaml(tiny(override)))
+    put_config(tmp_path / "run", f"schema_version: {SCHEMA_VERSION}\n{dump_yaml(tiny(override))}")
     with pytest.raises(CheckpointError, match=difference):
         resume(tmp_path / "run")
 

@@ -10,7 +10,8 @@ from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause
 from treadle.core.metrics import Metric, measured
 from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
-from treadle.orchestration.store.ledger import Ledger, LoopState
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.resume import restorable_groups
 from treadle.orchestration.store.rollout_store import write_shard
 

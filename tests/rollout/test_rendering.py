@@ -1,4 +1,4 @@
-"""Exact rendering, for sixteen model families: random conversations, sampled in random non-canonical tokens.
+"""Exact rendering, for two dozen model families: random conversations, sampled in random non-canonical tokens.
 
 What is checked of every prompt does not rest on what the renderer says of itself: transformers renders the text, once
 more with the structural strings of all messages made harmless to tell which ones the template wrote, the vocabulary
@@ -107,7 +107,17 @@ def keeps_as_deepseek(known: list[Message]) -> bool:
     return before[-1]["role"] == "tool" or "</think>" not in reply["content"]
 
 
-KEEPS = {"all": lambda known: True, "thoughts": keeps_thoughts_of_this_question, "deepseek": keeps_as_deepseek}
+def last_reply(known: list[Message]) -> Message:
+    return next(message for message in reversed(known) if message["role"] == "assistant")
+
+
+KEEPS = {
+    "all": lambda known: True,
+    "thoughts": keeps_thoughts_of_this_question,
+    "no thought": lambda known: not last_reply(known).get("reasoning_content", "").strip(),
+    "no system message": lambda known: known[0]["role"] != "system",
+    "deepseek": keeps_as_deepseek,
+}
 
 
 class Talk:
@@ -139,13 +149,13 @@ class Talk:
         harmless = self._oracle(*(defused(data, self.world.structural) for data in (self.known, self.tools)))
         self._check_text(prompt, text)
         self._check_structure(prompt, text, harmless)
-        self._check_message_spans(prompt)
         anew = list(self.world.tokenizer.encode(text or "", add_special_tokens=False).ids)
         if self.calls:
             self._check_history(prompt)
             self.counts["naive breaks"] += anew[: len(self._naive)] != self._naive
-        completion = self.world.sample(self.rng, self.calling)
-        message = self.world.message(self.rng, completion, self.calling)
+        completion, message = self._reply()
+        while not (self.world.family.blank or message["content"] or message.get("reasoning_content")):
+            completion, message = self._reply()
         self.conversation.record(prompt, np.array(completion, np.int32), message)
         self.calls.append(PackedCall(np.concatenate([prompt.ids, np.array(completion, np.int32)]), len(prompt.ids), 0))
         self.causes.append(prompt.break_cause)
@@ -157,6 +167,10 @@ class Talk:
             self._say(Message(role="tool", content=observation, tool_call_id=call["id"]))
         if not message.get("tool_calls"):
             self._say(Message(role="user", content="Q " + self.world.text(self.rng)))
+
+    def _reply(self) -> tuple[list[int], Message]:
+        completion = self.world.sample(self.rng, self.calling)
+        return completion, self.world.message(self.rng, completion, self.calling)
 
     def _oracle(self, known: list[Message], tools: list[Any]) -> str | None:
         """The text as transformers renders it; None where the template refuses the conversation."""
@@ -227,25 +241,6 @@ class Talk:
             assert [self.world.special[i] for i in ids.tolist() if i in self.world.special] == expected
             at = len(self.world.renderer.structure.plain(prompt.rendering.text[:end]))
 
-    def _check_message_spans(self, prompt: Prompt) -> None:
-        """They cover the prompt, and what they call the text of a message, but the assistant's, is what it says."""
-        spans = prompt.message_spans
-        self.counts["no message spans" if spans is None else "message spans"] += 1
-        if spans is None:
-            return
-        starts = [0, *(span.end for span in spans)]
-        assert starts == sorted(set(starts)) and starts[-1] == len(prompt.ids)
-        texts = [self.world.decode(prompt.ids[start : span.end]) for start, span in zip(starts, spans, strict=False)]
-        said = [(s.role, t) for s, t in zip(spans, texts, strict=True) if s.kind == "text" and s.role != "assistant"]
-        expected = [(str(m["role"]), m["content"]) for m in self.known if m["role"] != "assistant"]
-        if self.world.family.calls in ("harmony", "llama"):  # their templates write what tools answer as JSON
-            said, expected = ([pair for pair in found if pair[0] != "tool"] for found in (said, expected))
-
-        def plain(found: list[tuple[str, str]]) -> list[tuple[str, str]]:
-            return [(role, unicodedata.normalize("NFC", text).strip()) for role, text in found if text.strip()]
-
-        assert plain(said) == plain(expected)
-
     def _check_history(self, prompt: Prompt) -> None:
         """Appended where the template keeps the history, and a known cause where it does not."""
         previous = self.calls[-1].token_ids
@@ -289,7 +284,6 @@ def test_tokenizing_anew_would_have_broken_most_of_them() -> None:
     counts = sum((talk(world(name, "small"), seed, 5) for name in FAMILIES for seed in range(1)), Counter())
     assert counts["naive breaks"] > counts["appended"] / 2
     assert counts["extends"] > counts["appended"] / 2
-    assert counts["message spans"] > 0.9 * (counts["message spans"] + counts["no message spans"])
 
 
 def play(conversations: int) -> tuple[Counter[str], Counter[str]]:

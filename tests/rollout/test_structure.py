@@ -162,31 +162,6 @@ def test_content_is_never_structural(name: str, inside: bool) -> None:
     check()
 
 
-UNBOUNDED = ("strip", "words", "word pieces", "unigram")  # drop white space, or fuse what is unknown
-MARKS = st.sampled_from(
-    ["e\u0301", "\u1f82", "\u1100\u1161\u11a8", "\ufdfa", "\u0130", "\ufb01", "\U0001f642", "\u00a0"]
-)
-LONG = st.tuples(st.one_of(TEXT, MARKS, st.text(max_size=3)), st.integers(1, 60)).map(lambda part: part[0] * part[1])
-
-
-@pytest.mark.quick(5)
-@each_kind
-@each_pipeline
-def test_no_text_has_fewer_tokens_than_its_length_says(name: str, strips: str) -> None:
-    tokenizer, built = structure(name, strips)
-
-    @settings(max_examples=40)
-    @given(st.lists(LONG, max_size=4).map("".join))
-    def check(text: str) -> None:
-        assert built.least_tokens(built.claim(text)) <= len(ids(built, built.claim(text)))
-        assert built.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    check()
-    longest = max(len(token) for token in tokenizer.get_vocab())
-    least = built.least_tokens("a" * 18 * 1000 * longest)
-    assert (least == 0) if name in UNBOUNDED else (1000 <= least <= 18_000)
-
-
 def test_huge_pieces_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treadle.rendering.structure._MEMOISED", ((10, 4), (1000, 4)))
     _, built = structure("byte level")

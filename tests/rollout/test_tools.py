@@ -45,7 +45,7 @@ WRITTEN = {
     "gptoss": r"writes it as 'to=functions.find_zqz<\|channel\|>",
     "glm4moe": r"writes it as '<think></think>\\n<tool_call>find_zqz",
     "gemma4": r"writes it as '<\|tool_call>call:find_zqz",
-    "lfm2": "leaves it out of the conversation",
+    **dict.fromkeys(("lfm2", "smollm3", "kimi_k2", "kimi_k2_thinking"), "leaves it out of the conversation"),
 }
 LOOK: Any = {
     "type": "function",
@@ -98,15 +98,16 @@ WITHOUT_THOUGHTS = (
         "phi3_5",
         "cohere2",
     ),
-    *("smollm2", "lfm2", "cohere", "from roles"),
+    *("smollm2", "lfm2", "cohere", "from roles", "mistral_nemo", "mistral_small_3_2", "ministral_3", "kimi_k2"),
 )
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_thoughts_are_taken_out_where_the_template_has_a_place_for_them(name: str) -> None:
-    message = renderer(name).parser("auto")("<think>hm</think>yes", [LOOK])
+    text = "[THINK]hm[/THINK]yes" if EVERY[name].thoughts == "[THINK]" else "<think>hm</think>yes"
+    message = renderer(name).parser("auto")(text, [LOOK])
     if name in WITHOUT_THOUGHTS:
-        assert message == {"role": "assistant", "content": "<think>hm</think>yes"}
+        assert message == {"role": "assistant", "content": text}
     else:
         assert message == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
 

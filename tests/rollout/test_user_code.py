@@ -10,7 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,17 +19,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.clocks import SkippingLoop, StuckLoop
+from tests.clocks import StuckLoop
 from tests.until import CEILING, wait_until
 from tests.worlds import Told, ToldPlain, hang, plain_renderer, play, saying, tool
-from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.errors import Cause, RunError, TrajectoryFailure
 from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.isolation import user_code
+from treadle.rollout.isolation import blocked_loop, user_code
 from treadle.rollout.isolation.event_loop import run
-from treadle.rollout.isolation.interrupts import Interrupt, InterruptHandler, uninterrupted
+from treadle.rollout.isolation.interrupts import Interrupt, InterruptHandler, handled
 from treadle.rollout.isolation.threads import DaemonThreads, abandoned_threads
-from treadle.rollout.isolation.user_code import UserCode, attributed
+from treadle.rollout.isolation.user_code import attributed
 from treadle.testing import VirtualLoop
 
 DONE = EnvStep(reward=1.0, done=True)
@@ -141,7 +141,7 @@ def test_whatever_it_returns_fails_its_attempt_alone(kind: type[Told], where: st
 
 
 class InATask(Told):
-    """What it is told to do, a task of its own does; the step waits for that, or for something else."""
+    """A task of its own does what it is told to; the step waits for that, or for something else."""
 
     def __init__(self, act: Callable[[], Any], waits: bool) -> None:
         super().__init__(DONE)
@@ -164,41 +164,22 @@ def raising(error: type[BaseException]) -> Callable[[], None]:
     return act
 
 
-@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_a_task_of_its_own_that_exits_fails_its_attempt_alone(error: type[BaseException], waits: bool) -> None:
-    failed = check_isolated(played_between_healthy_ones(lambda: InATask(raising(error), waits)), "step")
+def test_a_task_that_exits_fails_the_attempt_that_awaits_it_alone(error: type[BaseException]) -> None:
+    failed = check_isolated(played_between_healthy_ones(lambda: InATask(raising(error), True)), "step")
     assert failed.failure is not None and failed.failure.cause is Cause.ENVIRONMENT
     assert f"tried to exit the process ({error.__name__})" in failed.failure.message
     assert "test_user_code.py" in failed.failure.traceback and "in act" in failed.failure.traceback
 
 
-def test_what_a_task_raises_that_nobody_waits_for_is_said_in_one_line(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_task_that_exits_and_that_nobody_awaits_is_logged_and_harms_nobody() -> None:
     said: list[str] = []
-
-    def act() -> None:
-        raise ValueError("lost")
-
-    trajectories = play([lambda: InATask(act, False)] * 3, saying("a"), said=said)
-    assert [trajectory.reward for trajectory in trajectories] == [1.0] * 3
+    trajectories = play([lambda: InATask(raising(SystemExit), False), lambda: Told(DONE)], saying("a"), said=said)
+    assert [trajectory.reward for trajectory in trajectories] == [1.0, 1.0]
     [line] = said
-    assert line.startswith("a task that environment 'world' did not wait for raised ValueError: lost, at ")
-    assert "test_user_code.py:" in line and line.endswith("in act (task t, trajectory g000000.0)")
-    play([lambda: InATask(raising(SystemExit), False)], saying("a"), said=said)
-    assert len(said) == 1  # what ends an attempt is that one's failure, and nothing else
-    assert not caplog.records and capfd.readouterr() == ("", "")
-
-
-def test_tasks_of_a_constructor_are_its_own_too() -> None:
-    class Starting(Told):
-        def __init__(self) -> None:
-            super().__init__(MORE, DONE)
-            self.exiting = asyncio.ensure_future(InATask(raising(SystemExit), True)._act())
-
-    failed = check_isolated(played_between_healthy_ones(Starting), "step")
-    assert failed.failure is not None and "tried to exit the process" in failed.failure.message
+    assert line.startswith("a task or callback tried to exit the process (SystemExit()), at ")
+    assert "test_user_code.py:" in line and "in act" in line
 
 
 def test_a_failure_of_no_known_cause_is_refused_where_it_is_made() -> None:
@@ -214,24 +195,17 @@ def test_a_failure_of_no_known_cause_is_refused_where_it_is_made() -> None:
 # The event loop
 
 
-@pytest.mark.parametrize("stop", ["at once", "in a callback"])
-def test_a_loop_that_is_stopped_goes_on_and_the_culprit_is_named(stop: str) -> None:
-    said: list[str] = []
-
+def test_stopping_the_loop_ends_the_run_with_an_error_that_says_so() -> None:
     async def stopping() -> EnvStep:
-        loop = asyncio.get_running_loop()
-        loop.stop() if stop == "at once" else loop.call_soon(loop.stop)
+        asyncio.get_running_loop().stop()
         await asyncio.sleep(0)
         return DONE
 
-    trajectories = play([lambda: Told(MORE, DONE), lambda: Told(stopping)], saying("a"), said=said)
-    assert [trajectory.reward for trajectory in trajectories] == [1.25, 1.0]
-    [line] = said
-    assert line.startswith("environment 'world' (task t, trajectory g000000.1) stopped the event loop")
-    assert stop != "at once" or ("test_user_code.py:" in line and line.endswith("in stopping"))
+    with pytest.raises(RunError, match="stopped the event loop"):
+        play([lambda: Told(MORE, DONE), lambda: Told(stopping)], saying("a"))
 
 
-def test_a_callback_that_exits_is_named_and_harms_nobody() -> None:
+def test_a_callback_that_exits_is_logged_and_harms_nobody() -> None:
     said: list[str] = []
 
     def leaving() -> None:
@@ -245,7 +219,8 @@ def test_a_callback_that_exits_is_named_and_harms_nobody() -> None:
     trajectories = play([lambda: Told(MORE, DONE), lambda: Told(step)], saying("a"), said=said)
     assert [trajectory.reward for trajectory in trajectories] == [1.25, 1.0]
     [line] = said
-    assert line.startswith("a callback tried to exit the process (SystemExit('bye')), at ") and "in leaving" in line
+    assert line.startswith("a task or callback tried to exit the process (SystemExit('bye')), at ")
+    assert "in leaving" in line
 
 
 async def resisting() -> None:
@@ -267,8 +242,11 @@ def test_what_resists_its_cancellation_is_named_and_left_behind() -> None:
     )
     assert [trajectory.reward for trajectory in trajectories] == [1.25, None, None]
     [line] = said
-    assert line.startswith("environment 'world', at ") and "test_user_code.py:" in line and "in resisting" in line
-    assert line.endswith("does not end when it is cancelled, and is left behind (2 times)")
+    assert line.startswith("cancelled, but does not end, and is left behind: ")
+    for stuck, number in zip(trajectories[1:], (1, 2), strict=True):
+        assert stuck.failure is not None and stuck.failure.traceback.startswith("at ")
+        assert "test_user_code.py:" in stuck.failure.traceback and stuck.failure.traceback.endswith("in resisting")
+        assert f"environment 'world' (task t, trajectory g000000.{number}), step" in line
 
 
 @pytest.fixture
@@ -350,18 +328,10 @@ def test_after_a_second_ctrl_c_no_task_is_waited_for_without_end() -> None:
     with pytest.raises(KeyboardInterrupt):
         run(main(), said.append, new_event_loop=VirtualLoop)
     [line] = said
-    assert "main()" in line and line.endswith("does not end when it is cancelled, and is left behind")
+    assert line.startswith("cancelled, but does not end, and is left behind: ")
 
 
-def test_without_a_handler_of_its_own_an_interrupt_passes(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        code = UserCode("code", Cause.AGENT)
-        await code.call(raising(KeyboardInterrupt), what="it", timeout=1, check=print, in_thread=False)
-
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(main())
-    gc.collect()
-    assert not caplog.records  # of an exception that was never retrieved
+def test_each_later_signal_raises_an_interrupt() -> None:
     handler = InterruptHandler(lambda: None)
     handler(2, None)
     with pytest.raises(Interrupt):
@@ -372,68 +342,32 @@ def test_without_a_handler_of_its_own_an_interrupt_passes(caplog: pytest.LogCapt
 # What blocks
 
 
-class Blocks(Told):
-    """Holds the event loop in its step, for so many skipped seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(MORE, DONE)
-        self.seconds = seconds
-
-    async def step(self, text: str) -> EnvStep:
-        skip(self.seconds)
-        return await super().step(text)
-
-
-def skip(seconds: float) -> None:
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, SkippingLoop)
-    loop.skip(seconds)
-
-
-class Waits(Told):
-    """Takes a moment, of its own limit."""
-
-    async def step(self, text: str) -> EnvStep:
-        await asyncio.sleep(0.05)
-        return await super().step(text)
-
-
-def test_who_blocks_the_loop_is_counted() -> None:
+def test_who_blocks_the_loop_is_named_while_it_does_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked_loop, "BLOCKED", 0.02)
+    monkeypatch.setattr(blocked_loop, "_PERIOD", 0.005)
     said: list[str] = []
-    worlds = [lambda: Blocks(1000), lambda: Waits(MORE, DONE)]
-    blocking, waiting = play(worlds, saying("a"), said=said, loop=SkippingLoop(), environment_timeout=5000.0)
-    assert (blocking.reward, waiting.reward) == (1.25, 1.25)
-    assert blocking.blocked_seconds >= 2000 and waiting.blocked_seconds < 1000
-    assert len(said) == 1
 
-
-def test_who_blocks_the_loop_is_named_while_it_does() -> None:
-    said: list[str] = []
+    async def later() -> None:
+        while not any("in later" in line for line in said):
+            time.sleep(0.005)
 
     async def step() -> EnvStep:
-        skip(1000)
-        wait_until(lambda: said)
+        while not any("in step" in line for line in said):
+            time.sleep(0.005)
+        await asyncio.ensure_future(later())  # a task of its own
         return DONE
 
-    play(lambda: Told(step), saying("a"), said=said, loop=SkippingLoop(), environment_timeout=5000.0)
-    [line] = said
-    assert line.startswith("environment 'world' blocks the event loop, at ")
-    assert "until.py:" in line and "in wait_until (task t, trajectory g000000.0)" in line
+    async def slow() -> EnvStep:
+        await asyncio.sleep(0.02)
+        return DONE
 
-
-def test_a_limit_is_enforced_on_who_blocks_and_not_on_who_waits_for_it() -> None:
-    """The one that blocks is late; for the other, which was ready all the time, these seconds do not count."""
-    worlds = [lambda: Blocks(1500), lambda: Waits(MORE, DONE)]
-    blocking, waiting = play(worlds, saying("a"), loop=SkippingLoop(), environment_timeout=1000.0)
-    assert blocking.failure is not None
-    assert (blocking.failure.cause, blocking.failure.message) == (Cause.TIMEOUT, "step took longer than 1000 s")
-    assert waiting.reward == 1.25
-
-
-def test_the_limit_of_an_attempt_is_enforced_on_who_blocks() -> None:
-    [trajectory] = play(lambda: Blocks(1500), saying("a"), loop=SkippingLoop(), trajectory_timeout=1000.0)
-    assert trajectory.failure is not None and trajectory.failure.cause is Cause.TIMEOUT
-    assert "rollout.trajectory_timeout" in trajectory.failure.message
+    blocking, waiting = play([lambda: Told(step), lambda: Told(slow)], saying("a"), said=said)
+    assert (blocking.reward, waiting.reward) == (1.0, 1.0)
+    assert blocking.blocked_seconds >= 0.04 and waiting.blocked_seconds == 0
+    for name in ("step", "later"):
+        [line] = [line for line in said if "test_user_code.py" in line and f"in {name}" in line]
+        assert line.startswith("environment 'world' blocks the event loop, at ")
+        assert "(task t, trajectory g000000.0)" in line
 
 
 # Plain methods
@@ -541,21 +475,22 @@ def test_a_stuck_thread_is_abandoned_and_closes_its_environment_when_it_is_free(
     assert [thread.name for thread in abandoned_threads()] == ["environment 'world' (task t, trajectory g000000.0)"]
     assert world.calls == ["reset", "step"]
     [line] = said
-    assert line.startswith("environment 'world' (task t, trajectory g000000.0), at ")
-    assert line.endswith("has not returned, and its thread is left behind")
+    assert line.startswith("has not returned, and its thread is left behind: ")
+    assert line.endswith("environment 'world' (task t, trajectory g000000.0)")
+    assert "in stuck" in stuck.failure.traceback
     loop.released.set()
     wait_until(lambda: "close" in world.calls)
     assert world.calls == ["reset", "step", "close"]
 
 
 def test_no_more_threads_are_started_once_too_many_are_stuck(loop: StuckLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_code, "MOST_ABANDONED", 2)
+    monkeypatch.setattr(user_code, "MAX_ABANDONED", 2)
     stuck = play([lambda: ToldPlain(opening=loop.stuck)] * 2, saying("a"), loop=loop)
     assert [t.failure.cause for t in stuck if t.failure] == [Cause.TIMEOUT] * 2
     refused, healthy = play([lambda: ToldPlain(DONE), lambda: Told(DONE)], saying("a"))
     assert refused.failure is not None and refused.failure.cause is Cause.INFRASTRUCTURE
     assert "2 threads are stuck in calls that took too long and never returned" in refused.failure.message
-    assert "the last is of environment 'world' (task t, trajectory g000000.1)" in refused.failure.message
+    assert "one is of environment 'world' (task t, trajectory g000000." in refused.failure.message
     assert healthy.reward == 1.0
     loop.released.set()
     wait_until(lambda: not abandoned_threads())
@@ -682,36 +617,14 @@ def test_each_attempt_has_its_own_task() -> None:
     assert (task.prompt[0]["content"], task.ground_truth, task.extras) == ("hello", {"rows": [1]}, {"a": [1]})
 
 
-# An interrupt where C code calls Python
+# An interrupt that is swallowed
 
 
 @pytest.fixture
-def interrupts(monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptHandler]:
-    handler = InterruptHandler(lambda: None)
-    handler.asked = True  # once already
-    before = signal.signal(signal.SIGINT, handler)
-    yield handler
-    handler.close()
-    signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupt_within_a_function_of_sqlites_comes_behind_it(interrupts: InterruptHandler) -> None:
-    """SQLite would make an error of it, which reads as damage."""
-    called: list[int] = []
-
-    @uninterrupted
-    def checksum(value: int) -> int:
-        called.append(value)
-        if len(called) == 1:
-            signal.raise_signal(signal.SIGINT)
-        return value
-
-    with closing(sqlite3.connect(":memory:")) as connection:
-        connection.create_function("checksum", 1, checksum)
-        with pytest.raises(Interrupt):
-            while True:
-                connection.execute("SELECT checksum(1)").fetchone()
-    assert called
+def interrupts() -> Iterator[InterruptHandler]:
+    with handled(lambda: None, signal.SIGINT) as handler:
+        handler.asked = True  # once already
+        yield handler
 
 
 def test_an_interrupt_that_is_lost_comes_again(interrupts: InterruptHandler, monkeypatch: pytest.MonkeyPatch) -> None:

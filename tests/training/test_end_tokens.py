@@ -46,6 +46,13 @@ PUBLISHED = {
     "phi3_5": ("<|endoftext|>", ["<|end|>", "<|assistant|>", "<|endoftext|>"]),
     "cohere2": ("<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
     "smollm2": ("<|im_end|>", "<|im_end|>"),
+    "smollm3": ("<|im_end|>", "<|im_end|>"),
+    "mistral_nemo": ("</s>", "</s>"),
+    "mistral_small_3_2": ("</s>", "</s>"),
+    "ministral_3": ("</s>", "</s>"),
+    "ministral_3_reasoning": ("</s>", "</s>"),
+    "kimi_k2": ("[EOS]", "<|im_end|>"),
+    "kimi_k2_thinking": ("[EOS]", "<|im_end|>"),
     "nemotron_3_nano": ("<|im_end|>", ["<|endoftext|>", "<|im_end|>"]),
 }
 

@@ -27,6 +27,7 @@ LOOK: Any = {
 }
 
 
+SAME_TEMPLATE = {"llama3_1": "llama3_1, llama3_3"}
 CALL = ToolCall(id="abcdefghi", type="function", function=FunctionCall(name="look", arguments='{"q": "x"}'))
 
 
@@ -41,7 +42,10 @@ def row(name: str) -> str:
     assert isinstance(ends, list)
     shown = ", ".join(f"`{end}`".replace("|", "\\|") for end in ends)
     breaks = ", ".join(dict.fromkeys([*thought_breaks(renderer), *end_breaks(renderer)])) or "-"
-    return f"| {name} | {shown} | {roles(renderer, name)} | {tools(renderer, name)} | {thoughts(renderer)} | {breaks} |"
+    label = SAME_TEMPLATE.get(name, name)
+    return (
+        f"| {label} | {shown} | {roles(renderer, name)} | {tools(renderer, name)} | {thoughts(renderer)} | {breaks} |"
+    )
 
 
 def roles(renderer: ChatRenderer, name: str) -> str:
@@ -72,6 +76,8 @@ def tools(renderer: ChatRenderer, name: str) -> str:
         return "-"
     problem = renderer.tools_problem([LOOK], renderer.parser("auto"))
     label = parser_name(renderer.parser("auto")).removeprefix("auto (").removesuffix(")")
+    if "leaves it out" in problem:
+        return "written, calls left out"
     return "written, calls not read" if problem else f"`{label}`"
 
 

@@ -55,4 +55,4 @@ def require_record(run: Path) -> None:
     """Raise RunError, with the reason, if the run has no ledger to read."""
     from treadle.orchestration.store.run_directory import RunDirectory
 
-    RunDirectory.open(run).ledger().close()
+    RunDirectory.open(run).ledger()

@@ -15,7 +15,7 @@ from treadle.cli.options import Commands, add_command, add_json, require_record
 from treadle.cli.show import shown_tokens
 from treadle.orchestration.reporting.metrics import shown
 from treadle.orchestration.reporting.progress import update_line
-from treadle.orchestration.store.ledger import no_checkpoint
+from treadle.orchestration.store.ledger_reader import no_checkpoint
 
 _EXAMPLES = """examples:
   treadle report runs/demo

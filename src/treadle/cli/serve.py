@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     engine = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides).engine
     model = ModelConfig(path=str(options.model), chat_template=options.chat_template)
     _check(options, engine)
-    from treadle.rollout.gateway.serving import serving  # FastAPI and uvicorn
+    from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
 
     address = _address(options)
     with listen(address, "--{} {}") as listening:  # now: a busy port is an error before a model is loaded

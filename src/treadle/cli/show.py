@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,13 +60,9 @@ def newest(run: Path) -> list[dict[str, Any]]:
     """Return the last trajectories on record, newest first."""
     from treadle.orchestration.store.run_directory import RunDirectory
 
-    with closing(RunDirectory(run).ledger()) as ledger:
-        return ledger.query(
-            "SELECT t.trajectory_id, g.split, json_extract(g.task, '$.task_id') AS task_id, t.status, t.reward, "
-            "t.advantage, t.steps, t.completion_tokens, t.failure_cause, t.failure_message "
-            "FROM trajectories t JOIN groups g USING (group_id) ORDER BY t.rowid DESC LIMIT ?",
-            _NEWEST,
-        )
+    ledger = RunDirectory(run).ledger()
+    ledger.prove("groups", "trajectories")
+    return ledger.newest(_NEWEST)
 
 
 def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -100,7 +95,8 @@ def as_json(
     """
     from treadle.orchestration.store.recorded import decoder, step_relations
 
-    head = {key: value for key, value in row.items() if key not in ("task", "shard", "oldest_version", "steps")}
+    internal = {"task", "shard", "oldest_version", "steps", "trained_version", "checksum"}
+    head = {key: value for key, value in row.items() if key not in internal}
     head["task"], head["components"] = json.loads(row["task"]), json.loads(row["components"])
     related = step_relations(steps, decoder(tokenizer))
     traced = {trace.step: trace for trace in traces}

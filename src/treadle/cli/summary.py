@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from treadle.cli.console import Console, Table, make_table
 from treadle.cli.transcript import print_transcript
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.run_directory import RunDirectory
 
 
@@ -61,34 +59,10 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
     """
     sampled = [r for r in results if r["temperature"] == results[0]["temperature"]]
     mark = "g" if results[0]["temperature"] == 0 else ""
-    success, component = config.evaluation.success_at, config.evaluation.success_of
-    of = () if component is None else (component,)
-
-    def judged(table: str) -> str:
-        if component is None:
-            return f"{table}.reward"
-        return f"coalesce((SELECT value FROM json_each({table}.components) WHERE key = ?), {table}.reward)"
-
-    with closing(RunDirectory(path).ledger()) as ledger:
-        first, last = (_groups_of(ledger, f"e{r['update']:06d}{mark}") for r in (sampled[0], sampled[-1]))
-        pairs = ledger.query(
-            "SELECT b.trajectory_id AS before, a.trajectory_id AS after "
-            "FROM trajectories b JOIN groups gb USING (group_id) "
-            "JOIN groups ga ON ga.position = gb.position JOIN trajectories a ON a.group_id = ga.group_id "
-            "WHERE gb.group_id GLOB ? AND ga.group_id GLOB ? "
-            f"ORDER BY coalesce({judged('a')} >= ?, 0) DESC, coalesce({judged('b')} < ?, 0) DESC, gb.position LIMIT 1",
-            *(first, last, *of, success, *of, success),
-        )
-    for pair in pairs:
-        for when in ("before", "after"):
-            command = f"treadle show {shlex.quote(str(path))} {pair[when]}"
-            console.line()
-            console.line((f"{when} training", "bold"), f"   {command}")
-            print_transcript(console, path, pair[when])
-
-
-def _groups_of(ledger: Ledger, evaluation: str) -> str:
-    """Return the pattern of an evaluation's groups; of one that was repeated, those of the last time."""
-    rows = ledger.query("SELECT group_id FROM groups WHERE group_id GLOB ?", f"{evaluation}r*-0000")
-    times = max((int(row["group_id"].partition("-")[0].removeprefix(f"{evaluation}r")) for row in rows), default=0)
-    return f"{evaluation}r{times}-*" if times else f"{evaluation}-*"
+    first, last = (f"e{result['update']:06d}{mark}" for result in (sampled[0], sampled[-1]))
+    section = config.evaluation
+    pair = RunDirectory(path).ledger().before_and_after(first, last, section.success_at, section.success_of)
+    for when, trajectory in zip(("before", "after"), pair or (), strict=False):
+        console.line()
+        console.line((f"{when} training", "bold"), f"   treadle show {shlex.quote(str(path))} {trajectory}")
+        print_transcript(console, path, trajectory)

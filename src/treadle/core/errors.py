@@ -99,21 +99,17 @@ class TrajectoryFailure(TreadleError, RuntimeError):
 class ContextExceeded(TreadleError, RuntimeError):
     """Says that the prompt as sent is longer than a limit: `rollout.max_input_tokens`, or the model's context.
 
-    context: the model's, where it alone is the limit, which no setting can raise. counted: False if the prompt was not
-    even tokenized: prompt_tokens is then a lower bound, which follows from its length.
+    context: the model's, where it alone is the limit, which no setting can raise.
     """
 
-    def __init__(
-        self, prompt_tokens: int, max_input_tokens: int, context: int | None = None, counted: bool = True
-    ) -> None:
-        super().__init__(prompt_tokens, max_input_tokens, context, counted)
+    def __init__(self, prompt_tokens: int, max_input_tokens: int, context: int | None = None) -> None:
+        super().__init__(prompt_tokens, max_input_tokens, context)
         self.prompt_tokens = prompt_tokens
         self.max_input_tokens = max_input_tokens
         self.context = context
-        self.counted = counted
 
     def __str__(self) -> str:
-        tokens = f"the prompt has {'' if self.counted else 'at least '}{self.prompt_tokens} tokens"
+        tokens = f"the prompt has {self.prompt_tokens} tokens"
         if self.context is not None:
             return f"{tokens}, the model's context is {self.context}; shorten the prompt"
         return (

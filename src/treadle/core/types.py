@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -166,18 +166,6 @@ def _routing(value: ArrayLike, tokens: int) -> Routing:
     return array
 
 
-class MessageSpan(NamedTuple):
-    """Says what the tokens of a prompt are from the end of the span before up to `end`.
-
-    kind: `template`, which the chat template has written around messages, or of what a message says `text`, `thought`
-    or `call`. role: of that message; of template text, the role of the message that it stands before.
-    """
-
-    end: int
-    role: str
-    kind: str
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Says how one completion is sampled.
@@ -284,7 +272,6 @@ class Step:
     started         when the engine was called, in seconds since 1970; None: not recorded
     seconds         spent in the engine call
     waited          of those, until the engine began to compute; None: the engine does not report it
-    prompt_spans    which messages the prompt's tokens are, in order; None: it is not of messages, or nothing tells
     break_cause     why the prompt does not carry on an earlier step's ids, where the recorder knows it from messages
     dropped         why the step alone will not be trained, if it will not
     routing         int16[<= C, M, k]  the experts that the engine chose where it predicted each sampled token: while it
@@ -311,7 +298,6 @@ class Step:
     state_key: str = ""
     started: float | None = None
     waited: float | None = None
-    prompt_spans: tuple[MessageSpan, ...] | None = None
 
     def __post_init__(self) -> None:
         fix = object.__setattr__

@@ -23,7 +23,7 @@ from treadle.integrations.harbor.tasks import SOURCE as HARBOR_TASKS
 from treadle.models.config import ModelConfig
 from treadle.orchestration.sampling.failures import FailuresConfig
 from treadle.orchestration.sampling.replay_buffer import StalePolicy
-from treadle.orchestration.schema import RENAMED_KEYS, migrated
+from treadle.orchestration.schema import RENAMED_KEYS, without_version
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import LearnerPlacement, TrainerSpec, TrainingConfig, WarmStartConfig
@@ -375,7 +375,7 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     path = _recipe_path(recipe)
     data = load_yaml(path)
     if "schema_version" in data:  # a run's config.yaml
-        data = migrated(data, str(path))
+        data = without_version(data, str(path))
     return build(RunConfig, {"recipe": Path(recipe).stem, **data}, recipe, overrides)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from treadle.core.errors import TrainingStopped
-from treadle.rollout.isolation.interrupts import InterruptHandler
+from treadle.rollout.isolation.interrupts import handled
 
 T = TypeVar("T")
 
@@ -63,23 +62,11 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
 
     They are plain handlers rather than the event loop's, which would wait for an update to end.
     """
-    if threading.current_thread() is not threading.main_thread():  # signals are not ours
-        yield
-        return
-    handled = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in handled}
 
     def ask() -> None:
         stop.request()
         # a signal may come in the middle of a print, which must not be entered again
         os.write(2, b"\nstopping: finishing this update, then saving a checkpoint (once more: stop at once)\n")
 
-    interrupts = InterruptHandler(ask)
-    try:
-        for number in handled:
-            signal.signal(number, interrupts)
+    with handled(ask, signal.SIGINT, signal.SIGTERM):
         yield
-    finally:
-        interrupts.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)

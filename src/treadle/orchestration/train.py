@@ -39,8 +39,9 @@ from treadle.orchestration.setup.validation import check_config
 from treadle.orchestration.setup.warm_start import WarmStartReport, check_demonstrations, run_warm_start
 from treadle.orchestration.stop_request import StopRequest, stop_on_signals
 from treadle.orchestration.store.checkpoint_retention import find_checkpoint
-from treadle.orchestration.store.ledger import Ledger, LoopState
+from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.local_ledger import open_ledger, recover_ledger
+from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.resume import roll_back
 from treadle.orchestration.store.rollout_store import remove_other_shards
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -135,14 +136,13 @@ def resume_run(
             clock.wall_before, clock.cpu_before = state.wall_seconds, state.cpu_seconds
 
             async def begin(cleanup: ExitStack) -> _Beginning:
-                ledger = cleanup.enter_context(open_ledger(run, config.orchestration.ledger_directory))
                 await trainer.load(found)
+                ledger = cleanup.enter_context(open_ledger(run, config.orchestration.ledger_directory))
                 run.summary_file.unlink(missing_ok=True)
                 if changes(run.config(), config):
                     run.change_config(config, ledger)
                 remove_other_shards(run.rollouts, ledger.shards())
                 restored = roll_back(config, run, ledger, found.directory.name, state, progress.log)
-                run.traces.mkdir(exist_ok=True)  # runs from before have none
                 remove_other_shards(run.traces, ledger.traces())
                 return _Beginning(ledger, StartingPoint(state, restored, clock), warm_start)
 
@@ -184,9 +184,7 @@ class _Session:
         callbacks = Callbacks(members, StopRequest(), ProgressCallback(self.progress, section.updates))
 
         def work() -> dict[str, Any]:
-            return run_event_loop(
-                self._train(begin, callbacks), self.progress.log, callbacks.stop.request, self.runtime.new_event_loop
-            )
+            return run_event_loop(self._train(begin, callbacks), self.progress.log, self.runtime.new_event_loop)
 
         with self.status.writing(self.run.status_file):
             return callbacks.around(RunStart(self.run.path, self.config, update, self.progress.log), work)
@@ -250,16 +248,15 @@ def _opened(
 
 def _where_to_resume(run: RunDirectory, checkpoint: str | None) -> tuple[Manifest, LoopState]:
     """The latest checkpoint or the one that is named, and the loop's state. Raises RunError."""
-    with closing(run.ledger()) as ledger:
-        ledger.prove()
-        found = find_checkpoint(run.path, checkpoint or "latest")
-        return found, ledger.checkpoint(found.directory.name)
+    ledger = run.ledger()
+    ledger.prove()
+    found = find_checkpoint(run.path, checkpoint or "latest")
+    return found, ledger.checkpoint(found.directory.name)
 
 
 def _recorded_warm_start(run: RunDirectory) -> dict[str, Any] | None:
     """What the warm start did, if there was one. Raises DamageError."""
-    with closing(run.ledger()) as ledger:
-        sha256 = ledger.file_sha256(_WARM_START)
+    sha256 = run.ledger().file_sha256(_WARM_START)
     if sha256 is None:
         return None
     report: dict[str, Any] = json.loads(read_proven(run.path / _WARM_START, sha256, "restore it from a copy"))

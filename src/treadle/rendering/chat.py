@@ -30,7 +30,7 @@ from treadle.rendering.replies import (
 from treadle.rendering.structure import Backend, Structure, encode_text
 from treadle.rendering.template import ChatTemplate, Plain, Variables
 from treadle.rendering.token_bytes import TokenBytes
-from treadle.rendering.tool_calls import THOUGHT_END, Tool
+from treadle.rendering.tool_calls import THOUGHT_TAGS, Tool
 from treadle.rendering.tools import PROBE, ignores_tools, probe_call, written_call
 
 
@@ -218,12 +218,13 @@ class ChatRenderer:
         """Thoughts are taken out where the template has a place for them; of formats, the one that reads its call."""
         if self._unreadable(harmony, json.dumps(PROBE)) == "":
             return harmony
-        thoughts = THOUGHT_END in self.source or self._writes_thoughts()
+        tags = next((tags for tags in THOUGHT_TAGS if tags[1] in self.source), THOUGHT_TAGS[0])
+        thoughts = tags[1] in self.source or self._writes_thoughts()
         for name, calls in FORMATS.items():
-            parser = Parser(f"auto ({name})", thoughts, calls)
+            parser = Parser(f"auto ({name})", thoughts, calls, tags)
             if self._unreadable(parser, json.dumps(PROBE)) == "":
                 return parser
-        return Parser("auto", thoughts)
+        return Parser("auto", thoughts, tags=tags)
 
     def _writes_thoughts(self) -> bool:
         shape = ("user", True, False, 0, -1), ("assistant", True, True, 0, -1)

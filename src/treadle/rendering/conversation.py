@@ -4,7 +4,6 @@ messages -> which of them are recorded replies?            rendering/identity.py
          -> rendered by the chat template, with marks      rendering/template.py, marks.py
          -> where do the replies stand, are they kept?     rendering/splices.py
          -> recorded ids there, the rest encoded           rendering/structure.py, _assemble
-         -> which messages are the ids?                    rendering/spans.py
          -> and if earlier ids could not be kept: why?     rendering/causes.py, _cause
 """
 
@@ -24,14 +23,12 @@ from typing import Any
 import numpy as np
 
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.types import BreakCause, Ids, Message, MessageSpan
+from treadle.core.types import BreakCause, Ids, Message
 from treadle.rendering import identity
 from treadle.rendering.causes import agents_change
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.complete import shape
 from treadle.rendering.marks import Marked, Marks
-from treadle.rendering.off_loop import LARGE
-from treadle.rendering.spans import Encoded, Spans, concat, cut, message_spans, reply_spans
 from treadle.rendering.splices import Written, locate
 from treadle.rendering.template import ChatTemplate, Opening, Plain
 from treadle.rendering.tool_calls import THOUGHT
@@ -50,11 +47,6 @@ class Prompt:
     break_cause: BreakCause | None = None
     rendering: Rendering | None = None
 
-    @property
-    def message_spans(self) -> Spans | None:
-        """Return which messages the ids are, if they were rendered from messages and anything tells."""
-        return None if self.rendering is None else self.rendering.message_spans
-
 
 Span = tuple[int, int, int, int]
 _TAGS = re.compile(r"</?think>")  # templates read them in content
@@ -67,7 +59,6 @@ class Rendering:
     text: what the template wrote, structural tokens by private names (`Structure.plain` undoes that). spans: (start,
     end in the text, start, end in the ids) of each recorded reply that stands in the prompt with its own ids; outside
     them, the ids are those of the text.
-    message_spans: which messages the ids are, if anything tells.
     turn: where in the ids the assistant's turn begins. head: with which text, as far as history repeats it.
     opened: the text of the turn's message that is continued, "" if it is a new one.
     values, replies: what each message says, and the recorded reply it is. lost: why replies could not be kept.
@@ -82,7 +73,6 @@ class Rendering:
     replies: tuple[Record | None, ...]
     lost: Mapping[int, BreakCause]
     setting: str
-    message_spans: Spans | None
     opened: str = ""
 
 
@@ -90,12 +80,10 @@ class Record:
     """Holds a recorded call: its prompt, the ids that were sampled, and the message as the agent sends it back.
 
     ids: prompt and completion. turn: those of the assistant's turn, from its head on. stop: the end token, if sampled.
-    message_spans: of the ids, if anything tells; reply: of the completion.
     """
 
-    def __init__(self, ids: Ids, rendering: Rendering, message: Message, stop: str, reply: Spans) -> None:
+    def __init__(self, ids: Ids, rendering: Rendering, message: Message, stop: str) -> None:
         self.ids, self.rendering, self.message, self.stop = ids, rendering, message, stop
-        self.message_spans = concat(rendering.message_spans, reply)
         self.turn = ids[rendering.turn :]
         self.written = Written(rendering.head, stop)
         self.value = identity.value(message)
@@ -103,11 +91,6 @@ class Record:
         self.call_ids = identity.call_ids(message)
         _role, content, calls = self.value
         self.bare = bool(content) and not (calls or self.thought or rendering.opened)  # a new turn, content alone
-
-    def turn_spans(self, tokens: int) -> Spans | None:
-        """Return the message spans of the turn's first tokens."""
-        begin = self.rendering.turn
-        return cut(self.message_spans, begin, begin + tokens)
 
     @cached_property
     def known(self) -> tuple[identity.Value, ...]:
@@ -143,16 +126,10 @@ class _Draft:
 
     @cached_property
     def marked(self) -> Marked | None:
-        """Return where the messages' parts stand in the text; None if marks change what the template writes."""
-        return self._read(setter := Marks(), setter.mark(self.shown))
-
-    def marked_whole(self) -> Marked | None:
-        """Return where all parts of all messages stand; more templates take such marks for something else."""
-        return self._read(setter := Marks(), setter.mark_all(self.shown))
-
-    def _read(self, setter: Marks, marked: list[Plain]) -> Marked | None:
+        """Where the messages' parts stand in the text; None if marks change what the template writes."""
+        setter = Marks()
         try:
-            unmarked, places = setter.read(self.write(marked))
+            unmarked, places = setter.read(self.write(setter.mark(self.shown)))
         except DataError:
             return None
         return places if unmarked == self.text else None
@@ -173,16 +150,13 @@ class _Setting:
 class _Kept:
     """text[start:end] of a prompt stands there with recorded ids.
 
-    after: the last of them, if an end token. message: the last one within. message_spans: of the ids.
-    spans: of the replies within, if there are several.
+    after: the last of them, if an end token. spans: of the replies within, if there are several.
     """
 
     start: int
     end: int
     ids: Ids
     after: int | None
-    message: int
-    message_spans: Spans | None
     spans: tuple[Span, ...] = ()
 
 
@@ -197,13 +171,10 @@ class Conversation:
     sampled, behind those of its own prompt. Calls may be rendered while others are still being sampled: what is
     recorded later (from another thread even) can only be continued later. The date, where a template writes it, stays
     that of the run's beginning, or the conversation's.
-
-    check_length: called before much is encoded, with the fewest tokens that the prompt can have; raises if they are too
-    many.
     """
 
-    def __init__(self, renderer: ChatRenderer, check_length: Callable[[int], None] = lambda tokens: None) -> None:
-        self._renderer, self._structure, self._check_length = renderer, renderer.structure, check_length
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer, self._structure = renderer, renderer.structure
         self._records: list[Record] = []
         self._by_value: dict[identity.Value, list[Record]] = {}
         self._settings: dict[str, _Setting] = {}
@@ -238,12 +209,11 @@ class Conversation:
         """
         if prompt.rendering is None:
             raise DataError("only a prompt that was rendered from messages can be continued by messages")
-        spans = reply_spans(completion_ids, reply, self._structure)
         if prompt.rendering.opened:
             reply = {**reply, "content": prompt.rendering.opened + identity.flat(reply["content"])}
         last = int(completion_ids[-1]) if len(completion_ids) else -1
         stop = next((name for name, ident in self._structure.stops.items() if ident == last), "")
-        record = Record(np.concatenate([prompt.ids, completion_ids]), prompt.rendering, reply, stop, spans)
+        record = Record(np.concatenate([prompt.ids, completion_ids]), prompt.rendering, reply, stop)
         self._records.append(record)
         self._by_value.setdefault(record.value, []).append(record)
 
@@ -304,13 +274,9 @@ class Conversation:
         if known:
             record = max(reversed(known), key=lambda r: len(r.message["content"]))
             rest = opened[len(record.message["content"]) :]
-            self._check(rendering.turn + len(record.turn), [rest])
             behind = next(iter(self._structure.stops.values()), None)  # any: this text begins no sequence
             new = self._structure.encode(rest, behind)
             ids = np.concatenate([ids[: rendering.turn], record.turn, *new])
-            before, added = cut(rendering.message_spans, 0, rendering.turn), sum(map(len, new))
-            spans = concat(before, record.turn_spans(len(record.turn)), (MessageSpan(added, "assistant", "text"),))
-            rendering = replace(rendering, message_spans=spans)
             cause = None if record.begins(ids) else _template_change(record, rendering)
         return ids, cause, replace(rendering, opened=opened)
 
@@ -410,43 +376,30 @@ class Conversation:
         """Recorded ids where replies are kept, encoded text elsewhere. text[begin:end] opens the turn, with `head`."""
         text = draft.text[:end]
         kept, lost = self._carried_on(draft, text) or self._spliced(draft, text)
-        cuts = [0, *(place for reply in kept for place in (reply.start, reply.end)), len(text)]
-        rest = [text[start:end] for start, end in zip(cuts[::2], cuts[1::2], strict=True)]
-        self._check(sum(len(reply.ids) for reply in kept), rest)
         pieces: list[Ids] = []
         spans: list[Span] = []
-        runs: list[Encoded | Spans | None] = []
-        after, turn, number = None, 0, 0  # the end token before, how many ids there are so far, and messages
-        for reply, before, start in zip(kept, rest, cuts[::2], strict=False):
-            between = Encoded(start, self._structure.pieces(before, after), range(number, reply.message))
-            turn += sum(map(len, between.ids))
-            spans += reply.spans or [(reply.start, reply.end, turn, turn + len(reply.ids))]
-            pieces += [*between.ids, reply.ids]
-            runs += [between, reply.message_spans]
-            after, turn, number = reply.after, turn + len(reply.ids), reply.message + 1
-        cut = max(0, begin - len(text) + len(rest[-1]))
-        last = self._structure.pieces(rest[-1][:cut], after)
-        turn += sum(len(ids) for _, ids in last)
-        last += self._structure.pieces(rest[-1][cut:], None if last else after)
-        runs.append(end_run := Encoded(cuts[-2], last, range(number, len(draft.shown))))
+        at, after, tokens = 0, None, 0  # the text that is done, the end token before what follows, ids so far
+        for reply in kept:
+            between = self._structure.encode(text[at : reply.start], after)
+            tokens += sum(map(len, between))
+            spans += reply.spans or [(reply.start, reply.end, tokens, tokens + len(reply.ids))]
+            pieces += [*between, reply.ids]
+            at, after, tokens = reply.end, reply.after, tokens + len(reply.ids)
+        begin = max(at, begin)
+        before = self._structure.encode(text[at:begin], after)
         rendering = Rendering(
             text=text,
             spans=tuple(spans),
-            turn=turn,
+            turn=tokens + sum(map(len, before)),
             head=head,
             values=draft.values,
             replies=draft.replies,
             lost=lost,
             setting=draft.setting.key,
-            message_spans=message_spans(text, draft.shown, runs, draft.marked_whole, self._structure),
         )
-        ids = np.concatenate([*pieces, *end_run.ids]) if text else np.zeros(0, np.int32)
+        pieces += [*before, *self._structure.encode(text[begin:], None if before else after)]
+        ids = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
         return ids, self._cause(ids, rendering), rendering
-
-    def _check(self, ids: int, texts: Sequence[str]) -> None:
-        """Have the length of a prompt checked: so many ids, and texts that are still to be encoded."""
-        if sum(map(len, texts)) >= LARGE:  # otherwise encoding costs nothing, and tells how many they are
-            self._check_length(ids + sum(map(self._structure.least_tokens, texts)))
 
     def _carried_on(self, draft: _Draft, text: str) -> _Found | None:
         """The short way, without marks: the text is that of the call that was carried on, then a reply's bare content.
@@ -468,7 +421,7 @@ class Conversation:
         at = len(text) - len(rest) + len(record.stop)
         span = text.rfind(known.head, 0, len(known.text)), at, known.turn, len(record.ids)
         after = int(record.ids[-1]) if record.stop else None
-        return [_Kept(0, at, record.ids, after, number, record.message_spans, (*known.spans, span))], known.lost
+        return [_Kept(0, at, record.ids, after, (*known.spans, span))], known.lost
 
     def _spliced(self, draft: _Draft, text: str) -> _Found:
         """Each reply sought by the marks of its parts."""
@@ -482,8 +435,7 @@ class Conversation:
         for splice in located.splices:
             record = replies[splice.message]
             turn = record.turn if splice.stopped or not record.stop else record.turn[:-1]
-            after, spans = int(turn[-1]) if splice.stopped else None, record.turn_spans(len(turn))
-            kept.append(_Kept(splice.start, splice.end, turn, after, splice.message, spans))
+            kept.append(_Kept(splice.start, splice.end, turn, int(turn[-1]) if splice.stopped else None))
         return kept, located.lost
 
     def _cause(self, ids: Ids, rendering: Rendering) -> BreakCause | None:
@@ -495,7 +447,8 @@ class Conversation:
         parent = rendering.replies[last]
         if parent is not None and parent.answers(values, last):
             return None if parent.begins(ids) else _template_change(parent, rendering)
-        nearest = sorted(reversed(self._records), key=lambda record: -identity.common(record.known, values))
+        others = (record for record in reversed(self._records) if record.rendering.values != values)  # no resamples
+        nearest = sorted(others, key=lambda record: -identity.common(record.known, values))
         causes = (agents_change(record.known, values) for record in nearest)
         return next((cause for cause in causes if cause), None)
 

@@ -53,10 +53,6 @@ class Marks:
             for number, message in enumerate(messages)
         ]
 
-    def mark_all(self, messages: Sequence[Plain]) -> list[Plain]:
-        """Return copies of the messages with marks around the parts of all of them, whatever their role."""
-        return [self._mark_parts(number, message) for number, message in enumerate(messages)]
-
     def read(self, rendered: str) -> tuple[str, Marked]:
         """Return the text without marks, and where they stood in it; of a part that comes out twice, the first."""
         pieces: list[str] = []

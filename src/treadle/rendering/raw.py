@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from treadle.core.errors import DataError
 from treadle.core.types import Ids, Step
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.off_loop import LARGE
 
 _CUT = 32  # most sampled tokens that a stop string and an end token can have hidden from the client
 
@@ -17,20 +16,17 @@ _CUT = 32  # most sampled tokens that a stop string and an end token can have hi
 class RawPrompts:
     """Turns raw prompts into ids, with the recorded ids of an earlier call where the text continues it.
 
-    Text is matched against the decoded ids of earlier calls, prompt and completion; the longest wins. check_length: as
-    a `Conversation` has it.
+    Text is matched against the decoded ids of earlier calls, prompt and completion; the longest wins.
     """
 
-    def __init__(self, renderer: ChatRenderer, check_length: Callable[[int], None] = lambda tokens: None) -> None:
-        self._renderer, self._check_length = renderer, check_length
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
         self._records: list[tuple[str, Step]] = []  # the prompt's text, and the call
 
     def ids(self, prompt: str | Sequence[int]) -> Ids:
         """Return the prompt's ids, int32[P]. Raises DataError for an empty prompt or ids that the vocabulary lacks."""
         if isinstance(prompt, str):
             known, rest = self._longest(prompt)
-            if len(rest) >= LARGE:
-                self._check_length(len(known) + self._renderer.structure.least_tokens(rest))
             ids = np.concatenate([known, self._renderer.encode(rest)])
         else:
             ids, size = np.asarray(prompt), self._renderer.vocabulary

@@ -24,8 +24,7 @@ from treadle.core.registry import resolve
 from treadle.core.types import Message, ToolCall
 from treadle.rendering.tool_calls import (
     CALL,
-    THOUGHT,
-    THOUGHT_END,
+    THOUGHT_TAGS,
     Tool,
     glm_call,
     json_call,
@@ -51,17 +50,19 @@ class Parser:
     """Reads replies with tool calls in one format. name: in errors.
 
     thoughts: whether a thought is taken out of the content. Otherwise it stays, and is not searched for calls.
+    tags: what opens and closes a thought.
     """
 
     name: str
     thoughts: bool = False
     calls: ReadCalls | None = None
+    tags: tuple[str, str] = THOUGHT_TAGS[0]
 
     def __call__(self, text: str, tools: Sequence[Tool] = ()) -> Message:
         """Return the assistant message."""
         if self.calls is None and not self.thoughts:
             return Message(role="assistant", content=text)
-        thought, before, content = _split_thought(text, self.thoughts)
+        thought, before, content = _split_thought(text, self.thoughts, self.tags)
         kept, calls = self.calls(content, tools) if self.calls is not None and tools else (content, [])
         if not self.thoughts:
             kept = before + kept
@@ -136,15 +137,16 @@ def parser_name(parser: ReplyParser) -> str:
     return parser.name if isinstance(parser, Parser) else str(getattr(parser, "__qualname__", parser))
 
 
-def _split_thought(text: str, unopened: bool) -> tuple[str, str, str]:
+def _split_thought(text: str, unopened: bool, tags: tuple[str, str]) -> tuple[str, str, str]:
     """(thought, the text up to the thought's end, the rest); without a thought the rest is all.
 
     unopened: whether a thought may have no opening tag.
     """
-    before, end, after = text.partition(THOUGHT_END)
+    opening, closing = tags
+    before, end, after = text.partition(closing)
     inner = before.lstrip()
     # Behind another tag, the end is none of a thought that the text begins with: in a call, it is an argument's.
-    if not inner.startswith(THOUGHT) and (not unopened or not end or CALL in before or THOUGHT in before):
+    if not inner.startswith(opening) and (not unopened or not end or CALL in before or opening in before):
         return "", "", text
     rest = after.lstrip("\n")
-    return inner.removeprefix(THOUGHT).strip(), text[: len(text) - len(rest)], rest
+    return inner.removeprefix(opening).strip(), text[: len(text) - len(rest)], rest

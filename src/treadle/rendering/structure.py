@@ -27,7 +27,6 @@ import numpy as np
 
 from treadle.core.errors import DataError
 from treadle.core.types import Ids
-from treadle.rendering.token_bound import TokenBound
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # of byte fallback: characters, even where they are declared special
 _MEMOISED = ((2**8, 65536), (2**13, 4096), (2**20, 64))  # pieces up to so many characters, and how many of them
@@ -101,7 +100,6 @@ class Structure:
         spec = json.loads(tokenizer.to_str())
         added = [token for token in spec["added_tokens"] if not _BYTE.fullmatch(token["content"])]
         ids = {t["content"]: int(t["id"]) for t in added if t["special"] or t["id"] in stops}
-        self._bound = TokenBound(spec)
         self._secret = secret_text()
         self.names = {usual: f"{self._secret}{usual}{self._secret}" for usual in ids}
         self.stops = {self.names[usual]: ident for usual, ident in ids.items() if ident in stops}
@@ -125,26 +123,17 @@ class Structure:
         """Return the structural strings in rendered text that are ordinary text there."""
         return self._usual.findall(self.pattern.sub(self._secret, text))
 
-    def least_tokens(self, text: str) -> int:
-        """Return a number of ids below which `encode` never stays; found without encoding anything."""
-        return self._bound.least(self.plain(text))
-
     def encode(self, text: str, after: int | None = None) -> list[Ids]:
         """Return the ids of rendered text, in pieces. after: the id before it, where that is a structural token."""
-        return [ids for _, ids in self.pieces(text, after)]
-
-    def pieces(self, text: str, after: int | None = None) -> list[tuple[str, Ids]]:
-        """Return the pieces of rendered text, each up to the next structural token, with the ids of `encode`."""
         if not text:
             return []
         cuts = [0, *(m.start() for m in self.pattern.finditer(text) if m.start()), len(text)]
-        found = []
+        pieces = []
         for start, end in pairwise(cuts):
             piece, behind = text[start:end], self._leading(text, end) if self._strips else None
             encode = next((memo for longest, memo in self._memos if len(piece) <= longest), self._piece)
-            ids = encode(piece, after if start == 0 else None, behind if behind in self._strips else None)
-            found.append((piece, ids))
-        return found
+            pieces.append(encode(piece, after if start == 0 else None, behind if behind in self._strips else None))
+        return pieces
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids, structural tokens by their usual names."""

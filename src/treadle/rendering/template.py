@@ -15,10 +15,11 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.visitor import NodeTransformer
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.rendering.roles import Composed, Role
-from treadle.rendering.sandbox import TemplateLimitExceeded, bounded, sandbox
+from treadle.rendering.sandbox import sandbox
 from treadle.rendering.structure import Structure
 
 Variables = Mapping[str, Any]
@@ -26,8 +27,10 @@ Plain = dict[str, Any]
 """A message as templates read it: plain data, `content` a string, tool arguments as the template wants them."""
 
 # What templates fail with where they do not expect a conversation: they are programs of others.
-_REFUSALS = (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-_FAULTS = TemplateLimitExceeded, MemoryError, RecursionError  # whatever the conversation
+_REFUSALS = (
+    *(jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RecursionError, MemoryError),
+)
 _PROBE = "zqz"  # stands for a reply
 _QUESTION: Plain = {"role": "user", "content": "u"}
 
@@ -76,31 +79,26 @@ class ChatTemplate:
     ) -> str:
         """Return the conversation as text, structural tokens by private names.
 
-        Raises DataError if the template refuses it, or does what no template should (`sandbox.py`).
+        Raises DataError if the template refuses it, or fails with it.
         """
         variables = {**self._variables, **options, "add_generation_prompt": generation_prompt}
         shown = [{**m, "role": Role.of(m["role"])} for m in messages] if self._composed else messages
         try:
-            with bounded():
-                text = self._template.render(messages=shown, tools=tools, documents=None, **variables)
-        except _FAULTS as error:
-            why = str(error) if isinstance(error, TemplateLimitExceeded) else f"{type(error).__name__} {error}".strip()
-            raise DataError(
-                f"the chat template is at fault, not the conversation: {why}; give another one (model.chat_template)"
-            ) from error
+            text = self._template.render(messages=shown, tools=tools, documents=None, **variables)
         except _REFUSALS as error:  # many refuse roles that do not take turns
             roles = ", ".join(str(message["role"]) for message in messages[:8]) + (", ..." if len(messages) > 8 else "")
-            raise DataError(f"the chat template refuses a conversation of {roles}: {error}") from error
+            why = str(error) or type(error).__name__
+            raise DataError(f"the chat template refuses a conversation of {roles}: {why}") from error
         return self._composed.read(text) if self._composed else text
 
     def _compile(self, source: str) -> jinja2.Template:
         environment = sandbox()
         try:
-            parsed = environment.with_clock(environment.parse(source))
+            parsed = environment.parse(source)
             for node in parsed.find_all((nodes.TemplateData, nodes.Const)):
                 name = "data" if isinstance(node, nodes.TemplateData) else "value"
                 setattr(node, name, self._own(getattr(node, name)))
-            template = environment.from_string(parsed)
+            template = environment.from_string(_ConstantRoles().visit(parsed))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template, line {error.lineno}: {error.message}") from error
         except (RecursionError, MemoryError) as error:
@@ -165,10 +163,17 @@ class ChatTemplate:
     def _try(self, messages: Sequence[Plain], options: Variables | None = None, generation_prompt: bool = False) -> str:
         try:
             return self.render(messages, None, options or {}, generation_prompt=generation_prompt)
-        except DataError as error:
-            if isinstance(error.__cause__, _FAULTS):
-                raise
+        except DataError:
             return ""
+
+
+class _ConstantRoles(NodeTransformer):
+    """Turns constants that are a `Role` into calls that make one: compiled as constants they would be plain strings."""
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Expr:
+        if not isinstance(node.value, Role):
+            return node
+        return nodes.Call(nodes.EnvironmentAttribute("role"), [nodes.Const(node.value[:])], [], None, None)
 
 
 def _claimed(value: Any, structure: Structure) -> Any:

@@ -13,8 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from treadle.rendering.structure import Backend
-from treadle.rendering.token_bound import BYTE_LEVEL
 
+_PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+BYTE_LEVEL = {
+    **{chr(byte): byte for byte in _PRINTABLE},
+    **{chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)},
+}
+"""How byte-level vocabularies write a byte -> the byte."""
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
 

@@ -32,6 +32,7 @@ None if that is no whole call. Raises Ambiguous for one that can be read in seve
 """
 
 THOUGHT, THOUGHT_END = "<think>", "</think>"
+THOUGHT_TAGS = (THOUGHT, THOUGHT_END), ("[THINK]", "[/THINK]")  # the latter are Mistral's
 CALL, _CLOSE = "<tool_call>", "</tool_call>"
 _BEGIN = re.compile(f"{CALL}|{THOUGHT}")
 _EITHER = re.compile(f"{CALL}|{_CLOSE}")

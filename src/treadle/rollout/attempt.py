@@ -1,4 +1,4 @@
-"""Attempts at tasks, and those of a group side by side: everything that they share, whichever driver plays them.
+"""Attempts at tasks, those of a group side by side: what they share, whichever driver plays them.
 
 Rollouts.start -> driver of the task -> Session -> Outcome -> Trajectory -> RewardShaper
 """
@@ -28,8 +28,8 @@ from treadle.rollout.drivers.driver import AttemptDriver, DriverFactory, DriverS
 from treadle.rollout.drivers.environment import EnvironmentDriver
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
 from treadle.rollout.gateway.shared import SharedGateway
+from treadle.rollout.isolation.blocked_loop import watched_event_loop
 from treadle.rollout.isolation.isolated_environment import EnvironmentFactory
-from treadle.rollout.isolation.loop_monitor import LoopMonitor
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address, Session, SessionSpec
@@ -41,7 +41,7 @@ _CHECK, _BRIEF = Address(0, Stream.EVALUATE, 0, 0, 0), 16  # of a driver's check
 
 @dataclass(frozen=True, slots=True)
 class Players:
-    """Holds what plays tasks, under the names by which tasks refer to it."""
+    """What plays tasks, by the names that tasks refer to."""
 
     environments: Mapping[str, EnvironmentFactory] = field(default_factory=dict)
     agents: Mapping[str, Agent] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Players:
 
     @property
     def may_wait(self) -> bool:
-        """Return whether attempts of some driver may wait for others to end (`AttemptDriver.may_wait`)."""
+        """Whether attempts of some driver may wait for others to end (`AttemptDriver.may_wait`)."""
         return any(getattr(made_class(driver), "may_wait", False) for driver in self.drivers.values())
 
 
@@ -69,8 +69,7 @@ class Rollouts:
     """Plays attempts, each by the driver of its task.
 
     drivers: for each `Task.player`, `{("environment", "lookup"): EnvironmentDriver(...)}`. rewards: applied to each
-    attempt as it ends; shaping only to training attempts (`Address.stream`). monitor: watches the event loop that they
-    are played on.
+    attempt as it ends; shaping only to training attempts (`Address.stream`).
     """
 
     def __init__(
@@ -80,11 +79,9 @@ class Rollouts:
         drivers: Mapping[tuple[str, str], AttemptDriver[Any]],
         config: RolloutConfig,
         rewards: RewardsConfig = _AS_GIVEN,
-        monitor: LoopMonitor | None = None,
     ) -> None:
         self.engine, self.renderer, self.config = engine, renderer, config
-        self._drivers, self._monitor = drivers, monitor or LoopMonitor()
-        self.sampling = config.sampling
+        self._drivers, self.sampling = drivers, config.sampling
         self._shaper = RewardShaper(rewards, config.environment_timeout)
 
     def start(
@@ -106,7 +103,7 @@ class Rollouts:
         return attempts
 
     async def check(self, tasks: Sequence[Task]) -> None:
-        """Have each driver check that it can play, with the first task that it plays, and a session of its own.
+        """Have each driver check that it can play its first task, on a session of its own.
 
         Raises ConfigError or EngineError.
         """
@@ -127,7 +124,7 @@ class Rollouts:
                 return
 
     def status(self) -> list[ComponentStatus]:
-        """Return nothing: no process of its own plays."""
+        """Return nothing: there are no processes."""
         return []
 
     def _spec(self, group_id: str, address: Address, sampling: SamplingParams) -> SessionSpec:
@@ -135,7 +132,8 @@ class Rollouts:
         return SessionSpec(name, self.engine, self.renderer, sampling, self.config.max_input_tokens, address)
 
     async def _attempt(self, driver: AttemptDriver[Any], session: Session, task: Task, address: Address) -> Trajectory:
-        user = user_code(task, session.name, self._monitor)
+        """Play an attempt in its place, weight its rewards, and shape them if it is trained."""
+        user = user_code(task, session.name)
         try:
             async with driver.place():
                 started = time.perf_counter()
@@ -162,23 +160,20 @@ class Rollouts:
             user.release()
 
     async def _outcome(self, driver: AttemptDriver[Any], session: Session, task: Task, user: UserCode) -> Outcome:
-        """Return the driver's outcome, or that of the error or time limit that ended the attempt."""
-        limit, clock = self.config.trajectory_timeout, user.clock()
+        """Return the driver's outcome, or the outcome of an error or of the attempt's time limit."""
+        limit = self.config.trajectory_timeout
         try:
             async with asyncio.timeout(limit):
-                outcome = await driver.play(session, task, user)
-            if not clock.was_overrun(limit):
-                return outcome
+                return await driver.play(session, task, user)
         except ATTEMPT_ERRORS as error:
             return outcome_of(session.steps, error, user.cause)
+        except TimeoutError:
+            what = f"the attempt took longer than {limit:g} s (rollout.trajectory_timeout)"
+            return outcome_of(session.steps, TrajectoryFailure(Cause.TIMEOUT, what), user.cause)
         except asyncio.CancelledError:
             if (current := asyncio.current_task()) is None or current.cancelling():
                 raise
             return outcome_of(session.steps, TrajectoryFailure(Cause.INFRASTRUCTURE, _CANCELLED), user.cause)
-        except TimeoutError:
-            pass
-        what = f"the attempt took longer than {limit:g} s (rollout.trajectory_timeout)"
-        return outcome_of(session.steps, TrajectoryFailure(Cause.TIMEOUT, what), user.cause)
 
 
 @asynccontextmanager
@@ -193,15 +188,13 @@ async def open_rollouts(
 ) -> AsyncIterator[Rollouts]:
     """Open `Rollouts` with a driver for each player; those that call over HTTP share one gateway.
 
-    log: called with a line about what agents ask for in vain, and from another thread about user code that blocks the
-    event loop. directory: the run's, for
-    what drivers write. Raises ConfigError for a shaping hook or a reply parser that does not exist, and what drivers
-    raise on being opened.
+    log: takes lines about what agents ask for in vain, and, from another thread, about user code that blocks the event
+    loop. directory: the run's, for what drivers write. Raises ConfigError for a shaping hook or a reply parser that
+    does not exist, and what drivers raise on being opened.
     """
-    monitor = LoopMonitor(log)
     async with open_drivers(renderer, players, config, directory, log) as drivers:
-        with monitor.watching():
-            yield Rollouts(engine, renderer, drivers, config, rewards, monitor)
+        with watched_event_loop(log):
+            yield Rollouts(engine, renderer, drivers, config, rewards)
 
 
 @asynccontextmanager
@@ -230,11 +223,11 @@ async def open_drivers(
         yield drivers
 
 
-def user_code(task: Task, attempt: str, monitor: LoopMonitor | None = None) -> UserCode:
-    """Return the boundary of the user code that plays an attempt at the task. attempt: the trajectory's id."""
+def user_code(task: Task, attempt: str) -> UserCode:
+    """Return the caller of the user code that plays an attempt at the task. attempt: the trajectory's id."""
     kind, name = task.player
     cause = Cause.ENVIRONMENT if kind == "environment" else Cause.AGENT
-    return UserCode(f"{kind} {name!r}", cause, f"task {task.task_id}, trajectory {attempt}", monitor)
+    return UserCode(f"{kind} {name!r}", cause, f"task {task.task_id}, trajectory {attempt}")
 
 
 def _close_session(session: Session, _: object) -> None:

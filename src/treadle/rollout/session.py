@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Any
@@ -24,7 +24,7 @@ from treadle.rendering.conversation import Conversation, Prompt
 from treadle.rendering.off_loop import off_loop
 from treadle.rendering.raw import RawPrompts
 from treadle.rendering.replies import ReplyParser, plain
-from treadle.rendering.tool_calls import THOUGHT, THOUGHT_END, Tool
+from treadle.rendering.tool_calls import THOUGHT_TAGS, Tool
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
 
@@ -62,7 +62,7 @@ class CallOptions:
 
     sampling_overrides: fields of SamplingParams by name, as the caller would like them: `{"temperature": 0.2}`.
     tool_calls: whether tool calls are looked for in the reply. parallel_tool_calls: whether any after the first count.
-    template_kwargs, continue_final_message: for the chat template. on_rendered: called once the prompt is rendered.
+    template_kwargs, continue_final_message: for the chat template.
     """
 
     sampling_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +70,6 @@ class CallOptions:
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] | None = None
     continue_final_message: bool = False
-    on_rendered: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +131,8 @@ class Session:
         self._engine, self._sampling = spec.engine, spec.sampling
         self._max_input_tokens, self._address = spec.max_input_tokens, spec.address
         self._callers_sampling, self._context = callers_sampling, context
-        self._conversation = Conversation(spec.renderer, self._check_least)
-        self._raw = RawPrompts(spec.renderer, self._check_least)
+        self._conversation = Conversation(spec.renderer)
+        self._raw = RawPrompts(spec.renderer)
         self._order = asyncio.Lock()  # of rendering: first come, first served
         self._calls = 0
         self._steps: dict[int, Step] = {}  # by the call's number
@@ -182,7 +181,7 @@ class Session:
     ) -> int:
         """Return how many tokens the prompt of such a call would have.
 
-        Raises DataError as `chat` does, ContextExceeded for a prompt so long that it is not even tokenized.
+        Raises DataError as `chat` does.
         """
         async with self._order:
             prompt = await self._render(messages, tools, CallOptions(continue_final_message=continue_final_message))
@@ -235,10 +234,6 @@ class Session:
             continue_final_message=options.continue_final_message,
         )
 
-    def _check_least(self, tokens: int) -> None:
-        if tokens > self._max_input_tokens:
-            raise ContextExceeded(tokens, self._max_input_tokens, self._context, counted=False)
-
     def _numbered(self, prompt: Prompt) -> int:
         """Return the call's number, by order of arrival. Raises ContextExceeded."""
         if len(prompt.ids) > self._max_input_tokens:
@@ -248,8 +243,6 @@ class Session:
 
     async def _sample(self, number: int, prompt: Prompt, options: CallOptions) -> tuple[Step, str, str | None]:
         """Step, text and stop string of a call."""
-        if options.on_rendered:
-            options.on_rendered()
         sampling = self._sampling_of(number, options.sampling_overrides, len(prompt.ids))
         call = _EngineCall(prompt, sampling)
         try:
@@ -286,11 +279,12 @@ class Session:
         return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._context - prompt_tokens)))
 
     def _begun(self, prompt: Prompt) -> str:
-        """`<think>` where the prompt leaves a thought open, for parsers that take thoughts out of the content."""
+        """The tag of a thought that the prompt leaves open, for parsers that take thoughts out of the content."""
         if prompt.rendering is None or not getattr(self.parse, "thoughts", True):
             return ""
         turn = self.renderer.decode(prompt.ids[prompt.rendering.turn :])
-        return THOUGHT if turn.rfind(THOUGHT) > turn.rfind(THOUGHT_END) else ""
+        opening, closing = getattr(self.parse, "tags", THOUGHT_TAGS[0])
+        return opening if turn.rfind(opening) > turn.rfind(closing) else ""
 
     def _message(self, text: str, tools: Sequence[Tool], options: CallOptions, number: int) -> Message:
         """The parsed reply. Tool calls without an id get one that is the same in every repetition of the run."""
@@ -337,7 +331,6 @@ class _EngineCall:
             started=self._started,
             seconds=time.perf_counter() - self._clock,
             waited=completion.waited,
-            prompt_spans=self._prompt.message_spans,
             break_cause=self._prompt.break_cause,
             dropped=dropped,
             routing=completion.routing,

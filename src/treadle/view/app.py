@@ -176,7 +176,7 @@ def _rows_after(lines: tuple[str, MetricsLog], generation: str, after: int) -> m
 def _breaks(run: RecordedRun) -> models.Breaks:
     texts, problem = run.texts()
     decode = None if problem else texts.decode
-    found = count_tokens(run.directory.rollouts, run.ledger.query, run.shards(), decode, problem)
+    found = count_tokens(run.directory.rollouts, run.ledger, decode, problem)
     updates = [{"update": run.update_of(row["version"]), **row} for row in found.pop("by_version")]
     return models.Breaks(**found, updates=[row for row in updates if row["update"] is not None])
 

@@ -42,12 +42,8 @@ def compare_tasks(
 
 def evaluations_of(run: RecordedRun) -> list[Evaluation]:
     """Return the evaluations that the ledger holds, the oldest first. Raises RunError."""
-    rows = run.ledger.query(
-        "SELECT substr(group_id, 1, instr(group_id, '-') - 1) AS name FROM groups WHERE split != 'train' "
-        "GROUP BY 1 ORDER BY min(rowid)"
-    )
     evaluations = []
-    for name in (row["name"] for row in rows):
+    for name in run.ledger.evaluations():
         if (parts := _NAME.fullmatch(name)) is not None:
             label = f"update {int(parts[1])}{', greedy' if parts[2] else ''}"
             label += f", repeated: {parts[3]}" if parts[3] else ""
@@ -65,7 +61,7 @@ def _chosen(evaluations: list[Evaluation], name: str | None, run: RecordedRun) -
 
 def _tasks(run: RecordedRun, name: str) -> dict[str, tuple[Any, GroupRow]]:
     """Return task_id -> what was asked, and its group."""
-    rows = run.ledger.query("SELECT * FROM groups WHERE group_id GLOB ? ORDER BY rowid", f"{name}-*")
+    rows = run.ledger.evaluated_groups(name)
     prompts = [json.loads(row["task"]).get("prompt") for row in rows]
     return {row.task_id: (prompt, row) for prompt, row in zip(prompts, group_rows(run, rows), strict=True)}
 

@@ -14,17 +14,16 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from treadle.core.checked_json import is_unfinished, parse_checked_json
-from treadle.core.config import as_override, build, describe, parse_yaml
-from treadle.core.errors import DamageError, RunError, TreadleError
-from treadle.core.files import WrittenFile, sha256_of
-from treadle.core.manifest import MANIFEST, Manifest
+from treadle.core.config import as_override, describe
+from treadle.core.errors import RunError, TreadleError
+from treadle.core.files import sha256_of
+from treadle.core.manifest import Manifest
 from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.live_status import RunStatus
 from treadle.orchestration.reporting.metrics import DECLARED
-from treadle.orchestration.schema import migrated
-from treadle.orchestration.store.ledger import salvage, trace_file
-from treadle.orchestration.store.ledger_reader import LedgerReader
+from treadle.orchestration.store.checkpoint_retention import checkpoint_update
+from treadle.orchestration.store.ledger_reader import LedgerReader, salvage
 from treadle.orchestration.store.recorded import parse_tokenizer
 from treadle.orchestration.store.run_directory import MetricsLog, RunDirectory
 from treadle.view import models
@@ -35,6 +34,7 @@ from treadle.view.texts import TokenTexts, clipped
 T = TypeVar("T")
 _SPARKLINE = 60  # points of a run's reward in the list of runs
 _SPEED_OVER = 10  # updates
+_MOST_FAILURES = 20
 _MOST_OPEN = 8  # runs of which is kept what was read
 
 
@@ -144,14 +144,7 @@ class RecordedRun:
         except OSError as error:
             raise RunError(f"{self.directory.config_file} cannot be read: {error.strerror or error}") from error
 
-        def read() -> RunConfig:
-            known = {row["sha256"] for row in self._files("config*.yaml")} if self.ledger.path.is_file() else set()
-            if known and sha256_of(content) not in known:
-                raise DamageError(f"{self.directory.config_file} is damaged, or was changed by hand: restore it")
-            source = str(self.directory.config_file)
-            return build(RunConfig, migrated(parse_yaml(content, source), source), source)
-
-        return self.kept("config", content, read)
+        return self.kept("config", content, self.directory.config)
 
     def metrics(self) -> tuple[str, MetricsLog]:
         return self._metrics.read()
@@ -162,26 +155,6 @@ class RecordedRun:
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl of one kind, `update` or `evaluation`."""
         return [row for row in self.metrics()[1].rows if row["kind"] == kind]
-
-    def shards(self) -> dict[str, WrittenFile]:
-        """Return all files with tokens that the ledger knows, by their names in `rollouts/`."""
-        names = ((row["name"].removeprefix("rollouts/"), row["sha256"]) for row in self._files("rollouts/*"))
-        return {name: WrittenFile(name, sha256) for name, sha256 in names}
-
-    def shard(self, name: str) -> WrittenFile:
-        """Return the file with these tokens as the ledger knows it. Raises DamageError if it knows none."""
-        rows = self.ledger.query("SELECT sha256 FROM files WHERE name = ?", f"rollouts/{name}")
-        if not rows:
-            raise DamageError(f"the ledger {self.ledger.path} does not know the shard {name}; restore it from a copy")
-        return WrittenFile(name, rows[0]["sha256"])
-
-    def traces(self, version: int | None) -> WrittenFile | None:
-        """Return the file with the traces of groups that were trained with this version; None without any."""
-        if version is None:
-            return None
-        name = trace_file(version)
-        rows = self.ledger.query("SELECT sha256 FROM files WHERE name = ?", f"traces/{name}")
-        return WrittenFile(name, rows[0]["sha256"]) if rows else None
 
     def texts(self) -> tuple[TokenTexts, str | None]:
         """Return the texts of tokens, and why there is no tokenizer: then they are shown by their ids."""
@@ -198,21 +171,16 @@ class RecordedRun:
     def _tokenizer_file(self, latest: str | None) -> _TokenizerFile:
         if latest is not None and (self.directory.checkpoints / latest).is_dir():
             folder = self.directory.checkpoints / latest
-            recorded = self._files(f"checkpoints/{latest}/{MANIFEST}")
-            manifest = Manifest.load(folder, recorded[0]["sha256"] if recorded else None, "restore it from a copy")
+            manifest = Manifest.load(folder, self.ledger.manifest_sha256(latest), "restore it from a copy")
             return _TokenizerFile(manifest.read("tokenizer.json"), folder)
         folder = tokenizer_directory(self.config().model)
         return _TokenizerFile((folder / "tokenizer.json").read_bytes(), folder)
 
     def _latest_checkpoint(self) -> str | None:
         try:
-            rows = self.ledger.query("SELECT directory FROM checkpoints ORDER BY number DESC LIMIT 1")
+            return next(reversed(self.ledger.checkpoint_names()), None)
         except RunError:
             return None
-        return rows[0]["directory"] if rows else None
-
-    def _files(self, pattern: str) -> list[dict[str, Any]]:
-        return self.ledger.query("SELECT name, sha256 FROM files WHERE name GLOB ?", pattern)
 
     def update_of(self, version: int | None) -> int | None:
         """Return the update whose batch this version of the policy was trained with; None if it is not logged."""
@@ -267,7 +235,7 @@ class RecordedRun:
             live = self.state() == "in progress"
             return None if live else "nothing was recorded before the run was stopped: the run has no ledger"
         try:
-            self.ledger.query("SELECT 1 FROM checkpoints LIMIT 1")
+            self.ledger.checkpoint_names()
         except RunError as error:
             return str(error)
         return None
@@ -279,7 +247,7 @@ class RecordedRun:
         if lines := self.metrics()[1].unreadable:
             return f"No line of metrics.jsonl that names an update can be read; damaged lines: {len(lines)}."
         with suppress(RunError):  # the problems say so
-            done = self.ledger.query("SELECT max(update_number) AS done FROM checkpoints")[0]["done"]
+            done = max(map(checkpoint_update, map(Path, self.ledger.checkpoint_names())), default=0)
             if done:
                 return f"metrics.jsonl names no update, but there is a checkpoint of update {done}: restore the file."
         if self.state() == "in progress":
@@ -306,10 +274,8 @@ class RecordedRun:
         except (OSError, ValueError) as error:
             detail.problems.append(f"summary.json cannot be read: {error}")
         with suppress(RunError):  # as above
-            rows = self.ledger.query("SELECT DISTINCT directory FROM checkpoints ORDER BY number")
-            detail.checkpoints = [
-                r["directory"] for r in rows if (self.directory.checkpoints / r["directory"]).is_dir()
-            ]
+            names = self.ledger.checkpoint_names()
+            detail.checkpoints = [name for name in names if (self.directory.checkpoints / name).is_dir()]
         return detail
 
     def counts(self) -> models.Counts:
@@ -319,36 +285,14 @@ class RecordedRun:
         return self.kept("counts", self.ledger.signature(), self._count)
 
     def _count(self) -> models.Counts:
-        split = "JOIN groups g USING (group_id)"
-        attempts = self.ledger.query(
-            "SELECT split, count(*) AS trajectories, count(failure_cause) AS failed, count(DISTINCT group_id) AS "
-            f"groups FROM trajectories t {split} GROUP BY split"
-        )
-        failed = {row["split"]: row for row in attempts}
-        of_trajectory = (  # first, so that each trajectory is looked up once
-            "SELECT trajectory_id, state, reason, count(*) AS count, sum(prompt_tokens) AS prompt_tokens, "
-            "sum(completion_tokens) AS completion_tokens FROM steps GROUP BY 1, 2, 3"
-        )
-        states = self.ledger.query(
-            f"SELECT split, state, reason, sum(s.count) AS count, sum(s.prompt_tokens) AS prompt_tokens, "
-            f"sum(s.completion_tokens) AS completion_tokens FROM ({of_trajectory}) s "
-            f"JOIN trajectories t USING (trajectory_id) {split} GROUP BY 1, 2, 3 ORDER BY 1 DESC, 4 DESC"
-        )
-        splits = []
-        for name, row in sorted(failed.items(), reverse=True):
-            outcomes = [s for s in states if s["split"] == name]
-            tokens = {k: sum(s[k] for s in outcomes) for k in ("prompt_tokens", "completion_tokens")}
-            splits.append(models.Split(**row, steps=sum(s["count"] for s in outcomes), **tokens))
-        failures = self.ledger.query(
-            "SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
-            "trajectory_id FROM trajectories WHERE failure_cause IS NOT NULL GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 20"
-        )
         names = ("split", "state", "reason", "count")
+        example = ("cause", "message", "count", "trajectory_id")
+        failures = [{name: row[name] for name in example} for row in self.ledger.failures()[:_MOST_FAILURES]]
         return models.Counts(
-            splits=splits,
+            splits=[models.Split(**row) for row in self.ledger.splits()],
             states=[
                 models.StateCount(**{n: row[n] for n in names}, text=explain(row["state"], row["reason"]).text)
-                for row in states
+                for row in self.ledger.step_states()
             ],
             failures=[models.FailureCount(**{**row, "message": clipped(row["message"])}) for row in failures],
         )

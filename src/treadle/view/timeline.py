@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,17 +19,13 @@ from treadle.view.recorded_run import RecordedRun
 
 def calls_of_update(run: RecordedRun, update: int) -> Calls:
     """Return when the calls of the attempts that an update trained were made. Raises RunError."""
-    rows = run.ledger.query(
-        "SELECT trajectory_id, shard, reward FROM trajectories JOIN groups USING (group_id) WHERE trained_version IN "
-        "(SELECT value FROM json_each(?))",
-        json.dumps(run.versions_of(update)),
-    )
+    rows = run.ledger.trained_by(run.versions_of(update))
     result = Calls()
     rewards = {row["trajectory_id"]: row["reward"] for row in rows}
     calls: list[dict[str, Any]] = []
     for shard in dict.fromkeys(row["shard"] for row in rows):
         try:
-            times = read_call_times(run.directory.rollouts, run.shard(shard))
+            times = read_call_times(run.directory.rollouts, run.ledger.shard(shard))
             calls += [call for call in times if call["trajectory_id"] in rewards]
         except TreadleError as error:
             result.problems.append(str(error))
@@ -84,14 +79,11 @@ _NO_TIMES: _Times = (np.empty(0), np.empty(0), np.empty(0), np.empty(0, np.int64
 
 def _train_calls(run: RecordedRun) -> tuple[_Times, list[str]]:
     """Return when each call of training began, how long it waited and took, and the number of its attempt; problems."""
-    shards = run.ledger.query(
-        "SELECT DISTINCT shard FROM trajectories JOIN groups USING (group_id) WHERE split = 'train'"
-    )
     times, attempts = [_NO_TIMES], 0
     problems: list[str] = []
-    for shard in (row["shard"] for row in shards):
+    for shard in run.ledger.training_shards():
         try:
-            file = run.shard(shard)
+            file = run.ledger.shard(shard)
             began, waited, seconds, numbers = run.kept(
                 f"calls {shard}", file, partial(_shard_times, run.directory.rollouts, file)
             )

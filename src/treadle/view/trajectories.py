@@ -46,11 +46,11 @@ def view_trajectory(run: RecordedRun, trajectory_id: str) -> models.TrajectoryVi
         traceback=escape_text(row["failure_traceback"]) if row["failure_traceback"] else None,
         metrics=_measured(row["metrics"]),
         siblings=names,
-        **_neighbors(run, "trajectories", "trajectory_id", trajectory_id),
+        **run.ledger.neighbors("trajectories", trajectory_id),
     )
     try:
-        rows = run.ledger.proven("steps", "trajectory_id = ? ORDER BY step", trajectory_id)
-        steps = read_steps(run.directory.rollouts, run.shard(row["shard"]), trajectory_id)
+        rows = run.ledger.steps(trajectory_id)
+        steps = read_steps(run.directory.rollouts, run.ledger.shard(row["shard"]), trajectory_id)
         if len(steps) != len(rows):
             raise DamageError(
                 f"the ledger has {len(rows)} steps of {trajectory_id}, its shard {row['shard']} {len(steps)}"
@@ -63,24 +63,13 @@ def view_trajectory(run: RecordedRun, trajectory_id: str) -> models.TrajectoryVi
 
 
 def _rows_of(run: RecordedRun, trajectory_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    rows = run.ledger.proven("trajectories", "trajectory_id = ?", trajectory_id)
+    rows = run.ledger.rows("trajectories", "WHERE trajectory_id = ?", trajectory_id)
     if not rows:
         raise RunError(f"no trajectory {trajectory_id!r} in {run.path}")
-    groups = run.ledger.proven("groups", "group_id = ?", rows[0]["group_id"])
+    groups = run.ledger.rows("groups", "WHERE group_id = ?", rows[0]["group_id"])
     if not groups:
         raise DamageError(f"the ledger of {run.path} has trajectory {trajectory_id!r}, but not its group")
     return rows[0], groups[0]
-
-
-def _neighbors(run: RecordedRun, table: str, key: str, name: str) -> dict[str, Any]:
-    """Return the `previous` and `next` row's name in the order of recording; None at the ends."""
-    here = f"(SELECT rowid FROM {table} WHERE {key} = ?1)"
-    [row] = run.ledger.query(
-        f"SELECT (SELECT {key} FROM {table} WHERE rowid < {here} ORDER BY rowid DESC LIMIT 1) AS previous, "
-        f"(SELECT {key} FROM {table} WHERE rowid > {here} ORDER BY rowid LIMIT 1) AS next",
-        name,
-    )
-    return row
 
 
 def _measured(text: str) -> dict[str, Any]:
@@ -142,7 +131,7 @@ def _add_tokens(
 def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[dict[int, StepTrace], str | None]:
     """Return what the last update that trained a trajectory computed of each step, and why that cannot be read."""
     try:
-        file = run.traces(version)
+        file = run.ledger.traces_of(version)
         traces = [] if file is None else read_traces(run.directory.traces, file, trajectory_id)
     except TreadleError as error:
         return {}, str(error)
@@ -188,7 +177,7 @@ def _cost(run: RecordedRun, attempts: Sequence[Sequence[PackedCall]]) -> models.
 
 def view_group(run: RecordedRun, group_id: str) -> models.GroupView:
     """Return a group, with the tree of all steps whose tokens can be read. Raises RunError."""
-    rows = run.ledger.proven("groups", "group_id = ?", group_id)
+    rows = run.ledger.rows("groups", "WHERE group_id = ?", group_id)
     if not rows:
         raise RunError(f"no group {group_id!r} in {run.path}")
     [group] = group_rows(run, rows)
@@ -196,7 +185,7 @@ def view_group(run: RecordedRun, group_id: str) -> models.GroupView:
         run=run.key,
         group=group,
         ground_truth=json.loads(rows[0]["task"]).get("ground_truth"),
-        **_neighbors(run, "groups", "group_id", group_id),
+        **run.ledger.neighbors("groups", group_id),
     )
     trained = _add_attempts(view, run, group.attempts)
     if group.split == "train" and any(trained):
@@ -226,7 +215,7 @@ def _add_attempts(
     calls: list[PackedCall] = []
     whole: dict[str, Ids] = {}
     for number, (attempt, steps) in enumerate(_read_attempts(run, attempts, view.problems)):
-        rows = run.ledger.query("SELECT step, state, reason FROM steps WHERE trajectory_id = ?", attempt.trajectory_id)
+        rows = run.ledger.steps(attempt.trajectory_id)
         outcomes = {row["step"]: (row["state"], row["reason"]) for row in rows}
         trained.append([])
         for at, (step, relation) in enumerate(zip(steps, step_relations(steps, texts.decode), strict=True)):
@@ -260,12 +249,10 @@ def _read_attempts(
     run: RecordedRun, attempts: Sequence[models.Attempt], problems: list[str]
 ) -> Iterator[tuple[models.Attempt, list[Step]]]:
     """Yield the attempts with their steps; what cannot be read is said in `problems`, once."""
-    names = json.dumps([attempt.trajectory_id for attempt in attempts])
-    sql = "SELECT trajectory_id, shard FROM trajectories WHERE trajectory_id IN (SELECT value FROM json_each(?))"
-    shards = {row["trajectory_id"]: row["shard"] for row in run.ledger.query(sql, names)}
     for attempt in attempts:
         try:
-            shard = run.shard(shards[attempt.trajectory_id])
+            [row] = run.ledger.rows("trajectories", "WHERE trajectory_id = ?", attempt.trajectory_id)
+            shard = run.ledger.shard(row["shard"])
             yield attempt, read_steps(run.directory.rollouts, shard, attempt.trajectory_id)
         except TreadleError as error:
             if str(error) not in problems:
@@ -275,19 +262,14 @@ def _read_attempts(
 
 def search_update(run: RecordedRun, update: int, text: str) -> models.SearchResult:
     """Return where the trajectories of an update hold a text, sampled or read anew by a step. Raises RunError."""
-    rows = run.ledger.query(
-        "SELECT trajectory_id, shard FROM trajectories JOIN groups USING (group_id) WHERE trained_version IN (SELECT "
-        "value FROM json_each(?)) OR group_id GLOB ? ORDER BY shard, trajectories.rowid",
-        json.dumps(run.versions_of(update)),
-        f"e{update:06d}*",
-    )
+    rows = run.ledger.trained_by(run.versions_of(update), f"e{update:06d}")
     texts, problem = run.texts()
     result = models.SearchResult(found=[], searched=0, is_complete=True, problems=[problem] if problem else [])
     shards: dict[str, dict[str, list[Step]]] = {}
     for row in rows:
         if row["shard"] not in shards:
             try:
-                shards = {row["shard"]: read_shard(run.directory.rollouts, run.shard(row["shard"]))}
+                shards = {row["shard"]: read_shard(run.directory.rollouts, run.ledger.shard(row["shard"]))}
             except TreadleError as error:
                 result.problems.append(str(error))
                 shards = {row["shard"]: {}}
@@ -319,7 +301,7 @@ def _places(trajectory: str, steps: Sequence[Step], text: str, texts: TokenTexts
 def experts_of(run: RecordedRun, trajectory_id: str, step: int, token: int) -> models.Experts:
     """Return the experts of one sampled token. Raises RunError where none are on record."""
     row, _ = _rows_of(run, trajectory_id)
-    steps = read_steps(run.directory.rollouts, run.shard(row["shard"]), trajectory_id)
+    steps = read_steps(run.directory.rollouts, run.ledger.shard(row["shard"]), trajectory_id)
     routing = steps[step].routing if step < len(steps) else None
     if routing is None or token >= len(routing):
         raise RunError(f"no experts are on record for token {token} of step {step} of {trajectory_id!r}")

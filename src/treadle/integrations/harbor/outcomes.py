@@ -129,7 +129,7 @@ def judge(report: TrialReport, refused: CallError | None, config: HarborConfig) 
 def _context(report: TrialReport, refused: object, config: HarborConfig) -> Verdict:
     if config.context_exceeded == "drop":
         return Verdict(ended_by=_failure(Cause.CONTEXT, report), context_exceeded=True)
-    full = refused if isinstance(refused, ContextExceeded) else ContextExceeded(0, 0, counted=False)
+    full = refused if isinstance(refused, ContextExceeded) else ContextExceeded(0, 0)
     reward = _reward(report, config)  # of a task of several steps, or of an agent that exited with an error
     verified = reward if isinstance(reward, Reward) else Reward()
     return Verdict(verified, ended_by=full, warning=_told(report), context_exceeded=True)

@@ -22,7 +22,7 @@ from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
 from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler, SamplingLimits
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
 from treadle.orchestration.setup.inputs import Inputs
-from treadle.orchestration.store.ledger import LoopState
+from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.attempt import RolloutRunner
 

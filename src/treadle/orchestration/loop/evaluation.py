@@ -12,7 +12,7 @@ from treadle.orchestration.loop.schedule import pending_evaluations
 from treadle.orchestration.reporting.metrics import evaluation_result
 from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.stop_request import StopRequest
-from treadle.orchestration.store.ledger import LoopState
+from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.attempt import RolloutRunner
 
@@ -64,9 +64,5 @@ class Evaluator:
     def _name(self, update: int, temperature: float) -> str:
         """Return the prefix of group ids; it is new each time that an evaluation is repeated."""
         name = f"e{update:06d}" + ("g" if temperature == 0 else "")
-        times = len(
-            self._store.ledger.query(
-                "SELECT 1 FROM groups WHERE group_id = ? OR group_id GLOB ?", f"{name}-0000", f"{name}r*-0000"
-            )
-        )
+        times = self._store.ledger.times_evaluated(name)
         return f"{name}r{times}" if times else name

@@ -6,7 +6,6 @@ import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from treadle.core.errors import DamageError, TreadleError
 from treadle.core.files import WrittenFile
 from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.types import BreakCause
-from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.recorded import decoder, load_run_tokenizer
 from treadle.orchestration.store.rollout_store import open_shard, token_arrays
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -33,85 +32,50 @@ _EXAMPLES = 3  # of the breaks of each cause
 
 def report_of(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[str, Any]:
     """Return everything the report shows. on_shard(done, total) is called after each shard. Raises TreadleError."""
-    config, log = run.config(), run.metrics_log()
-    updates = [row for row in log.rows if row["kind"] == "update"]
     ledger = run.ledger()
-    try:
-        latest = ledger.latest_checkpoint()
-        saved = latest[1].update if latest else 0
-        return {
-            "run": str(run.path),
-            "recipe": config.recipe,
-            "seed": config.seed,
-            "state": run.state(),
-            "update": max([saved, *(row["update"] for row in updates)]),
-            "updates": config.orchestration.updates,
-            "last_update": updates[-1] if updates else None,
-            "splits": _splits(ledger),
-            "steps": ledger.query(
-                "SELECT g.split, s.state, s.reason, count(*) AS count FROM steps s JOIN trajectories t USING "
-                "(trajectory_id) JOIN groups g USING (group_id) GROUP BY 1, 2, 3 ORDER BY 1 DESC, 4 DESC"
-            ),
-            "statuses": ledger.query(
-                "SELECT g.split, t.status, count(*) AS count FROM trajectories t JOIN groups g USING (group_id) "
-                "GROUP BY 1, 2 ORDER BY 1 DESC, 3 DESC"
-            ),
-            "stop_reasons": ledger.query(
-                "SELECT g.split, s.stop_reason, count(*) AS count FROM steps s JOIN trajectories t USING "
-                "(trajectory_id) JOIN groups g USING (group_id) GROUP BY 1, 2 ORDER BY 1 DESC, 3 DESC"
-            ),
-            "failures": _failures(ledger),
-            "blocked": ledger.query(
-                "SELECT count(*) AS count, sum(blocked_seconds) AS seconds, min(trajectory_id) AS trajectory_id "
-                "FROM trajectories WHERE blocked_seconds > 0"
-            )[0],
-            "warnings": ledger.query(
-                "SELECT warning AS message, count(*) AS count, min(trajectory_id) AS trajectory_id FROM trajectories "
-                "WHERE warning != '' GROUP BY 1 ORDER BY 2 DESC LIMIT 5"
-            ),
-            **count_tokens(run.rollouts, ledger.query, ledger.shards(), *_decoder(run), on_shard),
-            "metrics_problem": log.problem(saved),
-            "evaluations": [row for row in log.rows if row["kind"] == "evaluation"],
-            "table_by": config.data.table_by,
-            "checkpoints": sorted(n for n in ledger.checkpoint_names() if (run.checkpoints / n).is_dir()),
-            "latest_checkpoint": latest[0] if latest else None,
-        }
-    finally:
-        ledger.close()
-
-
-def _splits(ledger: Ledger) -> list[dict[str, Any]]:
-    """Return the counts of groups, trajectories, steps and tokens of each split."""
-    return ledger.query(
-        "SELECT g.split, count(DISTINCT g.group_id) AS groups, count(DISTINCT t.trajectory_id) AS trajectories, "
-        "count(s.step) AS steps, coalesce(sum(s.prompt_tokens), 0) AS prompt_tokens, "
-        "coalesce(sum(s.completion_tokens), 0) AS completion_tokens FROM groups g "
-        "LEFT JOIN trajectories t USING (group_id) LEFT JOIN steps s USING (trajectory_id) GROUP BY 1 ORDER BY 1 DESC"
-    )
+    ledger.prove()
+    config, log, latest = run.config(), run.metrics_log(), ledger.latest_checkpoint()
+    updates = [row for row in log.rows if row["kind"] == "update"]
+    saved = latest[1].update if latest else 0
+    return {
+        "run": str(run.path),
+        "recipe": config.recipe,
+        "seed": config.seed,
+        "state": run.state(),
+        "update": max([saved, *(row["update"] for row in updates)]),
+        "updates": config.orchestration.updates,
+        "last_update": updates[-1] if updates else None,
+        "splits": ledger.splits(),
+        "steps": ledger.step_states(),
+        "statuses": ledger.statuses(),
+        "stop_reasons": ledger.stop_reasons(),
+        "failures": _by_cause(ledger.failures()),
+        "blocked": ledger.blocked(),
+        "warnings": ledger.warnings(),
+        **count_tokens(run.rollouts, ledger, *_decoder(run), on_shard),
+        "metrics_problem": log.problem(saved),
+        "evaluations": [row for row in log.rows if row["kind"] == "evaluation"],
+        "table_by": config.data.table_by,
+        "checkpoints": sorted(n for n in ledger.checkpoint_names() if (run.checkpoints / n).is_dir()),
+        "latest_checkpoint": latest[0] if latest else None,
+    }
 
 
 def failures(run: RunDirectory) -> list[dict[str, Any]]:
     """Return every cause and message, most frequent first, each with an example trajectory and its traceback."""
-    with closing(run.ledger()) as ledger:
-        return ledger.query(
-            "SELECT cause, message, count, trajectory_id, failure_traceback AS traceback FROM "
-            "(SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
-            "trajectory_id FROM trajectories WHERE failure_cause IS NOT NULL GROUP BY 1, 2) "
-            "JOIN trajectories USING (trajectory_id) ORDER BY count DESC"
-        )
+    ledger = run.ledger()
+    ledger.prove()
+    return ledger.failures()
 
 
-def _failures(ledger: Ledger) -> list[dict[str, Any]]:
+def _by_cause(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return each cause once, with its most frequent message and an example trajectory."""
-    rows = ledger.query(
-        "SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
-        "trajectory_id FROM trajectories WHERE failure_cause IS NOT NULL GROUP BY 1, 2 ORDER BY 1, 3 DESC"
-    )
-    found = []
-    for _cause, group in itertools.groupby(rows, lambda row: row["cause"]):
-        same = list(group)
-        found.append({**same[0], "count": sum(row["count"] for row in same)})
-    return sorted(found, key=lambda row: -row["count"])
+    causes: dict[str, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: str(row["cause"])):
+        first = causes.setdefault(row["cause"], {**row, "count": 0})
+        first.pop("traceback", None)
+        first["count"] += row["count"]
+    return sorted(causes.values(), key=lambda row: -row["count"])
 
 
 # --- token by token ---------------------------------------------------------------------------------------------------
@@ -204,8 +168,7 @@ def _decoder(run: RunDirectory) -> tuple[Decode | None, str | None]:
 
 def count_tokens(
     rollouts: Path,
-    query: Callable[[str], list[dict[str, Any]]],
-    files: Mapping[str, WrittenFile],
+    ledger: LedgerReader,
     decode: Decode | None,
     no_tokenizer: str | None,
     on_shard: Callable[[int, int], None] = lambda done, total: None,
@@ -214,17 +177,12 @@ def count_tokens(
 
     Packing counts the training steps that were trained or still will be, relations all that is recorded; `by_version`
     has both of the groups that each policy version was trained on.
-    query: reads the ledger. files: the shards in `rollouts`. decode: None if there is no tokenizer, for the reason
-    `no_tokenizer`.
+    decode: None if there is no tokenizer, for the reason `no_tokenizer`.
     """
-    rows = query(
-        "SELECT split, group_id, trajectory_id, shard, trained_version, (SELECT json_group_array(step) FROM steps s "
-        "WHERE s.trajectory_id = t.trajectory_id AND state IN ('trained', 'recorded')) AS trained FROM groups JOIN "
-        "trajectories t USING (group_id) ORDER BY split DESC, idx, groups.rowid, attempt"
-    )
+    rows = ledger.trained_steps()
     packing, related = defaultdict[int | None, PackingCount](PackingCount), RelationCount()
     extra_tokens = Counter[int | None]()
-    shards = _Shards(rollouts, files, rows, on_shard)
+    shards = _Shards(rollouts, ledger.shards(), rows, on_shard)
     for _group, members in itertools.groupby(rows, lambda row: row["group_id"]):
         ends: list[PackedCall] = []
         for row in members:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.store.ledger import LoopState
+from treadle.orchestration.store.loop_state import LoopState
 
 
 def run_summary(

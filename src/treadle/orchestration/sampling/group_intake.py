@@ -18,7 +18,7 @@ from treadle.orchestration.sampling.stop_conditions import (
     check_discard_rate,
     check_failure_rate,
 )
-from treadle.orchestration.store.ledger import LoopState
+from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.drivers.gateway import BAD_REQUESTS
 

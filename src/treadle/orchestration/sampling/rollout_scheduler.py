@@ -22,7 +22,7 @@ from treadle.orchestration.sampling.failures import Retries
 from treadle.orchestration.sampling.group_intake import Batch, GroupIntake
 from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
 from treadle.orchestration.sampling.task_queue import TaskQueue
-from treadle.orchestration.store.ledger import LoopState
+from treadle.orchestration.store.loop_state import LoopState
 from treadle.rollout.attempt import RolloutRunner
 from treadle.rollout.session import Address
 

@@ -25,9 +25,9 @@ from treadle.rollout.agents.agent import Agent, load_agent
 from treadle.rollout.attempt import Players, open_drivers, user_code
 from treadle.rollout.drivers.driver import DriverFactory, load_driver
 from treadle.rollout.env_metrics import check_metrics
+from treadle.rollout.isolation.blocked_loop import watched_event_loop
 from treadle.rollout.isolation.event_loop import run
 from treadle.rollout.isolation.isolated_environment import EnvironmentFactory, IsolatedEnvironment
-from treadle.rollout.isolation.loop_monitor import LoopMonitor
 from treadle.training.demonstrations import load_demonstrations
 
 T = TypeVar("T")
@@ -240,12 +240,11 @@ def _check_tools(tools: Sequence[Tool], parsed: bool, name: str, renderer: ChatR
 
 async def _first(
     factory: EnvironmentFactory, task: Task, config: RunConfig, log: Callable[[str], None]
-) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool]:
+) -> tuple[list[Message], Sequence[Tool], bool]:
     """The messages that the first attempt at the task starts from, its tools, and whether it takes parsed replies."""
-    monitor = LoopMonitor(log)
-    user = user_code(task, "as a check", monitor)
+    user = user_code(task, "as a check")
     environment = IsolatedEnvironment(task.environment, factory, user, config.rollout.environment_timeout)
-    with monitor.watching():
+    with watched_event_loop(log):
         try:
             await _make(environment, task.environment, config)
             messages = await environment.reset(task.copy())
@@ -253,7 +252,7 @@ async def _first(
                 environment.check_steps(config.rollout.max_steps)
             except TrajectoryFailure as failure:
                 raise ConfigError(f"task {task.task_id}: {failure.message}") from failure
-            return messages, environment.tools(), environment.reads_replies
+            return messages, environment.tools, environment.takes_reply
         finally:
             await environment.close()  # what that raises is only a warning, as in an attempt
             user.release()
@@ -264,12 +263,12 @@ async def _make(environment: IsolatedEnvironment, name: str, config: RunConfig) 
     try:
         await environment.make()
     except TrajectoryFailure as failure:
-        if environment.refusal is None:
+        if not isinstance(failure.__cause__, ConfigError):
             raise
         has_options = config.environment_options and name == config.environment
         where = f"{'environment_options of' if has_options else 'environment'} {name!r}"
-        raise ConfigError(f"{where}: {environment.refusal}") from failure
-    waits, limit = environment.longest_wait(), config.rollout.environment_timeout
+        raise ConfigError(f"{where}: {failure.__cause__}") from failure
+    waits, limit = environment.longest_wait, config.rollout.environment_timeout
     if waits >= limit:
         raise ConfigError(
             f"rollout.environment_timeout is {limit:g} s, but environment {name!r} itself waits up to {waits:g} s: an "

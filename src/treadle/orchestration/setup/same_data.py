@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from typing import Any
 
 from treadle.core.errors import DataError
@@ -22,15 +21,9 @@ def record_data(run: RunDirectory, inputs: Inputs) -> None:
 
 
 def check_same_data(run: RunDirectory, inputs: Inputs) -> None:
-    """Raise DataError unless the tasks are those that are on record; DamageError for a damaged record.
-
-    Runs of before have none, and are not checked.
-    """
-    with closing(run.ledger()) as ledger:
-        sha256 = ledger.file_sha256(DATA)
-    if sha256 is None:
-        return
-    recorded = json.loads(read_proven(run.path / DATA, sha256, "restore it from a copy"))
+    """Raise DataError unless the tasks are those that are on record; DamageError for a damaged record."""
+    sha256 = run.ledger().file_sha256(DATA)
+    recorded = json.loads(read_proven(run.path / DATA, sha256 or "", "restore it from a copy"))
     for split, found in _identity(inputs).items():
         if found != recorded[split]:
             before, now = recorded[split]["tasks"], found["tasks"]

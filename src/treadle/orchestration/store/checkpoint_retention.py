@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 from treadle.core.errors import RemovedError, RunError
 from treadle.core.manifest import Manifest
 from treadle.orchestration.config import KeepBest, RunConfig
-from treadle.orchestration.store.ledger import Ledger, no_checkpoint
+from treadle.orchestration.store.ledger_reader import LedgerReader, no_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
 
 T = TypeVar("T")
@@ -43,9 +42,9 @@ def find_checkpoint(path: Path, which: str) -> Manifest:
     """
     run, tried = RunDirectory.open(path), None
     while True:
-        with closing(run.ledger()) as ledger:
-            name, others = _choose(run, ledger, which)
-            sha256 = ledger.manifest_sha256(name)
+        ledger = run.ledger()
+        name, others = _choose(run, ledger, which)
+        sha256 = ledger.manifest_sha256(name)
         remedy = f"restore it, or take another checkpoint ({', '.join(others)})" if others else "restore it from a copy"
         try:
             return Manifest.load(run.checkpoints / name, sha256, remedy)
@@ -68,7 +67,7 @@ def read_checkpoint(path: Path, which: str, read: Callable[[Manifest], T]) -> tu
             continue
 
 
-def _choose(run: RunDirectory, ledger: Ledger, which: str) -> tuple[str, list[str]]:
+def _choose(run: RunDirectory, ledger: LedgerReader, which: str) -> tuple[str, list[str]]:
     """Return the name of the checkpoint, and those of the others on disk. Raises RunError."""
     latest = ledger.latest_checkpoint()
     if latest is None:

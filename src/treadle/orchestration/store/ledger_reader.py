@@ -1,94 +1,413 @@
-"""Reading a ledger that a run may be writing, without a trace: nothing is written, and no run ever waits.
+"""Reading the ledger of a run: every question that the run itself, its reports and its viewer ask of it.
 
-`Ledger` proves whole tables, which a command can afford once. Here each query opens the file for itself, so that it
-sees the newest state and holds nothing afterwards, and what is proven is the rows that are shown.
+A command proves what it works on once, when it opens the run (`prove`). The viewer follows runs that are being written,
+and proves the rows of what it shows in full (`rows`). The small tables `checkpoints` and `files` are always proven.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Sequence
-from contextlib import closing
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import DamageError, RunError
-from treadle.orchestration.store.checked_database import row_checksum
-from treadle.orchestration.store.ledger import salvage
+from treadle.core.files import WrittenFile
+from treadle.core.manifest import MANIFEST
+from treadle.orchestration.schema import SCHEMA_VERSION
+from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.tables import KEYS, Damaged, check_row, check_table
 
-_WAL = 2  # of the read version in a database's header
-_OTHER_VERSION = "another version of Treadle made this run: look at it with that one"
-_WAITS = 2.0  # seconds for a run that writes without WAL
+Row = dict[str, Any]
+
+UNTAKEN = "(idx >= ? OR idx IN (SELECT value FROM json_each(?)))"  # cursor, outstanding
+_STEPS = "steps JOIN trajectories USING (trajectory_id) JOIN groups USING (group_id)"
+_ERRORS = (sqlite3.DatabaseError, UnicodeDecodeError)  # the latter where SQLite's own message quotes what is damaged
+
+
+def salvage(run: Path) -> str:
+    """What can be done about a run whose ledger cannot be used, for an error message."""
+    checkpoints = sorted(path for path in (run / "checkpoints").glob("step-*") if path.is_dir())
+    if not checkpoints:
+        return "restore it from a copy, or start a new run"
+    return (
+        f"restore it from a copy, or start a new run from a checkpoint: model.path={checkpoints[-1]} model.build=null"
+    )
+
+
+def no_checkpoint(run: Path) -> str:
+    """Why a run without a checkpoint on record has none, and what to do, for an error message."""
+    if any((run / "checkpoints").glob("step-*")):
+        return f"has no checkpoint on record, only directories; {salvage(run)}"
+    return "has no checkpoint yet: there is nothing to resume"
+
+
+def trace_file(version: int) -> str:
+    """Name in `traces/` of the file with the traces of groups of this `trained_version`."""
+    return f"v{version:06d}.parquet"
+
+
+def manifest_name(checkpoint: str) -> str:
+    """Name on record of a checkpoint's manifest."""
+    return f"checkpoints/{checkpoint}/{MANIFEST}"
 
 
 class LedgerReader:
-    """Reads one run's ledger; any number of threads may.
+    """Reads the ledger of a run that may be in progress. Nothing is written, and no run waits for it.
 
-    All methods raise RunError where there is no ledger, or SQLite cannot read it, with what can be done.
+    Each query opens the file anew: it sees the newest state, and holds nothing afterwards. Any number of threads may
+    query. All methods raise RunError if the ledger cannot be read, DamageError if it is not as it was written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, remedy: str = "") -> None:
+        self.path, self._remedy = path, remedy
 
     def signature(self) -> tuple[int, ...]:
-        """Return figures that change whenever the ledger does; none where there is none."""
-        files = (self.path, self._beside("-wal"))
+        """Figures that change whenever the ledger does; none without a ledger."""
+        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
         return tuple(n for f in files if f.is_file() for s in (f.stat(),) for n in (s.st_ino, s.st_mtime_ns, s.st_size))
 
-    def query(self, sql: str, *values: Any) -> list[dict[str, Any]]:
-        """Return the rows of a SELECT, as one short read transaction. Text that is not UTF-8 has U+FFFD in it."""
-        while True:
-            immutable = self._is_quiet()
+    def query(self, sql: str, *values: Any) -> list[Row]:
+        """Rows of a SELECT, not proven."""
+        with self._reading() as db:
+            return _dicts(db.execute(sql, values))
+
+    def rows(self, table: str, rest: str = "", *values: Any) -> list[Row]:
+        """Whole rows of a table; rest: of the SELECT. Raises DamageError if one of them is not as it was written."""
+        with self._reading() as db:
+            rows = _dicts(db.execute(f"SELECT {table}.* FROM {table} {rest}", values))
+            for row in rows:
+                check_row(table, list(row.values()))
+            return rows
+
+    def prove(self, *tables: str) -> None:
+        """Raise DamageError unless these tables, by default all, are as they were written."""
+        with self._reading() as db:
+            for table in tables or KEYS:
+                check_table(db, table)
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._damage_named():
             try:
-                rows = self._read(sql, values, immutable)
-            except sqlite3.Error as error:
-                if immutable and not self._is_quiet():
-                    continue
-                raise self._unreadable(error) from error
-            if not immutable or self._is_quiet():
-                return rows
+                with self._opened() as db:
+                    yield db
+            except sqlite3.OperationalError as error:
+                if _shows_damage(error):
+                    raise
+                raise RunError(f"the ledger {self.path} cannot be read: {error}; {self.remedy}") from error
 
-    def proven(self, table: str, where: str, *values: Any) -> list[dict[str, Any]]:
-        """Return whole rows of a table. Raises DamageError if one of them is not as it was written."""
-        rows = self.query(f"SELECT * FROM {table} WHERE {where}", *values)
-        for row in rows:
-            if row_checksum(*(value for name, value in row.items() if name != "checksum")) != row["checksum"]:
-                key = ", ".join(str(value) for value in list(row.values())[:2])
-                message = f"the ledger {self.path} is damaged: a row is not as it was written: {key} of {table}"
-                raise DamageError(f"{message}; {salvage(self.path.parent)}")
-        return rows
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        if not self.path.is_file():
+            raise RunError(f"no ledger at {self.path}; is {self.path.parent} a run directory?")
+        with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            self._check_version(db)
+            yield db
 
-    def _read(self, sql: str, values: Sequence[Any], immutable: bool) -> list[dict[str, Any]]:
-        how = "immutable=1" if immutable else "mode=ro&readonly_shm=1"
-        uri = f"{self.path.resolve().as_uri()}?{how}"
-        with closing(sqlite3.connect(uri, uri=True, timeout=_WAITS)) as connection:
-            connection.row_factory = sqlite3.Row
-            connection.text_factory = lambda content: content.decode("utf-8", "replace")
-            connection.execute("PRAGMA query_only=1")
-            return [_Row(row) for row in connection.execute(sql, tuple(values))]
+    def _check_version(self, db: sqlite3.Connection) -> None:
+        [version] = db.execute("PRAGMA user_version").fetchone()
+        if version != SCHEMA_VERSION:
+            what = f"is of another version of Treadle (schema_version {version})" if version else "is empty"
+            raise RunError(f"the ledger {self.path} {what}; {self.remedy}")
 
-    def _is_quiet(self) -> bool:
-        """Return whether no write-ahead log holds anything: then nothing changes the file, and no lock is needed."""
+    @contextmanager
+    def _damage_named(self) -> Iterator[None]:
         try:
-            with self.path.open("rb") as file:
-                header = file.read(20)
-            log, index = self._beside("-wal"), self._beside("-shm")
-            has_log = log.is_file() and log.stat().st_size > 0 and index.is_file()
-        except OSError as error:
-            raise RunError(f"no ledger at {self.path}: {error.strerror or error}") from error
-        return len(header) == 20 and header[19] == _WAL and not has_log
+            yield
+        except (Damaged, *_ERRORS) as error:
+            if isinstance(error, sqlite3.Error) and not _shows_damage(error):
+                raise
+            raise DamageError(f"the ledger {self.path} is damaged: {_what(error)}; {self.remedy}") from error
 
-    def _beside(self, suffix: str) -> Path:
-        return self.path.with_name(self.path.name + suffix)
+    @property
+    def remedy(self) -> str:
+        """What can be done if the ledger cannot be used, for an error message."""
+        return self._remedy or salvage(self.path.parent)
 
-    def _unreadable(self, error: sqlite3.Error) -> RunError:
-        of_another_version = str(error).startswith(("no such column", "no such table"))
-        remedy = _OTHER_VERSION if of_another_version else salvage(self.path.parent)
-        return RunError(f"the ledger {self.path} cannot be read: {error}; {remedy}")
+    # --- checkpoints and files ---------------------------------------------------------------------------------------
+
+    def latest_checkpoint(self) -> tuple[str, LoopState] | None:
+        """(directory name, state) of the latest checkpoint, or None before the first."""
+        rows = self.rows("checkpoints", "ORDER BY number")
+        return (rows[-1]["directory"], LoopState.from_json(rows[-1]["state"])) if rows else None
+
+    def checkpoint(self, directory: str) -> LoopState:
+        """State of a checkpoint. Raises RunError if it was not committed, or was rolled back."""
+        states = {row["directory"]: row["state"] for row in self.rows("checkpoints", "ORDER BY number")}
+        if directory not in states:
+            raise RunError(f"the ledger knows no checkpoint {directory!r}; resume from another one")
+        return LoopState.from_json(states[directory])
+
+    def checkpoint_names(self) -> list[str]:
+        """Directory names of all checkpoints that were committed and not rolled back, oldest first."""
+        names = self.query("SELECT directory FROM checkpoints ORDER BY number")
+        return list(dict.fromkeys(row["directory"] for row in names))
+
+    def files(self, prefix: str) -> dict[str, WrittenFile]:
+        """Files on record whose names in the run directory begin like this, by the rest of their names."""
+        rows = [row for row in self.rows("files") if row["name"].startswith(prefix)]
+        files = (WrittenFile(row["name"].removeprefix(prefix), row["sha256"]) for row in rows)
+        return {file.name: file for file in files}
+
+    def shards(self) -> dict[str, WrittenFile]:
+        """Files with the tokens of all trajectories on record, by their names in `rollouts/`."""
+        return self.files("rollouts/")
+
+    def traces(self) -> dict[str, WrittenFile]:
+        """Files with the traces of trained groups, by their names in `traces/` (`trace_file`)."""
+        return self.files("traces/")
+
+    def shard(self, name: str) -> WrittenFile:
+        """One file of `rollouts/`. Raises DamageError if it is not on record."""
+        sha256 = self.file_sha256(f"rollouts/{name}")
+        if sha256 is None:
+            raise DamageError(f"the ledger {self.path} does not know the shard {name}; restore it from a copy")
+        return WrittenFile(name, sha256)
+
+    def traces_of(self, version: int | None) -> WrittenFile | None:
+        """The file with the traces of groups that this version trained; None without any."""
+        name = trace_file(version) if version is not None else ""
+        sha256 = self.file_sha256(f"traces/{name}") if name else None
+        return WrittenFile(name, sha256) if sha256 else None
+
+    def config_sha256(self) -> set[str]:
+        """SHA-256 of config.yaml now and before each change: the process may have died during a change."""
+        return {file.sha256 for file in self.files("config").values()}
+
+    def manifest_sha256(self, checkpoint: str) -> str | None:
+        """SHA-256 of a checkpoint's manifest, as it was written last."""
+        return self.file_sha256(manifest_name(checkpoint))
+
+    def file_sha256(self, name: str) -> str | None:
+        """SHA-256 of a file, by its name in the run directory; None if it is not on record."""
+        rows = self.rows("files", "WHERE name = ?", name)
+        if not rows:
+            self.prove("files")  # damage may hide a row
+        return rows[0]["sha256"] if rows else None
+
+    # --- what resuming needs -----------------------------------------------------------------------------------------
+
+    def untaken(self, state: LoopState) -> list[Row]:
+        """Rows of the trajectories on record that are not in the checkpoint, in order of groups.
+
+        Of a group that was sampled several times it is the newest sample. waiting: steps that may still be trained.
+        """
+        return self.query(
+            "SELECT g.*, t.*, (SELECT count(*) FROM steps s WHERE s.trajectory_id = t.trajectory_id AND s.state = "
+            f"'recorded') AS waiting FROM trajectories t JOIN groups g USING (group_id) WHERE split = 'train' AND "
+            f"{UNTAKEN} AND g.rowid = (SELECT max(rowid) FROM groups h WHERE h.split = 'train' AND h.idx = g.idx) "
+            "ORDER BY g.idx, t.attempt",
+            *(state.cursor, json.dumps(state.outstanding)),
+        )
+
+    def times_sampled(self) -> dict[int, int]:
+        """Group index -> how often it is on record; a resumed run gives the next sample another id."""
+        rows = self.query("SELECT idx, count(*) AS times FROM groups WHERE split = 'train' GROUP BY idx")
+        return {row["idx"]: row["times"] for row in rows}
+
+    def times_evaluated(self, name: str) -> int:
+        """How often an evaluation is on record: `e000120` as `e000120-*`, `e000120r1-*`, `e000120r2-*`."""
+        sql = "SELECT count(*) AS times FROM groups WHERE group_id = ? OR group_id GLOB ?"
+        return int(self.query(sql, f"{name}-0000", f"{name}r*-0000")[0]["times"])
+
+    # --- counts ------------------------------------------------------------------------------------------------------
+
+    def splits(self) -> list[Row]:
+        """Counts of groups, trajectories, failed ones, steps and tokens of each split."""
+        rows = self.query(
+            "SELECT split, count(DISTINCT group_id) AS groups, count(*) AS trajectories, count(failure_cause) AS "
+            "failed FROM trajectories JOIN groups USING (group_id) GROUP BY 1 ORDER BY 1 DESC"
+        )
+        sums = {row["split"]: defaultdict[str, int](int) for row in rows}
+        for row in self.step_states():
+            for name, column in (("steps", "count"), ("prompt_tokens",) * 2, ("completion_tokens",) * 2):
+                sums[row["split"]][name] += row[column]
+        names = ("steps", "prompt_tokens", "completion_tokens")
+        return [{**row, **{name: sums[row["split"]][name] for name in names}} for row in rows]
+
+    def step_states(self) -> list[Row]:
+        """Steps and tokens of each split, state and reason, the most frequent first."""
+        by_trajectory = (  # first, so that each trajectory is looked up once
+            "SELECT trajectory_id, state, reason, count(*) AS count, sum(prompt_tokens) AS prompt_tokens, "
+            "sum(completion_tokens) AS completion_tokens FROM steps GROUP BY 1, 2, 3"
+        )
+        return self.query(
+            "SELECT split, state, reason, sum(s.count) AS count, sum(s.prompt_tokens) AS prompt_tokens, "
+            f"sum(s.completion_tokens) AS completion_tokens FROM ({by_trajectory}) s JOIN trajectories USING "
+            "(trajectory_id) JOIN groups USING (group_id) GROUP BY 1, 2, 3 ORDER BY 1 DESC, 4 DESC"
+        )
+
+    def statuses(self) -> list[Row]:
+        """Trajectories of each split and status."""
+        return self.query(
+            "SELECT split, status, count(*) AS count FROM trajectories JOIN groups USING (group_id) GROUP BY 1, 2 "
+            "ORDER BY 1 DESC, 3 DESC"
+        )
+
+    def stop_reasons(self) -> list[Row]:
+        """Steps of each split and stop reason."""
+        return self.query(
+            f"SELECT split, stop_reason, count(*) AS count FROM {_STEPS} GROUP BY 1, 2 ORDER BY 1 DESC, 3 DESC"
+        )
+
+    def failures(self) -> list[Row]:
+        """Every cause and message, the most frequent first, each with an example trajectory and its traceback."""
+        return self.query(
+            "SELECT cause, message, count, trajectory_id, failure_traceback AS traceback FROM "
+            "(SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
+            "trajectory_id FROM trajectories WHERE failure_cause IS NOT NULL GROUP BY 1, 2) "
+            "JOIN trajectories USING (trajectory_id) ORDER BY count DESC, cause, message"
+        )
+
+    def blocked(self) -> Row:
+        """Trajectories that blocked the event loop, and for how long."""
+        return self.query(
+            "SELECT count(*) AS count, sum(blocked_seconds) AS seconds, min(trajectory_id) AS trajectory_id "
+            "FROM trajectories WHERE blocked_seconds > 0"
+        )[0]
+
+    def warnings(self) -> list[Row]:
+        """The five most frequent warnings."""
+        return self.query(
+            "SELECT warning AS message, count(*) AS count, min(trajectory_id) AS trajectory_id FROM trajectories "
+            "WHERE warning != '' GROUP BY 1 ORDER BY 2 DESC LIMIT 5"
+        )
+
+    def trained_steps(self) -> list[Row]:
+        """Trajectories in order of groups; trained: JSON list of the steps that were trained or still may be."""
+        return self.query(
+            "SELECT split, group_id, trajectory_id, shard, trained_version, (SELECT json_group_array(step) FROM "
+            "steps s WHERE s.trajectory_id = t.trajectory_id AND state IN ('trained', 'recorded')) AS trained FROM "
+            "groups JOIN trajectories t USING (group_id) ORDER BY split DESC, idx, groups.rowid, attempt"
+        )
+
+    # --- trajectories and groups -------------------------------------------------------------------------------------
+
+    def newest(self, count: int) -> list[Row]:
+        """The last trajectories on record, newest first, with split and task_id."""
+        return self.query(
+            "SELECT t.trajectory_id, g.split, json_extract(g.task, '$.task_id') AS task_id, t.status, t.reward, "
+            "t.advantage, t.steps, t.completion_tokens, t.failure_cause, t.failure_message "
+            "FROM trajectories t JOIN groups g USING (group_id) ORDER BY t.rowid DESC LIMIT ?",
+            count,
+        )
+
+    def trajectory(self, trajectory_id: str) -> Row | None:
+        """A trajectory's row with its group's task, split and trained_version."""
+        rows = self.query(
+            "SELECT t.*, g.task, g.split, g.trained_version FROM trajectories t JOIN groups g USING (group_id) "
+            "WHERE trajectory_id = ?",
+            trajectory_id,
+        )
+        return rows[0] if rows else None
+
+    def before_and_after(self, first: str, last: str, success: float, component: str | None) -> tuple[str, str] | None:
+        """Attempts at one task in two evaluations, from failure to success if there is one.
+
+        component: of the reward that is compared with `success`, instead of the reward.
+        """
+        judged = "coalesce((SELECT value FROM json_each({0}.components) WHERE key = ?), {0}.reward)"
+        values = (component, success) * 2
+        rows = self.query(
+            "SELECT b.trajectory_id AS before, a.trajectory_id AS after FROM trajectories b JOIN groups gb USING "
+            "(group_id) JOIN groups ga ON ga.position = gb.position JOIN trajectories a ON a.group_id = ga.group_id "
+            f"WHERE gb.group_id GLOB ? AND ga.group_id GLOB ? ORDER BY coalesce({judged.format('a')} >= ?, 0) DESC, "
+            f"coalesce({judged.format('b')} < ?, 0) DESC, gb.position LIMIT 1",
+            *(self._last_time(first), self._last_time(last), *values),
+        )
+        return (rows[0]["before"], rows[0]["after"]) if rows else None
+
+    def _last_time(self, evaluation: str) -> str:
+        """Pattern of an evaluation's groups; of one that was repeated, those of the last time."""
+        times = self.times_evaluated(evaluation)
+        return f"{evaluation}r{times - 1}-*" if times > 1 else f"{evaluation}-*"
+
+    def evaluations(self) -> list[str]:
+        """Names of the evaluations, the oldest first."""
+        rows = self.query(
+            "SELECT substr(group_id, 1, instr(group_id, '-') - 1) AS name FROM groups WHERE split != 'train' "
+            "GROUP BY 1 ORDER BY min(rowid)"
+        )
+        return [row["name"] for row in rows]
+
+    def evaluated_groups(self, evaluation: str) -> list[Row]:
+        """Groups of an evaluation."""
+        return self.rows("groups", "WHERE group_id GLOB ? ORDER BY rowid", f"{evaluation}-*")
+
+    def groups_of_task(self, task_id: str, split: str) -> list[Row]:
+        """Groups of a task, the oldest first."""
+        which = "WHERE split = ? AND instr(task, ?) AND json_extract(task, '$.task_id') = ? ORDER BY rowid"
+        return self.rows("groups", which, split, json.dumps(task_id)[1:-1], task_id)
+
+    def attempts(self, groups: Sequence[str]) -> list[Row]:
+        """Trajectories of some groups."""
+        which = "WHERE group_id IN (SELECT value FROM json_each(?)) ORDER BY attempt"
+        return self.rows("trajectories", which, json.dumps(groups))
+
+    def attempts_states(self, groups: Sequence[str]) -> list[Row]:
+        """Steps of each trajectory, state and reason, of some groups."""
+        return self.query(
+            "SELECT trajectory_id, state, reason, count(*) AS count FROM steps WHERE trajectory_id IN (SELECT "
+            "trajectory_id FROM trajectories WHERE group_id IN (SELECT value FROM json_each(?))) GROUP BY 1, 2, 3",
+            json.dumps(groups),
+        )
+
+    def steps(self, trajectory_id: str) -> list[Row]:
+        """Steps of a trajectory, proven."""
+        return self.rows("steps", "WHERE trajectory_id = ? ORDER BY step", trajectory_id)
+
+    def neighbors(self, table: str, name: str) -> Row:
+        """`previous` and `next` group or trajectory in the order of recording; None at the ends. table: of both."""
+        key = {"groups": "group_id", "trajectories": "trajectory_id"}[table]
+        rows = self.query(
+            f"SELECT (SELECT {key} FROM {table} WHERE rowid < place ORDER BY rowid DESC LIMIT 1) AS previous, "
+            f"(SELECT {key} FROM {table} WHERE rowid > place ORDER BY rowid LIMIT 1) AS next "
+            f"FROM (SELECT rowid AS place FROM {table} WHERE {key} = ?)",
+            name,
+        )
+        return rows[0] if rows else {"previous": None, "next": None}
+
+    def trained_by(self, versions: Sequence[int], evaluation: str = "") -> list[Row]:
+        """trajectory_id, shard and reward of what these versions trained, and of evaluations named `evaluation*`."""
+        return self.query(
+            "SELECT trajectory_id, shard, reward FROM trajectories JOIN groups USING (group_id) WHERE trained_version "
+            "IN (SELECT value FROM json_each(?)) OR (?2 != '' AND group_id GLOB ?2 || '*') "
+            "ORDER BY shard, trajectories.rowid",
+            *(json.dumps(versions), evaluation),
+        )
+
+    def training_shards(self) -> list[str]:
+        """Names of the files with the tokens of training trajectories."""
+        sql = "SELECT DISTINCT shard FROM trajectories JOIN groups USING (group_id) WHERE split = 'train'"
+        return [row["shard"] for row in self.query(sql)]
+
+    def training(self) -> list[Row]:
+        """Training trajectories in order of groups, with shard, index of the group, reward and seconds."""
+        return self.query(
+            "SELECT t.shard, g.group_id, g.idx, t.trajectory_id, t.attempt, t.reward, t.seconds "
+            "FROM groups g JOIN trajectories t USING (group_id) WHERE g.split = 'train' "
+            "ORDER BY g.idx, g.group_id, t.attempt"
+        )
 
 
-class _Row(dict[str, Any]):
-    """Is a row of the ledger. Asking for a column that it does not have raises RunError: another version wrote it."""
+def _dicts(cursor: sqlite3.Cursor) -> list[Row]:
+    names = [name for name, *_ in cursor.description]
+    return [dict(zip(names, row, strict=True)) for row in cursor]
 
-    def __missing__(self, name: str) -> Any:
-        raise RunError(f"the ledger has no column {name!r}; {_OTHER_VERSION}")
+
+def _shows_damage(error: BaseException) -> bool:
+    """Whether an error of SQLite is about the file's content, not about the disk, other processes or a statement."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or _is_no_text(error)
+
+
+def _is_no_text(error: BaseException) -> bool:
+    return isinstance(error, UnicodeDecodeError) or str(error).startswith("Could not decode to UTF-8")
+
+
+def _what(error: BaseException) -> str:
+    return "a row is not as it was written: its text is not UTF-8" if _is_no_text(error) else str(error)

@@ -2,9 +2,9 @@
 
     <ledger_directory>/<run>-<digest>.sqlite --(Ledger.copy_out)--> <run>/ledger.sqlite, which everybody else reads
 
-The copy is made after each checkpoint, whenever else files of the run follow what the ledger says, and when the process
-ends. It is replaced as a whole. If the process is killed, a resumed run goes on with what it left here; if the machine
-is lost with its disk, with the copy: what came after the last checkpoint is sampled again.
+The copy is made after each checkpoint, whenever other files of the run follow what the ledger says, and when the
+process ends. It is replaced as a whole. If the process is killed, a resumed run goes on with what it left here; if the
+machine is lost with its disk, with the copy: what came after the last checkpoint is sampled again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from treadle.orchestration.store.run_directory import RunDirectory
 
 
 def local_file(run: RunDirectory, directory: str) -> Path:
-    """Return where a run's ledger is in this directory. Runs have places of their own, by name and whole path."""
+    """Place of a run's ledger in this directory, by the run's name and whole path."""
     path = run.path.resolve()
     return Path(directory).expanduser() / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:12]}.sqlite"
 
@@ -66,11 +66,12 @@ def recover_ledger(run: RunDirectory, directory: str | None) -> None:
     if directory is None or not (local := local_file(run, directory)).is_file():
         return
     with closing(Ledger(local, copy=run.ledger_file)) as ledger:
+        ledger.prove()
         if not run.ledger_file.is_file() or ledger.has_copied(sync_file(run.ledger_file)):
             ledger.copy_out()
     _remove(local)
 
 
 def _remove(local: Path) -> None:
-    for name in (local.name, f"{local.name}-wal", f"{local.name}-shm", f"{local.name}-journal"):
-        local.with_name(name).unlink(missing_ok=True)
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        local.with_name(f"{local.name}{suffix}").unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from treadle.core.trainer import StepTrace
 from treadle.core.types import Step
 from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.store.checkpoint_retention import read_checkpoint
-from treadle.orchestration.store.ledger import trace_file
 from treadle.orchestration.store.rollout_store import read_steps
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.trace_store import read_traces
@@ -24,17 +22,13 @@ from treadle.packing.flat import PackedCall
 
 def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
     """Return a trajectory's ledger row (with task and split) and its steps. Raises RunError if it is not on record."""
-    with closing(RunDirectory(run).ledger()) as ledger:
-        rows = ledger.query(
-            "SELECT t.*, g.task, g.split FROM trajectories t JOIN groups g USING (group_id) WHERE trajectory_id = ?",
-            trajectory_id,
-        )
-        some = ledger.query("SELECT trajectory_id FROM trajectories ORDER BY rowid DESC LIMIT 3")
-        shards = ledger.shards() if rows else {}
-    if not rows:
-        known = ", ".join(row["trajectory_id"] for row in some) or "none yet"
-        raise RunError(f"no trajectory {trajectory_id!r} in {run}; it has for example {known} (treadle show {run})")
-    return rows[0], read_steps(run / "rollouts", shards[rows[0]["shard"]], trajectory_id)
+    ledger = RunDirectory(run).ledger()
+    ledger.prove("groups", "trajectories")
+    row = ledger.trajectory(trajectory_id)
+    if row is None:
+        examples = ", ".join(newest["trajectory_id"] for newest in ledger.newest(3)) or "none yet"
+        raise RunError(f"no trajectory {trajectory_id!r} in {run}; it has for example {examples} (treadle show {run})")
+    return row, read_steps(run / "rollouts", ledger.shard(row["shard"]), trajectory_id)
 
 
 def load_traces(run: Path, trajectory_id: str) -> list[StepTrace]:
@@ -42,13 +36,9 @@ def load_traces(run: Path, trajectory_id: str) -> list[StepTrace]:
 
     Raises DamageError.
     """
-    with closing(RunDirectory(run).ledger()) as ledger:
-        rows = ledger.query(
-            "SELECT trained_version FROM groups JOIN trajectories USING (group_id) WHERE trajectory_id = ? AND "
-            "trained_version NOT NULL",
-            trajectory_id,
-        )
-        file = ledger.traces().get(trace_file(rows[0]["trained_version"])) if rows else None
+    ledger = RunDirectory(run).ledger()
+    row = ledger.trajectory(trajectory_id)
+    file = ledger.traces_of(row["trained_version"]) if row else None
     return [] if file is None else read_traces(run / "traces", file, trajectory_id)
 
 

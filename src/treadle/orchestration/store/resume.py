@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from treadle.core.outcomes import interrupted_reason, reason_on_record
 from treadle.core.types import DropReason, Failure, Group, Status, Step, Task, Trajectory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.store.checkpoint_retention import checkpoint_name, checkpoint_updates, retained
-from treadle.orchestration.store.ledger import Ledger, LoopState
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.ledger_reader import LedgerReader
+from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.rollout_store import read_shard
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.training.checkpoint import remove_others
@@ -24,7 +26,7 @@ from treadle.training.checkpoint import remove_others
 
 @dataclass(frozen=True, slots=True)
 class Restorable:
-    """Holds what is on record beyond what a checkpoint contains, and could be trained by its next update.
+    """What is on record beyond what a checkpoint contains, and could be trained by its next update.
 
     groups: with their attempts, by index. damaged: shard -> ids of attempts in it that cannot be read.
     """
@@ -33,27 +35,31 @@ class Restorable:
     damaged: dict[str, list[str]] = field(default_factory=dict)
 
 
-def restorable_groups(ledger: Ledger, rollouts: Path, state: LoopState, max_staleness: int) -> Restorable:
+def restorable_groups(ledger: LedgerReader, rollouts: Path, state: LoopState, max_staleness: int) -> Restorable:
     """Return the groups whose attempts on record can all be trained by the checkpoint's next update.
 
     Tokens may be `max_staleness` versions old, and none may be of a version that the checkpoint has not reached: its
     weights were lost. At max_staleness 0 a whole batch is resampled, so that it repeats bit for bit. A damaged attempt
     excludes its group: without it, the others' baseline would be another.
     """
-    found = Restorable()
+    restorable = Restorable()
     if max_staleness == 0:
-        return found
-    shards, oldest = _Shards(rollouts, ledger.shards()), state.version - max_staleness
+        return restorable
+    files, oldest = ledger.shards(), state.version - max_staleness
+    shards: dict[str, dict[str, list[Step]] | None] = {}
     for index, rows in itertools.groupby(ledger.untaken(state), lambda row: row["idx"]):
         attempts = list(rows)
         if not all(_admitted(row, oldest, state.version) for row in attempts):
             continue
-        damaged = [row for row in attempts if shards.is_damaged(row["shard"])]
+        for shard in {row["shard"] for row in attempts} - shards.keys():
+            shards[shard] = _readable(rollouts, files[shard])
+        damaged = [row for row in attempts if shards[row["shard"]] is None]
         for row in damaged:
-            found.damaged.setdefault(row["shard"], []).append(row["trajectory_id"])
+            restorable.damaged.setdefault(row["shard"], []).append(row["trajectory_id"])
         if not damaged:
-            found.groups[index] = _group(attempts, shards)
-    return found
+            steps = [(shards[row["shard"]] or {}).get(row["trajectory_id"], []) for row in attempts]
+            restorable.groups[index] = _group(attempts, steps)
+    return restorable
 
 
 def roll_back(
@@ -66,8 +72,8 @@ def roll_back(
         ledger.copy_out()  # before checkpoints that an older copy points to are removed
         log(f"back from {latest[0]} to {name}: {steps} steps are dropped as {DropReason.ROLLED_BACK}")
     committed = ledger.checkpoint_names()  # a directory that no row of the ledger points to is removed
-    there = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]
-    remove_others(run.checkpoints, {name, *retained(there, config, state.evaluations)})
+    on_disk = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]
+    remove_others(run.checkpoints, {name, *retained(on_disk, config, state.evaluations)})
     staleness = config.orchestration.max_staleness
     on_record = restorable_groups(ledger, run.rollouts, state, staleness)
     for shard, damaged in on_record.damaged.items():
@@ -96,42 +102,28 @@ def _admitted(row: Mapping[str, Any], oldest: int, newest: int) -> bool:
     return bool(row["waiting"] and oldest <= row["oldest_version"] and row["newest_version"] <= newest)
 
 
-class _Shards:
-    """Reads shards, each once, when it is needed."""
-
-    def __init__(self, folder: Path, files: Mapping[str, WrittenFile]) -> None:
-        self._folder, self._files = folder, files
-        self._steps: dict[str, dict[str, list[Step]] | None] = {}
-
-    def is_damaged(self, shard: str) -> bool:
-        """Return whether the shard is missing or not as it was written."""
-        if shard not in self._steps:
-            try:
-                self._steps[shard] = read_shard(self._folder, self._files[shard])
-            except DamageError:
-                self._steps[shard] = None
-        return self._steps[shard] is None
-
-    def steps(self, shard: str, trajectory_id: str) -> list[Step]:
-        """Return the steps of one trajectory, in call order; none of a damaged shard."""
-        read = None if self.is_damaged(shard) else self._steps[shard]
-        return (read or {}).get(trajectory_id, [])
+def _readable(folder: Path, shard: WrittenFile) -> dict[str, list[Step]] | None:
+    """Steps of a shard by trajectory; None if it is missing or not as it was written."""
+    try:
+        return read_shard(folder, shard)
+    except DamageError:
+        return None
 
 
-def _group(rows: list[dict[str, Any]], shards: _Shards) -> Group:
+def _group(rows: Sequence[Mapping[str, Any]], steps: Sequence[Sequence[Step]]) -> Group:
     first = rows[0]
     task = Task(**json.loads(first["task"]))
-    trajectories = tuple(_trajectory(row, task.task_id, shards) for row in rows)
+    trajectories = tuple(_trajectory(row, task.task_id, played) for row, played in zip(rows, steps, strict=True))
     return Group(first["group_id"], first["idx"], first["epoch"], first["position"], task, trajectories)
 
 
-def _trajectory(row: Mapping[str, Any], task_id: str, shards: _Shards) -> Trajectory:
+def _trajectory(row: Mapping[str, Any], task_id: str, steps: Sequence[Step]) -> Trajectory:
     cause = row["failure_cause"]
     return Trajectory(
         trajectory_id=row["trajectory_id"],
         task_id=task_id,
         attempt=row["attempt"],
-        steps=tuple(shards.steps(row["shard"], row["trajectory_id"])),
+        steps=tuple(steps),
         reward=row["reward"],
         status=Status(row["status"]),
         failure=Failure(Cause(cause), row["failure_message"], row["failure_traceback"]) if cause else None,

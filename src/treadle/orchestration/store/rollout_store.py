@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,48 +19,56 @@ from treadle.core.types import (
     BreakCause,
     DropReason,
     Group,
-    MessageSpan,
-    Routing,
     SamplingParams,
     Step,
     StopReason,
 )
 
+_STEP = {  # columns that are attributes of the step
+    "prompt_ids": pa.list_(pa.int32()),
+    "completion_ids": pa.list_(pa.int32()),
+    "logprobs": pa.list_(pa.float32()),
+    "mask": pa.list_(pa.bool_()),
+    "policy_versions": pa.list_(pa.int32()),
+    "stop_reason": pa.string(),
+    "reward": pa.float64(),
+    "seconds": pa.float64(),
+    "break_cause": pa.string(),
+    "dropped": pa.string(),
+    "shaping": pa.float64(),
+    "state_key": pa.string(),
+    "started": pa.float64(),
+    "waited": pa.float64(),
+}
+_SAMPLING = {
+    "temperature": pa.float64(),
+    "max_tokens": pa.int32(),
+    "stop": pa.list_(pa.string()),
+    "seed": pa.int64(),
+    "top_k": pa.int32(),
+    "top_p": pa.float64(),
+    "min_p": pa.float64(),
+}
 _SCHEMA = pa.schema(
-    [
-        ("group_id", pa.string()),
-        ("trajectory_id", pa.string()),
-        ("step", pa.int32()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("completion_ids", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float32())),
-        ("mask", pa.list_(pa.bool_())),
-        ("policy_versions", pa.list_(pa.int32())),
-        ("temperature", pa.float64()),
-        ("max_tokens", pa.int32()),
-        ("stop", pa.list_(pa.string())),
-        ("seed", pa.int64()),
-        ("top_k", pa.int32()),
-        ("top_p", pa.float64()),
-        ("min_p", pa.float64()),
-        ("stop_reason", pa.string()),
-        ("reward", pa.float64()),
-        ("seconds", pa.float64()),
-        ("break_cause", pa.string()),
-        ("dropped", pa.string()),
-        ("routing", pa.binary()),  # int16, little-endian: as a list, reading makes a Python object of every number
-        ("routing_shape", pa.list_(pa.int32())),
-        ("components", pa.map_(pa.string(), pa.float64())),
-        ("token_rewards", pa.list_(pa.float32())),
-        ("shaping", pa.float64()),
-        ("state_key", pa.string()),
-        ("started", pa.float64()),
-        ("waited", pa.float64()),
-        ("prompt_span_ends", pa.list_(pa.int32())),
-        ("prompt_span_roles", pa.list_(pa.string())),
-        ("prompt_span_kinds", pa.list_(pa.string())),
-    ]
+    {
+        "group_id": pa.string(),
+        "trajectory_id": pa.string(),
+        "step": pa.int32(),
+        **_STEP,
+        **_SAMPLING,
+        "routing": pa.binary(),  # int16, little-endian: as a list, reading makes a Python object of every number
+        "routing_shape": pa.list_(pa.int32()),
+        "components": pa.map_(pa.string(), pa.float64()),
+        "token_rewards": pa.list_(pa.float32()),
+    }
 )
+_TOKENS: Mapping[str, type[np.generic]] = {
+    "prompt_ids": np.int32,
+    "completion_ids": np.int32,
+    "logprobs": np.float32,
+    "mask": np.bool_,
+    "policy_versions": np.int32,
+}
 
 
 def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> WrittenFile:
@@ -113,21 +121,17 @@ def read_steps(directory: Path, shard: WrittenFile, trajectory_id: str) -> list[
 
 def read_shard(directory: Path, shard: WrittenFile) -> dict[str, list[Step]]:
     """Return trajectory_id -> its steps, in call order, of a whole shard. Raises DamageError as `open_shard`."""
-    found: dict[str, list[Step]] = {}
+    trajectories: dict[str, list[Step]] = {}
     for row in _rows(pq.read_table(open_shard(directory, shard))):
-        found.setdefault(row["trajectory_id"], []).append(_step(row))
-    return found
+        trajectories.setdefault(row["trajectory_id"], []).append(_step(row))
+    return trajectories
 
 
 def read_call_times(directory: Path, shard: WrittenFile) -> list[dict[str, Any]]:
-    """Return trajectory_id, step, started, waited and seconds of each step of a shard, without its tokens.
-
-    What the shard does not record is None. Raises DamageError as `open_shard`.
-    """
-    names = ("trajectory_id", "step", "started", "waited", "seconds")
-    with pq.ParquetFile(open_shard(directory, shard)) as file:
-        rows = file.read(columns=[name for name in names if name in file.schema_arrow.names]).to_pylist()
-    return [{name: row.get(name) for name in names} for row in rows]
+    """Return trajectory_id, step, started, waited and seconds of each step of a shard. Raises as `open_shard`."""
+    columns = ["trajectory_id", "step", "started", "waited", "seconds"]
+    rows: list[dict[str, Any]] = pq.read_table(open_shard(directory, shard), columns=columns).to_pylist()
+    return rows
 
 
 def token_arrays(column: pa.ListArray) -> list[Any]:
@@ -136,96 +140,41 @@ def token_arrays(column: pa.ListArray) -> list[Any]:
     return [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]
 
 
-_OF_TOKENS = ("prompt_ids", "completion_ids", "logprobs", "mask", "policy_versions")
-
-
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table, what is of tokens as arrays."""
+    """Yield the rows of a table, with tokens as arrays."""
     for batch in table.combine_chunks().to_batches():
-        arrays = zip(*(token_arrays(batch.column(name)) for name in _OF_TOKENS), strict=True)
-        for row, of_tokens in zip(batch.drop_columns(list(_OF_TOKENS)).to_pylist(), arrays, strict=True):
-            yield {**row, **dict(zip(_OF_TOKENS, of_tokens, strict=True))}
+        arrays = zip(*(token_arrays(batch.column(name)) for name in _TOKENS), strict=True)
+        for row, tokens in zip(batch.drop_columns(list(_TOKENS)).to_pylist(), arrays, strict=True):
+            yield {**row, **dict(zip(_TOKENS, tokens, strict=True))}
 
 
 def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str, Any]:
+    routing = step.routing
     return {
         "group_id": group_id,
         "trajectory_id": trajectory_id,
         "step": number,
-        "prompt_ids": step.prompt_ids,
-        "completion_ids": step.completion_ids,
-        "logprobs": step.logprobs,
-        "mask": step.mask,
-        "policy_versions": step.policy_versions,
-        "temperature": step.sampling.temperature,
-        "max_tokens": step.sampling.max_tokens,
-        "stop": list(step.sampling.stop),
-        "seed": step.sampling.seed,
-        "top_k": step.sampling.top_k,
-        "top_p": step.sampling.top_p,
-        "min_p": step.sampling.min_p,
-        "stop_reason": str(step.stop_reason),
-        "reward": step.reward,
-        "seconds": step.seconds,
-        "break_cause": step.break_cause,
-        "dropped": step.dropped,
-        "routing": None if step.routing is None else step.routing.astype("<i2").tobytes(),
-        "routing_shape": None if step.routing is None else step.routing.shape,
+        **{name: getattr(step, name) for name in _STEP},
+        **{name: getattr(step.sampling, name) for name in _SAMPLING},
+        "routing": None if routing is None else routing.astype("<i2").tobytes(),
+        "routing_shape": None if routing is None else routing.shape,
         "components": list(step.given.components.items()),
         "token_rewards": step.given.tokens,
-        "shaping": step.shaping,
-        "state_key": step.state_key,
-        "started": step.started,
-        "waited": step.waited,
-        **dict(zip(_SPAN_COLUMNS, _span_columns(step.prompt_spans), strict=True)),
     }
 
 
 def _step(row: dict[str, Any]) -> Step:
-    sampling = SamplingParams(
-        temperature=row["temperature"],
-        max_tokens=row["max_tokens"],
-        stop=tuple(row["stop"]),
-        seed=row["seed"],
-        top_k=row["top_k"],
-        top_p=row["top_p"],
-        min_p=row["min_p"],
-    )
+    plain = {name: row[name] for name in _STEP.keys() - _TOKENS.keys()}
+    routing = None if row["routing"] is None else np.frombuffer(row["routing"], "<i2").reshape(row["routing_shape"])
+    converted = {
+        **{name: np.array(row[name], dtype) for name, dtype in _TOKENS.items()},
+        "stop_reason": StopReason(row["stop_reason"]),
+        "break_cause": BreakCause(row["break_cause"]) if row["break_cause"] else None,
+        "dropped": DropReason(row["dropped"]) if row["dropped"] else None,
+    }
     return Step(
-        prompt_ids=np.array(row["prompt_ids"], np.int32),
-        completion_ids=np.array(row["completion_ids"], np.int32),
-        logprobs=np.array(row["logprobs"], np.float32),
-        policy_versions=np.array(row["policy_versions"], np.int32),
-        mask=np.array(row["mask"], np.bool_),
-        sampling=sampling,
-        stop_reason=StopReason(row["stop_reason"]),
-        reward=row["reward"],
-        seconds=row["seconds"],
-        break_cause=BreakCause(row["break_cause"]) if row["break_cause"] else None,
-        dropped=DropReason(row["dropped"]) if row["dropped"] else None,
-        routing=_routing(row["routing"], row["routing_shape"]),
+        **{**plain, **converted},
+        sampling=SamplingParams(**{name: row[name] for name in _SAMPLING if name != "stop"}, stop=tuple(row["stop"])),
+        routing=None if routing is None else routing.astype(np.int16),
         given=Reward(dict(row["components"]), row["token_rewards"]),
-        shaping=row["shaping"],
-        state_key=row["state_key"],
-        started=row.get("started"),  # shards of before have no such columns
-        waited=row.get("waited"),
-        prompt_spans=_spans(*map(row.get, _SPAN_COLUMNS)),
     )
-
-
-_SPAN_COLUMNS = ("prompt_span_ends", "prompt_span_roles", "prompt_span_kinds")
-
-
-def _span_columns(spans: Sequence[MessageSpan] | None) -> tuple[Sequence[Any] | None, ...]:
-    """Return ends, roles and kinds."""
-    if spans is None:
-        return None, None, None
-    return tuple(zip(*spans, strict=True)) or ((), (), ())
-
-
-def _spans(*columns: Any) -> tuple[MessageSpan, ...] | None:
-    return None if columns[0] is None else tuple(map(MessageSpan, *columns))
-
-
-def _routing(data: bytes | None, shape: Sequence[int] | None) -> Routing | None:
-    return None if data is None or shape is None else np.frombuffer(data, "<i2").reshape(shape).astype(np.int16)

@@ -14,7 +14,6 @@ import platform
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,8 +24,9 @@ from treadle.core.config import build, dump_yaml, parse_yaml
 from treadle.core.errors import DamageError, RunError
 from treadle.core.files import WrittenFile, sha256_of, write_atomically
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.schema import SCHEMA_VERSION, migrated
-from treadle.orchestration.store.ledger import Ledger, no_checkpoint, salvage
+from treadle.orchestration.schema import SCHEMA_VERSION, without_version
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.ledger_reader import LedgerReader, no_checkpoint, salvage
 
 _LOCK_ATTEMPTS = 5
 
@@ -98,13 +98,13 @@ class RunDirectory:
         """Write a file, and note its SHA-256 in `written`, for the ledger. Raises OSError."""
         self.written.append(WrittenFile(name, write_atomically(self.path / name, content)))
 
-    def ledger(self) -> Ledger:
-        """Open the ledger for reading. Raises RunError, with what can be done, where there is none."""
+    def ledger(self) -> LedgerReader:
+        """Reader of the ledger. Raises RunError, with what can be done, if there is none."""
         if not self.ledger_file.is_file():
             if any(self.checkpoints.glob("step-*")):
                 raise RunError(f"run {str(self.path)!r} has no ledger any more; {salvage(self.path)}")
             raise RunError(f"run {str(self.path)!r} has recorded nothing yet: it is, or was stopped, in its warm start")
-        return Ledger(self.ledger_file, read_only=True)
+        return LedgerReader(self.ledger_file)
 
     def config(self, overrides: Sequence[str] = ()) -> RunConfig:
         """Return the run's resolved configuration, as it was changed last.
@@ -114,30 +114,23 @@ class RunDirectory:
         return build(RunConfig, self.config_data(), str(self.config_file), overrides)
 
     def config_data(self) -> dict[str, Any]:
-        """Return what config.yaml holds, in terms of this version of Treadle (`schema.migrated`).
+        """Return the content of config.yaml, not validated.
 
-        Nothing is checked but that it is as it was written. Raises DamageError; RunError for a newer version's run.
+        Raises DamageError if it is not as it was written, RunError for a run of another version of Treadle.
         """
         content = self.config_file.read_bytes()
-        known = self._known_configs()
-        if known and sha256_of(content) not in known:
+        recorded = self.ledger().config_sha256() if self.ledger_file.is_file() else set()
+        if recorded and sha256_of(content) not in recorded:
             raise DamageError(
                 f"{self.config_file} is damaged, or was changed by hand: restore it; what may change is changed on the "
                 "command line (treadle train RECIPE --resume key.path=value)"
             )
-        return migrated(parse_yaml(content, str(self.config_file)), str(self.config_file))
-
-    def _known_configs(self) -> set[str]:
-        """Return the SHA-256 of config.yaml now and before each change: the process may have died during a change."""
-        if not self.ledger_file.is_file():
-            return set()
-        with closing(self.ledger()) as ledger:
-            return {row["sha256"] for row in ledger.query("SELECT sha256 FROM files WHERE name GLOB 'config*.yaml'")}
+        source = str(self.config_file)
+        return without_version(parse_yaml(content, source), source)
 
     def latest_checkpoint(self) -> str | None:
-        """Return the name of the latest checkpoint on record; None before the first. Raises RunError."""
-        with closing(self.ledger()) as ledger:
-            latest = ledger.latest_checkpoint()
+        """Name of the latest checkpoint on record; None before the first. Raises RunError."""
+        latest = self.ledger().latest_checkpoint()
         return None if latest is None else latest[0]
 
     def change_config(self, config: RunConfig, ledger: Ledger) -> None:

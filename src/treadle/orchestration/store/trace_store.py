@@ -1,6 +1,6 @@
 """Traces: what updates computed of single tokens, in Parquet files that pandas reads: one row for a step and an update.
 
-A file holds the traces of one batch; `ledger.trace_file` names it after the policy version that the batch updated.
+A file holds the traces of one batch, named after the policy version that the batch updated (`trace_file`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from treadle.core.files import WrittenFile
 from treadle.core.trainer import StepTrace
-from treadle.orchestration.store.ledger import trace_file
+from treadle.orchestration.store.ledger_reader import trace_file
 from treadle.orchestration.store.rollout_store import open_shard, write_table
 
 _OF_TOKENS: Mapping[str, type[np.generic]] = {

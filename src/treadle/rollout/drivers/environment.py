@@ -1,14 +1,14 @@
-"""`EnvironmentDriver`: the agent loop of an environment.
+"""`EnvironmentDriver`: plays attempts at environments.
 
-reset -> (chat -> step)* -> finish -> close          every call of the environment goes through `isolation.UserCode`
+make -> reset -> (chat -> step)* -> finish -> close
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from treadle.core.errors import Cause, DataError, StepsExceeded, TrajectoryFailure
+from treadle.core.errors import Cause, ContextExceeded, DataError, StepsExceeded, TrajectoryFailure
 from treadle.core.metrics import Measures
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Status, Task
@@ -16,7 +16,7 @@ from treadle.envs.base import Reply
 from treadle.rendering.replies import ReplyParser, plain
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver
-from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, AttemptError, Outcome, outcome_of
+from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, LIMITS, AttemptError, Outcome, outcome_of
 from treadle.rollout.isolation.isolated_environment import EnvironmentFactory, IsolatedEnvironment
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import CallOptions, Session
@@ -35,71 +35,71 @@ class EnvironmentDriver(AttemptDriver[Session]):
         self._environments, self._config, self._parse = environments, config, parse
 
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
-        """Let model and environment answer each other; return how that ended.
-
-        A `close` that fails is a warning, and takes no reward away.
-        """
+        """Play an attempt and close its environment. A `close` that fails is a warning and takes no reward away."""
         factory = self._environments[task.environment]
         environment = IsolatedEnvironment(task.environment, factory, user, self._config.environment_timeout)
+        ended_by: AttemptError | None
         try:
-            outcome = await self._play_and_finish(environment, task, session, user.cause)
+            ended_by = await self._play(environment, task, session)
+        except ATTEMPT_ERRORS as error:
+            ended_by = error
         finally:
             session.close()
             warning = await environment.close()
+        outcome = outcome_of(session.steps, ended_by, user.cause)
         return replace(outcome, warning=warning, metrics=Measures() if outcome.failure else environment.metrics())
 
-    async def _play_and_finish(
-        self, environment: IsolatedEnvironment, task: Task, session: Session, cause: Cause
-    ) -> Outcome:
-        ended_by = await _error_of(self._converse(environment, task, session))
-        session.close()  # first: the engine waits for it, and the environment may take its time
-        outcome = outcome_of(session.steps, ended_by, cause)
-        if outcome.failure is not None:
-            return outcome
-        failure = await _error_of(self._finish(environment, session, outcome.status))
-        return outcome_of(session.steps, failure or ended_by, cause)
-
-    async def _finish(self, environment: IsolatedEnvironment, session: Session, ended: Status) -> None:
-        reward = await environment.finish(ended, self._config.finish_timeout)
-        try:
-            session.add_to_last_reward(reward)
-        except DataError as error:
-            raise TrajectoryFailure(Cause.ENVIRONMENT, f"finish: {error}") from error
-
-    async def _converse(self, environment: IsolatedEnvironment, task: Task, session: Session) -> None:
-        """Make the environment and play until it is done.
-
-        Raises StepsExceeded after `max_steps`, and what `Session.chat` does.
-        """
+    async def _play(
+        self, environment: IsolatedEnvironment, task: Task, session: Session
+    ) -> StepsExceeded | ContextExceeded | None:
+        """Play an attempt from its first prompt to its last reward; return the limit that ended it, if one did."""
         await environment.make()
-        one_message = self._config.conversation == "single_message"
-        conversation: list[Message] = list(await environment.reset(task))
+        conversation = await environment.reset(task)
         environment.check_steps(self._config.max_steps)
-        tools, parsed, state = environment.tools(), environment.reads_replies, ""
-        if parsed:
+        if environment.takes_reply:
             session.parse = self._parse
-        for _ in range(self._config.max_steps):
-            begun = conversation[-1]["role"] == "assistant" and not session.steps  # a reply that the task begins
-            going_on = begun or (one_message and conversation[-1]["role"] == "assistant")
-            options = CallOptions(tool_calls=parsed, continue_final_message=going_on)
-            reply = await session.chat(conversation, tools, options)
+        limit: StepsExceeded | ContextExceeded | None = StepsExceeded(self._config.max_steps)
+        state = ""
+        for number in range(self._config.max_steps):
+            options = CallOptions(
+                tool_calls=environment.takes_reply, continue_final_message=self._continues(conversation, number)
+            )
+            try:
+                reply = await session.chat(conversation, environment.tools, options)
+            except ContextExceeded as error:
+                if number == 0:
+                    raise
+                limit = error
+                break
             if state:
                 session.set_state(reply.number, state)
-            answer = await environment.step(_parsed(reply) if parsed else reply.text)
-            state = answer.state
-            try:
-                session.reward_last(Reward.of(answer.reward))
-            except DataError as error:
-                raise TrajectoryFailure(Cause.ENVIRONMENT, f"step: {error}") from error
+            answer = await environment.step(_parsed(reply) if environment.takes_reply else reply.text)
+            _give(session.reward_last, Reward.of(answer.reward), "step")
             if answer.done:
-                return
-            said = reply.message
-            if begun:
-                said = {**said, "content": conversation.pop()["content"] + said["content"]}
-            conversation += [said, *answer.observations]
-            if one_message:
-                conversation = _one_turn(conversation)
-        raise StepsExceeded(self._config.max_steps)
+                limit = None
+                break
+            conversation, state = self._extended(conversation, reply.message, answer.observations, number), answer.state
+        session.close()  # the engine waits for it, and `finish` may take its time
+        ended = Status.DONE if limit is None else LIMITS[type(limit)]
+        reward = await environment.finish(ended, self._config.finish_timeout)
+        _give(session.add_to_last_reward, reward, "finish")
+        return limit
+
+    def _continues(self, conversation: Sequence[Message], number: int) -> bool:
+        """Return whether call `number` continues the last message: of a single message, or a reply the task begins."""
+        in_turn = number == 0 or self._config.conversation == "single_message"
+        return in_turn and conversation[-1]["role"] == "assistant"
+
+    def _extended(
+        self, conversation: list[Message], said: Message, observations: Sequence[Message], number: int
+    ) -> list[Message]:
+        if self._continues(conversation, number):
+            *conversation, begun = conversation
+            said = {**said, "content": begun["content"] + said["content"]}
+        if self._config.conversation == "single_message":
+            text = "".join(message["content"] for message in (said, *observations))
+            said, observations = Message(role="assistant", content=text), ()
+        return [*conversation, said, *observations]
 
 
 def _parsed(reply: SessionReply) -> Reply:
@@ -107,17 +107,8 @@ def _parsed(reply: SessionReply) -> Reply:
     return Reply(reply.text, message.get("reasoning_content", ""), tuple(message.get("tool_calls", ())))
 
 
-async def _error_of(playing: Awaitable[None]) -> AttemptError | None:
-    """Return what ended the attempt; None if it came to its end."""
+def _give(give: Callable[[Reward], None], reward: Reward, method: str) -> None:
     try:
-        await playing
-    except ATTEMPT_ERRORS as error:
-        return error
-    return None
-
-
-def _one_turn(conversation: Sequence[Message]) -> list[Message]:
-    """Return the conversation with all from the first assistant message on as one assistant message."""
-    begin = next(n for n, message in enumerate(conversation) if message["role"] == "assistant")
-    text = "".join(message["content"] for message in conversation[begin:])
-    return [*conversation[:begin], Message(role="assistant", content=text)]
+        give(reward)
+    except DataError as error:
+        raise TrajectoryFailure(Cause.ENVIRONMENT, f"{method}: {error}") from error

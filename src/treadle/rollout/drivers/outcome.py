@@ -31,14 +31,15 @@ AttemptError = TrajectoryFailure | ContextExceeded | StepsExceeded | EngineError
 ATTEMPT_ERRORS = (TrajectoryFailure, ContextExceeded, StepsExceeded, EngineError, DataError)
 """What ends an attempt, and not the run."""
 
-_LIMITS = {StepsExceeded: Status.MAX_STEPS, ContextExceeded: Status.CONTEXT}
+LIMITS = {StepsExceeded: Status.MAX_STEPS, ContextExceeded: Status.CONTEXT}
+"""Status of an attempt that a limit ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Holds what a trajectory records of how its attempt ended: a reward or a failure; what the environment measured.
+    """How an attempt ended: with a reward or a failure, and what the environment measured.
 
-    warning: something that went wrong without touching the reward.
+    warning: what went wrong without an effect on the reward.
     """
 
     status: Status
@@ -49,13 +50,13 @@ class Outcome:
 
 
 def outcome_of(steps: Sequence[Step], ended_by: AttemptError | None, cause: Cause) -> Outcome:
-    """Return the outcome of an attempt by the table above.
+    """Return the outcome of an attempt, by the table above.
 
-    steps: those recorded. ended_by: None where the attempt came to its end. cause: that of failures of its user code.
+    steps: as recorded. ended_by: None if the attempt came to its end. cause: of failures of its user code.
     """
     try:
         if (failure := _failure(steps, ended_by, cause)) is None:
-            status = Status.DONE if ended_by is None else _LIMITS[type(ended_by)]
+            status = Status.DONE if ended_by is None else LIMITS[type(ended_by)]
             return Outcome(status, reward_sum(step.reward for step in steps))
     except DataError as error:
         failure = TrajectoryFailure(cause, f"the steps' {error}")

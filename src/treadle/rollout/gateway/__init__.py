@@ -2,6 +2,6 @@
 
     client -> app (who, how large) -> dialect.read -> Exchanges (retry or new?) -> Session -> dialect.write -> client
 
-`gateway.Gateway` knows the sessions, `serving.serving` puts it on a socket. Only `app` and `serving` need FastAPI and
-uvicorn (the extra `gateway`).
+`gateway.Gateway` knows the sessions, `serving.serving` puts it on a socket. Only `app`, `http_response` and
+`serving` need Starlette and uvicorn (the extra `gateway`).
 """

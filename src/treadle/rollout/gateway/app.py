@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
-from treadle import __version__
 from treadle.core.errors import ContextExceeded, DataError
 from treadle.core.untrusted_json import read_json
-from treadle.rendering.off_loop import off_loop
 from treadle.rollout.gateway.chat_completions import CHAT
 from treadle.rollout.gateway.completions import COMPLETIONS
 from treadle.rollout.gateway.gateway import Attached, Gateway
 from treadle.rollout.gateway.http_response import CompletionResponse, api_error_of
-from treadle.rollout.gateway.messages import MESSAGES, CountRequest, read_prompt
+from treadle.rollout.gateway.messages import MESSAGES, read_prompt
 from treadle.rollout.gateway.request import ApiError, Dialect, Json
 from treadle.rollout.gateway.responses import RESPONSES
 from treadle.rollout.gateway.retries import Origin
-from treadle.rollout.gateway.schemas import Schema, described, error_responses, request_schemas
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-_QUICKER = 16  # times as fast as tokenizing a request: reading it
-_DRAINED = 8  # a body up to this many times too large is still read, so that its sender sees the answer
 DIALECTS = {
     "/chat/completions": CHAT,
     "/completions": COMPLETIONS,
@@ -41,28 +36,16 @@ DIALECTS = {
 _COUNTING = "/messages/count_tokens"
 
 
-@cache
-def _request_schemas() -> tuple[dict[str, Schema], Schema]:
-    models = {path: dialect.body for path, dialect in DIALECTS.items()}
-    return request_schemas({**models, _COUNTING: CountRequest})
-
-
-def make_app(gateway: Gateway) -> FastAPI:
+def make_app(gateway: Gateway) -> Starlette:
     """Return the ASGI application, every route both with the session's secret in its path and with it as API key."""
-    app = FastAPI(title="Treadle gateway", version=__version__, openapi_url=None, redirect_slashes=False)
-    requests, components = _request_schemas()
-    for prefix in ("/v1", "/sessions/{secret}/v1"):
-        routes = {path: _asking(gateway, dialect) for path, dialect in DIALECTS.items()}
-        for path, handler in {**routes, _COUNTING: _counting(gateway)}.items():
-            app.add_api_route(
-                prefix + path, handler, methods=["POST"], response_model=None, **described(requests[path])
-            )
-        app.add_api_route(f"{prefix}/models", _listing(gateway), methods=["GET"], responses=error_responses())
-        app.add_api_route(
-            f"{prefix}/openapi.json", _description(gateway, app, components), methods=["GET"], include_in_schema=False
-        )
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(HTTPException, _no_route)
+    posts = {path: _asking(gateway, dialect) for path, dialect in DIALECTS.items()}
+    posts[_COUNTING] = _counting(gateway)
+    routes = []
+    for prefix in ("/sessions/{secret}/v1", "/v1"):
+        routes += [Route(prefix + path, handler, methods=["POST"]) for path, handler in posts.items()]
+        routes.append(Route(f"{prefix}/models", _listing(gateway), methods=["GET"]))
+    app = Starlette(routes=routes, exception_handlers={ApiError: _api_error, HTTPException: _no_route})
+    app.router.redirect_slashes = False
     return app
 
 
@@ -70,17 +53,14 @@ def _asking(gateway: Gateway, dialect: Dialect) -> Handler:
     async def ask(request: Request) -> Response:
         with ExitStack() as held:
             attached, raw = await _received(gateway, request, held)
-            exchanges, rendered = attached.exchanges, ExitStack()
-            origin = await off_loop(len(raw) // _QUICKER, _origin, request, dialect, raw)
+            exchanges, origin = attached.exchanges, _origin(request, dialect, raw)
             try:
-                completion = await off_loop(len(raw) // _QUICKER, lambda: dialect.read(_json(raw)))
+                completion = dialect.read(_json(raw))
                 exchange = exchanges.find(origin)
                 if exchange is None:
-                    exchange = exchanges.start(
-                        origin, partial(attached.answer, completion, dialect.new_id(), rendered.close)
-                    )
-                    rendered.push(held.pop_all())
-                    exchange.task.add_done_callback(lambda _: rendered.close())
+                    exchange = exchanges.start(origin, partial(attached.answer, completion, dialect.new_id()))
+                    release = held.pop_all().close
+                    exchange.task.add_done_callback(lambda _: release())
             except ApiError as error:
                 exchanges.refuse(error, origin)
                 raise
@@ -93,7 +73,7 @@ def _counting(gateway: Gateway) -> Handler:
     async def count_tokens(request: Request) -> Response:
         with ExitStack() as held:
             attached, raw = await _received(gateway, request, held)
-            messages, tools, prefilled = await off_loop(len(raw) // _QUICKER, lambda: read_prompt(_json(raw)))
+            messages, tools, prefilled = read_prompt(_json(raw))
             try:
                 return JSONResponse({"input_tokens": await attached.session.count(messages, tools, prefilled)})
             except (DataError, ContextExceeded) as error:
@@ -113,69 +93,51 @@ def _listing(gateway: Gateway) -> Handler:
     return models
 
 
-def _description(gateway: Gateway, app: FastAPI, components: Json) -> Handler:
-    async def openapi(request: Request) -> Response:
-        _session(gateway, request)
-        return JSONResponse({**app.openapi(), "components": {"schemas": components}})
-
-    return openapi
-
-
 def _session(gateway: Gateway, request: Request) -> Attached:
     """Return the session of a request. Raises ApiError, the same for an expired secret and an unknown one."""
     in_path = request.path_params.get("secret")
     if in_path is not None:
         attached = gateway.find(in_path)
         if attached is None:
-            raise ApiError(404, "there is no such session; it may have ended")
+            raise ApiError(404, "unknown or expired session")
         return attached
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     secret = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     attached = gateway.find(secret)
     if attached is None:
-        raise ApiError(401, "the API key opens no session; it may have ended", code="invalid_api_key")
+        raise ApiError(401, "the API key belongs to no session, or to one that has ended", code="invalid_api_key")
     return attached
 
 
 async def _received(gateway: Gateway, request: Request, held: ExitStack) -> tuple[Attached, bytes]:
-    """Return the session of a request, and its body. held: gives the body's bytes back. Raises ApiError."""
-    attached = _session(gateway, request)  # nothing is read from those who have no session
-    length = request.headers.get("content-length", "")
-    size = min(int(length), gateway.max_body) if length.isdecimal() else gateway.max_body
-    for memory, status, whose in ((attached.memory, 429, "this session"), (gateway.memory, 503, "this gateway")):
-        try:
-            async with asyncio.timeout(gateway.patience):
-                await memory.take(size)
-        except TimeoutError as error:
-            text = (
-                f"{whose} has {memory.most} bytes of requests to read and render already; wait for them, then try again"
-            )
-            refused = ApiError(status, text)
-            attached.exchanges.refuse(refused)
-            raise refused from error
-        held.callback(memory.give, size)
-    raw = await _body(request, gateway.max_body)
-    if raw is None:
-        too_large = ApiError(413, f"the request is larger than {gateway.max_body} bytes")
-        attached.exchanges.refuse(too_large)
-        raise too_large
-    return _session(gateway, request), raw  # again: it may have ended while the body was on its way
+    """Return the session of a request, and its body, whose bytes count as in flight until `held` is closed.
 
-
-async def _body(request: Request, limit: int) -> bytes | None:
-    """The request's body; None if it is too large."""
+    Raises ApiError: before reading anything if there is no such session; where a limit is exceeded, without reading on.
+    """
+    attached = _session(gateway, request)
     chunks: list[bytes] = []
     size = 0
+
+    def release() -> None:
+        attached.bytes_in_flight -= size
+
+    held.callback(release)
     try:
         async for chunk in request.stream():
             size += len(chunk)
-            if size <= limit:
-                chunks.append(chunk)
-            elif size > limit * _DRAINED:
-                break
+            attached.bytes_in_flight += len(chunk)
+            if size > gateway.max_body:
+                raise ApiError(413, f"the request is larger than {gateway.max_body} bytes")
+            if attached.bytes_in_flight > gateway.max_bytes_in_flight:
+                limit = f"{gateway.max_bytes_in_flight} bytes of requests"
+                raise ApiError(429, f"this session has more than {limit} in flight; wait for one of them")
+            chunks.append(chunk)
     except ClientDisconnect as error:
-        raise ApiError(400, "the request broke off") from error
-    return b"".join(chunks) if size <= limit else None
+        raise ApiError(400, "the client disconnected while sending the request") from error
+    except ApiError as error:
+        attached.exchanges.refuse(error)
+        raise
+    return _session(gateway, request), b"".join(chunks)  # again: it may have ended meanwhile
 
 
 def _json(raw: bytes) -> Json:
@@ -190,9 +152,11 @@ def _json(raw: bytes) -> Json:
 
 
 def _origin(request: Request, dialect: Dialect, raw: bytes) -> Origin:
+    digest = hashlib.sha256(dialect.prefix.encode())
+    digest.update(raw)
     count = request.headers.get("x-stainless-retry-count", "0")
     return Origin(
-        body=hashlib.sha256(dialect.prefix.encode() + raw).digest(),
+        body=digest.digest(),
         key=request.headers.get("idempotency-key") or None,
         retry=int(count) if re.fullmatch(r"[0-9]{1,6}", count) else 0,
     )

@@ -98,7 +98,7 @@ class RequestedCall(RequestModel):
 class ChatMessage(RequestModel):
     """Holds a message of anybody but the assistant and tools."""
 
-    role: Annotated[Text, one_of(*_KNOWN_ROLES, here=("system", "user", "developer", "function"))]
+    role: Annotated[Text, one_of(*_KNOWN_ROLES)]
     content: Content = ""
     name: Text = ""
 
@@ -351,4 +351,4 @@ def error_event(problem: ApiError) -> str:
     return event(error(problem))
 
 
-CHAT = Dialect("chatcmpl-", ChatRequest, read_chat, write, events, error, error_event)
+CHAT = Dialect("chatcmpl-", read_chat, write, events, error, error_event)

@@ -11,13 +11,13 @@ from treadle.rendering.token_bytes import offsets
 from treadle.rollout.gateway.chat_completions import StreamOptions, error, error_event, event, usage
 from treadle.rollout.gateway.fields import (
     NOT_EMPTY,
-    Checked,
     Flag,
     Several,
     StopStrings,
     Text,
     bad_request,
     between,
+    checked,
     count,
     read,
     shown,
@@ -36,8 +36,7 @@ def _unknown_id(ids: tuple[int, ...]) -> str:
     return "" if wrong is None else f"token ids are integers in [0, 2**31), got {shown(wrong)}"
 
 
-_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-TokenIds = Annotated[Several[Integer], Checked(_unknown_id, {"items": _ID})]
+TokenIds = Annotated[Several[Integer], checked(_unknown_id)]
 OnePrompt = Annotated[Annotated[Text, Tag("<text>")] | Annotated[TokenIds, Tag("<ids>")], text_or("<ids>")]
 
 
@@ -142,4 +141,4 @@ def _logprobs(answer: Answer, reply: Reply) -> Json:
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets(pieces)}
 
 
-COMPLETIONS = Dialect("cmpl-", RawRequest, read_completion, write, events, error, error_event)
+COMPLETIONS = Dialect("cmpl-", read_completion, write, events, error, error_event)

@@ -1,28 +1,26 @@
-"""What the fields of a request may hold: types that check a value, describe themselves, and name what is wrong.
+"""What the fields of a request may hold: types that check a value and name what is wrong with it.
 
-A dialect writes its requests as models of them. The models are all there is: requests are validated by them, and the
-OpenAPI description is made of them (`schemas`).
+A dialect writes its requests as models of them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
     GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     Strict,
     Tag,
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from treadle.rollout.gateway.request import ApiError, Json
 
@@ -55,14 +53,6 @@ class RequestModel(BaseModel):
         if not isinstance(data, dict) or None not in data.values():
             return data
         return {key: value for key, value in data.items() if value is not None or key in cls.null_counts}
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
-        described = handler.resolve_ref_schema(handler(core))
-        for name, field in described.get("properties", {}).items():
-            if name not in described.get("required", ()) and name not in cls.null_counts:
-                described["properties"][name] = {"anyOf": [field, {"type": "null"}]}
-        return described
 
 
 def read(model: type[M], body: Json) -> M:
@@ -100,82 +90,57 @@ Flag = Annotated[bool, Strict()]
 Object = dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Checked:
-    """Checks a value of `Annotated[type, ...]` once more, after its type, and writes the same into the JSON schema.
+def checked(problem: Callable[[Any], str]) -> AfterValidator:
+    """Check a value once more, after its type. problem: what is wrong with the value; "" if nothing."""
 
-    problem: returns what is wrong with the value; nothing if it is as it should be. means: added to the type's schema.
-    """
-
-    problem: Callable[[Any], str]
-    means: Json
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
-
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
-        return {**handler(core), **self.means}
-
-    def _checked(self, value: T) -> T:
-        if problem := self.problem(value):
-            raise PydanticCustomError("request", "{problem}", {"problem": problem})
+    def check(value: T) -> T:
+        if text := problem(value):
+            raise PydanticCustomError("request", "{problem}", {"problem": text})
         return value
 
+    return AfterValidator(check)
 
-def between(low: float, high: float, *, above: bool = False) -> Checked:
-    """Return the check of a number in [low, high]; above: in (low, high]."""
+
+def between(low: float, high: float, *, above: bool = False) -> AfterValidator:
+    """Check a number in [low, high]; above: in (low, high]."""
 
     def problem(value: float) -> str:
         if not low <= value <= high:
             return f"must lie in [{low:g}, {high:g}], got {shown(value)}"
         return f"must be above {low:g}" if above and value == low else ""
 
-    return Checked(problem, {"exclusiveMinimum" if above else "minimum": low, "maximum": high})
+    return checked(problem)
 
 
-def one_of(*known: str, here: tuple[str, ...] = ()) -> Checked:
-    """Return the check of a string among these.
-
-    here: in the JSON schema, only those that choose the member of a union that has this field.
-    """
-    return Checked(
-        lambda value: "" if value in known else f"must be one of {', '.join(known)}, got {shown(value)}",
-        {"enum": [*(here or known)]},
-    )
+def one_of(*known: str) -> AfterValidator:
+    """Check a string among these."""
+    return checked(lambda value: "" if value in known else f"must be one of {', '.join(known)}, got {shown(value)}")
 
 
-def only(problem: str, *known: Any) -> Checked:
-    """Return the check of one of a few values, in words: `only("only text is supported here", "text")`."""
-    return Checked(lambda value: "" if value in known else f"{problem}, got {value!r:.40}", {"enum": [*known]})
+def only(problem: str, *known: Any) -> AfterValidator:
+    """Check one of a few values, in words: `only("only text is supported here", "text")`."""
+    return checked(lambda value: "" if value in known else f"{problem}, got {value!r:.40}")
 
 
-def matching(pattern: re.Pattern[str], what: str) -> Checked:
-    """Return the check of text that a pattern describes whole."""
-    return Checked(
-        lambda value: "" if pattern.fullmatch(value) else f"must be {what}, got {value!r:.40}",
-        {"pattern": f"^{pattern.pattern}$"},
-    )
+def matching(pattern: re.Pattern[str], what: str) -> AfterValidator:
+    """Check text that a pattern describes whole."""
+    return checked(lambda value: "" if pattern.fullmatch(value) else f"must be {what}, got {value!r:.40}")
 
 
-def unsupported(*neutral: Any) -> Checked:
-    """Return the check of a field that asks for what no engine here does, save for its neutral value."""
+def unsupported(*neutral: Any) -> AfterValidator:
+    """Check a field that asks for what no engine here does, save for its neutral value."""
     known = (None, *neutral)
-    return Checked(
-        lambda value: "" if value in known else f"is not supported here, got {shown(value)}; leave it out",
-        {"enum": [*known]},
+    return checked(lambda value: "" if value in known else f"is not supported here, got {shown(value)}; leave it out")
+
+
+def count(low: int, high: int, what: str) -> AfterValidator:
+    """Check an array of `low` to `high` elements."""
+    return checked(
+        lambda value: "" if low <= len(value) <= high else f"must hold {low} to {high} {what}, got {len(value)}"
     )
 
 
-def count(low: int, high: int, what: str) -> Checked:
-    """Return the check of an array of `low` to `high` elements."""
-    return Checked(
-        lambda value: "" if low <= len(value) <= high else f"must hold {low} to {high} {what}, got {len(value)}",
-        {"minItems": low, "maxItems": high},
-    )
-
-
-NOT_EMPTY = Checked(lambda value: "" if value else "must not be empty", {"minLength": 1, "minItems": 1})
-"""Of text, or of an array: JSON schema ignores the keyword of the other type."""
+NOT_EMPTY = checked(lambda value: "" if value else "must not be empty")
 
 
 class FirstWrong:

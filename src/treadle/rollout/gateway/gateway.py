@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treadle.core.types import Message
-from treadle.rollout.gateway.memory_limit import MemoryLimit
 from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest
 from treadle.rollout.gateway.retries import Exchanges
 from treadle.rollout.session import Reply, Session
@@ -35,26 +34,23 @@ class SessionAddress:
 
 
 class Attached:
-    """Answers the requests of a session that is open to clients, and remembers conversations for follow-ups by id."""
+    """A session that is open to clients: answers their requests, and remembers conversations for follow-ups by id.
 
-    def __init__(
-        self, session: Session, exchanges: Exchanges, memory: MemoryLimit, note: Callable[[str], None]
-    ) -> None:
-        self.session, self.exchanges, self.memory, self._note = session, exchanges, memory, note
+    bytes_in_flight: of requests that are being received or sampled.
+    """
+
+    def __init__(self, session: Session, exchanges: Exchanges, note: Callable[[str], None]) -> None:
+        self.session, self.exchanges, self._note = session, exchanges, note
+        self.bytes_in_flight = 0
         self._responses: dict[str, tuple[Message, ...]] = {}
 
-    async def answer(self, request: CompletionRequest, ident: str, rendered: Callable[[], None]) -> Answer:
-        """Sample every choice of every prompt and record each as a step. Raises what `Session.chat` does.
-
-        rendered: called once all prompts are rendered.
-        """
+    async def answer(self, request: CompletionRequest, ident: str) -> Answer:
+        """Sample every choice of every prompt and record each as a step. Raises what `Session.chat` does."""
         history = (*self._history(request.previous), *request.messages)
         opening = (Message(role="system", content=request.instructions),) if request.instructions else ()
         whole = replace(request, messages=(*opening, *history))
-        last = _samples(request) - 1  # they are rendered in order
-        replies = await self._gathered(
-            [self._call(whole, number, rendered if number == last else None) for number in range(last + 1)]
-        )
+        samples = request.choices * (1 if request.prompts is None else len(request.prompts))
+        replies = await self._gathered([self._call(whole, number) for number in range(samples)])
         for kind in request.left_out:
             self._note(f"agents offer tools of type {kind}, which no model here can be told of: they are left out")
         for note in self.session.notes.values():
@@ -63,11 +59,8 @@ class Attached:
             self._responses[ident] = (*history, replies[0].message)
         return Answer(ident, int(time.time()), request, replies, self.session.renderer)
 
-    def _call(
-        self, request: CompletionRequest, number: int, rendered: Callable[[], None] | None
-    ) -> Coroutine[Any, Any, Reply]:
-        prompt, choice = divmod(number, request.choices)
-        options = replace(request.options, on_rendered=rendered)
+    def _call(self, request: CompletionRequest, number: int) -> Coroutine[Any, Any, Reply]:
+        (prompt, choice), options = divmod(number, request.choices), request.options
         if choice and "seed" in options.sampling_overrides:
             seed = (options.sampling_overrides["seed"] + choice) % 2**63
             options = replace(options, sampling_overrides={**options.sampling_overrides, "seed": seed})
@@ -106,9 +99,8 @@ class Gateway:
 
     model: the name that `/v1/models` gives; a request may name any. grace: seconds for which an answer that nobody
     waits for goes on being sampled. max_in_flight: requests of one session that may be sampled at a time.
-    max_body: bytes of a request. max_held: bytes of requests that are being received, read and rendered at a time, of
-    one session and of all; others wait. patience: seconds that they wait before they are refused, and that a client may
-    be silent before all of its request has come. log: takes a line about what requests ask for in vain, once.
+    max_body: bytes of one request. max_bytes_in_flight: bytes of the requests of one session that are being received or
+    sampled. log: takes a line about what requests ask for in vain, once.
 
     Secrets are looked up by digest: how long a lookup takes says nothing about any of them.
     """
@@ -119,13 +111,11 @@ class Gateway:
         model: str = "policy",
         grace: float = 5.0,
         max_in_flight: int = 256,
-        max_body: int = 32 * 2**20,
-        max_held: tuple[int, int] = (64 * 2**20, 256 * 2**20),
-        patience: float = 10.0,
+        max_body: int = 16 * 2**20,
+        max_bytes_in_flight: int = 128 * 2**20,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.model, self.max_body, self.patience = model, max_body, patience
-        self._held_by_one, self.memory = max(max_held[0], max_body), MemoryLimit(max(*max_held, max_body))
+        self.model, self.max_body, self.max_bytes_in_flight = model, max_body, max_bytes_in_flight
         self.url = ""  # set by `serving`
         self._grace, self._most = grace, max_in_flight
         self._log, self._said = log, set[str]()
@@ -135,7 +125,7 @@ class Gateway:
         """Open a session to clients under a new secret (or the given one); return its address."""
         secret = secret or secrets.token_urlsafe(32)
         exchanges = Exchanges(session, self._grace, self._most)
-        self._attached[_digest(secret)] = Attached(session, exchanges, MemoryLimit(self._held_by_one), self._note)
+        self._attached[_digest(secret)] = Attached(session, exchanges, self._note)
         return SessionAddress(secret, f"{self.url}/sessions/{secret}/v1")
 
     async def detach(self, secret: str) -> None:
@@ -167,10 +157,6 @@ class Gateway:
     def find(self, secret: str) -> Attached | None:
         """Return the session of this secret, None for an unknown one."""
         return self._attached.get(_digest(secret))
-
-
-def _samples(request: CompletionRequest) -> int:
-    return request.choices * (1 if request.prompts is None else len(request.prompts))
 
 
 def _digest(secret: str) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -68,10 +67,9 @@ class CompletionResponse(Response):
         if not began:
             await _start(send, status, content, len(text))  # all ASCII: characters are bytes
         await _body(send, text.encode())
-        await _body(send, b"")  # returns once the connection has taken the answer
+        await _body(send, b"", more=False)  # returns once the connection has taken the answer
         if isinstance(outcome, Answer) and not gone.done():
             self._exchanges.deliver(self._exchange)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _outcome(task: asyncio.Task[Answer]) -> Answer | ApiError:
@@ -112,6 +110,5 @@ async def _start(send: Send, status: int, content: bytes, length: int | None = N
     await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
-async def _body(send: Send, body: bytes) -> None:
-    message: dict[str, Any] = {"type": "http.response.body", "body": body, "more_body": True}
-    await send(message)
+async def _body(send: Send, body: bytes, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})

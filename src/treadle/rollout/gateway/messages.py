@@ -86,7 +86,7 @@ UserBlock = Annotated[
 class OtherTurn(RequestModel):
     """Holds a turn of anybody but the assistant."""
 
-    role: Annotated[Text, one_of(*_ROLES, here=("user", "system"))]
+    role: Annotated[Text, one_of(*_ROLES)]
     content: Annotated[
         Annotated[Text, Tag("<text>")] | Annotated[Several[UserBlock], Tag("<blocks>")], text_or("<blocks>")
     ]
@@ -113,7 +113,7 @@ class OtherTurn(RequestModel):
 class AssistantBlock(RequestModel):
     """Holds a block of the assistant's turn; as itself, one whose contents are not shown."""
 
-    type: Annotated[Text, one_of(*_BLOCKS, here=("redacted_thinking",))]
+    type: Annotated[Text, one_of(*_BLOCKS)]
 
     def add_to(self, message: Message) -> None:
         """Add the block to the assistant's message; what is not shown adds nothing."""
@@ -406,4 +406,4 @@ def error_event(problem: ApiError) -> str:
     return f"event: error\ndata: {json.dumps(error(problem))}\n\n"
 
 
-MESSAGES = Dialect("msg_", MessagesRequest, read_messages, write, events, error, error_event)
+MESSAGES = Dialect("msg_", read_messages, write, events, error, error_event)

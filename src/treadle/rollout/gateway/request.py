@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
-
 from treadle.core.errors import TreadleError
 from treadle.core.types import Message, StopReason
 from treadle.rendering.chat import ChatRenderer
@@ -89,7 +87,6 @@ class Dialect:
     """
 
     prefix: str  # of the ids of its answers
-    body: type[BaseModel]  # what a request must be
     read: Callable[[Json], CompletionRequest]
     write: Callable[[Answer], Json]
     events: Callable[[Answer], Iterator[str]]

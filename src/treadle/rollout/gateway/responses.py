@@ -39,7 +39,7 @@ _KINDS = (*_RANKS, "function_call_output")
 class MessageItem(RequestModel):
     """Holds a message; an item of an unknown type is read as one, too, and refused for its type."""
 
-    type: Annotated[Text, one_of(*_KINDS, here=("message",))] = "message"
+    type: Annotated[Text, one_of(*_KINDS)] = "message"
     role: Annotated[Text, one_of(*_ROLES)]
     content: Content = ""
 
@@ -332,4 +332,4 @@ def error_event(problem: ApiError) -> str:
     return _event("error", {"sequence_number": 0, **told, **error(problem)})
 
 
-RESPONSES = Dialect("resp_", ResponsesRequest, read_response, write, events, error, error_event)
+RESPONSES = Dialect("resp_", read_response, write, events, error, error_event)

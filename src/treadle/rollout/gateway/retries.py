@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from treadle.core.errors import ContextExceeded, StepsExceeded
 from treadle.rollout.gateway.request import Answer, ApiError
@@ -94,13 +95,13 @@ class Exchanges:
             return None
         return next((e for e in reversed(same) if e.retry < origin.retry), None)
 
-    def start(self, origin: Origin, sample: Callable[[], Awaitable[Answer]]) -> Exchange:
+    def start(self, origin: Origin, sample: Callable[[], Coroutine[Any, Any, Answer]]) -> Exchange:
         """Start and return a new exchange. Raises ApiError (429) where too many are being sampled already."""
         repeats = self._take_unanswered(origin)
         if len(self._running) >= self._most:
             self._void[origin.body] += 1
             raise ApiError(429, f"this session has {self._most} requests in flight already; wait for one of them")
-        exchange = Exchange(origin, asyncio.ensure_future(_run(sample)), origin.retry, repeats)
+        exchange = Exchange(origin, asyncio.create_task(sample()), origin.retry, repeats)
         self._by_body.setdefault(origin.body, []).append(exchange)
         if origin.key is not None:
             self._by_key[origin.key] = exchange
@@ -210,7 +211,3 @@ class Exchanges:
                 del self._by_key[exchange.origin.key]
         if not same:
             self._by_body.pop(exchange.origin.body, None)
-
-
-async def _run(sample: Callable[[], Awaitable[Answer]]) -> Answer:
-    return await sample()

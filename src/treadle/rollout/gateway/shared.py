@@ -34,7 +34,7 @@ class SharedGateway:
 
     async def open(self) -> Gateway:
         """Return the gateway, served. Raises ConfigError for an address that cannot be had."""
-        from treadle.rollout.gateway.serving import serving  # FastAPI and uvicorn
+        from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
 
         async with self._opening:
             if not self._is_served:

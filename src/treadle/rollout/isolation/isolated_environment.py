@@ -1,8 +1,7 @@
-"""`IsolatedEnvironment`: an environment behind the boundary of user code, from being made to being closed."""
+"""`IsolatedEnvironment`: the environment of one attempt, called as user code, its answers checked."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
+from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, Status, Task, as_messages
@@ -26,50 +25,41 @@ EnvironmentFactory = Callable[[], Environment]
 
 
 class IsolatedEnvironment:
-    """Runs one attempt's environment. What it returns is checked, and of plain types.
+    """The environment of one attempt. Whatever goes wrong in it is raised as TrajectoryFailure.
 
-    timeout: limit on each call but `finish`, seconds. `async` methods run on the event loop, others on the attempt's
-    own thread. The environment is made on that thread, too, if it is given by its class and has a plain `step`. What
-    goes wrong is raised as TrajectoryFailure.
+    `async` methods run on the event loop, others on the attempt's thread. An environment given by its class is made
+    there, too, if its `step` is not `async`.
 
-    refusal: of its constructor, which was given options that cannot work; None if there was none.
+    timeout: limit on each call but `finish`, seconds. longest_wait: the environment's own, once made. tools,
+    takes_reply (whether `step` takes a parsed `Reply`), required_steps: known once it is reset.
     """
 
     def __init__(self, name: str, factory: EnvironmentFactory, user: UserCode, timeout: float) -> None:
         self._name, self._factory, self._user, self._timeout = name, factory, user, timeout
         self._environment: Environment | None = None
         self._metrics: EnvMetrics | None = None
-        self.refusal: ConfigError | None = None
+        self.longest_wait, self.required_steps, self.takes_reply = 0.0, 0, False
+        self.tools: tuple[Mapping[str, Any], ...] = ()
+        self._has_finish = False
 
     async def make(self) -> None:
-        """Make the environment. On the event loop nothing is awaited, so that a cancelled call leaves none behind."""
-        if _is_synchronous(self._factory):
-            await self._user.call(self._made, what="create", timeout=self._timeout, check=_as_it_is, in_thread=True)
-        else:
-            self._user.run(self._made, "create")
+        """Make the environment. The failure's cause (`__cause__`) is what the constructor raised."""
+        in_thread = _is_synchronous(self._factory)
+        await self._user.call(self._make, what="create", timeout=self._timeout, in_thread=in_thread)
 
-    async def reset(self, task: Task) -> tuple[Message, ...]:
+    async def reset(self, task: Task) -> list[Message]:
         """Start the attempt and return the messages that the agent starts from."""
-        return await self._call("reset", task, check=partial(checked_messages, where="reset"))
+        return await self._call("reset", task, check=self._checked_reset)
 
     def check_steps(self, max_steps: int) -> None:
-        """Raise TrajectoryFailure (environment) if the attempt, once reset, requires more calls than `max_steps`."""
-        required = self._user.run(lambda: int(getattr(self._environment, "required_steps", 0)), "required_steps")
-        if required > max_steps:
+        """Raise TrajectoryFailure if the attempt, once reset, requires more calls than `max_steps`."""
+        if self.required_steps > max_steps:
             raise TrajectoryFailure(
                 Cause.ENVIRONMENT,
-                f"environment {self._name!r} needs {required} calls of the model to come to its end, and "
-                f"rollout.max_steps is {max_steps}; set rollout.max_steps={required}, or let it take fewer turns",
+                f"environment {self._name!r} needs {self.required_steps} calls of the model to come to its end, and "
+                f"rollout.max_steps is {max_steps}; set rollout.max_steps={self.required_steps}, or let it take fewer "
+                "turns",
             )
-
-    def tools(self) -> tuple[Mapping[str, Any], ...]:
-        """Return the tools that the model is told of, as JSON schemas, once the environment is reset."""
-        return self._user.run(lambda: tuple(getattr(self._environment, "tool_schemas", ())), "tool_schemas")
-
-    @property
-    def reads_replies(self) -> bool:
-        """Return whether `step` takes a parsed `Reply`."""
-        return self._user.run(lambda: _takes_reply(getattr(self._environment, "step", None)), "step")
 
     async def step(self, reply: str | Reply) -> EnvStep:
         """Return the environment's answer to a reply, and count its metrics."""
@@ -77,124 +67,123 @@ class IsolatedEnvironment:
         return await self._call("step", reply, check=partial(self._checked_step, what=what), what=what)
 
     async def finish(self, ended: Status, timeout: float) -> Reward:
-        """Let the environment finish the attempt, count its metrics, and return what it adds to the last reward.
+        """Finish the attempt, count its metrics, and return what is added to the last reward.
 
         timeout: limit on the call, seconds.
         """
-        method = self._user.run(partial(getattr, self._environment, "finish", None), "finish")
-        if method is None or getattr(method, "__func__", None) is Environment.finish:  # no subclass, or none of its own
+        if not self._has_finish:
             return Reward()
-        return await self._user.call(method, ended, what="finish", timeout=timeout, check=self._checked_finish)
+        return await self._call("finish", ended, check=self._checked_finish, timeout=timeout)
 
     async def close(self) -> str:
-        """Close the environment; return a warning if that fails: the attempt is over and keeps its reward.
+        """Close the environment. Return what went wrong, as a warning; the attempt is over and keeps its reward.
 
-        Where its thread is stuck, it is closed once the thread is free.
+        If the attempt's thread is stuck, a plain `close` runs there once it is free; nothing waits for it.
         """
-        if self._user.is_stuck:
-            self._user.post(self._close_on_thread)
-            return ""
-        try:
-            if self._environment is not None:
-                await self._call("close", check=_as_it_is)
-        except TrajectoryFailure as error:
-            return error.message
+        thread = self._user.thread
+        if thread is not None and thread.is_abandoned and not self._is_async("close"):
+            thread.submit(self._close)
+        elif self._environment is not None:
+            try:
+                await self._call("close", check=lambda _: None)
+            except TrajectoryFailure as error:
+                return error.message
         return ""
 
     def metrics(self) -> Measures:
         """Return the metrics measured so far."""
         return Measures() if self._metrics is None else self._metrics.measured()
 
-    def longest_wait(self) -> float:
-        """Return the seconds that a call may wait by its own limits, if the environment says so, or else 0."""
-        return self._user.run(lambda: float(getattr(self._environment, "longest_wait", 0.0)), "longest_wait")
+    async def _call(
+        self, method: str, *arguments: Any, check: Callable[[Any], T], what: str = "", timeout: float | None = None
+    ) -> T:
+        def call() -> Any:
+            return getattr(self._environment, method)(*arguments)
 
-    def _made(self) -> None:
-        try:
-            self._environment = self._factory()
-        except ConfigError as error:
-            self.refusal = error
-            raise
+        return await self._user.call(
+            call,
+            what=what or method,
+            timeout=self._timeout if timeout is None else timeout,
+            check=check,
+            in_thread=not self._is_async(method),
+        )
+
+    def _is_async(self, method: str) -> bool:
+        return is_async(inspect.getattr_static(self._environment, method, None))
+
+    def _make(self) -> None:
+        self._environment = self._factory()
         self._metrics = EnvMetrics(self._name, self._environment)
+        self.longest_wait = float(getattr(self._environment, "longest_wait", 0.0))
 
-    async def _call(self, method: str, *arguments: Any, check: Callable[[Any], T], what: str = "") -> T:
-        what = what or method
-        function = self._user.run(partial(getattr, self._environment, method), what)
-        return await self._user.call(function, *arguments, what=what, timeout=self._timeout, check=check)
+    def _close(self) -> None:
+        if self._environment is not None and not self._is_async("close"):
+            self._environment.close()
 
-    def _close_on_thread(self) -> None:
-        if self._environment is not None:
-            closing = self._environment.close()
-            if inspect.iscoroutine(closing):
-                asyncio.run(closing)
+    def _checked_reset(self, value: object) -> list[Message]:
+        messages = _checked_messages(value, "reset")
+        environment: Any = self._environment
+        self.tools = tuple(getattr(environment, "tool_schemas", ()))
+        self.required_steps = int(getattr(environment, "required_steps", 0))
+        self.takes_reply = _takes_reply(environment.step)
+        finish = getattr(environment, "finish", None)
+        self._has_finish = finish is not None and getattr(finish, "__func__", None) is not Environment.finish
+        return list(messages)
 
     def _checked_step(self, value: object, what: str) -> EnvStep:
-        step = _checked_step(value, what)
+        if not isinstance(value, tuple) or not 4 <= len(value) <= 5:
+            raise _failure(f"step must return EnvStep(observations, reward, done, info, state), got {value!r:.100}")
+        step = EnvStep(*value)
+        reward = _checked_reward(step.reward, what)
+        if not isinstance(step.done, bool | np.bool_):
+            raise _failure(f"step gave done={step.done!r:.100}; it must be true or false")
+        if not isinstance(step.state, str):
+            raise _failure(f"step gave state={step.state!r:.100}; it must be a string")
         assert self._metrics is not None
         self._metrics.record(step.info, "step")
-        return step if step.done else step._replace(observations=checked_messages(step.observations, "step"))
+        observations = step.observations if step.done else _checked_messages(step.observations, "step")
+        return step._replace(observations=observations, reward=reward, done=bool(step.done))
 
     def _checked_finish(self, value: object) -> Reward:
         if value is None:
             return Reward()
         if not isinstance(value, tuple) or not 1 <= len(value) <= 2:
-            raise TrajectoryFailure(
-                Cause.ENVIRONMENT, f"finish must return Finish(reward, info) or None, got {value!r:.100}"
-            )
+            raise _failure(f"finish must return Finish(reward, info) or None, got {value!r:.100}")
         finish = Finish(*value)
         assert self._metrics is not None
         self._metrics.record(finish.info, "finish")
         return _checked_reward(finish.reward, "finish")
 
 
-def checked_messages(value: object, where: str) -> tuple[Message, ...]:
-    """Return the messages that an environment gives the agent to read. Raises TrajectoryFailure (environment)."""
+def _checked_messages(value: object, where: str) -> tuple[Message, ...]:
     try:
         messages = as_messages(value, where)  # type: ignore[arg-type]
         for message in messages:
             message["content"].encode()  # a lone surrogate cannot be tokenized
     except (ValueError, TypeError) as error:
-        raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} must give messages: {error}") from error
+        raise _failure(f"{where} must give messages: {error}") from error
     if not messages:
-        raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} gave no messages for the agent to read, and is not done")
+        raise _failure(f"{where} gave no messages for the agent to read, and is not done")
     return messages
-
-
-def _checked_step(value: object, what: str) -> EnvStep:
-    if not isinstance(value, tuple) or not 4 <= len(value) <= 5:
-        raise TrajectoryFailure(
-            Cause.ENVIRONMENT,
-            f"step must return EnvStep(observations, reward, done, info, state), got {value!r:.100}",
-        )
-    step = EnvStep(*value)
-    reward = _checked_reward(step.reward, what)
-    if not isinstance(step.done, bool | np.bool_):
-        raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave done={step.done!r:.100}; it must be true or false")
-    if not isinstance(step.state, str):
-        raise TrajectoryFailure(Cause.ENVIRONMENT, f"step gave state={step.state!r:.100}; it must be a string")
-    return step._replace(done=bool(step.done), reward=reward)
 
 
 def _checked_reward(value: object, where: str) -> Reward:
     if not isinstance(value, Reward) and not is_reward(value):
-        raise TrajectoryFailure(
-            Cause.ENVIRONMENT, f"{where} gave the reward {value!r:.100}; it must be a {NUMBER}, or a Reward"
-        )
+        raise _failure(f"{where} gave the reward {value!r:.100}; it must be a {NUMBER}, or a Reward")
     return Reward.of(value)
 
 
+def _failure(message: str) -> TrajectoryFailure:
+    return TrajectoryFailure(Cause.ENVIRONMENT, message)
+
+
 def _takes_reply(step: Any) -> bool:
-    """Whether the parameter of `step` is annotated as a `Reply`."""
     annotations = [parameter.annotation for parameter in inspect.signature(step).parameters.values()]
     return any(kind is Reply or str(kind).rpartition(".")[2] == "Reply" for kind in annotations)
 
 
 def _is_synchronous(factory: EnvironmentFactory) -> bool:
-    """Return whether it makes environments with a plain `step`, as far as is known before it has made one."""
+    """Return whether the factory is a class with a plain `step`, as far as is known before it is called."""
     made = made_class(factory)
     step = getattr(made, "step", None)
     return inspect.isclass(made) and step is not None and not is_async(step)
-
-
-def _as_it_is(value: T) -> T:
-    return value

@@ -1,84 +1,92 @@
-"""Threads that user code runs in. They are daemons: one that never returns does not keep the process from exiting."""
+"""Daemon threads for user code: a call that never returns does not keep the process from exiting."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
+
+from treadle.rollout.isolation.tracebacks import thread_frames
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_abandoned: set[CallThread] = set()
 
-class AttemptThread(Executor):
-    """Makes all calls of an attempt on one thread, in order: SQLite connections and browsers must stay on theirs.
 
-    abandoned: nobody waits for the call that it is making; the calls after it are still made when that one returns.
+class CallThread(Executor):
+    """Runs calls in order on one thread, as SQLite connections and browsers require.
+
+    is_abandoned: nobody waits any longer for the call in progress. Calls behind it run once it returns.
     """
 
     def __init__(self, name: str) -> None:
-        self.abandoned = False
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        _Worker(self, name).start()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue the call behind those before it; return its future."""
+        """Queue the call and return its future."""
         future: Future[T] = Future()
-        self._calls.put(partial(_settle, future, partial(function, *args, **kwargs)))
+        self._calls.put(partial(_run, future, partial(function, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """End the thread after the calls that were submitted, without waiting for it."""
+        """End the thread after the calls already queued. Does not wait for it."""
         self._calls.put(None)
 
-    def work(self) -> None:
-        """Make calls until the thread is shut down."""
+    def abandon(self) -> None:
+        """Count the thread as stuck until it ends."""
+        _abandoned.add(self)
+
+    def frames(self) -> Iterator[FrameType]:
+        """Yield the frames of the call in progress, innermost first."""
+        return thread_frames(self.thread.ident)
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self in _abandoned
+
+    def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-
-
-class _Worker(threading.Thread):
-    def __init__(self, owner: AttemptThread, name: str) -> None:
-        super().__init__(target=owner.work, name=name, daemon=True)
-        self.owner = owner
+        _abandoned.discard(self)
 
 
 def abandoned_threads() -> list[threading.Thread]:
-    """Return the threads that still make a call for which nobody waits any more."""
-    return [thread for thread in threading.enumerate() if isinstance(thread, _Worker) and thread.owner.abandoned]
+    """Return the threads stuck in calls that nobody waits for any longer."""
+    return [each.thread for each in list(_abandoned)]
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Serves as an event loop's default executor: each call (`asyncio.to_thread`) has a daemon thread of its own.
+    """Default executor for an event loop: a daemon thread for each call (`asyncio.to_thread`).
 
-    The standard one has a few threads that all share, and waits for them on exit: calls that never return would keep
-    others from being made, and the process from exiting.
+    The standard one shares a few threads and joins them on exit: calls that never return would block both.
     """
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Start the call now; return its future."""
-        future: Future[T] = Future()
-        call = partial(_settle, future, partial(function, *args, **kwargs))
-        threading.Thread(target=call, name="treadle-to-thread", daemon=True).start()
+        """Start the call and return its future."""
+        thread = CallThread("treadle-to-thread")
+        future = thread.submit(function, *args, **kwargs)
+        thread.shutdown()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Return at once; no thread is waited for."""
 
 
-def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
+def _run(future: Future[Any], call: Callable[[], Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
         result = call()
-    except StopIteration as error:  # no awaitable can raise it: whoever awaits this would wait for ever
-        replacement = RuntimeError(f"StopIteration: {error}")
-        replacement.__cause__ = error
-        future.set_exception(replacement)
-    except BaseException as error:  # noqa: BLE001  # as any executor: it is the caller's, not the thread's
+    except StopIteration as error:  # an asyncio future cannot hold it: its caller would wait forever
+        future.set_exception(RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__))
+    except BaseException as error:  # noqa: BLE001  # raised again where the result is awaited
         future.set_exception(error)
     else:
         future.set_result(result)
