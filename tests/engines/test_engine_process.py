@@ -255,7 +255,7 @@ def test_a_failure_that_nobody_foresaw_is_told_and_logged(pair: Pair) -> None:
     assert worker is not None
 
     async def broken() -> None:
-        with pytest.raises(PlacementError, match=r"^it failed with FileNotFoundError: "):
+        with pytest.raises(PlacementError, match=r"^the engine failed with FileNotFoundError: "):
             await worker.call("publish", StagedFile(Path("/nowhere"), {}), 1, PROMPT)
 
     pair.runner.run(broken())
@@ -323,7 +323,7 @@ async def test_a_process_that_does_not_start_is_told_with_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "_MODULE", "treadle.no_such_module")
-    told = r"ended with code 1; its log .*engine\.log ends:\n[\s\S]*No module named [\s\S]*started 3 times in vain"
+    told = r"ended with code 1\nIts log .*engine\.log ends:\n[\s\S]*No module named [\s\S]*started 3 times in vain"
     with pytest.raises(EngineError, match=told):
         await start_engine(tmp_path, TorchEngineOptions([]), log=tmp_path / "engine.log")
 

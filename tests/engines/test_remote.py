@@ -45,23 +45,11 @@ class Here:
             raise WorkerLost("engine 0 ended: killed")
         return answer.result()
 
-    async def stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
-        answers = getattr(self.service, method)(*arguments)
-        while True:
-            following = asyncio.ensure_future(anext(answers, None))
-            await asyncio.wait([following, self.dead], return_when=asyncio.FIRST_COMPLETED)
-            if self.dead.done():
-                raise WorkerLost("engine 0 ended: killed")
-            if following.result() is None:
-                return
-            yield following.result()
-
     def tail(self) -> str:
         return ""
 
     def post(self, method: str, *arguments: Any) -> None:
-        assert method == "cancel"
-        self.service._wave[arguments[0]].cancel()
+        self.posted = asyncio.ensure_future(getattr(self.service, method)(*arguments))
 
     def kill(self) -> None:
         if not self.dead.done():

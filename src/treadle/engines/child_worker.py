@@ -3,82 +3,59 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
-import threading
 import traceback
+from contextlib import suppress
 from functools import partial
-from inspect import isasyncgen
-from multiprocessing.connection import Connection
 from typing import Any
 
 from treadle.core.child_process import end_with_parent
-from treadle.core.errors import PlacementError, TreadleError
-from treadle.engines.child import End
+from treadle.core.errors import TreadleError
+from treadle.engines.child import Channel
 
 
-class Service:
-    """Answers calls with an object that the first message makes."""
+class Calls:
+    """Calls of an object's asynchronous methods; answers are sent as they are there."""
 
-    def __init__(self, channel: Connection) -> None:
-        self._channel = channel
-        self._calls: dict[int, asyncio.Task[Any]] = {}
-        self._object: Any = None
-        self._loop = asyncio.get_running_loop()
-        self._closed = asyncio.Event()
-        threading.Thread(target=self._read, daemon=True).start()
+    def __init__(self, served: Any, channel: Channel) -> None:
+        self._served, self._channel = served, channel
+        self._running: dict[int, asyncio.Task[Any]] = {}
 
-    async def run(self) -> None:
-        """Answer until the channel closes."""
-        await self._closed.wait()
-
-    def _read(self) -> None:
-        """Read in a thread, so that neither end ever waits for the other one to read."""
-        while True:
-            try:
-                message = self._channel.recv()
-            except (EOFError, OSError):
-                self._loop.call_soon_threadsafe(self._closed.set)
-                return
-            self._loop.call_soon_threadsafe(self._take, message)
-
-    def _take(self, message: Any) -> None:
-        if self._object is None:
-            self._object = message()
-            return
-        number, method, arguments = message
+    def take(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Start a call, or without a method cancel it."""
         if not method:
-            if number in self._calls:
-                self._calls[number].cancel()
+            if number in self._running:
+                self._running[number].cancel()
             return
-        task = self._loop.create_task(self._work(number, getattr(self._object, method)(*arguments)))
-        self._calls[number] = task
-        task.add_done_callback(partial(self._finished, number))
+        call = asyncio.get_running_loop().create_task(getattr(self._served, method)(*arguments))
+        self._running[number] = call
+        call.add_done_callback(partial(self._answer, number))
 
-    async def _work(self, number: int, work: Any) -> Any:
-        """Return what a coroutine returns; of an asynchronous generator, send each value, and raise `End`."""
-        if not isasyncgen(work):
-            return await work
-        async for value in work:
-            self._channel.send((number, value, None))
-        raise End
-
-    def _finished(self, number: int, task: asyncio.Task[Any]) -> None:
-        self._calls.pop(number, None)
-        if task.cancelled():
+    def _answer(self, number: int, call: asyncio.Task[Any]) -> None:
+        del self._running[number]
+        if call.cancelled():
             return
-        error = task.exception()
-        if error is not None and not isinstance(error, TreadleError):
+        error = call.exception()
+        if error is None:
+            self._channel.send((number, call.result(), None))
+        elif isinstance(error, TreadleError):
+            self._channel.send((number, None, error))
+        else:
             traceback.print_exception(error)
-            error = PlacementError(f"it failed with {type(error).__name__}: {error}")
-        value = task.result() if error is None else None
-        if number >= 0:
-            self._channel.send((number, value, error))
+            self._channel.send((number, None, f"{type(error).__name__}: {error}"))
 
 
-async def _serve(channel: Connection) -> None:
-    await Service(channel).run()
+async def serve(end: socket.socket) -> None:
+    """Answer calls until the channel closes. The first message makes the object."""
+    channel = await Channel.open(end)
+    with suppress(EOFError):
+        make = await channel.receive()
+        calls = Calls(make(), channel)
+        while True:
+            calls.take(*await channel.receive())
 
 
 if __name__ == "__main__":
     end_with_parent()
-    asyncio.run(_serve(Connection(int(sys.argv[1]))))
+    asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))

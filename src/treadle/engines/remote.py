@@ -10,9 +10,11 @@ It samples what the same engine in this process would sample, bit for bit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ import numpy as np
 import torch
 
 from treadle.core.engine import Completion
-from treadle.core.errors import EngineEnded, EngineError, PlacementError, WorkerLost
+from treadle.core.errors import EngineEnded, EngineError, PlacementError, TreadleError, WorkerLost
 from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.child import ChildProcess
@@ -41,6 +43,7 @@ MakeEngine = Callable[[], TorchEngine]
 class Call(NamedTuple):
     """One call of `generate`."""
 
+    number: int  # among those of its engine
     prompt_ids: Ids
     sampling: SamplingParams
     session: str
@@ -53,7 +56,7 @@ class EngineService:
     def __init__(self) -> None:
         self._engine: TorchEngine
         self._sessions: set[str] = set()
-        self._wave: list[asyncio.Future[Completion]] = []
+        self._wave: dict[int, asyncio.Task[None]] = {}
 
     async def load(self, make: MakeEngine) -> Limits:
         """Load the engine."""
@@ -71,33 +74,37 @@ class EngineService:
         self._open(session)
         return await self._engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
 
-    async def wave(
-        self, calls: Sequence[Call], closed: Sequence[str]
-    ) -> AsyncIterator[tuple[int, Completion | EngineError]]:
-        """Close sessions, then sample for all other open ones; yield each answer, by number, when it is there.
+    async def wave(self, calls: Sequence[Call], closed: Sequence[str]) -> list[tuple[int, Completion | EngineError]]:
+        """Close sessions, then sample for all other open ones. Return answers with their calls' numbers.
 
-        Those that are cancelled have no answer.
+        calls: in the order in which their sessions were opened. Answers come in the order in which they were completed;
+        calls that were cancelled have none.
         """
         await self.close_sessions(closed)
         for call in calls:
             self._open(call.session)
-        self._wave = [asyncio.ensure_future(self.generate(*call)) for call in calls]
-        done: asyncio.Queue[int] = asyncio.Queue()
-        for number, answer in enumerate(self._wave):
-            answer.add_done_callback(partial(_put, done, number))
-        for _ in calls:
-            answer = self._wave[number := await done.get()]
-            if answer.cancelled():
-                continue
-            error = answer.exception()
-            if isinstance(error, EngineError):
-                yield number, error
-            else:
-                yield number, answer.result()
+        answers: list[tuple[int, Completion | EngineError]] = []
+
+        async def sample(call: Call) -> None:
+            try:
+                answer: Completion | EngineError = await self._engine.generate(
+                    call.prompt_ids, call.sampling, session=call.session, cache_salt=call.cache_salt
+                )
+            except EngineError as error:
+                answer = error
+            answers.append((call.number, answer))
+
+        self._wave = {call.number: asyncio.ensure_future(sample(call)) for call in calls}
+        done, _ = await asyncio.wait(self._wave.values())
+        for each in done:
+            if not each.cancelled():
+                each.result()
+        return answers
 
     async def cancel(self, number: int) -> None:
         """Cancel a call of the wave."""
-        self._wave[number].cancel()
+        if number in self._wave:
+            self._wave[number].cancel()
 
     async def close_sessions(self, sessions: Sequence[str]) -> None:
         """Forget sessions and their caches."""
@@ -137,11 +144,10 @@ class RemoteEngine:
     """An engine in another process, seen from the run's (a `pool.Member`). Call `open` before anything else.
 
     make: makes the engine, in that process. start: starts a worker that answers for an `EngineService`. tolerance: by
-    how much log-probabilities of the same weights may differ, on average. calls_from_elsewhere: calls come from several
-    processes, so that in lock-step their sessions' order counts and not theirs. on_close: called once it is closed.
+    how much log-probabilities of the same weights may differ, on average. on_close: called once it is closed.
 
-    In lock-step, waves are formed here by TorchEngine's rule, and each is one call of the worker; in the other process
-    they would depend on when messages arrive.
+    In lock-step, waves are formed here by TorchEngine's rule, in as many turns of the event loop, and each is one call
+    of the worker; in the other process they would depend on when messages arrive.
 
     When the process ends, its calls fail with EngineEnded, and another one takes its place with the weights that were
     published last, which must score the probe alike. Until then further calls wait.
@@ -155,7 +161,6 @@ class RemoteEngine:
         *,
         lock_step: bool,
         tolerance: float,
-        calls_from_elsewhere: bool = False,
         notify: Callable[[str], None] = lambda line: None,
         on_close: Callable[[], None] = lambda: None,
         silence: float = SILENCE,
@@ -170,7 +175,7 @@ class RemoteEngine:
         self._running = 0  # calls
         self._waiting: dict[asyncio.Future[Completion], Call] = {}  # for the next wave
         self._driver: asyncio.Task[None] | None = None
-        self._calls_from_elsewhere = calls_from_elsewhere
+        self._numbers = count()
         self._place = Supervised(name, start, self._prepare, notify, silence)
 
     async def open(self) -> None:
@@ -214,13 +219,18 @@ class RemoteEngine:
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
         """Sample one completion. Raises as `TorchEngine` does."""
+        if self.over:
+            raise EngineEnded(self.over)
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
         self.limits.check_call(prompt_ids, sampling, session)
-        call = Call(prompt_ids, sampling, session, cache_salt)
+        arguments = prompt_ids, sampling, session, cache_salt
         self._running += 1
         try:
-            return await (self._in_a_wave(call) if self._lock_step else self._call("generate", *call))
+            if self._lock_step:
+                return await self._in_a_wave(Call(next(self._numbers), *arguments))
+            completion: Completion = await self._call("generate", *arguments)
+            return completion
         finally:
             self._running -= 1
 
@@ -236,9 +246,9 @@ class RemoteEngine:
         async with self._turn:
             before, self._published = self._published, _Published(await stage(), version)
             try:
-                await self._publish(self._call, self._published)
-            except EngineEnded:
-                await self._ready()  # the next process begins with these weights
+                with suppress(EngineEnded):  # the next process begins with these weights
+                    await self._publish(self._call, self._published)
+                await self._ready()
             except BaseException:
                 self._published.staged.discard()
                 self._published = before
@@ -309,14 +319,14 @@ class RemoteEngine:
         try:
             return await self._place.call(method, *arguments)
         except WorkerLost as error:
-            raise EngineEnded(str(error)) from error
+            raise EngineEnded(self._place.error or str(error)) from error
         except PlacementError as error:
             raise EngineError(str(error)) from error
 
     async def _ready(self) -> None:
         try:
             await self._place.ready()
-        except PlacementError as error:
+        except TreadleError as error:
             raise EngineEnded(str(error)) from error
 
     # --- lock-step -----------------------------------------------------------------------------------------------
@@ -337,54 +347,51 @@ class RemoteEngine:
 
     async def _drive(self) -> None:
         try:
-            await asyncio.sleep(0)  # what is closed or opened in this same tick may change who waits
-            async with self._turn:
-                while self._wave_is_complete():
+            while await self._wave_to_sample():
+                async with self._turn:
                     await self._sample_wave()
         finally:
             self._driver = None
+
+    async def _wave_to_sample(self) -> bool:
+        await asyncio.sleep(0)  # what was answered or closed in this same tick may change who waits
+        return self._wave_is_complete()
 
     def _wave_is_complete(self) -> bool:
         return everybody_waits([call.session for call in self._waiting.values()], self._sessions.keys())
 
     async def _sample_wave(self) -> None:
-        waiting, self._waiting, closed, self._closed = self._waiting, {}, self._closed, []
-        answers = list(waiting)  # in the order in which the calls were made
-        if self._calls_from_elsewhere:
-            order = {session: number for number, session in enumerate(self._sessions)}
-            answers.sort(key=lambda answer: order[waiting[answer].session])
-        error: EngineError = EngineError("the wave was interrupted")
         try:
             await self._ready()
-            worker = self._place.worker
-            assert worker is not None
-            for number, answer in enumerate(answers):
-                answer.add_done_callback(partial(_cancel, worker, number))
-            wave = self._place.stream("wave", [waiting[answer] for answer in answers], closed)
-            async for number, completion in wave:
+        except EngineEnded as error:
+            self._fail_waiting(error)
+        if not self._wave_is_complete():  # any more, after a publication or a process's start
+            return
+        waiting, self._waiting, closed, self._closed = self._waiting, {}, self._closed, []
+        for answer in waiting:
+            answer.add_done_callback(partial(self._cancel, waiting[answer].number))
+        order = {session: number for number, session in enumerate(self._sessions)}
+        calls = sorted(waiting.values(), key=lambda call: order[call.session])
+        answers = {call.number: answer for answer, call in waiting.items()}
+        failure = EngineError("the engine was interrupted")
+        try:
+            for number, completion in await self._call("wave", calls, closed):
                 _settle(answers[number], completion)
-        except WorkerLost as lost:
-            error = EngineEnded(str(lost))
-        except (EngineError, PlacementError) as failure:
-            error = failure if isinstance(failure, EngineError) else EngineError(str(failure))
+        except EngineError as error:
+            failure = error
         finally:
-            for answer in answers:
-                _settle(answer, error)
+            for answer in waiting:
+                _settle(answer, failure)
+
+    def _cancel(self, number: int, answer: asyncio.Future[Completion]) -> None:
+        if answer.cancelled() and (worker := self._place.worker):
+            worker.post("cancel", number)
 
     def _fail_waiting(self, error: EngineError, session: str | None = None) -> None:
         for answer, call in list(self._waiting.items()):
             if session in (None, call.session) and not answer.done():
                 del self._waiting[answer]
                 answer.set_exception(error)
-
-
-def _put(queue: asyncio.Queue[int], number: int, _: object) -> None:
-    queue.put_nowait(number)
-
-
-def _cancel(worker: Worker, number: int, answer: asyncio.Future[Completion]) -> None:
-    if answer.cancelled():
-        worker.post("cancel", number)
 
 
 def _settle(answer: asyncio.Future[Completion], completion: Completion | EngineError) -> None:

@@ -8,7 +8,7 @@ A worker is a process of this machine (`engines.child`) or a Ray actor (`placeme
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from treadle.core.errors import PlacementError, TreadleError, WorkerLost
@@ -40,10 +40,6 @@ class Worker(Protocol):
 
     async def close(self) -> None:
         """End it at once. Idempotent."""
-        ...
-
-    def stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
-        """Yield what an asynchronous generator yields there. Raises as `call`."""
         ...
 
     def post(self, method: str, *arguments: Any) -> None:
@@ -82,6 +78,7 @@ class Supervised(Generic[W]):
         self._worker: asyncio.Future[W] = self._loop.create_future()
         self._ending: asyncio.Future[str] = self._loop.create_future()
         self._answered = 0
+        self._latest: W | None = None
         self._keeping = self._loop.create_task(self._keep())
 
     @property
@@ -112,22 +109,13 @@ class Supervised(Generic[W]):
         self._answered += 1
         return answer
 
-    async def stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
-        """Stream from the worker, once there is one. Raises as `call`."""
-        worker = await self.ready()
-        try:
-            async for answer in worker.stream(method, *arguments):
-                yield answer
-        except WorkerLost as error:
-            self._lose(worker, str(error))
-            raise
-        self._answered += 1
-
     async def close(self) -> None:
         """End the worker. Idempotent."""
         self.error = self.error or f"{self._name} was closed"
         self._keeping.cancel()
         await asyncio.wait([self._keeping])
+        if self._latest is not None:
+            await self._latest.close()
         if not self._worker.done():
             self._worker.set_exception(PlacementError(self.error))
         self._worker.exception()  # retrieve it so that asyncio does not log it
@@ -141,7 +129,8 @@ class Supervised(Generic[W]):
         """Start workers, one after the other's end."""
         fruitless = 0
         while True:
-            worker = self._make()
+            self._latest = worker = self._make()
+            refusal: TreadleError | None = None
             try:
                 await self._opened(worker)
                 self._ending, self._answered = self._loop.create_future(), 0
@@ -152,11 +141,12 @@ class Supervised(Generic[W]):
             except WorkerLost as error:  # its node may be lost, which Ray has not noticed yet
                 fruitless, ending = fruitless + 1, str(error)
             except TreadleError as error:
-                return self._give_up(error)
-            finally:
-                await worker.close()
-            if fruitless == _FRUITLESS:
-                return self._give_up(PlacementError(f"{ending}\nIt was started {_FRUITLESS} times in vain"))
+                refusal = error
+            await worker.close()
+            if refusal is None and fruitless == _FRUITLESS:
+                refusal = PlacementError(f"{ending}\nIt was started {_FRUITLESS} times in vain")
+            if refusal is not None:
+                return self._give_up(refusal)
             self._notify(f"{ending.splitlines()[0]}; starting it again")
 
     async def _opened(self, worker: W) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,6 @@ class Actor:
         except RayError as error:
             raise self.translate(error) from None
 
-    async def stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
-        """Yield what an asynchronous generator of the actor yields, in that order. Raises as `call`."""
-        try:
-            async for answer in getattr(self.handle, method).options(num_returns="streaming").remote(*arguments):
-                yield await answer
-        except RayError as error:
-            raise self.translate(error) from None
-
     def post(self, method: str, *arguments: Any) -> None:
         getattr(self.handle, method).remote(*arguments)
 
@@ -100,4 +92,4 @@ class Actor:
         except OSError:
             return f"; see {self.log or 'the logs of Ray'} on {self.process.host} (process {self.process.pid})"
         said = [line for line in lines if not line.startswith((":job_id:", ":actor_name:"))][-_TAIL:]
-        return "\n".join(["; its log ends:", *said]) if said else ""
+        return "\n".join(["\nIts log ends:", *said]) if said else ""

@@ -87,7 +87,6 @@ async def _open_all(make: MakeEngine, reservation: Reservation, spec: EngineSpec
             partial(Actor, str(bundle), EngineActor, reservation.options(bundle)),
             lock_step=spec.config.lock_step is not False,
             tolerance=tolerance_of(spec.config.dtype),
-            calls_from_elsewhere=True,
             notify=spec.log,
         )
         for bundle in reservation.of("engine")
