@@ -215,7 +215,7 @@ MUTANTS = [  # file, text, what takes its place, the tests: a file, or one test 
      "orchestration/test_virtual_time.py::test_time_stands_still_while_a_thread_computes"),
     ("placement/reserve.py", "fits[0][name] -= amount", "pass",
      "placement/test_reserve.py::test_the_first_shortage_is_named"),
-    ("placement/checks.py", "place.gpus < wanted", "place.gpus < wanted - 1",
+    ("placement/checks.py", "place.gpus < gpus", "place.gpus < gpus - 1",
      "placement/test_checks.py::test_each_problem_is_one_line"),
     ("placement/turns.py", "while self._whose != side and self._calls:", "while False:",
      "placement/test_turns.py::test_a_turn_waits_for_the_calls_of_the_other_side"),
