@@ -30,10 +30,7 @@ from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 
 ENVIRONMENTS = Path(__file__).with_name("verifiers_environments")
-WORKER = {
-    "environment": {"PYTHONPATH": str(ENVIRONMENTS)},
-    **{"start_timeout": 600.0, "patience": 600.0, "cleanup_timeout": 600.0},  # however busy the machine
-}
+WORKER = {"environment": {"PYTHONPATH": str(ENVIRONMENTS)}}
 CHAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
 

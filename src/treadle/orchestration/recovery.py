@@ -14,6 +14,8 @@ from treadle.orchestration.setup.inputs import Inputs
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
 from treadle.orchestration.train import resume_run, start_run
 
+_RESTARTS = 3  # without another checkpoint in between
+
 
 def train_run(
     config: RunConfig,
@@ -27,10 +29,10 @@ def train_run(
     """Start a run, or resume it from the latest checkpoint or the one that is named; returns the summary.
 
     Where a rank of the learner is lost on a cluster, all that the run computes with is started anew and goes on from
-    the last checkpoint: at most `placement.restarts` times without another checkpoint in between. Raises as
+    the last checkpoint: at most three times without another checkpoint in between. Raises as
     `start_run` and `resume_run` do.
     """
-    most = 0 if config.placement.kind == "embedded" else config.placement.restarts
+    most = 0 if config.placement.kind == "embedded" else _RESTARTS
     play: Callable[[RunConfig, Inputs, Path, Progress], dict[str, Any]]
     play = partial(resume_run, checkpoint=checkpoint) if resume else start_run
     reached, restarts = _last_update(path), 0

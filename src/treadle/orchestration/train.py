@@ -291,8 +291,8 @@ def _report_changes(changed: list[Change], config: RunConfig, update: int, progr
             old, new = (learning_rate(optimizer, update, updates) for updates in (change.old, change.new))
             if optimizer.decay_from < 1:
                 progress.log(f"the learning rate follows: at the next update it is {new:.3g} instead of {old:.3g}")
-            if algorithm.entropy_coef != algorithm.entropy_coef_end:
-                end = algorithm.entropy_coef_end
+            start, end = algorithm.entropy_bonus
+            if start != end:
                 progress.log(f"the entropy bonus follows: it is {end:g} after {change.new} updates")
 
 
