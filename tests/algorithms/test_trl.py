@@ -119,7 +119,7 @@ def ours(config: AlgorithmConfig) -> tuple[float, Tensor]:
         options_of(config),
         tokens,
         weight,
-        config.entropy_coef,
+        config.entropy_bonus[0],
         anchored=False,
         reduction=reduction,
         corrected=corrected(tokens, weight, config.correction, reduction),

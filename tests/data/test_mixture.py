@@ -117,7 +117,7 @@ def test_every_task_comes_up_within_the_longest_wait() -> None:
         ({"train": [{"source": "a.jsonl", "weight": 0}]}, r"train\.0\.weight: got 0"),
         (
             {"train": {"source": "a"}, "held_out": [{"source": "b.jsonl", "weight": 2}]},
-            r"'b\.jsonl' has weight 2, but every evaluation plays all held-out tasks",
+            r"unknown key 'held_out\.0\.weight'; 'weight' exists as 'train\.weight'",
         ),
     ],
 )

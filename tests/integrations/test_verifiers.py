@@ -31,10 +31,7 @@ from treadle.testing import FakeEngine
 
 pytestmark = pytest.mark.xdist_group("verifiers")  # workers import the library once
 ENVIRONMENTS = Path(__file__).with_name("verifiers_environments")
-WORKER = {
-    "environment": {"PYTHONPATH": str(ENVIRONMENTS)},
-    **{"start_timeout": 600.0, "patience": 600.0, "cleanup_timeout": 600.0},  # however busy the machine
-}
+WORKER = {"environment": {"PYTHONPATH": str(ENVIRONMENTS)}}
 CHAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
 

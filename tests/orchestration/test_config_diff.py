@@ -112,7 +112,7 @@ def test_what_may_not(override: str, message: str) -> None:
 
 
 def test_a_longer_run_is_the_run_that_was_longer_from_the_start(tmp_path: Path) -> None:
-    constant = ("training.optimizer.decay_from=1.0", "algorithm.entropy_coef_end=0.01")
+    constant = ("training.optimizer.decay_from=1.0", "algorithm.entropy_coef=[0.01, 0.01]")
     long = start(tmp_path / "long", *constant, "orchestration.updates=6")
     start(tmp_path / "run", *constant)
     old = (tmp_path / "run" / "config.yaml").read_bytes()

@@ -285,7 +285,7 @@ def test_a_bug_ends_the_run_instead_of_hanging_it(tmp_path: Path) -> None:
 
 
 def test_several_attempts_of_an_evaluation_disturb_nothing(tmp_path: Path, reference: tuple[Path, Summary]) -> None:
-    options = ("evaluation.attempts=3", "evaluation.concurrency=4", "evaluation.greedy_too=true")
+    options = ("evaluation.attempts=3", "evaluation.greedy_too=true")
     summary = start(tmp_path / "run", *options, "evaluation.top_p=0.9")
     assert summary["weights_sha256"] == reference[1]["weights_sha256"]
     assert [(e["update"], e["attempts"], sorted(e["pass_at"])) for e in summary["evaluations"]] == [

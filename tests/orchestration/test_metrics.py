@@ -318,14 +318,6 @@ def test_progress_in_between_is_told_when_nothing_else_was_for_long(
     assert capsys.readouterr().out.splitlines() == told
 
 
-def test_a_log_may_have_every_nth_update(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = PlainProgress(every=10)
-    for update in range(1, 26):
-        progress.updated({**(FAILED if update == 7 else ROW), "update": update}, 25)
-    told = [int(line.split("/")[0].removeprefix("update")) for line in capsys.readouterr().out.splitlines()]
-    assert told == [1, 7, 10, 20, 25]
-
-
 def test_an_update_line_has_all_figures_where_they_fit() -> None:
     line = update_line({**FAILED, "update": 12}, 12)
     assert line.startswith("update 12/12  reward 1.000  success 1.000  steps 1.00")

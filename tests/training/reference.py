@@ -236,7 +236,7 @@ def separate(
         error, told = _value_error(value, tensor(start), tokens.advantage, trained, algorithm.value)
         policy = policy + algorithm.value.coef * error
         metrics.update(told)
-    loss = (weight * (policy - algorithm.entropy_coef * entropy)).sum()
+    loss = (weight * (policy - algorithm.entropy_bonus[0] * entropy)).sum()
     return Separate(loss, {**metrics, "loss": float(loss.detach())})
 
 
@@ -340,7 +340,7 @@ def literal_loss(
                 ratio = (logp[number] - (logp[number].detach() if old is None else old[at])).exp()
                 bounded = ratio.clamp(1 - clip.eps_low, 1 + clip.eps_high)
                 policy = -torch.minimum(ratio * advantage, bounded * advantage)
-                loss = loss + weight * (policy - algorithm.entropy_coef * entropy[number])
+                loss = loss + weight * (policy - algorithm.entropy_bonus[0] * entropy[number])
                 anchor = float(logp[number].detach()) if old is None else float(old[at])
                 gap = abs(anchor - float(step.logprobs[number]))
                 gaps.append(anchor - float(step.logprobs[number]))
@@ -367,7 +367,7 @@ def earlier_policy(model: PreTrainedModel, groups: Sequence[Group], seed: int = 
 def scale(batch: FlatBatch, algorithm: AlgorithmConfig) -> float:
     """How large the gradient's terms are. Where they cancel, their rounding is all that is left."""
     advantage, values = advantage_of(batch, algorithm), earlier_values(batch, algorithm)
-    size = np.abs(advantage) + algorithm.entropy_coef
+    size = np.abs(advantage) + algorithm.entropy_bonus[0]
     if values is not None:
         size = size + algorithm.value.coef * (np.abs(values + advantage) + 1)
     return float((token_weights(batch, algorithm) * size).sum())

@@ -376,7 +376,7 @@ def test_weights_agree_with_separate_training_after_ten_optimizer_steps(layout: 
     """Others' implementations diverged only from the second step on. Adam divides by the gradient's size, so that a
     parameter with next to none magnifies rounding."""
     optimizer = OptimizerConfig(learning_rate=3e-3, weight_decay=0.01, warmup=2)
-    algorithm = AlgorithmConfig(advantage_options={"norm_by_std": False}, entropy_coef=0.05, entropy_coef_end=0.05)
+    algorithm = AlgorithmConfig(advantage_options={"norm_by_std": False}, entropy_coef=(0.05, 0.05))
     model = exact()
     batches = [forked_groups(seed, groups=1, length=3) for seed in range(10)]
     alone = copy.deepcopy(model)

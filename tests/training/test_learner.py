@@ -85,7 +85,7 @@ def test_a_batch_without_any_advantage_changes_nothing() -> None:
 def test_a_batch_without_a_trainable_token_changes_nothing_later_either(groups: list[Group]) -> None:
     """Not the weights though there is momentum and decay, not the moments, and no gradient is left over."""
     optimizer = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
-    algorithm = AlgorithmConfig(entropy_coef=0.1, entropy_coef_end=0.1)
+    algorithm = AlgorithmConfig(entropy_coef=(0.1, 0.1))
     learner, other = (make_learner(tiny(), algorithm, optimizer=optimizer) for _ in range(2))
     for one in (learner, other):
         one.train_batch(random_groups(0))
@@ -257,7 +257,7 @@ def test_there_is_no_gap_between_different_distributions() -> None:
 
 def test_the_entropy_bonus_goes_linearly_from_start_to_end_and_raises_entropy() -> None:
     groups = random_groups(0, rewards=(1.0,))  # no advantage: the bonus is all there is
-    learner = make_learner(exact(), AlgorithmConfig(entropy_coef=0.4, entropy_coef_end=0.0), updates=4)
+    learner = make_learner(exact(), AlgorithmConfig(entropy_coef=0.4), updates=4)
     results = [learner.train_batch(groups)[0].metrics for _ in range(5)]
     shares = [-result["loss"] / result["entropy"] for result in results]
     assert shares == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])

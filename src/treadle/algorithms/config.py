@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from treadle.core.config import Config
 
 Scope = Literal["trajectory", "step"]
+NonNegative = Annotated[float, Field(ge=0)]
 
 
 class NormConfig(Config):
@@ -177,14 +178,20 @@ class AlgorithmConfig(Config):
     )
     scope: Scope = Field("trajectory", description="unit of seq_mean_token_sum_norm")
     length_norm: float | None = Field(None, gt=0, description="constant of seq_mean_token_sum_norm, in tokens")
-    entropy_coef: float = Field(0.0, ge=0, description="entropy bonus at the first update")
-    entropy_coef_end: float = Field(0.0, ge=0, description="entropy bonus it moves to, linearly, by the end of the run")
+    entropy_coef: NonNegative | tuple[NonNegative, NonNegative] = Field(
+        0.0, description="entropy bonus, which moves linearly from this to 0 by the end of the run; or [from, to]"
+    )
 
     dynamic_sampling: Literal["off", "filter", "replace"] = Field(
         "off",
         description="groups whose advantages are all 0: off keeps them, filter samples others in their place, replace "
         "gives their weight to the other groups of the update",
     )
+
+    @property
+    def entropy_bonus(self) -> tuple[float, float]:
+        """Return the entropy bonus at the first update, and after the last one."""
+        return self.entropy_coef if isinstance(self.entropy_coef, tuple) else (self.entropy_coef, 0.0)
 
     @model_validator(mode="after")
     def _length_norm_where_needed(self) -> AlgorithmConfig:

@@ -71,7 +71,7 @@ def load_tasks(section: Section, split: str, context: LoadContext) -> Sequence[T
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
         raise ConfigError(f"data.{split}: two sources are called {twice[0]!r}; give each a name of its own")
     parts = [_load_source(part, split, setting, context) for setting, part in named_sources(section, split)]
-    return Mixture(names, parts, [part.weight for part in section])
+    return Mixture(names, parts, [getattr(part, "weight", 1.0) for part in section])
 
 
 def named_sources(section: Section, split: str) -> list[tuple[str, SourceConfig]]:

@@ -111,9 +111,9 @@ class Environment(Protocol):
     async def finish(self, ended: Status) -> Finish | None:
         """Give what only the whole attempt tells: metrics, and a last reward for the last step. Optional.
 
-        Called once, after the last step and before `close`, within `rollout.finish_timeout`, also if a limit ended the
-        attempt. An attempt that failed has no reward to add to: only `close` is called. If `finish` raises, hangs or
-        gives something else, the attempt fails.
+        Called once, after the last step and before `close`, within `rollout.environment_timeout`, also if a limit ended
+        the attempt. An attempt that failed has no reward to add to: only `close` is called. If `finish` raises, hangs
+        or gives something else, the attempt fails.
 
         ended: `done` (`step` said so), `max_steps` (the model has made its `rollout.max_steps` calls) or `context` (the
         next prompt would not have fitted); the last `step` has been called in each case.

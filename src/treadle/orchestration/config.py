@@ -44,7 +44,6 @@ class EvaluationConfig(Config):
     success_of: str | None = Field(
         None, description="named component that is compared with it, before weights (default: the whole reward)"
     )
-    concurrency: int = Field(256, ge=1, description="attempts played side by side")
 
     def attempts_at(self, temperature: float) -> int:
         """Return the number of attempts at each task: one at temperature 0, where all would be the same."""
@@ -74,9 +73,6 @@ class OrchestrationConfig(Config):
         description="most groups sampled side by side, for example because each needs a container; without, as many as "
         "keep engine.batch full (synchronous: all of a batch)",
     )
-    log_every: int = Field(
-        1, ge=1, description="updates between lines of output where there is no terminal; failures always have one"
-    )
     traced_groups: float = Field(
         0.03,
         ge=0,
@@ -103,16 +99,16 @@ class OrchestrationConfig(Config):
 class EnginePlacement(Config):
     """Configures the engines of a cluster."""
 
-    count: int = Field(1, ge=1, description="engines, each a process of its own")
-    cpus: int = Field(1, ge=1, description="cores reserved for each")
+    count: int = Field(1, ge=1, description="engines, each a process of its own with a core")
     gpus: int = Field(0, ge=0, description="GPUs reserved for each")
 
 
 class RolloutPlacement(Config):
     """Configures the rollout workers of a cluster."""
 
-    workers: int = Field(0, ge=0, description="processes that play attempts; 0: the run's own process does")
-    cpus: int = Field(1, ge=0, description="cores reserved for each")
+    workers: int = Field(
+        0, ge=0, description="processes that play attempts, each with a core; 0: the run's own process does"
+    )
 
 
 class PlacementConfig(Config):
@@ -140,16 +136,11 @@ class PlacementConfig(Config):
         description="kind ray: seconds that resources may take to come; default: 30 for those that others hold, none "
         "for those that no node has (a cluster that grows on demand may get them)",
     )
-    restarts: int = Field(
-        3,
-        ge=0,
-        description="kind ray: times that a run whose learner lost a process goes on by itself, between checkpoints",
-    )
 
     @model_validator(mode="after")
     def _embedded_is_here(self) -> PlacementConfig:
         if self.kind == "embedded":
-            own = ("engines", "rollout", "colocate", "address", "wait", "restarts")
+            own = ("engines", "rollout", "colocate", "address", "wait")
             if given := [name for name in own if getattr(self, name) != type(self).model_fields[name].default]:
                 raise ValueError(
                     f"placement.{given[0]} is set, but placement.kind 'embedded' has no cluster; leave it out, or set "
@@ -316,6 +307,11 @@ class RunConfig(Config):
     def engine_capacity(self) -> int:
         """Return how many sequences are decoded together, by all engines."""
         return self.engine.capacity * self.placement.engines.count
+
+    @property
+    def evaluated_together(self) -> int:
+        """Return how many attempts of an evaluation are played side by side: enough to keep the engines full."""
+        return max(256, self.engine_capacity)
 
     @property
     def groups_per_batch(self) -> int:

@@ -160,6 +160,7 @@ async def _play(
                 epoch=subject.update,
                 temperature=config.evaluation.temperature,
                 config=config.evaluation,
+                side_by_side=config.evaluated_together,
                 on_trajectory=on_trajectory,
             )
     finally:

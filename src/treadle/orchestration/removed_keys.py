@@ -21,6 +21,21 @@ REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
             f"algorithm.{name}": f"with algorithm.policy_loss={name}, set algorithm.policy_loss_options"
             for name in ("ppo_clip", "gspo", "cispo", "sapo", "dppo")
         },
+        "warm_start.optimizer": "set warm_start.learning_rate; the rest of the schedule is fixed",
+        "warm_start.max_tokens_per_microbatch": "set training.max_tokens_per_microbatch",
+        "rollout.finish_timeout": "rollout.environment_timeout limits finish, too",
+        "engine.vllm.start_timeout": "leave it out: a server that ends while it starts is noticed at once",
+        "engine.vllm.shared_directory": "set engine.vllm.transfer=collective for servers that do not see /dev/shm",
+        "engine.vllm.transfer_address": "leave it out: it is the address from which this machine reaches the servers",
+        "algorithm.entropy_coef_end": "set algorithm.entropy_coef to [from, to]",
+        "placement.restarts": "leave it out: a run goes on three times between two checkpoints",
+        "evaluation.concurrency": "leave it out: as many attempts are played as keep the engines full",
+        "orchestration.log_every": "leave it out: every update is a line where there is no terminal",
+        "placement.learner.collective_timeout": "leave it out: a rank that ends is noticed at once",
+        **{
+            f"placement.{name}.cpus": "leave it out: each process reserves one core"
+            for name in ("learner", "engines", "rollout")
+        },
         "failures.retry_share": "lower retries in failures.causes; failures.max_failed_fraction ends a run of failures",
         "harbor": "set driver=harbor, and its settings in driver_options; tasks are data.train={source: harbor_tasks, "
         "options: {path: DIR}}, trial_file is part of driver_options.trial, and limits of agent and verifier are "

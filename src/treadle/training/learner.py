@@ -289,7 +289,7 @@ class Learner:
         values: NDArray[np.floating] | None = None,
     ) -> Objective:
         """Return the batch's loss as a function of its log-probabilities; arguments as for `accumulate`."""
-        start, end = self.algorithm.entropy_coef, self.algorithm.entropy_coef_end
+        start, end = self.algorithm.entropy_bonus
         device, correction, kl = self.model.device, self.algorithm.correction, self.algorithm.kl
         tokens = Tokens(
             logp_old=self._tensor(batch.logp_rollout if logp_old is None else logp_old),

@@ -43,7 +43,6 @@ def ended(report: TrialReport, refused: Any = None, **settings: Any) -> str:
         (raised("ServiceUnavailableError", AGENT), None, {}, "engine"),
         (raised("ContextLengthExceededError", AGENT), CONTEXT, {}, "ContextExceeded 0"),
         (raised("ContextLengthExceededError", AGENT), None, {}, "ContextExceeded 0"),
-        (raised("ContextWindowExceededError", AGENT), CONTEXT, {"context_exceeded": "drop"}, "context"),
         (LATE, None, {}, "done 1"),
         (LATE, None, {"agent_timed_out": "drop"}, "timeout"),
         (replace(LATE, rewards=None), None, {}, "timeout"),

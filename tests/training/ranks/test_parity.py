@@ -109,7 +109,7 @@ CASES = {
         MANY,
         reference=True,
         training=budget(25),
-        algorithm={"kl": KlConfig(coef=0.1), "entropy_coef": 0.05, "entropy_coef_end": 0.05},
+        algorithm={"kl": KlConfig(coef=0.1), "entropy_coef": (0.05, 0.05)},
     ),
     "value head": Case(MANY, training=budget(25), algorithm={"advantage": "gae"}),
     "routing replay": Case(with_experts(FEW), "qwen3-moe", training=budget(25, routing_replay=True)),

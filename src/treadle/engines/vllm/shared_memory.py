@@ -30,21 +30,17 @@ class StagedInFile:
 
 
 class SharedMemory:
-    """Transfers weights by such files, which servers of other users can read.
+    """Transfers weights by such files, which servers of other users can read. dtype: of the servers' weights."""
 
-    dtype: of the servers' weights. directory: that all servers see; None: see `WeightsFile`.
-    """
-
-    def __init__(self, dtype: torch.dtype, directory: str | None) -> None:
-        self._dtype, self._directory = dtype, directory
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     async def connect(self, servers: Sequence[Server]) -> None:
         """Have the servers forget which weights they took before. Raises EngineError."""
         await on_each(servers, lambda server: server.post("/init_weight_transfer_engine", {"init_info": {}}))
 
     async def stage(self, source: WeightSource) -> StagedInFile:
-        remedy = "set engine.vllm.shared_directory"
-        file = WeightsFile(self._dtype, self._directory, private=False, remedy=remedy)
+        file = WeightsFile(self._dtype, None, private=False, remedy="set engine.vllm.transfer=collective")
         return StagedInFile(await stage_file(source, file))
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -25,6 +26,14 @@ REMEDY = (
 class HarborConfig(Config):
     """Configures Harbor's trials: who plays, where, and what becomes of trials that go wrong."""
 
+    removed_keys = MappingProxyType(
+        {
+            "start_timeout": "set environment_build_timeout_multiplier and agent.override_setup_timeout_sec in trial",
+            "context_exceeded": "set rewards.overlong",
+            "sandbox_lifetime": "set rollout.trajectory_timeout, of which it is twice, or trial.environment.kwargs",
+        }
+    )
+
     agent: str = Field(
         "terminus-2",
         min_length=1,
@@ -45,17 +54,6 @@ class HarborConfig(Config):
     )
     agent_timed_out: Literal["grade", "drop"] = Field(
         "grade", description="what becomes of a trial whose agent took too long, and which was verified nonetheless"
-    )
-    context_exceeded: Literal["zero_reward", "drop"] = Field(
-        "zero_reward", description="what becomes of a trial whose context was full; Harbor does not verify it"
-    )
-    start_timeout: float | None = Field(
-        None,
-        gt=0,
-        description="limit on starting a sandbox, and on setting up its agent, seconds (default: the task's)",
-    )
-    sandbox_lifetime: float | None = Field(
-        7200.0, gt=0, description="seconds after which a provider ends a sandbox that nobody ended, where it can"
     )
     concurrency: int = Field(128, ge=1, description="trials at once")
     trials_per_second: float = Field(5.0, gt=0, description="trials that are begun in a second, at most")

@@ -215,8 +215,7 @@ def order(config: HarborConfig, rollout: RolloutConfig, task: Task) -> dict[str,
         "task": str(Path(path).absolute()),
         "window": [rollout.max_input_tokens, rollout.max_input_tokens + rollout.max_completion_tokens],
         "temperature": rollout.temperature,
-        "start_timeout": config.start_timeout,
-        "lifetime": config.sandbox_lifetime,
+        "lifetime": 2 * rollout.trajectory_timeout,
         "keep": config.trial_directories,
     }
 

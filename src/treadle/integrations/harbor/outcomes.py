@@ -3,7 +3,7 @@
     what happened                                           what becomes of it
     the gateway refused one call too many                   stopped and verified: max_steps, with its reward
     the engine failed under a call                          failed (engine): sampled again, by `failures.causes`
-    the context was full                                    `context_exceeded`: context, with its reward, or 0
+    the context was full                                    context, with its reward, or 0
                                                             where Harbor did not verify; or dropped
     the agent took too long, and was verified               `agent_timed_out`: done, with its reward; or dropped
     the agent took too long, long before its limit          failed (infrastructure): a sandbox's time-out
@@ -127,8 +127,6 @@ def judge(report: TrialReport, refused: CallError | None, config: HarborConfig) 
 
 
 def _context(report: TrialReport, refused: object, config: HarborConfig) -> Verdict:
-    if config.context_exceeded == "drop":
-        return Verdict(ended_by=_failure(Cause.CONTEXT, report), context_exceeded=True)
     full = refused if isinstance(refused, ContextExceeded) else ContextExceeded(0, 0)
     reward = _reward(report, config)  # of a task of several steps, or of an agent that exited with an error
     verified = reward if isinstance(reward, Reward) else Reward()

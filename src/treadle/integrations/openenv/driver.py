@@ -26,6 +26,7 @@ _REMEDY = (
     "make one: python3.12 -m venv .venv-openenv && .venv-openenv/bin/pip install openenv-core "
     "(in a clone: make openenv-env)"
 )
+_START = 600.0  # seconds that a command may take until it listens
 _LOOK = 0.1  # seconds between two looks at whether the server listens
 
 
@@ -67,17 +68,16 @@ async def _served(config: OpenEnvConfig, port: int) -> AsyncIterator[None]:
     """Run the command until the context ends; nothing of it stays behind. Raises ConfigError if it does not serve."""
     words = [word.replace(PORT, str(port)) for word in config.command]
     with open(os.devnull) as nothing:
-        server = await SupervisedProgram.start(words, inherited_variables(), nothing.fileno(), config.directory)
+        server = await SupervisedProgram.start(words, inherited_variables(), nothing.fileno())
     try:
         ended = asyncio.ensure_future(server.result())  # at the latest when it is stopped
         try:
-            async with asyncio.timeout(config.worker.start_timeout):
+            async with asyncio.timeout(_START):
                 while not (ended.done() or await _listens(port)):
                     await asyncio.sleep(_LOOK)
         except TimeoutError:
             raise ConfigError(
-                f"driver_options.command: {' '.join(words)!r} does not listen on port {port} after "
-                f"{config.worker.start_timeout:g} s (driver_options.worker.start_timeout)"
+                f"driver_options.command: {' '.join(words)!r} does not listen on port {port} after {_START:g} s"
             ) from None
         if ended.done():
             raise ConfigError(f"driver_options.command: {' '.join(words)!r} {_how(ended.result() or {})}")

@@ -11,7 +11,6 @@ from treadle.orchestration.config import RunConfig
 
 CHANGEABLE = (
     "orchestration.updates",
-    "orchestration.log_every",
     "orchestration.traced_groups",
     "orchestration.checkpoint_every",
     "orchestration.ledger_directory",
@@ -29,11 +28,10 @@ CHANGEABLE = (
     "engine.own_process",
     "rollout.agent_timeout",
     "rollout.environment_timeout",
-    "rollout.finish_timeout",
     "rollout.gateway.*",
     "rollout.trajectory_timeout",
     *(f"driver_options.{name}" for name in ("concurrency", "trials_per_second", "python", "worker")),
-    *(f"driver_options.{name}" for name in ("start_timeout", "sandbox_lifetime", "trial_directories", "directory")),
+    *(f"driver_options.{name}" for name in ("trial_directories", "directory")),
     "callbacks",
     "training.threads",
     "training.packing",

@@ -81,7 +81,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
             conversation, state = self._extended(conversation, reply.message, answer.observations, number), answer.state
         session.close()  # the engine waits for it, and `finish` may take its time
         ended = Status.DONE if limit is None else LIMITS[type(limit)]
-        reward = await environment.finish(ended, self._config.finish_timeout)
+        reward = await environment.finish(ended, self._config.environment_timeout)
         _give(session.add_to_last_reward, reward, "finish")
         return limit
 
