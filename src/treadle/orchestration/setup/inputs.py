@@ -237,15 +237,11 @@ async def _first(
 ) -> tuple[list[Message], Sequence[Tool], bool]:
     """The messages that the first attempt at the task starts from, its tools, and whether it takes parsed replies."""
     user = user_code(task, "as a check")
-    environment = IsolatedEnvironment(task.environment, factory, user, config.rollout.environment_timeout)
+    environment = IsolatedEnvironment(task.environment, factory, user, config.rollout)
     with watched_event_loop(log):
         try:
             await _make(environment, task.environment, config)
             messages = await environment.reset(task.copy())
-            try:
-                environment.check_steps(config.rollout.max_steps)
-            except TrajectoryFailure as failure:
-                raise ConfigError(f"task {task.task_id}: {failure.message}") from failure
             return messages, environment.tools, environment.takes_reply
         finally:
             await environment.close()  # what that raises is only a warning, as in an attempt
