@@ -43,10 +43,10 @@ def finished(reference: Path, tmp_path: Path) -> Path:
 
 
 def test_changes_are_found_in_sections_too() -> None:
-    found = changes(tiny(), tiny("seed=3", "algorithm.kl.coef=0.1", "engine.vllm.args={a: 1}"))
+    found = changes(tiny(), tiny("seed=3", "algorithm.kl.coef=0.1", "engine.options.args={a: 1}"))
     assert Change("seed", 0, 3) in found
     assert Change("algorithm.kl.coef", None, 0.1) in found
-    assert Change("engine.vllm.args", {}, {"a": 1}) in found
+    assert Change("engine.options.args", None, {"a": 1}) in found
     assert changes(tiny(), tiny()) == []
 
 
@@ -86,7 +86,7 @@ def test_a_change_is_told_as_one_would_write_it(override: str, told: str) -> Non
         "failures.causes.agent.retries=3",
         "training.threads=2",
         "training.packing=step",
-        "engine.vllm.servers=2",
+        "engine.options.servers=2",
         "data.table_by=kind",
     ],
 )
