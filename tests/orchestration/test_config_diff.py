@@ -43,10 +43,11 @@ def finished(reference: Path, tmp_path: Path) -> Path:
 
 
 def test_changes_are_found_in_sections_too() -> None:
-    found = changes(tiny(), tiny("seed=3", "algorithm.kl.coef=0.1", "engine.vllm.args={a: 1}"))
+    vllm = ("engine.kind=vllm",)
+    found = changes(tiny(*vllm), tiny(*vllm, "seed=3", "algorithm.kl.coef=0.1", "engine.options.args={a: 1}"))
     assert Change("seed", 0, 3) in found
     assert Change("algorithm.kl.coef", None, 0.1) in found
-    assert Change("engine.vllm.args", {}, {"a": 1}) in found
+    assert Change("engine.options.args", None, {"a": 1}) in found
     assert changes(tiny(), tiny()) == []
 
 
@@ -86,12 +87,15 @@ def test_a_change_is_told_as_one_would_write_it(override: str, told: str) -> Non
         "failures.causes.agent.retries=3",
         "training.threads=2",
         "training.packing=step",
-        "engine.vllm.servers=2",
         "data.table_by=kind",
     ],
 )
 def test_what_may_change(override: str) -> None:
     check_changes(changes(tiny(), tiny(override)), 3)
+
+
+def test_options_of_vllm_may_change() -> None:
+    check_changes(changes(tiny("engine.kind=vllm"), tiny("engine.kind=vllm", "engine.options.servers=2")), 3)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class SharedMemory:
         await on_each(servers, lambda server: server.post("/init_weight_transfer_engine", {"init_info": {}}))
 
     async def stage(self, source: WeightSource) -> StagedInFile:
-        file = WeightsFile(self._dtype, None, private=False, remedy="set engine.vllm.transfer=collective")
+        file = WeightsFile(self._dtype, None, private=False, remedy="set engine.options.transfer=collective")
         return StagedInFile(await stage_file(source, file))
 
     def close(self) -> None:
