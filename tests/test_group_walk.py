@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import treadle
 from tests.orchestration.runs import start
 from treadle.core.types import Group, Trajectory
-from treadle.orchestration.sampling.group_intake import Batch
+from treadle.orchestration.sampling.groups import Batch
 
 ROOT = Path(treadle.__file__).parent
 ATTEMPT = "g000000.1"

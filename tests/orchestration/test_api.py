@@ -10,7 +10,7 @@ import pytest
 
 import treadle
 from tests.orchestration.runs import check_finished, query
-from tests.worlds import Quiet, Vowels, tiny, user, vowel_tasks
+from tests.worlds import Quiet, tiny, user
 from treadle import ConfigError, Environment, EnvStep, Message, Reward, Task, TreadleError
 from treadle.cli.main import main
 from treadle.core.errors import DataError, RunError
@@ -57,13 +57,6 @@ def test_training_on_an_environment_of_ones_own(tmp_path: Path) -> None:
 
 async def test_training_where_an_event_loop_is_running_as_in_a_notebook(tmp_path: Path) -> None:
     assert train(tmp_path / "run")["updates"] == 2
-
-
-def test_a_trained_model_can_be_trained_on(tmp_path: Path) -> None:
-    train(tmp_path / "first")
-    checkpoint = tmp_path / "first" / "checkpoints" / "step-000002"
-    train(tmp_path / "second", environment=Vowels, tasks=vowel_tasks("train", 2), model=str(checkpoint))
-    check_finished(tmp_path / "second")
 
 
 ROWS: list[dict[str, Any]] = [{"prompt": [user(f"be brief {i}")], "task_id": f"t{i}"} for i in range(3)]
@@ -198,10 +191,3 @@ def test_what_cannot_work_is_refused_before_anything_is_made(
     with pytest.raises(error, match=message):
         train(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "notes.txt").touch()
-    with pytest.raises(RunError, match="already in use"):
-        train(tmp_path / "run")

@@ -10,7 +10,7 @@ from tests.orchestration.runs import check_finished, query, start, updates
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError, RunError
 from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.config_diff import CHANGEABLE, Change, changes, check_changes
+from treadle.orchestration.setup.config_diff import CHANGEABLE, changes, check_changes
 from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.store.checkpoint_retention import checkpoint_updates
 from treadle.orchestration.store.ledger import Ledger
@@ -40,14 +40,6 @@ def finished(reference: Path, tmp_path: Path) -> Path:
 
 
 # Changes
-
-
-def test_changes_are_found_in_sections_too() -> None:
-    found = changes(tiny(), tiny("seed=3", "algorithm.kl.coef=0.1", "engine.vllm.args={a: 1}"))
-    assert Change("seed", 0, 3) in found
-    assert Change("algorithm.kl.coef", None, 0.1) in found
-    assert Change("engine.vllm.args", {}, {"a": 1}) in found
-    assert changes(tiny(), tiny()) == []
 
 
 def test_every_path_that_may_change_is_there() -> None:
@@ -126,16 +118,6 @@ def test_a_longer_run_is_the_run_that_was_longer_from_the_start(tmp_path: Path) 
     check_finished(tmp_path / "run")
 
 
-def test_a_learning_rate_that_follows_is_told(finished: Path) -> None:
-    _, progress = go_on(finished, "orchestration.updates=8")
-    assert "the learning rate follows: at the next update it is 0.003 instead of 0" in progress.lines
-    assert "the entropy bonus follows: it is 0 after 8 updates" in progress.lines
-    assert updates(finished)[4]["learning_rate"] == 0.003
-    with pytest.raises(RunError, match=r"is finished \(8 updates\)"):
-        go_on(finished)
-    assert not (finished / "config-2.yaml").exists()
-
-
 # Earlier checkpoints
 
 KEPT = ("orchestration.checkpoint_every=1", "orchestration.keep_every=2", "evaluation.every=1")
@@ -186,12 +168,6 @@ def test_an_earlier_checkpoint_that_is_not_there(finished: Path) -> None:
     with pytest.raises(RunError, match="has no checkpoint 'step-000001'; it has step-000002, step-000004"):
         go_on(finished, checkpoint="step-000001")
     assert (finished / "summary.json").is_file()
-
-
-def test_with_other_settings_from_an_earlier_checkpoint(finished: Path) -> None:
-    summary, _ = go_on(finished, "orchestration.updates=3", checkpoint="step-000002")
-    assert summary["updates"] == 3
-    check_finished(finished)
 
 
 def test_a_run_that_is_to_end_where_its_checkpoint_is_has_its_last_evaluation(finished: Path) -> None:

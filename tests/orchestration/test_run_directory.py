@@ -51,16 +51,6 @@ def test_a_directory_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
         RunDirectory.create(tmp_path / "notes.txt" / "run", tiny())
 
 
-def test_an_empty_directory_will_do(tmp_path: Path) -> None:
-    RunDirectory.create(tmp_path, tiny()).close()
-    assert RunDirectory.open(tmp_path).config_file.is_file()
-
-
-def test_what_is_no_run_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="is no run directory"):
-        RunDirectory.open(tmp_path)
-
-
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, tiny())
     run.close()
@@ -219,21 +209,6 @@ def test_runs_that_start_in_the_same_second_get_names_of_their_own(
     for place in ("file", "nowhere"):
         with pytest.raises(RunError, match=f"could not create run directory '.*/{place}/.*; choose other --runs"):
             make_directory(tmp_path / place, tiny())
-
-
-def test_a_name_that_is_taken_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "iterdir", lambda self: iter(()))  # looked at before the other process made it
-    (tmp_path / "rollouts").mkdir()
-    with pytest.raises(RunError, match="is already in use; choose another name"):
-        RunDirectory.create(tmp_path, tiny())
-
-
-def test_a_lock_that_is_a_directory_is_named(tmp_path: Path) -> None:
-    (tmp_path / "lock").mkdir()
-    run = RunDirectory(tmp_path)
-    assert run.state() == "stopped"
-    with pytest.raises(RunError, match="lock is a directory, and must be a file or missing; remove it"):
-        run.lock()
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[]"])
