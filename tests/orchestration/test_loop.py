@@ -304,8 +304,9 @@ class Interrupting(Quiet):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("per_batch", "batch"), [(1, 1), (1, 3), (2, 1)])
+@pytest.mark.parametrize(
+    ("number", "per_batch", "batch"), [(signal.SIGINT, 1, 1), (signal.SIGTERM, 1, 3), (signal.SIGINT, 2, 1)]
+)
 def test_an_interrupted_run_resumes_to_the_same_weights(
     number: signal.Signals, per_batch: int, batch: int, tmp_path: Path, reference: tuple[Path, Summary]
 ) -> None:
@@ -462,23 +463,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("override", "difference"),
-    [
-        (
-            "model.build.hidden_size=64",
-            "another model: hidden_size is 32 there, 64 in the configured",
-        ),
-        ("model.build.num_hidden_layers=2", r"holds another model: layer_types is \['full_attention'\] there"),
-        ("model.build.tie_word_embeddings=false", "holds another model: tie_word_embeddings is True there"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused(
-    stopped: Path, override: str, difference: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused(stopped: Path, tmp_path: Path) -> None:
     shutil.copytree(stopped, tmp_path / "run")
-    put_config(tmp_path / "run", f"schema_version: {SCHEMA_VERSION}\n{dump_yaml(tiny(override))}")
-    with pytest.raises(CheckpointError, match=difference):
+    put_config(tmp_path / "run", f"schema_version: {SCHEMA_VERSION}\n{dump_yaml(tiny('model.build.hidden_size=64'))}")
+    with pytest.raises(CheckpointError, match="another model: hidden_size is 32 there, 64 in the configured"):
         resume(tmp_path / "run")
 
 
