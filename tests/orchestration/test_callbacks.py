@@ -160,9 +160,9 @@ def test_events_of_an_asynchronous_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize(
-    ("event", "saved"), [(("rollout", 8), 2), (("batch", 0), 1), (("update", 3), 3), (("publish", 0), 0)]
+    ("event", "saved", "staleness"),
+    [(("rollout", 8), 2, 0), (("update", 3), 3, 0), (("publish", 0), 0, 0), (("rollout", 8), 2, 1)],
 )
 def test_a_callback_that_fails_stops_the_run_with_a_checkpoint(
     event: tuple[str, int], saved: int, staleness: int, tmp_path: Path, reference: tuple[Recording, Summary]

@@ -130,16 +130,6 @@ def test_a_longer_run_is_the_run_that_was_longer_from_the_start(tmp_path: Path) 
     check_finished(tmp_path / "run")
 
 
-def test_a_learning_rate_that_follows_is_told(finished: Path) -> None:
-    _, progress = go_on(finished, "orchestration.updates=8")
-    assert "the learning rate follows: at the next update it is 0.003 instead of 0" in progress.lines
-    assert "the entropy bonus follows: it is 0 after 8 updates" in progress.lines
-    assert updates(finished)[4]["learning_rate"] == 0.003
-    with pytest.raises(RunError, match=r"is finished \(8 updates\)"):
-        go_on(finished)
-    assert not (finished / "config-2.yaml").exists()
-
-
 # Earlier checkpoints
 
 KEPT = ("orchestration.checkpoint_every=1", "orchestration.keep_every=2", "evaluation.every=1")
@@ -190,12 +180,6 @@ def test_an_earlier_checkpoint_that_is_not_there(finished: Path) -> None:
     with pytest.raises(RunError, match="has no checkpoint 'step-000001'; it has step-000002, step-000004"):
         go_on(finished, checkpoint="step-000001")
     assert (finished / "summary.json").is_file()
-
-
-def test_with_other_settings_from_an_earlier_checkpoint(finished: Path) -> None:
-    summary, _ = go_on(finished, "orchestration.updates=3", checkpoint="step-000002")
-    assert summary["updates"] == 3
-    check_finished(finished)
 
 
 def test_a_run_that_is_to_end_where_its_checkpoint_is_has_its_last_evaluation(finished: Path) -> None:

@@ -105,7 +105,7 @@ class Publication:
                 self._connected = []  # the others are agreed with again before the next load
                 await self._transfer.connect([server])
                 await server.post("/pause", mode="keep", clear_cache="true")
-                await self._staged.load([server], self._admitted.label)
+                await self._transfer.load(self._staged, [server], self._admitted.label)
                 await server.post("/resume")
                 await self._prove_one(server, self._expected)
             else:
@@ -175,7 +175,7 @@ class Publication:
                     self._connected = servers
                 await self._each(lambda server: server.post("/pause", mode=in_flight, clear_cache="false"))
                 await self._each(lambda server: server.post("/update_weight_version", {"new_version": LOADING}))
-                await staged.load(servers, label)
+                await self._transfer.load(staged, servers, label)
                 return
             except EngineError:
                 self._connected = []

@@ -26,7 +26,7 @@ from treadle.orchestration.loop.checkpointing import Checkpointer
 from treadle.orchestration.loop.evaluation import Evaluator
 from treadle.orchestration.loop.schedule import is_last
 from treadle.orchestration.reporting.reporter import Reporter
-from treadle.orchestration.sampling.group_intake import Batch
+from treadle.orchestration.sampling.groups import Batch
 from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler
 from treadle.orchestration.sampling.stop_conditions import StopConditionMet, check_failure_rate, check_refusal_rate
 from treadle.orchestration.stop_request import StopRequest

@@ -18,7 +18,7 @@ from treadle.core.registry import resolve
 from treadle.core.trainer import WeightSource, WeightSync
 from treadle.engines.config import EngineConfig
 from treadle.engines.remote import start_engine
-from treadle.engines.temporary import new_directory
+from treadle.engines.temporary import temporary_directory
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.vllm.launch import ServerProcess, Started
@@ -190,6 +190,6 @@ async def open_vllm(
 
 def _directory(cleanup: ExitStack, parent: Path | None = None) -> Path:
     """The name of a directory for a model, which goes with the stack."""
-    outer = new_directory(parent or Path(tempfile.gettempdir()))
+    outer = temporary_directory(parent or Path(tempfile.gettempdir()))
     cleanup.callback(shutil.rmtree, outer, ignore_errors=True)
     return outer / "model"
