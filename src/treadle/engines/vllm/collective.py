@@ -127,13 +127,19 @@ class Buckets:
 
 
 def address_towards(urls: Sequence[str]) -> str:
-    """Return the address of this machine from which it reaches a server elsewhere, or 127.0.0.1 if all are here."""
+    """Return the address of this machine from which it reaches a server elsewhere, or 127.0.0.1 if all are here.
+
+    Raises EngineError.
+    """
     for url in urls:
         parts = urlsplit(url)
-        family, kind, *_, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)  # sends nothing
-            address = str(probe.getsockname()[0])
+        try:
+            family, kind, *_, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(place)  # sends nothing
+                address = str(probe.getsockname()[0])
+        except OSError as error:
+            raise EngineError(f"there is no way from here to the vLLM server {url}: {error}") from error
         if not ip_address(address).is_loopback:
             return address
     return "127.0.0.1"
