@@ -149,15 +149,6 @@ def test_a_finish_that_fails_fails_the_attempt_which_is_closed(
     assert world.calls[-2:] == ["finish", "close"]
 
 
-def test_its_time_limit_is_its_own() -> None:
-    async def grades() -> Finish:
-        await asyncio.sleep(0.4)
-        return Finish(1.0)
-
-    world = Finishing(DONE, last=grades)
-    assert one(world, loop=VirtualLoop(), environment_timeout=0.2, finish_timeout=30.0).reward == 2.0
-
-
 @pytest.mark.parametrize(
     "world",
     [
@@ -171,11 +162,6 @@ def test_an_attempt_that_failed_is_not_finished_but_closed(world: Finishing) -> 
     found = one(world, loop=VirtualLoop(), environment_timeout=0.05)
     assert (found.status, found.reward) == (Status.FAILED, None)
     assert world.calls[-1] == "close" and "finish" not in world.calls
-
-
-def test_its_traceback_is_kept() -> None:
-    found = one(Finishing(DONE, last=KeyError("report")))
-    assert found.failure is not None and "in finish" in found.failure.traceback
 
 
 def test_the_engine_does_not_wait_for_it() -> None:
