@@ -1,6 +1,7 @@
 """User code that does its worst: it fails its own attempt, and nothing else."""
 
 import asyncio
+import gc
 import signal
 import sqlite3
 import subprocess
