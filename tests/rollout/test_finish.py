@@ -164,11 +164,6 @@ def test_an_attempt_that_failed_is_not_finished_but_closed(world: Finishing) -> 
     assert world.calls[-1] == "close" and "finish" not in world.calls
 
 
-def test_its_traceback_is_kept() -> None:
-    found = one(Finishing(DONE, last=KeyError("report")))
-    assert found.failure is not None and "in finish" in found.failure.traceback
-
-
 def test_the_engine_does_not_wait_for_it() -> None:
     engine = saying("a")
     left_open = []

@@ -84,7 +84,6 @@ class Gsm8kMultiTurn(Environment):
         self.max_turns = max_turns
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Return the task's prompt. Raises DataError for a ground truth without an answer."""
         self._golden, self._turns = golden_answer(task), 0
         return task.prompt
 

@@ -168,7 +168,6 @@ class Lookup(Environment):
         self.page_reward: float | None = None
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Draw the task's world anew. Raises DataError if the task does not describe it."""
         self.task, self.turns = task, 0
         question = question_of(task)
         self.world = World(question.world_seed)

@@ -60,7 +60,6 @@ class PhoneBook(Environment):
     )
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Return the task's prompt. Raises DataError for a task without a phone book."""
         if not isinstance(task.extras.get("people"), Mapping):
             raise DataError(f"task {task.task_id} of environment phone_book needs `people` in extras, see `tasks`")
         self.people = task.extras["people"]
@@ -77,8 +76,8 @@ class PhoneBook(Environment):
             info = {"ended": "right" if right else "wrong", "tool_calls": 0, "invalid": False}
             return EnvStep(reward=float(right), done=True, info=info)
         person = self.people.get(value)
-        found = person[tool.lower()] if person else f"There is no {value}."
-        return EnvStep([_user(found)], info={"tool_calls": 1, "invalid": False})
+        answer = person[tool.lower()] if person else f"There is no {value}."
+        return EnvStep([_user(answer)], info={"tool_calls": 1, "invalid": False})
 
 
 def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
@@ -115,8 +114,8 @@ def _examples() -> list[Message]:
     for name, friend, phone in _EXAMPLES:
         calls = [(f"FRIEND {name}", friend), (f"PHONE {friend}", phone)] if friend else [(f"PHONE {name}", phone)]
         messages.append(_user(_question(name, len(calls))))
-        for call, found in calls:
-            messages += [Message(role="assistant", content=call), _user(found)]
+        for call, answer in calls:
+            messages += [Message(role="assistant", content=call), _user(answer)]
         messages.append(Message(role="assistant", content=f"ANSWER {phone}"))
     return messages
 

@@ -29,18 +29,18 @@ def load_environment(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Call
     return partial(environment, **options) if options else environment
 
 
-def check_environment(found: object, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> type[Environment]:
+def check_environment(candidate: object, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> type[Environment]:
     """Return the class, if it is an environment's. Raises ConfigError as `load_environment` does."""
-    if not inspect.isclass(found):
-        raise ConfigError(f"environments: {name!r} is of type {type(found).__name__}, it must be a class")
+    if not inspect.isclass(candidate):
+        raise ConfigError(f"environments: {name!r} is of type {type(candidate).__name__}, it must be a class")
     for method, arguments in _METHODS.items():
-        written = getattr(found, method, None)
+        written = getattr(candidate, method, None)
         if not callable(written) or written is Environment.step:
             raise ConfigError(
                 f"environments: {name!r}: {method} is missing; write 'def {method}({arguments})', async or not"
             )
-    check_options(found, f"environment_options of {name!r}", options)
-    return cast(type[Environment], found)
+    check_options(candidate, f"environment_options of {name!r}", options)
+    return cast(type[Environment], candidate)
 
 
 def check_options(made: type, setting: str, options: Mapping[str, Any], *arguments: object) -> None:

@@ -167,7 +167,6 @@ class ChatRenderer:
         return np.array(encode_text(self._backend, text), np.int32)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Decode ids, special tokens included."""
         return self.structure.decode([int(i) for i in ids])
 
     def reply(self, message: Message) -> Ids:

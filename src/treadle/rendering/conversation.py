@@ -92,7 +92,7 @@ class Record:
         self.bare = bool(content) and not (calls or self.thought or rendering.opened)  # a new turn, content alone
 
     @cached_property
-    def known(self) -> tuple[identity.Value, ...]:
+    def history(self) -> tuple[identity.Value, ...]:
         """Values of the messages up to and including the reply."""
         return (*self.rendering.values, self.value)
 
@@ -260,12 +260,12 @@ class Conversation:
             raise DataError("continue_final_message needs an assistant message without tool calls at the end")
         body, opened = messages[:-1], identity.flat(messages[-1]["content"])
         values = tuple(map(identity.value, body))
-        known = [record for record in self._records if record.answers(values, len(values)) and record.opens(opened)]
-        if not known and opened.strip():
+        begun = [record for record in self._records if record.answers(values, len(values)) and record.opens(opened)]
+        if not begun and opened.strip():
             return self._prefill(messages, opened, setting)
         ids, cause, rendering = self._answered(body, setting)
-        if known:
-            record = max(reversed(known), key=lambda r: len(r.message["content"]))
+        if begun:
+            record = max(reversed(begun), key=lambda r: len(r.message["content"]))
             rest = opened[len(record.message["content"]) :]
             behind = next(iter(self._structure.stops.values()), None)  # any: this text begins no sequence
             new = self._structure.encode(rest, behind)
@@ -306,9 +306,9 @@ class Conversation:
 
     def _draft(self, messages: tuple[Message, ...], setting: _Setting, open_end: bool = False) -> _Draft:
         """Render the text of the conversation. open_end: its last message, not a recorded one, is continued."""
-        known = messages[:-1] if open_end else messages
-        values = tuple(map(identity.value, known))
-        replies = self._match(known, values)
+        closed = messages[:-1] if open_end else messages
+        values = tuple(map(identity.value, closed))
+        replies = self._match(closed, values)
         as_text = setting.template.arguments_as_text
         shown = [
             _shown(record.message if record else message, record is not None, as_text, self._renderer.roles)
@@ -320,8 +320,8 @@ class Conversation:
             return self._renderer.write(messages, setting.tools, options, generation_prompt=not open_end)
 
         text = write(shown)
-        self._check_complete(shown[: len(known)], replies, setting)
-        for number, message in enumerate(known):
+        self._check_complete(shown[: len(closed)], replies, setting)
+        for number, message in enumerate(closed):
             if (said := _before_thought(message)) not in text and replies[number] is None:
                 raise DataError(f"the chat template leaves out {said[:80]!r} of message {number + 1}")
         return _Draft(values, replies, shown, text, write, setting)
@@ -399,18 +399,18 @@ class Conversation:
         record = draft.replies[number] if number >= 0 else None
         if record is None or not record.bare or record.rendering.setting != draft.setting.key:
             return None
-        known, content = record.rendering, draft.shown[number]["content"].strip()
-        if not record.answers(draft.values, number) or not text.startswith(known.text):
+        earlier, content = record.rendering, draft.shown[number]["content"].strip()
+        if not record.answers(draft.values, number) or not text.startswith(earlier.text):
             return None
-        reply = text[len(known.text) :].lstrip()
+        reply = text[len(earlier.text) :].lstrip()
         rest = reply[len(content) :].lstrip()
         end = self._renderer.ends(draft.setting.template).match(rest)
         if not reply.startswith(content) or end is None or record.stop not in ("", end[0]):
             return None
         at = len(text) - len(rest) + len(record.stop)
-        span = text.rfind(known.head, 0, len(known.text)), at, known.turn, len(record.ids)
+        span = text.rfind(earlier.head, 0, len(earlier.text)), at, earlier.turn, len(record.ids)
         after = int(record.ids[-1]) if record.stop else None
-        return [_Kept(0, at, record.ids, after, (*known.spans, span))], known.lost
+        return [_Kept(0, at, record.ids, after, (*earlier.spans, span))], earlier.lost
 
     def _spliced(self, draft: _Draft, text: str) -> _Found:
         """Find each reply by the marks of its parts."""
@@ -437,8 +437,8 @@ class Conversation:
         if parent is not None and parent.answers(values, last):
             return None if parent.begins(ids) else _template_change(parent, rendering)
         others = (record for record in reversed(self._records) if record.rendering.values != values)  # no resamples
-        nearest = sorted(others, key=lambda record: -identity.common(record.known, values))
-        causes = (identity.agents_change(record.known, values) for record in nearest)
+        nearest = sorted(others, key=lambda record: -identity.common(record.history, values))
+        causes = (identity.agents_change(record.history, values) for record in nearest)
         return next((cause for cause in causes if cause), None)
 
 

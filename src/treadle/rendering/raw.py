@@ -45,16 +45,16 @@ class RawPrompts:
         best, length = np.empty(0, np.int32), 0
         for prompt, step in reversed(self._records):
             if len(prompt) > length and text.startswith(prompt):
-                ids, known = self._kept(text, prompt, step)
-                if len(known) > length:
-                    best, length = ids, len(known)
+                ids, same = self._kept(text, prompt, step)
+                if len(same) > length:
+                    best, length = ids, len(same)
         return best, text[length:]
 
     def _kept(self, text: str, prompt: str, step: Step) -> tuple[Ids, str]:
         """Return as many of the call's ids as the text repeats, without splitting any, and their text."""
         ids, start = step.full_ids, len(step.prompt_ids)
         for end in range(len(ids), max(start, len(ids) - _CUT), -1):
-            known = self._renderer.decode(ids[:end])
-            if text.startswith(known):
-                return ids[:end], known
+            decoded = self._renderer.decode(ids[:end])
+            if text.startswith(decoded):
+                return ids[:end], decoded
         return step.prompt_ids, prompt

@@ -69,11 +69,7 @@ class _Window:
 
 
 def locate(
-    text: str,
-    messages: Sequence[Plain],
-    replies: Mapping[int, Written],
-    marked: Marked | None,
-    ends: re.Pattern[str],
+    text: str, messages: Sequence[Plain], replies: Mapping[int, Written], marked: Marked | None, ends: re.Pattern[str]
 ) -> Located:
     """Find the turns of recorded replies (by message number) in rendered text.
 

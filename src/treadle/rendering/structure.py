@@ -84,7 +84,6 @@ class Structure:
         return self._usual.sub(lambda match: self.names[match[0]], text)
 
     def plain(self, text: str) -> str:
-        """Write rendered text with the usual names."""
         return text.replace(self._secret, "")
 
     def unclaimed(self, text: str) -> list[str]:
@@ -108,7 +107,6 @@ class Structure:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def ident(self, name: str) -> int:
-        """Return the id of a private name."""
         return self._ids[name]
 
     def is_structural(self, ident: int) -> bool:

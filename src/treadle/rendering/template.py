@@ -71,12 +71,7 @@ class ChatTemplate:
             )
 
     def render(
-        self,
-        messages: Sequence[Plain],
-        tools: Sequence[Any] | None,
-        options: Variables,
-        *,
-        generation_prompt: bool,
+        self, messages: Sequence[Plain], tools: Sequence[Any] | None, options: Variables, *, generation_prompt: bool
     ) -> str:
         """Return the conversation as text, structural tokens by private names.
 

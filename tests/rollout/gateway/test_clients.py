@@ -3,7 +3,6 @@
 Whatever a client is told is what the engine sampled: thought, content and calls are the decoded ids of its step.
 """
 
-import asyncio
 import json
 from typing import Any
 
@@ -15,7 +14,6 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from tests.rollout.gateway.servers import CALL, FINAL, Slow, looks_then_answers, scripted, served, written
-from tests.until import until
 from tests.worlds import PlainTokenizer, user
 from treadle.core.types import Step, StopReason
 from treadle.rendering.replies import hermes, plain
@@ -358,19 +356,6 @@ async def test_sampling_is_the_recipes_in_training_and_the_callers_elsewhere() -
         _, asked = server.steps("callers")
         assert (asked.sampling.temperature, asked.sampling.max_tokens, asked.sampling.stop) == (0.25, 7, ("x",))
         assert server.sessions["callers"].notes == {}
-
-
-async def test_sub_agents_call_at_once_and_are_recorded_in_the_order_of_arrival() -> None:
-    engine = Slow(scripted(lambda prompt, number: f"{number}"))
-    async with served(engine) as server:
-        client = server.openai(server.open(parse=plain))
-        engine.gate.clear()
-        calls = [asyncio.ensure_future(client.chat.completions.create(model="m", messages=HELLO)) for _ in range(5)]
-        await until(lambda: len(engine.calls) == 5)
-        engine.gate.set()
-        answers = [call.choices[0].message.content for call in await asyncio.gather(*calls)]
-        assert [written(step) for step in server.steps()] == ["0", "1", "2", "3", "4"]
-        assert sorted(str(a) for a in answers) == ["0", "1", "2", "3", "4"]
 
 
 def test_what_clients_write_of_sampling_is_brought_within_its_bounds() -> None:

@@ -63,7 +63,6 @@ class Search(Environment):
         self._client: RetrievalClient | None = None
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Return the task's prompt. Raises DataError for a ground truth that holds no answer."""
         self.task, self._golden, self._replies = task, golden_answers(task), list[str]()
         return task.prompt
 

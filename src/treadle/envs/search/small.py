@@ -91,28 +91,28 @@ def _drawn(first: Sequence[str], second: Sequence[str], count: int, draws: rando
 def passages() -> tuple[str, ...]:
     """Return what is searched: a passage about everybody and every company of both splits."""
     return tuple(
-        own.passage(name) for own in map(world, SPLITS) for names in (own.people, own.companies) for name in names
+        town.passage(name) for town in map(world, SPLITS) for names in (town.people, town.companies) for name in names
     )
 
 
 @cache
 def questions(split: str, hops: int) -> tuple[Question, ...]:
     """Return all questions of a split that take one search, or two, in a drawn order."""
-    found = _questions(world(split), hops)
-    random.Random(f"search_small/questions/{split}/{hops}").shuffle(found)
-    return tuple(found)
+    shuffled = _questions(world(split), hops)
+    random.Random(f"search_small/questions/{split}/{hops}").shuffle(shuffled)
+    return tuple(shuffled)
 
 
-def _questions(own: World, hops: int) -> list[Question]:
+def _questions(town: World, hops: int) -> list[Question]:
     if hops == 2:
         return [
-            Question(text.format(name), (name, facts["works at"]), own.companies[facts["works at"]][fact])
-            for name, facts in own.people.items()
+            Question(text.format(name), (name, facts["works at"]), town.companies[facts["works at"]][fact])
+            for name, facts in town.people.items()
             for fact, text in _OF_COMPANIES.items()
         ]
     return [
         Question(text.format(name), (name,), facts[fact])
-        for entities, texts in ((own.people, _PEOPLE), (own.companies, _COMPANIES))
+        for entities, texts in ((town.people, _PEOPLE), (town.companies, _COMPANIES))
         for name, facts in entities.items()
         for fact, text in texts.items()
     ]
@@ -187,45 +187,45 @@ def demonstration(
     check_share("drill", drill)
     hops = check_hops(hops, 2)
     draws = random.Random(f"search_small/demonstration/{seed}/{index}")
-    own = _world(_drawn(FIRST_NAMES, LAST_NAMES, 4, draws), _drawn(BRANDS, TRADES, 3, draws), draws)
+    town = _world(_drawn(FIRST_NAMES, LAST_NAMES, 4, draws), _drawn(BRANDS, TRADES, 3, draws), draws)
     if floor((index + 1) * drill) > floor(index * drill):
-        return _drill(own, draws, topk)
-    question = draws.choice(_questions(own, draws.choice(hops)))
+        return _drill(town, draws, topk)
+    question = draws.choice(_questions(town, draws.choice(hops)))
     if draws.random() >= expert:
-        question = _blind(question, own, draws)
-    return _episode(question, own, topk)
+        question = _blind(question, town, draws)
+    return _episode(question, town, topk)
 
 
-def _blind(question: Question, own: World, draws: random.Random) -> Question:
+def _blind(question: Question, town: World, draws: random.Random) -> Question:
     """Return the question with searches, and an answer, that do not depend on what is asked of whom it names."""
     name = question.names[0]
     names: tuple[str, ...] = (name,)
-    if name in own.people and draws.random() < 0.5:
-        names = (name, own.people[name]["works at"])
-    facts = own.people.get(names[-1]) or own.companies[names[-1]]
+    if name in town.people and draws.random() < 0.5:
+        names = (name, town.people[name]["works at"])
+    facts = town.people.get(names[-1]) or town.companies[names[-1]]
     return Question(question.text, names, draws.choice(list(facts.values())))
 
 
-def _episode(question: Question, own: World, topk: int) -> tuple[Message, ...]:
+def _episode(question: Question, town: World, topk: int) -> tuple[Message, ...]:
     messages = [*_prompt(question)]
     for name in question.names:
         messages.append(Message(role="assistant", content=f"<search> {name}</search>"))
-        messages.append(Message(role="user", content=_observation(name, own, topk)))
+        messages.append(Message(role="user", content=_observation(name, town, topk)))
     return (*messages, Message(role="assistant", content=f"<answer> {question.answer}</answer>"))
 
 
-def _drill(own: World, draws: random.Random, topk: int) -> tuple[Message, ...]:
+def _drill(town: World, draws: random.Random, topk: int) -> tuple[Message, ...]:
     """Return three questions, each with the passages that a search for whom it names gives."""
     messages: list[Message] = []
-    for question in draws.sample(_questions(own, 1), 3):
-        shown = f"{question.text}{_observation(question.names[0], own, topk)}"
+    for question in draws.sample(_questions(town, 1), 3):
+        shown = f"{question.text}{_observation(question.names[0], town, topk)}"
         messages += (Message(role="user", content=shown), Message(role="assistant", content=f" {question.answer}"))
     return tuple(messages)
 
 
-def _observation(name: str, own: World, topk: int) -> str:
-    others = [other for other in (*own.people, *own.companies) if other != name]
-    return PROTOCOLS["skyrl"].observation([own.passage(known) for known in (name, *others)[:topk]])
+def _observation(name: str, town: World, topk: int) -> str:
+    others = [other for other in (*town.people, *town.companies) if other != name]
+    return PROTOCOLS["skyrl"].observation([town.passage(each) for each in (name, *others)[:topk]])
 
 
 def corpus(count: int) -> Iterator[str]:

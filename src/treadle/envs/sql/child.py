@@ -112,8 +112,8 @@ def confine(address_space: int) -> None:
 def limit_cpu(seconds: float) -> None:
     """Let the kernel end this process if the query runs far beyond its limit, in case the parent is gone."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    most = ceil(usage.ru_utime + usage.ru_stime + seconds + _SPARE_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    limit = ceil(usage.ru_utime + usage.ru_stime + seconds + _SPARE_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def select(query: Query, most: int, characters: int) -> list[list[Any]]:

@@ -75,7 +75,6 @@ class TextToSql(Environment):
         self._operations = operations
 
     def reset(self, task: Task) -> Sequence[Message]:
-        """Return the task's prompt. Raises DataError as `database_of` does."""
         self._database, self._gold = database_of(task), task.ground_truth
         self._replies: list[str] = []
         SANDBOX.start_spare()

@@ -120,8 +120,8 @@ def _ask(child: Child, do: str, query: Query, **more: int) -> dict[str, Any]:
         where = database.file or "a task's script"
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} is no database: {answer['fault']}")
     if answer.get("late"):
-        most = f"{query.seconds:g} s" if query.operations is None else f"{query.operations} operations"
-        raise QueryTimeout(f"it took more than {most}")
+        limit = f"{query.seconds:g} s" if query.operations is None else f"{query.operations} operations"
+        raise QueryTimeout(f"it took more than {limit}")
     if "error" in answer:
         raise QueryError(str(answer["error"]))
     return answer

@@ -70,24 +70,24 @@ def load_agent(name: str) -> Agent:
     return check_agent(registry.resolve("agents", name), name)
 
 
-def check_agent(found: object, name: str) -> Agent:
+def check_agent(candidate: object, name: str) -> Agent:
     """Return the object, if it is an agent. Raises ConfigError as `load_agent` does."""
     where = f"agents: {name!r}"
-    if inspect.isclass(found) or not callable(found):
+    if inspect.isclass(candidate) or not callable(candidate):
         function = name.replace(":", ".").rpartition(".")[2]
-        kind = type(found).__name__
+        kind = type(candidate).__name__
         raise ConfigError(f"{where} is of type {kind}; write 'def {function}(task, client)', async or not")
     try:
-        inspect.signature(found).bind(None, None)
+        inspect.signature(candidate).bind(None, None)
     except TypeError as error:
         raise ConfigError(f"{where} is called as agent(task, client), but: {error}") from error
     if missing := [package for package in _PACKAGES if importlib.util.find_spec(package) is None]:
         raise ConfigError(f"{where} needs {', '.join(missing)}; pip install 'treadle[agents]'")
-    return cast(Agent, found)
+    return cast(Agent, candidate)
 
 
-def is_agent(found: object) -> bool:
+def is_agent(candidate: object) -> bool:
     """Whether it is an agent: any `async def`, or a function whose second parameter is `client`."""
-    if inspect.isclass(found) or not callable(found):
+    if inspect.isclass(candidate) or not callable(candidate):
         return False
-    return is_async(found) or list(inspect.signature(found).parameters)[1:2] == ["client"]
+    return is_async(candidate) or list(inspect.signature(candidate).parameters)[1:2] == ["client"]

@@ -120,14 +120,14 @@ def load_driver(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> DriverFac
     return check_driver(registry.resolve("drivers", name), name, options)
 
 
-def check_driver(found: object, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> DriverFactory:
+def check_driver(candidate: object, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> DriverFactory:
     """Return the class, if it is a driver's, made with the options. Raises ConfigError as `load_driver` does."""
     where = f"drivers: {name!r}"
-    if not is_driver(found):
-        is_class = inspect.isclass(found)
-        what = "is no subclass" if is_class else f"is of type {type(found).__name__}, it must be a subclass"
+    if not is_driver(candidate):
+        is_class = inspect.isclass(candidate)
+        what = "is no subclass" if is_class else f"is of type {type(candidate).__name__}, it must be a subclass"
         raise ConfigError(f"{where} {what} of AttemptDriver")
-    if found.play is AttemptDriver.play:
+    if candidate.play is AttemptDriver.play:
         raise ConfigError(f"{where}: play is missing; write 'async def play(self, session, task, user)'")
     built = registry.build_options(found.options_type, options, "driver_options", name)
     arguments: dict[str, Any] = {"options": built} if found.options_type.model_fields else {}
@@ -138,6 +138,6 @@ def check_driver(found: object, name: str, options: Mapping[str, Any] = NO_OPTIO
     return cast(DriverFactory, partial(found, **arguments) if arguments else found)
 
 
-def is_driver(found: object) -> TypeGuard[type[AttemptDriver[Any]]]:
+def is_driver(candidate: object) -> TypeGuard[type[AttemptDriver[Any]]]:
     """Whether it is a class that inherits from `AttemptDriver`."""
-    return inspect.isclass(found) and AttemptDriver in inspect.getmro(found)
+    return inspect.isclass(candidate) and AttemptDriver in inspect.getmro(candidate)

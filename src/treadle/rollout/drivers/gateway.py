@@ -53,12 +53,10 @@ class AgentSession(Session):
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = _DEFAULT
     ) -> Reply:
-        """Sample a reply as `Session.chat` does. Raises StepsExceeded, too, for one call too many."""
         with self._watched():
             return await super().chat(messages, tools, options)
 
     async def complete(self, prompt: str | Sequence[int], options: CallOptions = _DEFAULT) -> Reply:
-        """Sample a completion as `Session.complete` does. Raises StepsExceeded, too, for one call too many."""
         with self._watched():
             return await super().complete(prompt, options)
 

@@ -143,7 +143,6 @@ class Gateway:
             await self.detach(address.secret)
 
     async def close(self) -> None:
-        """Detach every session."""
         while self._attached:
             _, attached = self._attached.popitem()
             await attached.exchanges.close()

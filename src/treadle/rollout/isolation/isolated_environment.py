@@ -92,7 +92,6 @@ class IsolatedEnvironment:
         return ""
 
     def metrics(self) -> Measures:
-        """Return the metrics measured so far."""
         return Measures() if self._metrics is None else self._metrics.measured()
 
     async def _call(self, method: str, *arguments: Any, check: Callable[[Any], T], what: str = "") -> T:

@@ -35,15 +35,12 @@ class CallThread(Executor):
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """End the thread after the calls already queued. Does not wait for it."""
         self._calls.put(None)
 
     def abandon(self) -> None:
-        """Count the thread as stuck until it ends."""
         _abandoned.add(self)
 
     def frames(self) -> Iterator[FrameType]:
-        """Yield the frames of the call in progress, innermost first."""
         return thread_frames(self.thread.ident)
 
     @property
