@@ -15,10 +15,8 @@ pytest.importorskip("httpx")
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Status, Task
+from treadle.envs.lookup import CITIES, HOBBIES, PRODUCTS
 from treadle.envs.search.small import (
-    CITIES,
-    HOBBIES,
-    PRODUCTS,
     SearchSmall,
     demonstration,
     find,

@@ -84,7 +84,7 @@ def test_ids_of_search_small_are_frozen() -> None:
 
 def test_in_search_small_every_word_of_a_name_is_a_token_of_its_own() -> None:
     names = (search_small.FIRST_NAMES, search_small.LAST_NAMES, search_small.BRANDS, search_small.TRADES)
-    values = (search_small.CITIES, search_small.HOBBIES, search_small.PRODUCTS)
+    values = (lookup.CITIES, lookup.HOBBIES, lookup.PRODUCTS)
     words = [word for group in (*names, *values) for word in group]
     for text in (
         "<search>{}</search>",

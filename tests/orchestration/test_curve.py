@@ -55,7 +55,7 @@ def test_runs_that_differ_in_the_seed_only_are_one_group() -> None:
 
 def test_a_label_of_many_keys_has_those_that_tell_the_groups_apart() -> None:
     """The recipes of two groups are the same, so that their name alone would not do."""
-    other = ["recipe=other", "training.epochs_per_batch=2", "orchestration.log_every=7", "evaluation.every=9"]
+    other = ["recipe=other", "training.epochs_per_batch=2", "orchestration.checkpoint_every=7", "evaluation.every=9"]
     runs = [a_run(), a_run(*other), a_run(*other, "failures.max_failed_fraction=0.7")]
     labels = [group.label for group in group_runs(runs)]
     assert all("recipe=" in label and "failures.max_failed_fraction=" in label for label in labels)
@@ -67,7 +67,7 @@ SETTINGS = st.fixed_dictionaries(
         "seed": st.integers(0, 3),
         "training.packing": st.sampled_from(["step", "chain", "tree"]),
         "evaluation.every": st.integers(1, 2),
-        "orchestration.log_every": st.integers(1, 2),
+        "orchestration.checkpoint_every": st.integers(1, 2),
         "orchestration.updates": st.integers(1, 2),
         "failures.max_failed_fraction": st.sampled_from([0.5, 0.6]),
     }

@@ -142,7 +142,7 @@ def test_a_mixture_trains_by_weight_and_its_sources_have_tables(tmp_path: Path) 
         {"source": questions(tmp_path / "a.jsonl"), "weight": 3},
         {"source": questions(tmp_path / "b.parquet", start=50)},
     ]
-    config = recipe("", data={"train": {"mixture": parts}, "table_by": "source"})
+    config = recipe("", data={"train": parts, "table_by": "source"})
     train(tmp_path / "run", config)
     check_finished(tmp_path / "run")
     groups = query(tmp_path / "run", "SELECT task, position, epoch FROM groups ORDER BY idx")
@@ -175,7 +175,7 @@ def test_a_run_goes_on_with_the_same_data_and_with_no_other(tmp_path: Path, suff
 
 def test_the_recipe_is_kept_as_it_was_written(tmp_path: Path) -> None:
     parts = [{"source": "a.jsonl", "weight": 3.0, "name": "x"}, {"source": "b.parquet", "columns": {"prompt": "q"}}]
-    config = recipe("", data={"train": {"mixture": parts}})
+    config = recipe("", data={"train": parts})
     (tmp_path / "mine.yaml").write_text(dump_yaml(config))
     from treadle.orchestration.config import load_recipe
 

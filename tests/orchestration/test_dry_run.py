@@ -56,7 +56,7 @@ def test_every_recipe_passes_but_for_models_data_and_servers_that_are_not_here(
         if name == "data":  # a file of the user's, or a directory
             assert ("cannot read data/" in text and "No such file or directory" in text) or "is no directory" in text
         elif name == "driver":  # of a library in a Python of its own
-            assert "is no interpreter" in text or "harbor.environment 'local' needs" in text
+            assert "is no interpreter" in text or "driver_options.environment 'local' needs" in text
         elif name == "engine":
             assert config.engine.kind == "vllm" and "no vLLM" in text
         else:

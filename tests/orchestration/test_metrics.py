@@ -289,14 +289,6 @@ def test_progress_in_between_is_told_when_nothing_else_was_for_long(
     assert capsys.readouterr().out.splitlines() == told
 
 
-def test_a_log_may_have_every_nth_update(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = PlainProgress(every=10)
-    for update in range(1, 26):
-        progress.updated({**(FAILED if update == 7 else ROW), "update": update}, 25)
-    told = [int(line.split("/")[0].removeprefix("update")) for line in capsys.readouterr().out.splitlines()]
-    assert told == [1, 7, 10, 20, 25]
-
-
 @given(st.integers(40, 160), st.booleans())
 def test_an_update_line_fits_the_width_with_whole_figures_and_its_failures(width: int, failed: bool) -> None:
     row = {**(FAILED if failed else ROW), "update": 37}

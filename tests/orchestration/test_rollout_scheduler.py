@@ -18,7 +18,7 @@ from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import DropReason, Failure, Group, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
-from treadle.orchestration.sampling.failures import FailurePolicy, FailuresConfig, Retries
+from treadle.orchestration.sampling.failures import FailurePolicy, FailuresConfig
 from treadle.orchestration.sampling.groups import Groups
 from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder
@@ -126,7 +126,7 @@ def sampling(
     engine, queue, store = engine or saying("a"), make_queue(backlog, left_out), Unrecorded()
     groups = Judged(config, queue, store, judge)
     runner = plain_rollouts(engine, world)
-    scheduler = RolloutScheduler(config, queue, runner, groups, Retries(retries or FailuresConfig()), Full(attempts))
+    scheduler = RolloutScheduler(config, queue, runner, groups, retries or FailuresConfig(), Full(attempts))
     return Sampling(scheduler, groups, store, engine)
 
 
@@ -230,7 +230,7 @@ def test_a_failed_attempt_of_a_restored_group_is_retried_if_it_would_have_been(
     gone = Failure(Cause.INFRASTRUCTURE, "gone")
     made = tuple(Trajectory(f"g000001.{n}", "t1", n, (make_step(),), None, Status.FAILED, gone) for n in (0, 2))
     restored = {1: Group("g000001", 1, 0, 1, make_tasks(2)[1], made)}
-    policy = FailuresConfig(infrastructure=FailurePolicy(retries=retries))
+    policy = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(retries=retries)})
     group = one_batch(backlog=Backlog(restored=restored), retries=policy)[1]
     assert [t.attempt for t in group.trajectories] == attempts
 
@@ -261,7 +261,7 @@ def test_a_failed_attempt_is_retried_as_its_cause_allows(failures: int, expected
     class World(Flaky):
         left = failures
 
-    policy = FailuresConfig(infrastructure=FailurePolicy(retries=2, backoff=0.001), retry_share=3.0)
+    policy = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(retries=2, backoff=0.001)})
     [group] = one_batch(size=1, group_size=1, world=World, retries=policy)
     assert [t.reward for t in group.trajectories] == expected
     assert [t.attempt for t in group.trajectories] == list(range(len(expected)))
@@ -269,19 +269,20 @@ def test_a_failed_attempt_is_retried_as_its_cause_allows(failures: int, expected
     assert len(seeds) == len(expected)  # each has draws of its own
 
 
-def test_retries_end_with_their_budget() -> None:
-    retries = Retries(FailuresConfig(infrastructure=FailurePolicy(retries=1, backoff=2.0), retry_share=0.25))
+def test_retries_wait_longer_each_time_and_end() -> None:
+    failures = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(backoff=3.0)})
     failed = Trajectory("t", "t", 0, (), None, Status.FAILED, Failure(Cause.INFRASTRUCTURE, "gone"))
-    assert [retries.take_retry(failed, 1) for _ in range(8)] == [2.0, None, None, None, 2.0, None, None, None]
+    assert [failures.retry_delay(failed, number) for number in (1, 2, 3)] == [3.0, 6.0, None]
+    assert failures.retry_delay(replace(failed, failure=Failure(Cause.AGENT, "oops")), 1) is None
 
 
 def test_a_failure_may_be_graded() -> None:
-    retries = Retries(FailuresConfig(agent=FailurePolicy(then="grade", reward=-1.0)))
+    failures = FailuresConfig(causes={Cause.AGENT: FailurePolicy(grade=-1.0)})
     failed = Trajectory("t", "t", 0, (make_step(),), None, Status.FAILED, Failure(Cause.AGENT, "oops"))
-    graded = retries.final(failed)
+    graded = failures.final(failed)
     assert (graded.reward, graded.status, graded.warning) == (-1.0, Status.DONE, "graded after a failure: agent: oops")
     other = replace(failed, failure=Failure(Cause.ENGINE, "gone"))
-    assert retries.final(other) is other
+    assert failures.final(other) is other
 
 
 def test_groups_leave_in_order_with_their_attempts_names_and_tasks() -> None:
@@ -340,7 +341,7 @@ def test_an_attempt_whose_engine_cancels_a_call_fails_alone(staleness: int) -> N
         async def step(self, text: str) -> EnvStep:
             return EnvStep(reward=1.0, done=True)
 
-    policy = FailuresConfig(engine=FailurePolicy(retries=0))
+    policy = FailuresConfig(causes={Cause.ENGINE: FailurePolicy(retries=0)})
     batch = one_batch(engine=Cancelling(saying("a").reply), world=Even, retries=policy, staleness=staleness)
     failures = [t.failure for group in batch for t in group.trajectories if t.failure]
     assert [failure.cause for failure in failures] == [Cause.ENGINE]
@@ -365,7 +366,7 @@ async def test_whatever_ends_a_group_ends_attempts_that_were_retried_too() -> No
             if part.trajectories[0].reward is not None:
                 raise ZeroDivisionError("a bug")
 
-    policy = FailuresConfig(infrastructure=FailurePolicy(retries=1, backoff=0))
+    policy = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(retries=1, backoff=0)})
     made = sampling(world=World, size=1, max_groups=1, retries=policy, staleness=1)
     made.groups._store = Failing()
     with pytest.raises(ZeroDivisionError):

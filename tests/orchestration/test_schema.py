@@ -1,5 +1,6 @@
 """Runs say which version of Treadle's format they have; those of other versions are refused."""
 
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_a_ledger_of_another_version_is_refused_in_one_sentence(tmp_path: Path) 
         Ledger(tmp_path / "ledger.sqlite")
 
 
-@pytest.mark.parametrize(("old", "new"), sorted(RunConfig.renamed_keys.items()))
-def test_a_key_that_was_renamed_says_its_new_name(old: str, new: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{old}' is now '{new}'"):
+@pytest.mark.parametrize(("old", "instead"), sorted(RunConfig.removed_keys.items()))
+def test_a_key_that_is_gone_says_what_to_do_instead(old: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"there is no key {old!r} any more; {instead}")):
         tiny(f"{old}=1")

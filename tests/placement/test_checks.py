@@ -57,7 +57,6 @@ def test_a_file_of_weights_stays_on_its_node() -> None:
 
     check("a", "b", "a")
     check("a", "a", "b", transfer="collective")
-    check("a", "a", "b", shared_directory="/shared")
     with pytest.raises(PlacementError, match="there are learner rank 0 on a, engine 0 on b; set"):
         check("a", "a", "b")
 

@@ -117,7 +117,7 @@ TABLE = [
     failed("step hangs", world(hang), Cause.TIMEOUT, "step took longer", settings=(("environment_timeout", 0.05),)),
     failed("it exits", world(SystemExit(3)), Cause.ENVIRONMENT, "step tried to exit"),
     failed("no EnvStep", world(None), Cause.ENVIRONMENT, "step must return EnvStep"),
-    failed("a reward of other tokens", world(EnvStep(reward=OTHER_TOKENS, done=True)), Cause.ENVIRONMENT, "step: "),
+    failed("a reward of other tokens", world(EnvStep(reward=OTHER_TOKENS, done=True)), Cause.ENVIRONMENT, "7 tokens"),
     failed(
         "rewards too large together",
         world(EnvStep([tool("x")], 1e12), EnvStep(reward=1e12, done=True)),

@@ -10,7 +10,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,9 +26,8 @@ from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.isolation import blocked_loop, user_code
 from treadle.rollout.isolation.event_loop import run
-from treadle.rollout.isolation.interrupts import Interrupt, InterruptHandler, handled
+from treadle.rollout.isolation.interrupts import Interrupt, InterruptHandler
 from treadle.rollout.isolation.threads import DaemonThreads, abandoned_threads
-from treadle.rollout.isolation.user_code import attributed
 from treadle.testing import VirtualLoop
 
 DONE = EnvStep(reward=1.0, done=True)
@@ -176,6 +174,7 @@ def test_a_task_that_exits_fails_the_attempt_that_awaits_it_alone(error: type[Ba
 def test_a_task_that_exits_and_that_nobody_awaits_is_logged_and_harms_nobody() -> None:
     said: list[str] = []
     trajectories = play([lambda: InATask(raising(SystemExit), False), lambda: Told(DONE)], saying("a"), said=said)
+    gc.collect()  # asyncio reports the task's exception when the task goes: now, not in another test
     assert [trajectory.reward for trajectory in trajectories] == [1.0, 1.0]
     [line] = said
     assert line.startswith("a task or callback tried to exit the process (SystemExit()), at ")
@@ -336,7 +335,6 @@ def test_each_later_signal_raises_an_interrupt() -> None:
     handler(2, None)
     with pytest.raises(Interrupt):
         handler(2, None)
-    handler.close()
 
 
 # What blocks
@@ -572,21 +570,6 @@ def test_a_traceback_begins_with_user_code_and_shows_causes() -> None:
     assert "treadle/rollout" not in text and "asyncio" not in text
 
 
-def test_a_long_traceback_is_trimmed() -> None:
-    def even(n: int) -> int:
-        return odd(n - 1) + 1
-
-    def odd(n: int) -> int:
-        return even(n - 1) + 1 if n > 0 else n // 0
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        even(200)
-    failure = attributed(caught.value, "step", Cause.ENVIRONMENT)
-    lines = failure.traceback.splitlines()
-    assert len(lines) < 70 and any("lines left out" in line for line in lines)
-    assert lines[-1].startswith("ZeroDivisionError")
-
-
 def test_what_is_the_environments_fault_without_an_exception_has_no_traceback() -> None:
     [trajectory] = play(lambda: Told(EnvStep(reward=float("nan"), done=True)), saying("a"))
     assert trajectory.failure is not None and trajectory.failure.traceback == ""
@@ -615,22 +598,3 @@ def test_each_attempt_has_its_own_task() -> None:
     play([lambda: Vandal(DONE)] * 3, saying("a"), task)
     assert seen == [("hello", 1, {"a": [1]})] * 3
     assert (task.prompt[0]["content"], task.ground_truth, task.extras) == ("hello", {"rows": [1]}, {"a": [1]})
-
-
-# An interrupt that is swallowed
-
-
-@pytest.fixture
-def interrupts() -> Iterator[InterruptHandler]:
-    with handled(lambda: None, signal.SIGINT) as handler:
-        handler.asked = True  # once already
-        yield handler
-
-
-def test_an_interrupt_that_is_lost_comes_again(interrupts: InterruptHandler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treadle.rollout.isolation.interrupts.INSISTING", 0.01)
-    with suppress(Interrupt):
-        signal.raise_signal(signal.SIGINT)  # lost
-    with pytest.raises(Interrupt):
-        threading.Event().wait(CEILING)
-    interrupts.close()

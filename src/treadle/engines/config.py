@@ -24,16 +24,9 @@ class VLLMConfig(Config):
         description="further arguments of the servers: {tensor-parallel-size: 2, enforce-eager: true}; null drops one",
     )
     environment: dict[str, str] = Field(default_factory=dict, description="further environment variables of theirs")
-    start_timeout: float = Field(600.0, gt=0, description="seconds a server may take to start")
     transfer: Literal["shared_memory", "collective"] = Field(
         "shared_memory",
         description="how weights get to servers: a file all of them see, or a broadcast (NCCL between GPUs, else gloo)",
-    )
-    shared_directory: str | None = Field(
-        None, description="shared_memory: where weights are handed over, seen by all servers; default: /dev/shm"
-    )
-    transfer_address: str = Field(
-        "127.0.0.1", description="collective: this machine's address at which all servers reach it"
     )
 
     @model_validator(mode="after")

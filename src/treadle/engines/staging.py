@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from uuid import uuid4
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from treadle.core.errors import EngineError
@@ -31,11 +32,10 @@ class InProcess:
 
 
 class Staged(Protocol):
-    """Holds weights for engines in other processes, until they are discarded."""
+    """Weights for engines in other processes, which get a copy of this object, until they are discarded."""
 
-    @property
-    def message(self) -> Mapping[str, Any]:
-        """Return what an engine's process is told of where they are."""
+    async def fetch(self) -> Mapping[str, Tensor]:
+        """Return the weights by name, in the process of an engine. Raises EngineError."""
         ...
 
     def discard(self) -> None:
@@ -50,10 +50,9 @@ class StagedFile:
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
 
-    @property
-    def message(self) -> Mapping[str, Any]:
-        """Return the path."""
-        return {"path": str(self.path)}
+    async def fetch(self) -> Mapping[str, Tensor]:
+        """Read the file."""
+        return load_file(self.path)
 
     def discard(self) -> None:
         """Remove the file. Idempotent."""

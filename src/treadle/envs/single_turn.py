@@ -24,7 +24,6 @@ class SingleTurn(Environment):
         self._reward = reward
 
     def step(self, text: str) -> EnvStep | Awaitable[EnvStep]:
-        """Grade the reply."""
         grade = self._reward(self.task, text)
         return _awaited(grade) if inspect.isawaitable(grade) else EnvStep(reward=grade, done=True)
 
@@ -34,10 +33,7 @@ async def _awaited(grade: Awaitable[Grade]) -> EnvStep:
 
 
 def is_reward_function(found: object) -> bool:
-    """Return whether it is a function of (task, text).
-
-    An agent is one of (task, client), and what makes environments, of nothing.
-    """
+    """Whether it is a function of (task, text); an agent is one of (task, client)."""
     if inspect.isclass(found) or not callable(found):
         return False
     try:

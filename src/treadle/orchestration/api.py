@@ -94,7 +94,7 @@ def train(
         {name: player} if kind == "driver" else {},
     )
 
-    progress = progress or PlainProgress(config.orchestration.log_every, config.data.table_by)
+    progress = progress or PlainProgress(config.data.table_by)
     if not wait_passively():
         progress.log(
             "torch was imported before treadle.train was called, so that its threads spin while they wait: beside any "

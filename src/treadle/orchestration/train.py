@@ -52,6 +52,7 @@ from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.training.optimizer import learning_rate
 
 _WARM_START = "warm_start.json"
+_RESTARTS = 3  # without another checkpoint in between
 
 
 def train_run(
@@ -71,13 +72,13 @@ def train_run(
     runtime: what makes the run's parts; default: what `placement.kind` names.
 
     When a cluster loses a rank of the learner, everything is started anew from the last checkpoint, at most
-    `placement.restarts` times without another checkpoint in between.
+    three times without another checkpoint in between.
 
     Raises TreadleError. For a run to resume: RunError if it is finished (unless it goes back or gets more updates), in
     use, or has no checkpoint; DamageError if ledger, checkpoint or configuration are not as they were written;
     ConfigError for a change of configuration that it cannot go on with, DataError for other tasks.
     """
-    limit = 0 if config.placement.kind == "embedded" else config.placement.restarts
+    limit = 0 if config.placement.kind == "embedded" else _RESTARTS
     reached, restarts = _last_update(path), 0
     while True:
         try:
@@ -318,6 +319,6 @@ def _report_changes(changed: list[Change], config: RunConfig, update: int, progr
             old, new = (learning_rate(optimizer, update, updates) for updates in (change.old, change.new))
             if optimizer.decay_from < 1:
                 progress.log(f"the learning rate follows: at the next update it is {new:.3g} instead of {old:.3g}")
-            if algorithm.entropy_coef != algorithm.entropy_coef_end:
-                end = algorithm.entropy_coef_end
+            start, end = algorithm.entropy_bonus
+            if start != end:
                 progress.log(f"the entropy bonus follows: it is {end:g} after {change.new} updates")

@@ -102,7 +102,7 @@ def test_buckets_hold_one_type_and_no_more_than_allowed(given_sizes: list[tuple[
 
 async def test_staged_weights_are_a_copy() -> None:
     weights = {"b": torch.ones(2, 3), "a": torch.tensor([5]), "c": torch.zeros(4, dtype=torch.bfloat16)}
-    staged = await Collective(torch.float32, HOST).stage(FixedWeights(weights))
+    staged = await Collective(torch.float32).stage(FixedWeights(weights))
     assert staged.shapes == {name: tuple(tensor.shape) for name, tensor in weights.items()}
     weights["b"].zero_()
     told = [(bucket.message(), bucket.packed) for bucket in staged.buckets]

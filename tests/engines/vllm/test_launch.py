@@ -94,10 +94,11 @@ def test_running_servers_take_no_arguments() -> None:
     ],
 )
 async def test_a_server_that_does_not_start_is_told_with_its_log(
-    script: str, seconds: float, message: str, tmp_path: Path
+    script: str, seconds: float, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = []
-    settings = config(python=interpreter(tmp_path, script), start_timeout=seconds, servers=2)
+    monkeypatch.setattr("treadle.engines.vllm.start.START_TIMEOUT", seconds)
+    settings = config(python=interpreter(tmp_path, script), servers=2)
 
     def serve(number: int) -> ServerProcess:
         server = ServerProcess(tmp_path, settings, tmp_path / f"vllm-{number}.log")

@@ -117,7 +117,7 @@ def test_what_verifiers_and_models_do_wrong_ends_one_trial_each(kept: KeptWorker
 def test_sandboxes_that_fail_are_told_apart(
     kept: KeptWorkers, environment: str, expected: Cause, tmp_path: Path
 ) -> None:
-    limit = {"start_timeout": 3.0} if environment == "SlowStart" else {}
+    limit = {"trial": {"environment_build_timeout_multiplier": 1 / 300}} if environment == "SlowStart" else {}
     config = harbor(tmp_path / "trials", environment=f"broken:{environment}", **limit)
     [found] = kept.run(play(scripted(playing(*WELL)), [write_task(tmp_path / "task")], config))
     assert found.failure is not None and found.failure.cause is expected, found.failure

@@ -19,7 +19,7 @@ from tests.until import until
 from tests.worlds import PlainTokenizer, user
 from treadle.core.types import Step, StopReason
 from treadle.rendering.replies import hermes, plain
-from treadle.rollout.gateway.sampling_overrides import SamplingRequest
+from treadle.rollout.gateway.fields import SamplingRequest
 
 SCHEMA = {"type": "object", "properties": {"who": {"type": "string"}}}
 CHAT_TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
@@ -354,10 +354,10 @@ async def test_sampling_is_the_recipes_in_training_and_the_callers_elsewhere() -
             await chat.chat.completions.create(model="m", messages=HELLO, temperature=0.25, max_tokens=7, stop="x")
         _, asked = server.steps("recipe")
         assert (asked.sampling.temperature, asked.sampling.max_tokens, asked.sampling.stop) == (1.0, 500, ("x",))
-        assert server.sessions["recipe"].overridden == 1
+        assert sorted(server.sessions["recipe"].notes) == ["max_tokens", "temperature"]
         _, asked = server.steps("callers")
         assert (asked.sampling.temperature, asked.sampling.max_tokens, asked.sampling.stop) == (0.25, 7, ("x",))
-        assert server.sessions["callers"].overridden == 0
+        assert server.sessions["callers"].notes == {}
 
 
 async def test_sub_agents_call_at_once_and_are_recorded_in_the_order_of_arrival() -> None:
@@ -375,7 +375,7 @@ async def test_sub_agents_call_at_once_and_are_recorded_in_the_order_of_arrival(
 
 def test_what_clients_write_of_sampling_is_brought_within_its_bounds() -> None:
     asked = SamplingRequest(temperature=1e-9, top_k=-1, seed=-1, presence_penalty=0.5, logit_bias={})
-    assert asked.overrides(7, "x") == {
+    assert asked.overrides(7, ("x",)) == {
         "temperature": 0.01,
         "top_k": 0,
         "seed": 2**63 - 1,

@@ -257,7 +257,7 @@ async def test_another_key_says_that_a_request_is_no_retry(failed: str, retry: s
             assert refused.status_code == 429
         attached = server.gateway.find(address.secret)
         assert attached is not None
-        attached.exchanges._most = 1
+        attached.exchanges._max_running = 1
         await ask(http, address, idempotency_key=retry)
         await server.gateway.detach(address.secret)
         assert len(server.sessions["s"].unanswered) == left

@@ -46,19 +46,19 @@ class Transfer(Protocol):
 class SharedMemory:
     """Transfers weights by one safetensors file in shared memory, which servers of other users can read.
 
-    dtype: of the servers' weights. directory: that all servers see; None: see `WeightsFile`.
+    dtype: of the servers' weights.
     """
 
-    def __init__(self, dtype: torch.dtype, directory: str | None) -> None:
-        self._dtype, self._directory = dtype, directory
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     async def connect(self, servers: Sequence[Server]) -> None:
         """Have the servers forget which weights they took before. Raises EngineError."""
         await on_each(servers, lambda server: server.post("/init_weight_transfer_engine", {"init_info": {}}))
 
     async def stage(self, source: WeightSource) -> StagedFile:
-        remedy = "set engine.vllm.shared_directory"
-        return await stage_file(source, WeightsFile(self._dtype, self._directory, private=False, remedy=remedy))
+        file = WeightsFile(self._dtype, None, private=False, remedy="set engine.vllm.transfer=collective")
+        return await stage_file(source, file)
 
     async def load(self, staged: StagedFile, servers: Sequence[Server], label: str) -> None:
         await on_each(servers, lambda server: server.load({"path": str(staged.path)}, label))

@@ -17,31 +17,22 @@ from itertools import product
 from math import floor
 from typing import NamedTuple
 
-from treadle.core.errors import ConfigError
 from treadle.core.types import Message, Task
+from treadle.envs.lookup import CITIES, COMPANIES, HOBBIES, PERSONS, PRODUCTS, check_hops
 from treadle.envs.search.environment import Search
 from treadle.envs.search.protocol import PROTOCOLS
-from treadle.envs.tasks import SPLITS, check_count, check_share, check_split, words
+from treadle.envs.tasks import SPLITS, check_share, split_key, words
 from treadle.retrieval.retriever import Retriever
 
 SYSTEM = "Search, then answer."
 
-FIRST_NAMES = words(
-    "Anna Bob Carl Dora Emil Fay Gus Hana Ivan Jane Karl Lena Max Nora Otto Pia Quin Rosa Sam Tina "
-    "Umar Vera Wim Xena Yuri Zoe Abel Bea Cora Dan Ella Finn"
-)
+FIRST_NAMES = PERSONS[:32]
 LAST_NAMES = words(
     "Lopez Rossi Klein Novak Silva Moore Weber Costa Dubois Jensen Kim Tanaka Singh Okafor Haddad Petrov Larsen Nagy "
     "Moreno Fischer Walsh Santos Ito Berg Castro Duarte Fontana Garnier Hansen Iqbal Jones Kowal"
 )
-BRANDS = words(
-    "Acme Zeta Nova Orbit Delta Omega Vertex Pixel Quark Fusion Atlas Titan Lumen Radix Sonic Argon Cobalt Ember "
-    "Falcon Granite"
-)
+BRANDS = COMPANIES + words("Cobalt Ember Falcon Granite")
 TRADES = words("Motors Foods Labs Works Media Mills Tools Trading Press Energy Systems Logistics")
-CITIES = words("Paris Rome Oslo Cairo Lima Tokyo Berlin Quito Delhi Milan Turin Vienna Prague Dublin Madrid Lisbon")
-HOBBIES = words("chess golf yoga tennis music dance judo rugby sewing poker skiing hiking")
-PRODUCTS = words("shoes cars phones chairs clocks lamps boats bikes pens tents guitars mirrors")
 
 _PEOPLE = {"likes": "What does {} like?", "works at": "Where does {} work?"}
 _COMPANIES = {"makes": "What does {} make?", "is in": "Where is {}?"}
@@ -49,7 +40,7 @@ _OF_COMPANIES = {"makes": "What does the company of {} make?", "is in": "Where i
 
 
 class World(NamedTuple):
-    """Holds the people and companies of one split: name -> fact -> value.
+    """The people and companies of one split: name -> fact -> value.
 
     {"Anna Lopez": {"works at": "Acme Motors", "likes": "chess"}}, {"Acme Motors": {"is in": "Rome", "makes": "lamps"}}
     """
@@ -58,13 +49,12 @@ class World(NamedTuple):
     companies: dict[str, dict[str, str]]
 
     def passage(self, name: str) -> str:
-        """Return the passage about somebody."""
         facts = self.people.get(name) or self.companies[name]
         return f"{name} " + " and ".join(f"{fact} {value}" for fact, value in facts.items()) + "."
 
 
 class Question(NamedTuple):
-    """Says what is asked, whom to search for, in order, and the answer, which the last passage holds."""
+    """What is asked, whom to search for, in order, and the answer, which the last passage holds."""
 
     text: str
     names: tuple[str, ...]
@@ -79,7 +69,6 @@ def world(split: str) -> World:
 
 
 def _world(people: Sequence[str], companies: Sequence[str], draws: random.Random) -> World:
-    """Draw what is true of these people and companies."""
     values = {"is in": CITIES, "makes": PRODUCTS, "works at": companies, "likes": HOBBIES}
 
     def facts(*kinds: str) -> dict[str, str]:
@@ -137,7 +126,6 @@ class SearchSmall(Search):
         self.longest_wait = 0.0  # there is no server
 
     async def retrieve(self, query: str, topk: int) -> Sequence[str]:
-        """Return the best of the corpus's passages."""
         return find(query, topk)
 
 
@@ -163,38 +151,22 @@ def tasks(split: str, count: int, seed: int = 0, hops: Sequence[int] = (1, 2)) -
 
     Raises DataError for another split, ConfigError for an impossible `count` or `hops`.
     """
-    check_split(split)
-    check_count(count)
-    hops = _check_hops(hops)
-    _retriever()  # now: what it lacks is told before anything is played
-    key = split if split == "held_out" else f"{split}/{seed}"
-    pools = {number: _ordered(questions(split, number), key) for number in set(hops)}
+    key, hops = split_key(split, count, seed), check_hops(hops, 2)
+    _retriever()  # now: a missing package is an error before anything is played
+    pools: dict[int, Sequence[Question]] = {number: questions(split, number) for number in set(hops)}
+    pools = {n: random.Random(f"search_small/order/{key}").sample(pool, len(pool)) for n, pool in pools.items()}
     made = []
     for index in range(count):
         number, place = hops[index % len(hops)], index // len(hops)
-        made.append(_task(f"search_small-{key.replace('/', '-')}-{index:06d}", pools[number], place, number))
+        question = pools[number][place % len(pools[number])]
+        extras = {"hops": number, "names": list(question.names)}
+        task_id = f"search_small-{key.replace('/', '-')}-{index:06d}"
+        made.append(Task(task_id, _prompt(question), "search_small", question.answer, extras))
     return made
-
-
-def _ordered(pool: Sequence[Question], key: str) -> list[Question]:
-    draws = random.Random(f"search_small/order/{key}")
-    return draws.sample(pool, len(pool))
-
-
-def _task(task_id: str, pool: Sequence[Question], place: int, hops: int) -> Task:
-    question = pool[place % len(pool)]
-    extras = {"hops": hops, "names": list(question.names)}
-    return Task(task_id, _prompt(question), "search_small", question.answer, extras)
 
 
 def _prompt(question: Question) -> tuple[Message, ...]:
     return (Message(role="system", content=SYSTEM), Message(role="user", content=question.text))
-
-
-def _check_hops(hops: Sequence[int]) -> tuple[int, ...]:
-    if not hops or not set(hops) <= {1, 2}:
-        raise ConfigError(f"hops must be 1, 2 or both, got {list(hops)!r}")
-    return tuple(hops)
 
 
 def demonstration(
@@ -213,7 +185,7 @@ def demonstration(
     """
     check_share("expert", expert)
     check_share("drill", drill)
-    hops = _check_hops(hops)
+    hops = check_hops(hops, 2)
     draws = random.Random(f"search_small/demonstration/{seed}/{index}")
     own = _world(_drawn(FIRST_NAMES, LAST_NAMES, 4, draws), _drawn(BRANDS, TRADES, 3, draws), draws)
     if floor((index + 1) * drill) > floor(index * drill):

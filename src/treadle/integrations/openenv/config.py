@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic import Field, field_validator, model_validator
 
 from treadle.core.config import Config
@@ -19,7 +17,6 @@ class OpenEnvConfig(Config):
     command: tuple[str, ...] = Field(
         (), description=f"what starts the server, for as long as the run lasts; {PORT} in it is a free port"
     )
-    directory: Path | None = Field(None, description="where the command runs (default: where the run does)")
     action: str = Field(
         "",
         description="field of the action that takes the model's reply; default: the only one, if that is text; "

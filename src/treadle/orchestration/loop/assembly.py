@@ -15,7 +15,6 @@ from treadle.orchestration.reporting.callbacks import Callbacks
 from treadle.orchestration.reporting.clock import Clock
 from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
-from treadle.orchestration.sampling.failures import Retries
 from treadle.orchestration.sampling.groups import Groups
 from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
@@ -59,7 +58,7 @@ def make_loop(
         queue,
         runner,
         Groups(config, queue, store, reporter),
-        Retries(config.failures, state.retries),
+        config.failures,
         ConcurrencyController(config.engine_capacity),
     )
     evaluator = Evaluator(config, runner, inputs.held_out, store, reporter)

@@ -47,6 +47,7 @@ class Evaluator:
                 epoch=state.update,
                 temperature=temperature,
                 config=section,
+                side_by_side=self._config.evaluated_together,
                 on_trajectory=lambda: self._reporter.advance("evaluation"),
             )
             with self._reporter.timed("evaluation", state.update):

@@ -17,7 +17,7 @@ from treadle.core.status import ComponentStatus
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
-from treadle.orchestration.sampling.failures import Retries
+from treadle.orchestration.sampling.failures import FailuresConfig
 from treadle.orchestration.sampling.groups import Batch, Groups
 from treadle.orchestration.sampling.stop_conditions import StopConditionMet
 from treadle.orchestration.sampling.task_queue import TaskQueue
@@ -51,11 +51,11 @@ class RolloutScheduler:
         queue: TaskQueue,
         runner: RolloutRunner,
         groups: Groups,
-        retries: Retries,
+        failures: FailuresConfig,
         concurrency: ConcurrencyController,
     ) -> None:
         self._config, self._queue, self._runner, self._groups = config, queue, runner, groups
-        self._retries, self._concurrency = retries, concurrency
+        self._failures, self._concurrency = failures, concurrency
         self._synchronous = config.orchestration.max_staleness == 0
         self._group_size = config.training.group_size
         self._version = self._playing = 0
@@ -95,7 +95,6 @@ class RolloutScheduler:
             cursor=self._queue.next_index,
             outstanding=tuple(sorted((*self._groups.outstanding, *self._queue.requeued))),
             failed_tasks=dict(self._queue.failed_tasks),
-            retries=self._retries.counts,
         )
 
     async def next_batch(self, state: LoopState) -> Batch:
@@ -155,7 +154,7 @@ class RolloutScheduler:
             made = [t for t in group.trajectories if t.attempt % size == place]
             if not made:
                 missing.append(place)
-            elif self._retries.take_retry(made[-1], len(made)) is not None:
+            elif self._failures.retry_delay(made[-1], len(made)) is not None:
                 missing.append(made[-1].attempt + size)
         return missing
 
@@ -231,8 +230,8 @@ class RolloutScheduler:
 
     def _judged(self, attempt: _Attempt, trajectory: Trajectory) -> tuple[Trajectory, float | None]:
         """The attempt as it is recorded, and the seconds before another one takes its place; None if none does."""
-        pause = self._retries.take_retry(trajectory, attempt.address.attempt // self._group_size + 1)
-        return (self._retries.final(trajectory) if pause is None else trajectory), pause
+        pause = self._failures.retry_delay(trajectory, attempt.address.attempt // self._group_size + 1)
+        return (self._failures.final(trajectory) if pause is None else trajectory), pause
 
     def _next(self, attempt: _Attempt) -> Address:
         return replace(attempt.address, attempt=attempt.address.attempt + self._group_size)

@@ -11,7 +11,6 @@ from treadle.orchestration.config import RunConfig
 
 CHANGEABLE = (
     "orchestration.updates",
-    "orchestration.log_every",
     "orchestration.traced_groups",
     "orchestration.checkpoint_every",
     "orchestration.ledger_directory",
@@ -29,12 +28,10 @@ CHANGEABLE = (
     "engine.own_process",
     "rollout.agent_timeout",
     "rollout.environment_timeout",
-    "rollout.finish_timeout",
     "rollout.gateway.*",
     "rollout.trajectory_timeout",
-    *(f"harbor.{name}" for name in ("concurrency", "trials_per_second", "sandbox_lifetime", "python", "worker.*")),
-    *(f"harbor.{name}" for name in ("start_timeout", "agent_timeout", "verifier_timeout")),
-    *(f"harbor.{name}" for name in ("trial_directories", "directory")),
+    *(f"driver_options.{name}" for name in ("concurrency", "trials_per_second", "python", "worker")),
+    *(f"driver_options.{name}" for name in ("trial_directories", "directory")),
     "callbacks",
     "training.threads",
     "training.packing",
@@ -68,8 +65,17 @@ class Change(NamedTuple):
 
 def changes(before: RunConfig, after: RunConfig) -> list[Change]:
     """Return what differs between two configurations, in order of declaration."""
-    old, new = ({line.path: line.value for line in describe(config)} for config in (before, after))
+    old, new = (_leaves(config) for config in (before, after))
     return [Change(path, old.get(path), new.get(path)) for path in {**new, **old} if old.get(path) != new.get(path)]
+
+
+def _leaves(config: RunConfig) -> dict[str, Any]:
+    """Path -> value; options of what is registered (`driver_options`) each by itself."""
+    leaves: dict[str, Any] = {}
+    for path, value in ((line.path, line.value) for line in describe(config)):
+        opened = isinstance(value, dict) and path.endswith("options")
+        leaves |= {f"{path}.{name}": part for name, part in value.items()} if opened else {path: value}
+    return leaves
 
 
 def check_changes(found: Sequence[Change], updates_done: int = 0) -> None:

@@ -17,7 +17,7 @@ from treadle.core.engine import Engine
 from treadle.core.registry import resolve
 from treadle.core.trainer import WeightSource, WeightSync
 from treadle.engines.config import EngineConfig
-from treadle.engines.process.engine import start_engine
+from treadle.engines.remote import start_engine
 from treadle.engines.temporary import temporary_directory
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions

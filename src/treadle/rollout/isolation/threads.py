@@ -30,7 +30,6 @@ class CallThread(Executor):
         self.thread.start()
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue the call and return its future."""
         future: Future[T] = Future()
         self._calls.put(partial(_run, future, partial(function, *args, **kwargs)))
         return future
@@ -69,14 +68,13 @@ class DaemonThreads(ThreadPoolExecutor):
     """
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Start the call and return its future."""
         thread = CallThread("treadle-to-thread")
         future = thread.submit(function, *args, **kwargs)
         thread.shutdown()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Return at once; no thread is waited for."""
+        return None
 
 
 def _run(future: Future[Any], call: Callable[[], Any]) -> None:
