@@ -89,7 +89,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def counting(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "counting.py").write_text(textwrap.dedent(COUNTING))
-    return {"command": serve("counting:app", tmp_path)}
+    return {"server": serve("counting:app", tmp_path)}
 
 
 async def play(
@@ -121,7 +121,7 @@ def tasks(count: int, **extras: Any) -> list[Task]:
 @pytest.mark.slow  # `openenv init` and its template import for seconds
 def test_the_template_of_openenv_init_with_more_attempts_than_sessions(template: Path) -> None:
     """24 attempts and 8 sessions: those for whom the server is full wait. It has no end: the limit on calls is ours."""
-    options = {"command": serve("server.app:app", template), "observation": "echoed_message"}
+    options = {"server": serve("server.app:app", template), "observation": "echoed_message"}
     trajectories = played(options, tasks(24), lambda text: "word" * text.count("<|im_start|>assistant"), max_steps=3)
     assert [t.failure for t in trajectories] == [None] * 24
     for trajectory in trajectories:
@@ -174,10 +174,10 @@ async def test_a_running_server_goes_on_after_the_run(counting: dict[str, Any], 
         while b"running on" not in (line := await server.stderr.readline()):
             assert line, "the server has ended"
         url = line.decode().partition("running on ")[2].split()[0]
-        [trajectory] = await play({"url": url}, tasks(1), lambda text: '{"direction": "up", "by": 5}')
+        [trajectory] = await play({"server": url}, tasks(1), lambda text: '{"direction": "up", "by": 5}')
         assert trajectory.reward == 1.0
         with pytest.raises(ConfigError, match="its actions have no field 'text', only direction, by"):
-            await play({"url": url, "action": "text"}, tasks(1), lambda text: "")
+            await play({"server": url, "action": "text"}, tasks(1), lambda text: "")
         assert alive(server.pid)
     finally:
         server.terminate()
@@ -188,13 +188,13 @@ async def test_a_running_server_goes_on_after_the_run(counting: dict[str, Any], 
     ("options", "expected"),
     [
         pytest.param(  # it imports the library
-            {"url": "http://127.0.0.1:9"}, "no OpenEnv server answers at http://127.0.0.1:9", marks=pytest.mark.slow
+            {"server": "http://127.0.0.1:9"}, "no OpenEnv server answers at http://127.0.0.1:9", marks=pytest.mark.slow
         ),
-        ({"command": ["/no/program", "{port}"]}, "'/no/program .*' cannot be run: .*No such file"),
-        ({"command": ["false", "{port}"]}, "'false .*' ended with status 1"),
-        ({"command": ["true"]}, "the command 'true' has no {port}, the port that the server must take"),
-        ({}, "give either the url of a running server, or the command that starts one"),
-        ({"url": "localhost:8000"}, "'localhost:8000' is no base URL"),
+        ({"server": ["/no/program", "{port}"]}, "'/no/program .*' cannot be run: .*No such file"),
+        ({"server": ["false", "{port}"]}, "'false .*' ended with status 1"),
+        ({"server": ["true"]}, "the command 'true' has no {port}, the port that the server must take"),
+        ({}, "missing key 'server'"),
+        ({"server": "localhost:8000"}, "'localhost:8000' is no base URL"),
     ],
 )
 def test_what_cannot_work_is_one_line(options: dict[str, Any], expected: str) -> None:
@@ -209,7 +209,7 @@ def test_a_run_trains_on_a_server_that_it_starts(template: Path, tmp_path: Path)
     app = template / "server" / "app.py"
     written = app.read_text()
     app.write_text(written.replace("max_concurrent_envs=8,", "max_concurrent_envs=1,"))
-    options: dict[str, Any] = {"python": python(), "command": serve("server.app:app", template)}
+    options: dict[str, Any] = {"python": python(), "server": serve("server.app:app", template)}
     options |= {"observation": "echoed_message"}
     rows = tmp_path / "tasks.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"Say much, {n}."}) + "\n" for n in range(4)))

@@ -10,7 +10,7 @@ from tests.orchestration.runs import check_finished, query, start, updates
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError, RunError
 from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.config_diff import CHANGEABLE, changes, check_changes
+from treadle.orchestration.setup.config_diff import CHANGEABLE, Change, changes, check_changes
 from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.store.checkpoint_retention import checkpoint_updates
 from treadle.orchestration.store.ledger import Ledger
@@ -42,6 +42,15 @@ def finished(reference: Path, tmp_path: Path) -> Path:
 # Changes
 
 
+def test_changes_are_found_in_sections_too() -> None:
+    vllm = ("engine.kind=vllm",)
+    found = changes(tiny(*vllm), tiny(*vllm, "seed=3", "algorithm.kl.coef=0.1", "engine.options.args={a: 1}"))
+    assert Change("seed", 0, 3) in found
+    assert Change("algorithm.kl.coef", None, 0.1) in found
+    assert Change("engine.options.args", None, {"a": 1}) in found
+    assert changes(tiny(), tiny()) == []
+
+
 def test_every_path_that_may_change_is_there() -> None:
     paths = set(load_paths(tiny().model_dump()))
     for allowed in (path for path in CHANGEABLE if "options" not in path):
@@ -64,12 +73,15 @@ def load_paths(data: Any, prefix: str = "") -> list[str]:
         "failures.causes.agent.retries=3",
         "training.threads=2",
         "training.packing=step",
-        "engine.vllm.servers=2",
         "data.table_by=kind",
     ],
 )
 def test_what_may_change(override: str) -> None:
     check_changes(changes(tiny(), tiny(override)), 3)
+
+
+def test_options_of_vllm_may_change() -> None:
+    check_changes(changes(tiny("engine.kind=vllm"), tiny("engine.kind=vllm", "engine.options.servers=2")), 3)
 
 
 @pytest.mark.parametrize(

@@ -96,11 +96,11 @@ BROKEN: dict[str, tuple[Sequence[str], dict[str, str]]] = {
         {"reference": "algorithm.kl.model: no directory '/nowhere'"},
     ),
     "interpreter": (
-        ["engine.kind=vllm", "engine.vllm.python=/nowhere"],
+        ["engine.kind=vllm", "engine.options.python=/nowhere"],
         {"engine": "'/nowhere' is no interpreter"},
     ),
     "servers": (
-        ["engine.kind=vllm", "engine.vllm.urls=['http://127.0.0.1:9']"],
+        ["engine.kind=vllm", "engine.options.servers=['http://127.0.0.1:9']"],
         {"engine": "http://127.0.0.1:9 does not answer /health"},
     ),
     "driver": (
@@ -117,7 +117,7 @@ BROKEN: dict[str, tuple[Sequence[str], dict[str, str]]] = {
         {"memory": "take a smaller model", "disk": "free some space"},
     ),
     "two parts": (
-        ["callbacks=[typo]", "engine.kind=vllm", "engine.vllm.python=/nowhere"],
+        ["callbacks=[typo]", "engine.kind=vllm", "engine.options.python=/nowhere"],
         {"callbacks": "typo", "engine": "/nowhere"},
     ),
 }
@@ -181,7 +181,7 @@ def test_a_gpu_recipe_passes_with_random_weights_and_a_real_tokenizer(directory:
         weights[name] = torch.zeros(726, weights[name].shape[1])
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     found = tried(
-        tiny("model.build=null", f"model.path={directory}", "engine.kind=vllm", "engine.vllm.python=/no/vllm")
+        tiny("model.build=null", f"model.path={directory}", "engine.kind=vllm", "engine.options.python=/no/vllm")
     )
     assert missing(found).keys() == {"engine"}
     assert found.prompt is not None and found.memory

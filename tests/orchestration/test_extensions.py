@@ -117,7 +117,7 @@ def test_wrong_options_are_refused_before_anything_runs(option: str, message: st
     [
         (["algorithm.policy_loss_options={a: 1}"], "policy_loss_options: unknown key 'a'; known here: eps_low"),
         (["algorithm.advantage_options={a: 1}"], "advantage_options: unknown key 'a'; known here: norm_by_std"),
-        (["engine.options={a: 1}"], "engine.options is set, but engine.kind 'torch' reads none"),
+        (["engine.options={a: 1}"], "engine.options is set, but 'torch' has no options"),
     ],
 )
 def test_options_that_nobody_reads_are_refused(options: list[str], message: str) -> None:

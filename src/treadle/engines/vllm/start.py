@@ -101,7 +101,7 @@ async def wait_for(server: Server, timeout: float) -> None:
     deadline = time.monotonic() + (timeout if server.process else 0)
     while not await server.is_well():
         if server.process is None:
-            raise EngineError(f"{server} does not answer /health; start it, or correct engine.vllm.urls")
+            raise EngineError(f"{server} does not answer /health; start it, or correct engine.options.servers")
         if not server.process.running:
             raise EngineError(f"{server} ended while it started:\n{server.process.tail()}")
         if time.monotonic() > deadline:

@@ -57,8 +57,8 @@ class SharedMemory:
         await on_each(servers, lambda server: server.post("/init_weight_transfer_engine", {"init_info": {}}))
 
     async def stage(self, source: WeightSource) -> StagedFile:
-        file = WeightsFile(self._dtype, None, private=False, remedy="set engine.vllm.transfer=collective")
-        return await stage_file(source, file)
+        remedy = "set engine.options.transfer=collective"
+        return await stage_file(source, WeightsFile(self._dtype, None, private=False, remedy=remedy))
 
     async def load(self, staged: StagedFile, servers: Sequence[Server], label: str) -> None:
         await on_each(servers, lambda server: server.load({"path": str(staged.path)}, label))

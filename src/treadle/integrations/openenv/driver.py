@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class OpenEnvDriver(WorkerDriver):
     def __init__(self, setup: DriverSetup, options: OpenEnvConfig) -> None:
         port = free_port()
         handled = {
-            "url": options.url or f"http://127.0.0.1:{port}",
+            "url": options.server if isinstance(options.server, str) else f"http://127.0.0.1:{port}",
             "action": options.action,
             "observation": options.observation,
         }
@@ -56,7 +56,12 @@ class OpenEnvDriver(WorkerDriver):
             cause=Cause.AGENT,
             lost_cause=Cause.INFRASTRUCTURE,
         )
-        super().__init__(setup, program, options.worker, first=_served(options, port) if options.command else None)
+        super().__init__(
+            setup,
+            program,
+            options.worker,
+            first=None if isinstance(options.server, str) else _served(options.server, port),
+        )
 
     def order(self, task: Task) -> dict[str, Any]:
         """Return the task's prompt, and what its session is reset with."""
@@ -64,9 +69,9 @@ class OpenEnvDriver(WorkerDriver):
 
 
 @asynccontextmanager
-async def _served(config: OpenEnvConfig, port: int) -> AsyncIterator[None]:
+async def _served(command: Sequence[str], port: int) -> AsyncIterator[None]:
     """Run the command until the context ends; nothing of it stays behind. Raises ConfigError if it does not serve."""
-    words = [word.replace(PORT, str(port)) for word in config.command]
+    words = [word.replace(PORT, str(port)) for word in command]
     with open(os.devnull) as nothing:
         server = await SupervisedProgram.start(words, inherited_variables(), nothing.fileno())
     try:
@@ -77,10 +82,10 @@ async def _served(config: OpenEnvConfig, port: int) -> AsyncIterator[None]:
                     await asyncio.sleep(_LOOK)
         except TimeoutError:
             raise ConfigError(
-                f"driver_options.command: {' '.join(words)!r} does not listen on port {port} after {_START:g} s"
+                f"driver_options.server: {' '.join(words)!r} does not listen on port {port} after {_START:g} s"
             ) from None
         if ended.done():
-            raise ConfigError(f"driver_options.command: {' '.join(words)!r} {_how(ended.result() or {})}")
+            raise ConfigError(f"driver_options.server: {' '.join(words)!r} {_how(ended.result() or {})}")
         yield
     finally:
         await server.stop()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from treadle.core.config import as_override, describe
 from treadle.core.errors import ConfigError
+from treadle.engines.config import VLLMConfig
 from treadle.orchestration.config import RunConfig
 
 CHANGEABLE = (
@@ -22,7 +23,7 @@ CHANGEABLE = (
     "failures.*",
     "data.table_by",
     "engine.in_flight",
-    "engine.vllm.*",
+    *(f"engine.options.{name}" for name in VLLMConfig.model_fields),
     "engine.batch",
     "engine.kv_budget",
     "engine.own_process",

@@ -171,7 +171,7 @@ async def open_vllm(
     config, known = spec.config, spec.source.model
     if spec.routing:
         args = {"enable-return-routed-experts": True, **config.vllm.args}
-        config = config.model_copy(update={"vllm": config.vllm.model_copy(update={"args": args})})
+        config = config.model_copy(update={"options": {**config.options, "args": args}})
     ids = np.random.default_rng(0).integers(0, known.vocabulary, min(_PROBE, known.context - 1)).astype(np.int32)
     probe, stop = Probe(ids, config.tolerance), spec.chat.stop_token_ids
     connected = partial(start, config, spec.source, stop_token_ids=stop, probe=probe, notify=spec.log)
