@@ -64,20 +64,6 @@ def load_paths(data: Any, prefix: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("training.packing=chain", "training.packing tree -> chain"),
-        ("orchestration.keep_best=held_out_reward", "orchestration.keep_best null -> held_out_reward"),
-        ("engine.own_process=true", "engine.own_process false -> true"),
-        ("callbacks=[tensorboard]", "callbacks [] -> [{name: tensorboard, options: {}}]"),
-        ("rollout.stop=[a, b]", "rollout.stop [] -> [a, b]"),
-    ],
-)
-def test_a_change_is_told_as_one_would_write_it(override: str, told: str) -> None:
-    assert [str(change) for change in changes(tiny(), tiny(override))] == [told]
-
-
-@pytest.mark.parametrize(
     "override",
     [
         "orchestration.updates=8",
@@ -174,12 +160,6 @@ def test_killed_after_going_back_it_is_still_back(tmp_path: Path) -> None:
     assert any("after 2 of 4 updates" in line for line in progress.lines)
     assert summary["weights_sha256"] == before["weights_sha256"]
     check_finished(tmp_path)
-
-
-def test_an_earlier_checkpoint_that_is_not_there(finished: Path) -> None:
-    with pytest.raises(RunError, match="has no checkpoint 'step-000001'; it has step-000002, step-000004"):
-        go_on(finished, checkpoint="step-000001")
-    assert (finished / "summary.json").is_file()
 
 
 def test_a_run_that_is_to_end_where_its_checkpoint_is_has_its_last_evaluation(finished: Path) -> None:

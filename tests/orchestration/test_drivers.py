@@ -7,7 +7,7 @@ import pytest
 
 import treadle
 from tests.orchestration.runs import check_finished, query, resume
-from tests.worlds import ROOT, Quiet, tiny, user, vowel_tasks
+from tests.worlds import Quiet, tiny, user, vowel_tasks
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.rewards import Reward
@@ -141,10 +141,6 @@ def test_what_cannot_work_is_refused_when_inputs_are_loaded(overrides: tuple[str
         load_inputs(config(*overrides))
 
 
-def test_this_file_can_be_imported_by_its_name() -> None:
-    assert (ROOT / (HERE.replace(".", "/") + ".py")).samefile(__file__)
-
-
 class Pay(Config):
     """What an attempt is worth."""
 
@@ -188,11 +184,6 @@ def test_a_driver_is_made_with_the_recipes_options(tmp_path: Path) -> None:
 def test_options_that_a_driver_does_not_take_are_refused_at_the_start(driver: str, options: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_inputs(config(f"driver={HERE}:{driver}", f"driver_options={options}"))
-
-
-def test_options_for_no_driver_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"driver_options \(worth\) are for the recipe's driver, and none is set"):
-        config("driver_options={worth: 1}")
 
 
 def test_the_engine_does_not_wait_for_attempts_that_wait_for_each_other() -> None:

@@ -169,14 +169,6 @@ def test_blanks_before_digits_are_cut_as_the_model_knows_them(gguf_file: Path) -
     assert plain.tokenize("he   12") == ["he", "ĠĠ", "Ġ", "12"], "transformers does it by itself now"
 
 
-def test_a_file_without_a_chat_template_is_converted_and_says_what_it_lacks(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "base.gguf", template=None)
-    said: list[str] = []
-    directory = get_model(str(tmp_path / "base.gguf"), said.append)
-    assert any("has no chat template: to train it, set model.tokenizer" in line for line in said)
-    assert parameters(directory)
-
-
 @pytest.mark.parametrize("broken", ["text", "truncated", "architecture"])
 def test_a_file_that_cannot_be_read_is_one_error_and_leaves_nothing(broken: str, gguf_file: Path, cache: Path) -> None:
     if broken == "text":

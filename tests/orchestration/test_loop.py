@@ -574,14 +574,6 @@ def test_overlong_trajectories_are_dropped_by_name_and_enter_nothing(tmp_path: P
     assert sum(row["dropped_overlong"] for row in updates(tmp_path / "run")) > 0
 
 
-def test_a_hook_that_is_not_there_and_a_penalty_that_maxrl_cannot_take_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="shaping: 'nowhere' is not registered"):
-        start(tmp_path / "run", "rewards.shaping=nowhere")
-    with pytest.raises(ConfigError, match=r"'maxrl' needs rewards >= 0, and rewards\.length_penalty takes some away"):
-        start(tmp_path / "run", "algorithm.advantage=maxrl", "rewards.length_penalty={free: 0, limit: 10}")
-    assert not (tmp_path / "run").exists()
-
-
 def test_kl_may_be_from_another_model(tmp_path: Path, reference: tuple[Path, Summary]) -> None:
     """Named by its directory, here a checkpoint; what is wrong with it is told before there is a run."""
     path, kl = reference[0] / "checkpoints" / "step-000004", "algorithm.kl.coef=0.1"

@@ -289,14 +289,6 @@ def test_progress_in_between_is_told_when_nothing_else_was_for_long(
     assert capsys.readouterr().out.splitlines() == told
 
 
-def test_an_update_line_has_all_figures_where_they_fit() -> None:
-    line = update_line({**FAILED, "update": 12}, 12)
-    assert line.startswith("update 12/12  reward 1.000  success 1.000  steps 1.00")
-    assert line.endswith("gap 2e-06  rollout 1.00s  update 0.25s  FAILED 1/2")
-    later = {name: value for name, value in ROW.items() if name != "logprob_gap_max"}  # not known of every update
-    assert "gap -  rollout" in update_line({**later, "update": 12}, 12)
-
-
 @given(st.integers(40, 160), st.booleans())
 def test_an_update_line_fits_the_width_with_whole_figures_and_its_failures(width: int, failed: bool) -> None:
     row = {**(FAILED if failed else ROW), "update": 37}
