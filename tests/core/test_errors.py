@@ -13,6 +13,7 @@ from treadle.core.errors import (
     DamageError,
     DataError,
     DownloadError,
+    EngineEnded,
     EngineError,
     PlacementError,
     RankError,
@@ -22,6 +23,7 @@ from treadle.core.errors import (
     TrainingStopped,
     TrajectoryFailure,
     TreadleError,
+    WorkerLost,
 )
 
 EXAMPLES: list[TreadleError] = [
@@ -30,6 +32,8 @@ EXAMPLES: list[TreadleError] = [
     DataError("row 3"),
     DownloadError("no such package"),
     EngineError("no token ids"),
+    EngineEnded("engine 1 ended with code -9"),
+    WorkerLost("rollout worker 2 is gone"),
     RunError("runs/a is taken"),
     CheckpointError("step-000040 holds another model"),
     DamageError("step-000040 is damaged"),

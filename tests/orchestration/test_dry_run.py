@@ -104,7 +104,7 @@ BROKEN: dict[str, tuple[Sequence[str], dict[str, str]]] = {
         {"engine": "http://127.0.0.1:9 does not answer /health"},
     ),
     "driver": (
-        ['environment=""', "driver=openenv", "driver_options={url: 'http://127.0.0.1:9', python: /nowhere}"],
+        ['environment=""', "driver=openenv", "driver_options={server: 'http://127.0.0.1:9', python: /nowhere}"],
         {"driver": "'/nowhere' is no interpreter; name an interpreter that has openenv-core"},
     ),
     "prompt": (["rollout.max_input_tokens=3"], {"first prompt": "rollout.max_input_tokens is 3"}),

@@ -129,13 +129,13 @@ def check_driver(candidate: object, name: str, options: Mapping[str, Any] = NO_O
         raise ConfigError(f"{where} {what} of AttemptDriver")
     if candidate.play is AttemptDriver.play:
         raise ConfigError(f"{where}: play is missing; write 'async def play(self, session, task, user)'")
-    built = registry.build_options(found.options_type, options, "driver_options", name)
-    arguments: dict[str, Any] = {"options": built} if found.options_type.model_fields else {}
+    built = registry.build_options(candidate.options_type, options, "driver_options", name)
+    arguments: dict[str, Any] = {"options": built} if candidate.options_type.model_fields else {}
     try:
-        inspect.signature(found).bind(None, **arguments)
+        inspect.signature(candidate).bind(None, **arguments)
     except TypeError as error:
         raise ConfigError(f"{where} is made with a DriverSetup and, if any, its options_type, but: {error}") from error
-    return cast(DriverFactory, partial(found, **arguments) if arguments else found)
+    return cast(DriverFactory, partial(candidate, **arguments) if arguments else candidate)
 
 
 def is_driver(candidate: object) -> TypeGuard[type[AttemptDriver[Any]]]:
