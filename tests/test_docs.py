@@ -338,7 +338,7 @@ def test_settings_on_the_page_for_users_of_skyrl_are_those_of_the_recipes() -> N
         for recipe, cell in zip(recipes, values, strict=True):
             found: Any = recipe
             for part in key.strip("`").split("."):
-                found = None if found is None else found.get(part) if "options" in key else found[part]
+                found = None if found is None else found.get(part)
             assert (found or None) == (None if cell.startswith("none") else yaml.safe_load(cell.strip("`")) or None), (
                 key
             )
