@@ -86,14 +86,14 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Holds weights of one type in one piece. shapes: by name, in their order in packed, which is uint8 on the CPU."""
+    """Weights of one type in one piece. shapes: by name, in their order in packed, which is uint8 on the CPU."""
 
     dtype: torch.dtype
     shapes: Mapping[str, tuple[int, ...]]
     packed: Tensor
 
     def message(self) -> dict[str, Any]:
-        """Return what a server must know to receive the bucket, as plain data."""
+        """What a server must know to receive the bucket, as plain data."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "shapes": self.shapes}
 
 

@@ -33,7 +33,7 @@ LOADING = "treadle: half loaded"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """Says how new weights are proven: servers must score `ids` int32[T] as the source does.
+    """How new weights are proven: servers must score `ids` int32[T] as the source does.
 
     tolerance: of the mean absolute difference of the log-probabilities of ids[1:] at temperature 1.
     """
@@ -43,7 +43,7 @@ class Probe:
 
 
 class Publication:
-    """Keeps track of the weights that vLLM's servers have, and brings them new ones (a `WeightSync`).
+    """The weights that vLLM's servers have, and how they get new ones (a `WeightSync`).
 
     servers: one that is started anew takes the place of a lost one (`join`). source: whose weights are published.
     probe: ids that new weights are proven with; None: they are not.

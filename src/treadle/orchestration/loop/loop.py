@@ -73,7 +73,7 @@ class Loop:
 
     @property
     def finished(self) -> bool:
-        """Return whether there is nothing left to do: all updates are made, and the last weights are evaluated."""
+        """All updates are made, and the last weights are evaluated."""
         return is_last(self.config, self.state) and not self.evaluator.pending(self.state)
 
     async def _run(self) -> None:
@@ -104,7 +104,7 @@ class Loop:
                 await self._save()
 
     async def _next_batch(self) -> Batch | None:
-        """What is trained next; None if a stop is requested first."""
+        """Wait for the next batch; None if a stop is requested first."""
         self.scheduler.start_groups(self.state.version)
         with self.reporter.timed("rollout", self.state.update + 1):
             self.reporter.begin("rollout", self.config.groups_per_batch * self.config.training.group_size)

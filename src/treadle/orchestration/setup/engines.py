@@ -33,7 +33,7 @@ _PROBE = 64  # tokens that new weights are proven with
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Holds what an engine is made from: `open_engine(EngineSpec(config.engine, chat, trainer, load_model))`.
+    """What an engine is made from: `open_engine(EngineSpec(config.engine, chat, trainer, load_model))`.
 
     source: whose weights it serves. load_model: returns a model like the source's, with any weights, which an engine in
     this process copies. logs: directory where other processes write theirs; default: a temporary one, which stays.
@@ -69,7 +69,7 @@ def training_engine(
     log: Callable[[str], None],
     may_wait: bool = False,
 ) -> EngineSpec:
-    """Return what the engine of a training run is made from. may_wait: of its players (`Players.may_wait`)."""
+    """The engine of a training run. may_wait: of its players (`Players.may_wait`)."""
     return EngineSpec(
         config=config.engine_in_training(may_wait),
         chat=chat,

@@ -41,7 +41,7 @@ IN_MEMORY = "in memory"
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Holds the tasks, the environments, agents and drivers that they name, and the callbacks by name."""
+    """The tasks, the environments, agents and drivers that they name, and the callbacks by name."""
 
     train: Sequence[Task]
     held_out: Sequence[Task]
@@ -152,14 +152,14 @@ def load_split(
 def load_context(
     config: RunConfig, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
 ) -> LoadContext:
-    """Return what all sources of a run have in common. Raises ConfigError for what does not exist."""
+    """What all sources of a run have in common. Raises ConfigError for what does not exist."""
     known = {**configured_environments(config), **environments}
     return LoadContext(config.data.columns, config.player, known, config.seed)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstPrompt:
-    """Holds the prompt of a task's first call, int32[T], as the model will see it."""
+    """The prompt of a task's first call, int32[T], as the model will see it."""
 
     task_id: str
     ids: Ids
