@@ -203,7 +203,7 @@ def _described(tool: Tool) -> _Described:
             raise ConfigError(f"tool {name!r}: parameter {key!r} has no type; write '{key}: str', or what it is")
         default = ... if parameter.default is parameter.empty else parameter.default
         line = re.search(rf"^\s*{re.escape(key)}\s*(?:\([^)]*\))?:\s*(.+)$", text, re.MULTILINE)
-        about = Field(alias=key, description=line[1]) if line else Field(alias=key)  # keeps the parameter's own
+        about = Field(alias=key, description=line[1]) if line else Field(alias=key)
         fields[f"p{number}"] = Annotated[hints[key], about], default  # pydantic keeps some names to itself
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
