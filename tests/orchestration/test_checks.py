@@ -109,7 +109,7 @@ def test_an_environment_that_needs_more_calls_than_there_are_is_refused() -> Non
         check_first_prompts(inputs, plain_renderer(), tiny(*overrides), 128, print)
 
     check("rollout.max_steps=4")
-    message = r"task t: environment: environment 'long' needs 4 calls .* rollout\.max_steps is 3; set rollout\.max_steps=4"
+    message = r"task t: .*'long' needs 4 calls .*, and rollout\.max_steps is 3; set rollout\.max_steps=4, or"
     with pytest.raises(ConfigError, match=message):
         check()
     Long.required_steps = "x"  # type: ignore[assignment]
