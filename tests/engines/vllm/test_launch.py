@@ -69,7 +69,9 @@ def test_nothing_of_treadles_environment_reaches_a_server(monkeypatch: pytest.Mo
 def test_the_interpreter_is_found_or_missed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TREADLE_VLLM_VENV", raising=False)
-    with pytest.raises(ConfigError, match=r"'\.venv-vllm/bin/python' is no interpreter; set engine\.vllm\.python to"):
+    with pytest.raises(
+        ConfigError, match=r"'\.venv-vllm/bin/python' is no interpreter; set engine\.options\.python to"
+    ):
         find_python(None)
     with pytest.raises(ConfigError, match="'/nowhere/python' is no interpreter"):
         find_python("/nowhere/python")
@@ -82,7 +84,7 @@ def test_the_interpreter_is_found_or_missed_by_name(tmp_path: Path, monkeypatch:
 
 
 def test_running_servers_take_no_arguments() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.vllm\.args is for servers that Treadle starts"):
+    with pytest.raises(ConfigError, match=r"engine\.options\.args is for servers that Treadle starts"):
         config(servers=["http://localhost:1"], args={"seed": 1})
 
 
