@@ -45,7 +45,7 @@ model:
 warm_start:
   demonstrations: arithmetic
   options: {expert: 0.5}
-  steps: 60
+  steps: 90
   batch_size: 16
   learning_rate: 1e-2
 rollout: {max_steps: 1, max_input_tokens: 64, max_completion_tokens: 8}

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet as pq
 import pytest
 
-from treadle.core.errors import ConfigError, DataError, TreadleError
+from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
 from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext
@@ -132,13 +132,6 @@ def test_rows_that_are_none_of_skyrl_sql(tmp_path: Path, change: dict[str, Any],
     with pytest.raises(DataError) as caught:
         load_tasks("skyrl_sql", file=tmp_path / "train.parquet", databases=tmp_path)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("source", ["skyrl_sql", "sql_questions"])
-def test_a_file_that_is_missing(tmp_path: Path, source: str) -> None:
-    with pytest.raises(TreadleError, match="nowhere") as caught:
-        load_tasks(source, file="nowhere.json", databases=tmp_path)
-    assert isinstance(caught.value, ConfigError)
 
 
 @pytest.mark.parametrize("source", ["gsm8k_questions", "skyrl_sql"])

@@ -26,10 +26,6 @@ def task(truth: Any = "72") -> Task:
     return Task("clips", PROMPT, ground_truth=truth)
 
 
-def test_the_table_is_large_enough() -> None:
-    assert len(REPLIES) >= 40 and len(ATTEMPTS) >= 20
-
-
 @pytest.mark.parametrize("case", REPLIES.values(), ids=REPLIES.keys())
 def test_rewards_are_the_published_ones(case: Reply) -> None:
     assert reward(task(case.golden), case.text) == case.reward
@@ -85,10 +81,6 @@ async def test_a_ground_truth_that_no_reply_could_equal_is_refused(truth: Any) -
         reward(task(truth), RIGHT)
     with pytest.raises(DataError, match="task clips of GSM8K"):
         await Gsm8kMultiTurn().reset(task(truth))
-
-
-def test_a_ground_truth_may_have_commas() -> None:
-    assert reward(task("1,200"), "#### 1,200") == reward(task("1,200"), "#### 1200") == 1
 
 
 @pytest.mark.parametrize("turns", [0, -1, 2.5, "5", None])

@@ -21,7 +21,6 @@ from tests.until import CEILING, until
 from treadle.core.config import build
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.integrations.worker import WorkerConfig, WorkerLimits, WorkerPool, WorkerProgram
-from treadle.integrations.worker.child import _Attempts
 
 ROOT = Path(__file__).parents[2]
 HANDLER = Path(__file__).with_name("handler.py")
@@ -136,17 +135,6 @@ async def test_results_that_cannot_be_sent_fail_their_attempt() -> None:
             assert await pool.call({"do": "return", "what": "{'a': 'x' * 1900}"}) == {"a": "x" * 1900}
 
 
-async def test_a_line_that_cannot_be_read_ends_the_process_and_no_more() -> None:
-    async with opened() as pool:
-        held = Held(pool)
-        await begun(pool)
-        process = await pool._slots[0].process()
-        process._reader.feed_data(b"[" * 100_000 + b"\n")
-        failure = await failed(held.call)
-        assert "the Test worker wrote a line that cannot be read (maximum recursion depth" in failure.message
-        assert (await pool.call({"do": "echo", "value": "b"}))["value"] == "b"  # by another one
-
-
 async def test_what_is_printed_is_no_answer() -> None:
     async with opened() as pool:
         assert await pool.call({"do": "print", "lines": 1000}) == {"value": ""}
@@ -163,16 +151,6 @@ async def test_a_process_that_dies_fails_its_attempts_and_is_replaced() -> None:
         results = await asyncio.gather(*(pool.call({"do": "echo"}) for _ in range(4)))
         assert len({result["pid"] for result in results}) == 2
         assert pool.restarts == 1
-
-
-async def test_a_process_that_is_killed_fails_its_attempts_and_is_replaced() -> None:
-    async with opened() as pool:
-        held = Held(pool)
-        await begun(pool)
-        os.kill(pool.ready.pid, signal.SIGKILL)
-        failure = await failed(held.call)
-        assert (failure.cause, failure.message) == (Cause.ENVIRONMENT, "the Test worker was killed by signal 9")
-        assert (await pool.call({"do": "echo"}))["pid"] == pool.ready.pid
 
 
 async def test_a_blocked_process_is_killed_and_its_place_named() -> None:
@@ -325,13 +303,6 @@ async def test_what_cannot_start_is_one_line_with_its_remedy(changes: dict[str, 
     assert "\n" not in str(error.value)
 
 
-async def test_a_library_that_is_missing_is_one_line_with_its_remedy(tmp_path: Path) -> None:
-    (tmp_path / "h.py").write_text("import library_that_is_not_there\n")
-    with pytest.raises(ConfigError, match="ModuleNotFoundError: No module named 'library_that_is_not_there'; see docs"):
-        async with opened(handler=tmp_path / "h.py"):
-            pass
-
-
 async def test_modules_of_the_directory_of_the_run_can_be_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,18 +346,6 @@ OPERATIONS = st.lists(
     min_size=1,
     max_size=12,
 )
-
-
-async def test_an_attempt_that_is_cancelled_before_it_begins_answers() -> None:
-    async def run(payload: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
-        return payload
-
-    sent: list[dict[str, Any]] = []
-    attempts = _Attempts(run, sent.append, output_limit=100)
-    attempts.run(1, {})
-    attempts.cancel(1)
-    await until(lambda: sent)
-    assert sent[0]["id"] == 1 and sent[0]["error"]["type"] == "CancelledError" and len(attempts) == 0
 
 
 @settings(max_examples=5, deadline=None)
@@ -433,10 +392,3 @@ async def _operate(pool: WorkerPool, operation: str, number: int, draws: random.
 async def _settled(call: Any, value: object) -> None:
     with suppress(TrajectoryFailure):
         assert (await call)["value"] == value
-
-
-async def test_256_attempts_at_once_share_a_process() -> None:
-    async with opened({"heartbeat": 0.2}) as pool:
-        results = await asyncio.gather(*(pool.call({"do": "meet", "together": 256}) for _ in range(256)))
-        assert [result["together"] for result in results] == [256] * 256
-        await until(lambda: pool.heartbeats[0].memory and not pool.heartbeats[0].attempts)

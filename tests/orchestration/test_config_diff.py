@@ -15,14 +15,14 @@ from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.store.checkpoint_retention import checkpoint_updates
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.train import resume_run
+from treadle.orchestration.train import train_run
 
 pytestmark = pytest.mark.xdist_group("orchestration_config_diff")  # what its tests share is made once
 
 
 def go_on(path: Path, *overrides: str, checkpoint: str | None = None) -> tuple[dict[str, Any], Quiet]:
     config, progress = RunDirectory.open(path).config(overrides), Quiet()
-    return resume_run(config, load_inputs(config), path, progress, checkpoint=checkpoint), progress
+    return train_run(config, load_inputs(config), path, progress, checkpoint=checkpoint, resume=True), progress
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +61,6 @@ def load_paths(data: Any, prefix: str = "") -> list[str]:
     if not isinstance(data, dict):
         return [prefix[:-1]]
     return [path for key, value in data.items() for path in load_paths(value, f"{prefix}{key}.")]
-
-
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("training.packing=chain", "training.packing tree -> chain"),
-        ("orchestration.keep_best=held_out_reward", "orchestration.keep_best null -> held_out_reward"),
-        ("engine.own_process=true", "engine.own_process false -> true"),
-        ("callbacks=[tensorboard]", "callbacks [] -> [{name: tensorboard, options: {}}]"),
-        ("rollout.stop=[a, b]", "rollout.stop [] -> [a, b]"),
-    ],
-)
-def test_a_change_is_told_as_one_would_write_it(override: str, told: str) -> None:
-    assert [str(change) for change in changes(tiny(), tiny(override))] == [told]
 
 
 @pytest.mark.parametrize(
@@ -130,16 +116,6 @@ def test_a_longer_run_is_the_run_that_was_longer_from_the_start(tmp_path: Path) 
     check_finished(tmp_path / "run")
 
 
-def test_a_learning_rate_that_follows_is_told(finished: Path) -> None:
-    _, progress = go_on(finished, "orchestration.updates=8")
-    assert "the learning rate follows: at the next update it is 0.003 instead of 0" in progress.lines
-    assert "the entropy bonus follows: it is 0 after 8 updates" in progress.lines
-    assert updates(finished)[4]["learning_rate"] == 0.003
-    with pytest.raises(RunError, match=r"is finished \(8 updates\)"):
-        go_on(finished)
-    assert not (finished / "config-2.yaml").exists()
-
-
 # Earlier checkpoints
 
 KEPT = ("orchestration.checkpoint_every=1", "orchestration.keep_every=2", "evaluation.every=1")
@@ -184,18 +160,6 @@ def test_killed_after_going_back_it_is_still_back(tmp_path: Path) -> None:
     assert any("after 2 of 4 updates" in line for line in progress.lines)
     assert summary["weights_sha256"] == before["weights_sha256"]
     check_finished(tmp_path)
-
-
-def test_an_earlier_checkpoint_that_is_not_there(finished: Path) -> None:
-    with pytest.raises(RunError, match="has no checkpoint 'step-000001'; it has step-000002, step-000004"):
-        go_on(finished, checkpoint="step-000001")
-    assert (finished / "summary.json").is_file()
-
-
-def test_with_other_settings_from_an_earlier_checkpoint(finished: Path) -> None:
-    summary, _ = go_on(finished, "orchestration.updates=3", checkpoint="step-000002")
-    assert summary["updates"] == 3
-    check_finished(finished)
 
 
 def test_a_run_that_is_to_end_where_its_checkpoint_is_has_its_last_evaluation(finished: Path) -> None:

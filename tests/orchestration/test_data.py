@@ -61,9 +61,9 @@ def recipe(source: str, **more: Any) -> RunConfig:
 
 
 def train(path: Path, config: RunConfig) -> dict[str, Any]:
-    from treadle.orchestration.train import start_run
+    from treadle.orchestration.train import train_run
 
-    return start_run(config, load_inputs(config), path, Quiet())
+    return train_run(config, load_inputs(config), path, Quiet())
 
 
 def test_data_a_reward_and_a_model_are_a_program_of_eight_lines(
@@ -121,13 +121,6 @@ def test_what_is_no_reward_function_is_refused_at_once(tmp_path: Path, name: str
         load_inputs(config)
 
 
-def test_a_reward_and_an_environment_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="environment 'lookup' and reward 'm:f' are both set; leave one"):
-        recipe("a.jsonl", environment="lookup", reward="m:f")
-    with pytest.raises(ConfigError, match=r"reward '.*shortness' would play nothing: .*'lookup'"):
-        load_inputs(recipe("lookup", data={"train": {"source": "lookup", "options": {"count": 3}}, "columns": None}))
-
-
 @pytest.mark.parametrize(("name", "frames"), [("wrong", ["wrong"]), ("wrong_later", ["wrong_later", "wrong"])])
 def test_its_traceback_is_kept_and_shown_from_its_own_first_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, frames: list[str]
@@ -142,11 +135,6 @@ def test_its_traceback_is_kept_and_shown_from_its_own_first_line(
     assert "test_data.py" in lines[1]
     assert main(["report", str(tmp_path / "run"), "--failures"]) == 0
     assert 'float(task.extras["level"])' in capsys.readouterr().out
-
-
-def test_a_reward_that_is_no_number_fails_the_attempt(tmp_path: Path) -> None:
-    with pytest.raises(treadle.TreadleError, match="the reward function gave the reward None; it must be a finite"):
-        train(tmp_path / "run", recipe(questions(tmp_path / "train.jsonl"), reward=f"{HERE}:silent"))
 
 
 def test_a_mixture_trains_by_weight_and_its_sources_have_tables(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ FEW = "training.min_group_size=2", "training.group_size=2", "training.tasks_per_
 
 
 def test_synchronous_training_does_not_depend_on_who_finishes_first() -> None:
-    """Retries, and tasks in quarantine, are decided when all attempts have ended."""
+    """Retries, and tasks that are left out, are decided when all attempts have ended."""
     first, *others = (decided(hurry) for hurry in range(4))
     assert others == [first] * 3
 

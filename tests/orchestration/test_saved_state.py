@@ -20,7 +20,7 @@ KNOWN = {
     "in LoopState, which each checkpoint has": (
         *("LoopState.cursor", "LoopState.evaluations", "LoopState.failed_tasks"),
         *("LoopState.update", "LoopState.version", "LoopState.cpu_seconds", "LoopState.wall_seconds"),
-        *("TaskQueue.next_index", "TaskQuarantine.failed_groups"),
+        *("TaskQueue.next_index", "TaskQueue.failed_tasks"),
     ),
     "in the checkpoint's files": ("Learner.updates_done", "KlController.coef"),
     "equal to something of the state": (

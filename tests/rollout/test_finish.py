@@ -132,8 +132,8 @@ def test_an_environment_that_is_no_subclass_needs_none() -> None:
         (Finish(float("nan")), Cause.ENVIRONMENT, "finish gave the reward nan; it must be a finite number"),
         (Finish(info={"tests": "3"}), Cause.ENVIRONMENT, "finish gave info['tests'] = '3'"),
         (Finish(info=[1]), Cause.ENVIRONMENT, "finish gave info [1]"),  # type: ignore[arg-type]
-        (Finish(Reward(tokens=np.ones(9, np.float32))), Cause.ENVIRONMENT, "finish: "),
-        (Finish(1e12), Cause.ENVIRONMENT, "finish: the component 'reward' of a reward must be a finite"),
+        (Finish(Reward(tokens=np.ones(9, np.float32))), Cause.ENVIRONMENT, "Step.given rewards 9 tokens"),
+        (Finish(1e12), Cause.ENVIRONMENT, "the component 'reward' of a reward must be a finite"),
     ],
 )
 @pytest.mark.parametrize("answers", [[DONE], [MORE] * 9], ids=["done", "limit"])
@@ -162,11 +162,6 @@ def test_an_attempt_that_failed_is_not_finished_but_closed(world: Finishing) -> 
     found = one(world, loop=VirtualLoop(), environment_timeout=0.05)
     assert (found.status, found.reward) == (Status.FAILED, None)
     assert world.calls[-1] == "close" and "finish" not in world.calls
-
-
-def test_its_traceback_is_kept() -> None:
-    found = one(Finishing(DONE, last=KeyError("report")))
-    assert found.failure is not None and "in finish" in found.failure.traceback
 
 
 def test_the_engine_does_not_wait_for_it() -> None:

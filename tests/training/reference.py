@@ -39,6 +39,7 @@ from treadle.training.config import TrainingConfig
 from treadle.training.learner import Learner
 from treadle.training.objective import Gradient, TokenScores, concat, lookup
 from treadle.training.ranks import Ranks
+from treadle.training.traces import TracedGroups
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "step": {"packing": Packing.STEP},
@@ -60,11 +61,17 @@ def algorithm_with(**fields: Any) -> AlgorithmConfig:
 
 
 def make_learner(
-    model: PreTrainedModel, algorithm: AlgorithmConfig | None = None, ranks: Ranks | None = None, **training: Any
+    model: PreTrainedModel,
+    algorithm: AlgorithmConfig | None = None,
+    ranks: Ranks | None = None,
+    updates: int = 10,
+    reference: PreTrainedModel | None = None,
+    traced: TracedGroups | None = None,
+    **training: Any,
 ) -> Learner:
     """Of a copy of the model, with a value head that has learned something if there is one."""
     config = TrainingConfig(**training)
-    learner = Learner(copy.deepcopy(model), config, algorithm or AlgorithmConfig(), 10, ranks=ranks)
+    learner = Learner(copy.deepcopy(model), config, algorithm or AlgorithmConfig(), updates, reference, ranks, traced)
     if learner.value_head is not None:
         with torch.no_grad():
             for own, drawn in zip(learner.value_head.parameters(), drawn_head(model).parameters(), strict=True):

@@ -58,7 +58,6 @@ from treadle.algorithms.config import (
 from treadle.algorithms.estimators import advantages
 from treadle.core.types import Group, Trajectory
 from treadle.packing.flat import flatten
-from treadle.packing.layout import Packing
 from treadle.training.config import OptimizerConfig
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 
@@ -273,14 +272,6 @@ def test_shared_nodes_train_every_step_that_shares_them(name: str, loss: str) ->
             assert_same_metrics(totals, metrics)
 
 
-def test_a_node_shared_at_opposite_advantages_trains_nothing() -> None:
-    """Their gradients cancel exactly; a layout that kept the first or the last of them would not."""
-    groups = [make_group(CASES["the same step twice, at different advantages"])]
-    found, _ = accumulated(make_learner(exact()), groups)
-    one, _ = accumulated(make_learner(exact()), [make_group([([make_step(A, B)], 1.0), ([make_step(A, C)], 0.0)])])
-    assert norm(found) <= 1e-12 * norm(one) and norm(one) > 1e-2
-
-
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("budget", [9, 8192])
@@ -452,17 +443,3 @@ def test_more_sharing_computes_less_and_trains_the_same_tokens() -> None:
     assert within <= metrics["chain"]["packed_tokens"] - sum(2 * len(ids) for ids in openings)
     assert metrics["tree within batch"]["packed_tokens"] <= within
     assert {m["trainable_tokens"] for m in metrics.values()} == {len(batch)}
-
-
-def test_only_a_steps_own_mask_decides_about_its_tokens() -> None:
-    """The last step's mask must not decide for the others: the same token is trained in one step, not in the next."""
-    first = make_step([1, 2], [3, 4], mask=[True, False])
-    second = make_step([1, 2, 3, 4, 5], [6, 7], mask=[False, True])
-    groups = [make_group([([first, second], 1.0), ([make_step([1, 2], [9])], 0.0)])]
-    model = exact()
-    literal = literal_loss(model, groups, AlgorithmConfig(), None)
-    assert literal.metrics["trainable_tokens"] == 3
-    literal.loss.backward()
-    for packing in Packing:
-        found, _ = accumulated(make_learner(model, packing=packing), groups)
-        assert distance(found, gradients(model)) <= 1e-12 * norm(gradients(model))

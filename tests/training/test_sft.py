@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.models import distance, exact, same_bits, tiny, weights_of
+from tests.models import distance, exact, tiny, weights_of
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, DataError, TrainingStopped
-from treadle.core.types import Ids, Message, SamplingParams
+from treadle.core.types import Message, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.envs.lookup import demonstration
 from treadle.models.loading import load_tokenizer
@@ -63,18 +62,6 @@ async def test_calls_are_what_a_session_would_have_recorded(index: int) -> None:
     for step, (prompt, completion) in zip(session.steps, calls, strict=True):
         assert step.prompt_ids.tolist() == prompt.tolist()
         assert step.completion_ids.tolist() == completion.tolist()
-
-
-def test_each_prompt_begins_with_the_call_before() -> None:
-    messages = next(m for i in range(20) if len(replies(m := demonstration(i, seed=0))) > 2)
-    calls = demonstrated_calls(messages, renderer())
-    for (prompt, completion), (later, _) in pairwise(calls):
-        whole = np.concatenate([prompt, completion])
-        assert later[: len(whole)].tolist() == whole.tolist() and len(later) > len(whole)
-    assert all(completion[-1] == END for _, completion in calls)
-    last: Ids = np.concatenate(calls[-1])
-    shown = TOKENIZER.apply_chat_template([{**m} for m in messages], tokenize=False)  # type: ignore[arg-type]
-    assert str(shown).startswith(str(TOKENIZER.decode(last.tolist())))
 
 
 @pytest.mark.parametrize(
@@ -166,24 +153,6 @@ def test_the_loss_is_the_mean_over_assistant_tokens_in_any_micro_batches() -> No
             budget,
         )
         assert losses == [pytest.approx(total / count, rel=1e-5)]
-
-
-def test_every_step_learns_the_next_conversations() -> None:
-    asked: list[int] = []
-
-    def demonstrations(index: int) -> Demonstration:
-        asked.append(index)
-        return greeting(index)
-
-    warm(small(), demonstrations, config(steps=3, batch_size=2))
-    assert asked == [0, 1, 2, 3, 4, 5]
-
-
-def test_the_same_warm_start_gives_the_same_bits() -> None:
-    models = [small(), small()]
-    for model in models:
-        warm(model, greeting, config(steps=5))
-    assert same_bits(*map(weights_of, models))
 
 
 def test_a_warm_start_that_does_not_learn_stops() -> None:

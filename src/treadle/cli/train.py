@@ -79,7 +79,7 @@ def _train(options: argparse.Namespace, config: RunConfig, inputs: Inputs, path:
     go_on = _go_on_command(options, path)
     try:
         with make_progress(config) as progress:
-            from treadle.orchestration.recovery import train_run
+            from treadle.orchestration.train import train_run
 
             summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=options.resume_from)
     except KeyboardInterrupt:

@@ -100,7 +100,7 @@ def train(
             "torch was imported before treadle.train was called, so that its threads spin while they wait: beside any "
             "other busy process that takes twice the time or more. Set OMP_WAIT_POLICY=PASSIVE, or import torch later"
         )
-    from treadle.orchestration.recovery import train_run  # torch
+    from treadle.orchestration.train import train_run  # torch
 
     start = partial(train_run, config, inputs, Path(run), progress, resume=resume)
     if not _loop_is_running():

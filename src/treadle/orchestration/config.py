@@ -21,12 +21,12 @@ from treadle.engines.config import EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.orchestration.removed_keys import REMOVED_KEYS
 from treadle.orchestration.sampling.failures import FailuresConfig
-from treadle.orchestration.sampling.replay_buffer import StalePolicy
 from treadle.orchestration.schema import without_version
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import LearnerPlacement, TrainerSpec, TrainingConfig, WarmStartConfig
 
+StalePolicy = Literal["mask_steps", "wait", "drop_group"]
 KeepBest = Literal["held_out_success", "held_out_reward"]
 
 

@@ -109,7 +109,7 @@ async def test_staged_weights_are_a_copy() -> None:
     staged = await Collective(torch.float32).stage(FixedWeights(weights))
     assert staged.shapes == {name: tuple(tensor.shape) for name, tensor in weights.items()}
     weights["b"].zero_()
-    told = [(bucket.message(), bucket.packed) for bucket in staged._buckets]
+    told = [(bucket.message(), bucket.packed) for bucket in staged.buckets]
     assert [bucket for bucket, _ in told] == [
         {"dtype": "int64", "shapes": {"a": (1,)}},
         {"dtype": "float32", "shapes": {"b": (2, 3), "c": (4,)}},

@@ -194,7 +194,7 @@ def test_missing_parts_are_one_line_with_the_remedy(tmp_path: Path, monkeypatch:
     bare = str(Path(sys.base_prefix) / "bin" / "python3")
     without = {"/nowhere/python": "is no interpreter", bare: "No module named '(litellm|harbor)'"}
     for python, what in without.items():
-        with pytest.raises(ConfigError, match=rf"{what}; set harbor\.python .*make harbor-env") as told:
+        with pytest.raises(ConfigError, match=rf"{what}; set driver_options\.python .*make harbor-env") as told:
             asyncio.run(play(scripted(playing(*WELL)), [task], harbor(tmp_path / "t", python=python)))
         assert "\n" not in str(told.value)
     config = harbor(tmp_path / "t")

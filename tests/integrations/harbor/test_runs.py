@@ -33,7 +33,7 @@ from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.config import load_recipe
 from treadle.orchestration.setup.engines import EngineSpec, open_torch
 from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.train import start_run
+from treadle.orchestration.train import train_run
 
 HERE = "tests.integrations.harbor.test_runs"
 SIZE = 16  # as in broken.py
@@ -173,7 +173,7 @@ def test_an_asynchronous_run_is_trained_from_trials(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
     few = ["warm_start.steps=20", "orchestration.updates=2", "training.tasks_per_update=4", "training.group_size=4"]
     config = load_recipe("harbor-small", [*few, "orchestration.max_staleness=2", f"driver_options.python={python}"])
-    summary = start_run(config, load_inputs(config), tmp_path / "run", Quiet())
+    summary = train_run(config, load_inputs(config), tmp_path / "run", Quiet())
     assert summary["updates"] == 2
     assert not any((tmp_path / "run" / "trials").iterdir())
 

@@ -58,7 +58,7 @@ class Collective:
     async def stage(self, source: WeightSource) -> Buckets:
         """Copy the source's published weights into this machine's memory. Raises EngineError."""
         self._device, buckets = await source.stage(Packed(self._dtype))
-        return Buckets(self, buckets)
+        return Buckets(buckets)
 
     def close(self) -> None:
         """Drop the group."""
@@ -66,9 +66,9 @@ class Collective:
             self._group.close()
             self._group = None
 
-    async def broadcast(self, buckets: Sequence[Bucket], servers: Sequence[Server], label: str) -> None:
+    async def load(self, staged: Buckets, servers: Sequence[Server], label: str) -> None:
         """Broadcast to the servers of the last `connect`, which load. Raises EngineError; then the group is closed."""
-        group = self._group
+        group, buckets = self._group, staged.buckets
         if group is None:
             raise EngineError("weights are to be broadcast, and no group was formed")
 
@@ -86,14 +86,14 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Holds weights of one type in one piece. shapes: by name, in their order in packed, which is uint8 on the CPU."""
+    """Weights of one type in one piece. shapes: by name, in their order in packed, which is uint8 on the CPU."""
 
     dtype: torch.dtype
     shapes: Mapping[str, tuple[int, ...]]
     packed: Tensor
 
     def message(self) -> dict[str, Any]:
-        """Return what a server must know to receive the bucket, as plain data."""
+        """What a server must know to receive the bucket, as plain data."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "shapes": self.shapes}
 
 
@@ -111,23 +111,19 @@ class Packed:
         return device, list(_packed(described, iter(weights), self.dtype))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Buckets:
-    """Holds all weights, until `discard`. They may be broadcast more than once."""
+    """All weights (a `Staged`)."""
 
-    def __init__(self, transfer: Collective, buckets: list[Bucket]) -> None:
-        self._transfer, self._buckets = transfer, buckets
+    buckets: list[Bucket]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: shape for bucket in self._buckets for name, shape in bucket.shapes.items()}
-
-    async def load(self, servers: Sequence[Server], label: str) -> None:
-        """Have the servers load them and report this label. Raises EngineError; then servers may be half loaded."""
-        await self._transfer.broadcast(self._buckets, servers, label)
+        return {name: shape for bucket in self.buckets for name, shape in bucket.shapes.items()}
 
     def discard(self) -> None:
         """Release the memory."""
-        self._buckets = []
+        self.buckets.clear()
 
 
 def address_towards(urls: Sequence[str]) -> str:

@@ -17,8 +17,7 @@ from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.vllm.launch import Started
 from treadle.engines.vllm.publication import LOADING, Probe, Publication
 from treadle.engines.vllm.server import Server
-from treadle.engines.vllm.shared_memory import SharedMemory
-from treadle.engines.vllm.transfer import Transfer
+from treadle.engines.vllm.transfer import SharedMemory, Transfer
 
 START_TIMEOUT = 1800.0  # seconds; a server that ends meanwhile is noticed at once
 

@@ -54,7 +54,7 @@ _REASONS = {
 
 
 class Change(NamedTuple):
-    """Names one difference: `Change("orchestration.updates", 100, 200)`; None also stands for an absent section."""
+    """One difference: `Change("orchestration.updates", 100, 200)`; None also stands for an absent section."""
 
     path: str
     old: Any
@@ -65,7 +65,7 @@ class Change(NamedTuple):
 
 
 def changes(before: RunConfig, after: RunConfig) -> list[Change]:
-    """Return what differs between two configurations, in order of declaration."""
+    """Differences between two configurations, in order of declaration."""
     old, new = (_leaves(config) for config in (before, after))
     return [Change(path, old.get(path), new.get(path)) for path in {**new, **old} if old.get(path) != new.get(path)]
 

@@ -41,7 +41,7 @@ IN_MEMORY = "in memory"
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Holds the tasks, the environments, agents and drivers that they name, and the callbacks by name."""
+    """The tasks, the environments, agents and drivers that they name, and the callbacks by name."""
 
     train: Sequence[Task]
     held_out: Sequence[Task]
@@ -152,14 +152,14 @@ def load_split(
 def load_context(
     config: RunConfig, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
 ) -> LoadContext:
-    """Return what all sources of a run have in common. Raises ConfigError for what does not exist."""
+    """What all sources of a run have in common. Raises ConfigError for what does not exist."""
     known = {**configured_environments(config), **environments}
     return LoadContext(config.data.columns, config.player, known, config.seed)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstPrompt:
-    """Holds the prompt of a task's first call, int32[T], as the model will see it."""
+    """The prompt of a task's first call, int32[T], as the model will see it."""
 
     task_id: str
     ids: Ids
@@ -237,15 +237,11 @@ async def _first(
 ) -> tuple[list[Message], Sequence[Tool], bool]:
     """The messages that the first attempt at the task starts from, its tools, and whether it takes parsed replies."""
     user = user_code(task, "as a check")
-    environment = IsolatedEnvironment(task.environment, factory, user, config.rollout.environment_timeout)
+    environment = IsolatedEnvironment(task.environment, factory, user, config.rollout)
     with watched_event_loop(log):
         try:
             await _make(environment, task.environment, config)
             messages = await environment.reset(task.copy())
-            try:
-                environment.check_steps(config.rollout.max_steps)
-            except TrajectoryFailure as failure:
-                raise ConfigError(f"task {task.task_id}: {failure.message}") from failure
             return messages, environment.tools, environment.takes_reply
         finally:
             await environment.close()  # what that raises is only a warning, as in an attempt
