@@ -13,7 +13,7 @@ from tests.envs.gsm8k_cases import ATTEMPTS, REPLIES, RIGHT, WRONG, Attempt, Rep
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
-from treadle.data.config import TaskSetConfig
+from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext, load_tasks
 from treadle.envs.base import EnvStep
 from treadle.envs.gsm8k import Gsm8kMultiTurn, answer_of, reward
@@ -93,7 +93,7 @@ def test_turns_that_are_none_are_refused(turns: Any) -> None:
 
 
 def load(file: Path, **options: Any) -> list[Task]:
-    section = TaskSetConfig(source="gsm8k_questions", options={"file": str(file), **options})
+    section = SourceConfig(source="gsm8k_questions", options={"file": str(file), **options})
     return list(load_tasks(section, "train", LoadContext()))
 
 

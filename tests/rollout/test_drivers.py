@@ -173,7 +173,10 @@ class TwoArguments(Asking):
         (user, "'it' is of type function, it must be"),
         (Silent, "'it': play is missing; write 'async def play"),
         (Session, "'it' is no subclass of AttemptDriver"),
-        (TwoArguments, "missing a required argument: 'more'; its options are more, given: none"),
+        (
+            TwoArguments,
+            "'it' is made with a DriverSetup and, if any, its options_type, but: missing a required argument: 'more'",
+        ),
     ],
 )
 def test_what_is_no_driver_is_refused(found: Any, message: str) -> None:

@@ -141,7 +141,7 @@ def test_a_finish_that_fails_fails_the_attempt_which_is_closed(
     answers: list[EnvStep], last: Any, cause: Cause, message: str
 ) -> None:
     world = Finishing(*answers, last=last)
-    found = one(world, loop=VirtualLoop(), max_steps=1, finish_timeout=0.05)
+    found = one(world, loop=VirtualLoop(), max_steps=1, environment_timeout=0.05)
     assert found.reward is None and found.failure is not None
     assert found.failure.cause is cause
     assert found.failure.message.startswith(message)

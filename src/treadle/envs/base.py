@@ -111,8 +111,8 @@ class Environment(Protocol):
     async def finish(self, ended: Status) -> Finish | None:
         """Grade the whole attempt: metrics, and a last reward for the last step. Optional.
 
-        Called once, after the last step and before `close`, within `rollout.finish_timeout`, also if a limit ended the
-        attempt; not if it failed. If `finish` raises, hangs or returns something else, the attempt fails.
+        Called once, after the last step and before `close`, within `rollout.environment_timeout`, also if a limit ended
+        the attempt; not if it failed. If `finish` raises, hangs or returns something else, the attempt fails.
 
         ended: `done` (`step` said so), `max_steps` (the model has made its `rollout.max_steps` calls) or `context` (the
         next prompt would not have fitted). The reward is treated like those of steps: `rewards.weights` apply,

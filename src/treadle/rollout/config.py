@@ -29,10 +29,7 @@ class RolloutConfig(Config):
         "turns",
         description="where observations go: into messages of their own, or as text into the assistant's one message",
     )
-    environment_timeout: float = Field(
-        60.0, gt=0, description="limit on each call of an environment except finish, seconds"
-    )
-    finish_timeout: float = Field(60.0, gt=0, description="limit on an environment's finish, seconds")
+    environment_timeout: float = Field(60.0, gt=0, description="limit on each call of an environment, seconds")
     trajectory_timeout: float = Field(
         3600.0, gt=0, description="limit on a whole attempt, waiting for the engine included, seconds"
     )

@@ -22,9 +22,11 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self, TypeGuard, TypeVar, cast
 
 from treadle.core import registry
+from treadle.core.config import Config
 from treadle.core.errors import ConfigError
+from treadle.core.registry import NoOptions
 from treadle.core.types import Task
-from treadle.envs.tasks import NO_OPTIONS, check_options
+from treadle.envs.tasks import NO_OPTIONS
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import ReplyParser
 from treadle.rollout.config import RolloutConfig
@@ -59,9 +61,11 @@ class AttemptDriver(Protocol[S]):
 
     may_wait: whether an attempt may wait for others to end before it calls the model. By default the engine then does
     not wait for all of them in a synchronous run either (`engine.lock_step`).
+    options_type: of a recipe's `driver_options`; a driver that has one is made with `(setup, options)`.
     """
 
     may_wait: ClassVar[bool] = False
+    options_type: ClassVar[type[Config]] = NoOptions
 
     def __init__(self, setup: DriverSetup) -> None: ...
 
@@ -125,8 +129,13 @@ def check_driver(candidate: object, name: str, options: Mapping[str, Any] = NO_O
         raise ConfigError(f"{where} {what} of AttemptDriver")
     if candidate.play is AttemptDriver.play:
         raise ConfigError(f"{where}: play is missing; write 'async def play(self, session, task, user)'")
-    check_options(candidate, f"driver_options of {name!r}", options, None)
-    return cast(DriverFactory, partial(candidate, **options) if options else candidate)
+    built = registry.build_options(candidate.options_type, options, "driver_options", name)
+    arguments: dict[str, Any] = {"options": built} if candidate.options_type.model_fields else {}
+    try:
+        inspect.signature(candidate).bind(None, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"{where} is made with a DriverSetup and, if any, its options_type, but: {error}") from error
+    return cast(DriverFactory, partial(candidate, **arguments) if arguments else candidate)
 
 
 def is_driver(candidate: object) -> TypeGuard[type[AttemptDriver[Any]]]:

@@ -76,7 +76,8 @@ class EnvironmentDriver(AttemptDriver[Session]):
         else:
             limit = StepsExceeded(self._config.max_steps)
         session.close()  # the engine waits for it, and `finish` may take its time
-        session.add_to_last_reward(await environment.finish(Status.DONE if limit is None else LIMITS[type(limit)]))
+        ended = Status.DONE if limit is None else LIMITS[type(limit)]
+        session.add_to_last_reward(await environment.finish(ended))
         return limit
 
     def _continues(self, conversation: Sequence[Message], number: int) -> bool:

@@ -74,7 +74,7 @@ class IsolatedEnvironment:
         finish = getattr(self._environment, "finish", None)
         if finish is None or getattr(finish, "__func__", None) is Environment.finish:
             return Reward()
-        return await self._call("finish", ended, check=self._checked_finish, timeout=self._config.finish_timeout)
+        return await self._call("finish", ended, check=self._checked_finish)
 
     async def close(self) -> str:
         """Close the environment. Return what went wrong, as a warning; the attempt is over and keeps its reward.
@@ -94,13 +94,11 @@ class IsolatedEnvironment:
     def metrics(self) -> Measures:
         return Measures() if self._metrics is None else self._metrics.measured()
 
-    async def _call(
-        self, method: str, *arguments: Any, check: Callable[[Any], T], what: str = "", timeout: float | None = None
-    ) -> T:
+    async def _call(self, method: str, *arguments: Any, check: Callable[[Any], T], what: str = "") -> T:
         return await self._user.call(
             lambda: getattr(self._environment, method)(*arguments),
             what=what or method,
-            timeout=self._config.environment_timeout if timeout is None else timeout,
+            timeout=self._config.environment_timeout,
             check=check,
             in_thread=not self._is_async(method),
         )
