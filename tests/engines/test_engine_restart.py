@@ -40,11 +40,10 @@ def staged() -> list[Path]:
     return [path for folder in folders for path in folder.glob(f"treadle_weights-*-{os.getpid()}-*")]
 
 
-async def killed(engine: RemoteEngine, number: int = signal.SIGKILL) -> None:
+async def killed(engine: RemoteEngine) -> None:
     """Kill its process; leaves when that has been noticed."""
     pid = pid_of(engine)
-    os.kill(pid, number)
-    os.kill(pid, signal.SIGCONT)
+    os.kill(pid, signal.SIGKILL)
     await until(lambda: engine.is_down)
     await until(lambda: not is_running(pid))
 
