@@ -4,7 +4,7 @@
     python -m benchmarks.many_sessions --rate 100
     python -m benchmarks.many_sessions --through ray --sessions 2000 --rate 50 80
 
-    4 workers --(pickled trajectories)--> RolloutScheduler -> GroupIntake -> RunStore -> ReplayBuffer -> batches
+    4 workers --(pickled trajectories)--> RolloutScheduler -> RunStore -> Groups -> batches
 
 Real: the loop, the ledger, the files, the channels. Simplified: workers only let time pass, about as long for all
 attempts of a group, and then send a trajectory of 8 steps x 4,096 tokens each; the groups that are there at first are

@@ -15,8 +15,8 @@ import pytest
 from tests.orchestration.runs import check_finished, updates
 from tests.placement.conftest import MARK, actors
 from tests.worlds import Quiet, tiny
-from treadle.orchestration.recovery import train_run
 from treadle.orchestration.setup.inputs import load_inputs
+from treadle.orchestration.train import train_run
 
 KILLS = int(os.environ.get("KILLS", "20"))
 TITLES = ("RankActor", "EngineActor", "RolloutActor")

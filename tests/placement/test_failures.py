@@ -9,8 +9,8 @@ from tests.orchestration.runs import check_finished, start, updates
 from tests.placement.conftest import actors
 from tests.until import wait_until
 from tests.worlds import Quiet, tiny
-from treadle.orchestration.recovery import train_run
 from treadle.orchestration.setup.inputs import load_inputs
+from treadle.orchestration.train import train_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("cluster")]
 

@@ -49,7 +49,7 @@ async def two_servers(reservation: Reservation, folder: Path, said: list[str]) -
     export_model(folder / "model", sized("qwen3", 0), TOKENIZER)
     places = [reservation.options(bundle) for bundle in reservation.of("engine")]
     vllm = {"python": python_with_vllm(), "servers": 2}
-    config = build(EngineConfig, {"kind": "vllm", "batch": 16, "vllm": vllm})
+    config = build(EngineConfig, {"kind": "vllm", "batch": 16, "options": vllm})
 
     def serve(number: int) -> PlacedServer:
         return PlacedServer(places[number], folder / "model", config, folder / f"{number}.log", [])

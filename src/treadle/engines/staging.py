@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
-from treadle.engines.temporary import new_directory, with_key
+from treadle.engines.temporary import temporary_directory, with_key
 from treadle.models.tensor_file import write_tensors
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -79,7 +79,7 @@ class WeightsFile:
         written = {name: _as_written(tensor, self.dtype) for name, tensor in described.items()}
         folder = self._folder(sum(tensor.numel() * tensor.element_size() for tensor in written.values()))
         try:
-            path = new_directory(folder, self.key, 0o700 if self.private else 0o777) / "weights.safetensors"
+            path = temporary_directory(folder, self.key, 0o700 if self.private else 0o777) / "weights.safetensors"
             write_tensors(
                 path, written, ((name, to_host(tensor, self.dtype)) for name, tensor in weights), {"format": "pt"}
             )

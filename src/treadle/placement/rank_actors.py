@@ -224,7 +224,6 @@ def make_trainer(reservation: Reservation, spec: TrainerSpec) -> Trainer:
         [reservation.options(bundle) for bundle in reservation.of("learner rank")],
         replicas=section.replicas,
         device=section.device,
-        limit=section.collective_timeout,
     )
     colocated = any(bundle.beside is not None for bundle in reservation.bundles)
     return ColocatedTrainer(ranks) if colocated else RankGroup(ranks)

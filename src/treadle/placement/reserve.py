@@ -45,14 +45,11 @@ def bundles_of(config: PlacementConfig) -> list[Bundle]:
     gpus = (1.0 if learner.device == "cuda" else 0.0), float(engines.gpus)
     if config.colocate:
         gpus = gpus[0] / 2, gpus[0] / 2
-    of_rank, of_engine = (
-        {"CPU": float(cpus)} | ({"GPU": own} if own else {})
-        for cpus, own in zip((learner.cpus, engines.cpus), gpus, strict=True)
-    )
+    of_rank, of_engine = ({"CPU": 1.0} | ({"GPU": own} if own else {}) for own in gpus)
     return [
         *(Bundle("learner rank", number, of_rank) for number in range(learner.ranks)),
         *(Bundle("engine", n, of_engine, beside=n if config.colocate else None) for n in range(engines.count)),
-        *(Bundle("rollout worker", number, {"CPU": float(rollout.cpus)}) for number in range(rollout.workers)),
+        *(Bundle("rollout worker", number, {"CPU": 1.0}) for number in range(rollout.workers)),
     ]
 
 

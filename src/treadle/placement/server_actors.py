@@ -146,17 +146,17 @@ async def open_servers(config: RunConfig, reservation: Reservation, spec: Engine
     """Open a vLLM server at each engine's place; see `OpenEngine`. Raises ConfigError for servers that run already."""
     if spec.config.vllm.urls:
         raise ConfigError(
-            "engine.vllm.urls names servers that run, and placement.kind 'ray' starts its own; leave one of them out"
+            "engine.options.servers names servers that run, and placement.kind 'ray' starts its own; leave it out"
         )
     places = [reservation.options(bundle) for bundle in reservation.of("engine")]
     gpus = config.placement.engines.gpus
     args = {**({"tensor-parallel-size": gpus} if gpus > 1 else {}), **spec.config.vllm.args}
-    vllm = spec.config.vllm.model_copy(update={"servers": len(places), "args": args})
+    options = {**spec.config.options, "servers": len(places), "args": args}
 
     def serve(number: int, model: Path, config: EngineConfig, log: Path) -> PlacedServer:
         return PlacedServer(
             places[number], model, config, log, spec.chat.stop_token_ids, spec.source.model.expert_layers
         )
 
-    spec = replace(spec, config=spec.config.model_copy(update={"vllm": vllm}))
+    spec = replace(spec, config=spec.config.model_copy(update={"options": options}))
     return await open_vllm(spec, serve, spec.log_directory())
