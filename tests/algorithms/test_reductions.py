@@ -42,10 +42,7 @@ def test_weights_count_trained_tokens_and_units_of_the_whole_update(groups: list
         ),
         (AlgorithmConfig(reduction="step_mean"), lambda row: units("step") * tokens("step", row["step"])),
         (AlgorithmConfig(reduction="task_mean"), lambda row: units("task") * tokens("task", row["task"])),
-        (
-            AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=7.0),
-            lambda row: 7.0 * units("trajectory"),
-        ),
+        (AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=7.0), lambda row: 7.0 * units("trajectory")),
         (
             AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=7.0, scope="step"),
             lambda row: 7.0 * units("step"),
@@ -66,10 +63,7 @@ def test_weights_count_trained_tokens_and_units_of_the_whole_update(groups: list
         ({"ppo_clip": {"eps_high": 0.0}}, "ppo_clip.eps_high"),
         ({"ppo_clip": {"dual_clip": 1.0}}, "ppo_clip.dual_clip"),
         ({"gspo": {"scope": "group"}}, "gspo.scope"),
-        (
-            {"correction": {"token_mask": [1.0, 2.0]}},
-            r"0 <= low < 1 < high, .*; got \[1.0, 2.0\]",
-        ),
+        ({"correction": {"token_mask": [1.0, 2.0]}}, r"0 <= low < 1 < high, .*; got \[1.0, 2.0\]"),
         ({"correction": {"outlier_mask": [0.5, 0.9]}}, r"got \[0.5, 0.9\]"),
         ({"correction": {"token_tis": 0.5}}, "correction.token_tis"),
         ({"kl": {}}, "missing key 'kl.coef'"),

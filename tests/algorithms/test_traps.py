@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tests.models import distance, exact, make_group, make_step, norm, random_groups
 from tests.training.reference import accumulated, algorithm_with, earlier_policy, make_learner
-from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, GspoConfig
+from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig
 from treadle.algorithms.corrections import corrected
 from treadle.algorithms.estimators import Signals, advantages, by_name
 from treadle.algorithms.losses import Tokens
@@ -155,16 +155,6 @@ def test_steps_train_as_the_one_sequence_that_they_make(loss: str, reduction: st
     found, _ = accumulated(make_learner(model, algorithm), groups, old)
     assert norm(wanted) > 1e-4
     assert distance(found, wanted) <= 1e-12 * norm(wanted)
-
-
-def test_gspo_and_sequence_corrections_over_steps_are_something_else() -> None:
-    """A guard for the test above: per row, as published trainers compute them, is not per trajectory."""
-    groups, model = appended_groups(), exact()
-    old = earlier_policy(model, groups)
-    sections = (GspoConfig(eps_low=0.05, eps_high=0.05), GspoConfig(eps_low=0.05, eps_high=0.05, scope="step"))
-    learners = [make_learner(model, AlgorithmConfig(policy_loss="gspo", gspo=section)) for section in sections]
-    one, other = (accumulated(learner, groups, old)[0] for learner in learners)
-    assert distance(one, other) > 1e-2 * norm(one)
 
 
 def test_corrections_are_over_trajectories_not_rows() -> None:

@@ -13,7 +13,7 @@ _COLUMN = "column, or path into one: answer, reward_model.ground_truth, answers.
 
 
 class ColumnsConfig(Config):
-    """Says where in a row the parts of a task are: a column, or a path into one (`reward_model.ground_truth`).
+    """Where in a row the parts of a task are: a column, or a path into one (`reward_model.ground_truth`).
 
     prompt, ground_truth, task_id and extras that are not set are the columns of these names, if there are any. Other
     columns are not read.

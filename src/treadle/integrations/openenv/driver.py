@@ -59,7 +59,6 @@ class OpenEnvDriver(WorkerDriver):
         super().__init__(setup, program, config.worker, first=_served(config, port) if config.command else None)
 
     def order(self, task: Task) -> dict[str, Any]:
-        """Return the task's prompt, and what its session is reset with."""
         return {"prompt": [dict(message) for message in task.prompt], "reset": task.extras.get("reset", {})}
 
 

@@ -34,6 +34,6 @@ started outlives it, also where the run or the process is killed (`rollout.agent
 
 from treadle.integrations.worker.config import WorkerConfig
 from treadle.integrations.worker.pool import WorkerPool
-from treadle.integrations.worker.process import Heartbeat, Ready, WorkerProgram
+from treadle.integrations.worker.process import Ready, WorkerProgram
 
-__all__ = ["Heartbeat", "Ready", "WorkerConfig", "WorkerPool", "WorkerProgram"]
+__all__ = ["Ready", "WorkerConfig", "WorkerPool", "WorkerProgram"]
