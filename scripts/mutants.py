@@ -135,8 +135,7 @@ MUTANTS = [  # file, text, what takes its place, the tests: a file, or one test 
     ("training/objective.py", "torch.where(tokens.mask, logp, now)", "logp",
      "training/test_algorithms.py::test_an_untrained_token_may_be_as_improbable_as_it_likes"),
     ("training/lm_head.py", " / temperature[:, None]", "",
-     "training/test_reference_model.py::"
-     "test_kl_compares_with_the_reference_at_each_tokens_recorded_temperature"),
+     "training/test_families.py::test_a_tree_with_forks_trains_as_each_step_alone"),
     ("training/optimizer.py", "(update + 1) / config.warmup", "update / config.warmup",
      "training/test_learner.py::test_the_learning_rates_course"),
     ("training/learner.py", "self.updates_done % section.reset_every == 0",
