@@ -23,7 +23,7 @@ def note(line):
         file.write(line + "\\n")
 def slowly(what):
     note("begin " + what)
-    time.sleep(0.5)
+    time.sleep(0.1)
     note("end " + what)
 if words[:2] == ["-m", "venv"]:
     slowly("venv")

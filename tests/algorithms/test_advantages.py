@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -14,9 +14,7 @@ from tests.algorithms import slow
 from tests.algorithms.batches import Drawn, rewarded_batches, with_penalties
 from tests.algorithms.slow import SlowGroup
 from tests.models import make_group, make_step
-from treadle.algorithms.advantages import (
-    returns,
-)
+from treadle.algorithms.advantages import returns
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.estimators import Rewards, Signals, advantages, by_name, state_ids
 from treadle.core.errors import DataError
@@ -88,8 +86,8 @@ def test_every_registered_advantage_has_a_reference() -> None:
     assert set(REFERENCES) == set(names("advantages"))
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", REFERENCES)
+@settings(max_examples=30)
 @given(drawn=rewarded_batches(), data=st.data())
 def test_an_advantage_is_its_formula(name: str, drawn: Drawn, data: st.DataObject) -> None:
     options_type = by_name(name).options_type

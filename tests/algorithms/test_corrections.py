@@ -13,13 +13,7 @@ from tests.algorithms.slow import mean, over_unit
 from tests.algorithms.test_losses import Row, rows, tensors
 from tests.models import full
 from treadle.algorithms.config import CorrectionConfig
-from treadle.algorithms.corrections import (
-    corrected,
-    product_mask,
-    sequence_tis,
-    token_mask,
-    token_tis,
-)
+from treadle.algorithms.corrections import corrected, product_mask, sequence_tis, token_mask, token_tis
 
 BOUNDS = st.sampled_from([(0.5, 2.0), (0.1, 5.0), (0.0, 1.5), (0.99, 1.01)])
 

@@ -12,12 +12,7 @@ from tests.models import full
 from treadle.algorithms.kl import ESTIMATORS, KlController
 
 LOGP = st.floats(-8, 0)
-FORMULAS = {
-    "k1": lambda d: d,
-    "k2": lambda d: d**2 / 2,
-    "k3": lambda d: math.exp(-d) - 1 + d,
-    "abs": abs,
-}
+FORMULAS = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "k3": lambda d: math.exp(-d) - 1 + d, "abs": abs}
 
 
 @pytest.mark.parametrize("name", FORMULAS)

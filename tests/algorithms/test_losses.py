@@ -15,13 +15,7 @@ from torch import Tensor
 from tests.algorithms import slow
 from tests.models import full
 from treadle.algorithms.config import CispoConfig, GspoConfig
-from treadle.algorithms.losses import (
-    Tokens,
-    by_name,
-    dppo,
-    gspo,
-    outside_trust_region,
-)
+from treadle.algorithms.losses import Tokens, by_name, dppo, gspo, outside_trust_region
 from treadle.core.registry import names
 
 LOGP = st.floats(-6, -0.01)
@@ -113,8 +107,8 @@ def test_every_registered_policy_loss_has_a_reference() -> None:
     assert set(REFERENCES) == set(names("policy_losses"))
 
 
-@pytest.mark.quick(5)
 @pytest.mark.parametrize(("name", "options"), CASES)
+@settings(max_examples=30)
 @given(drawn=rows())
 def test_a_policy_loss_is_its_formula(name: str, options: dict[str, Any], drawn: list[Row]) -> None:
     built = by_name(name).options_type(**options)

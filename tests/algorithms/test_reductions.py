@@ -43,10 +43,7 @@ def test_weights_count_trained_tokens_and_units_of_the_whole_update(groups: list
         ),
         (AlgorithmConfig(reduction="step_mean"), lambda row: units("step") * tokens("step", row["step"])),
         (AlgorithmConfig(reduction="task_mean"), lambda row: units("task") * tokens("task", row["task"])),
-        (
-            AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=7.0),
-            lambda row: 7.0 * units("trajectory"),
-        ),
+        (AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=7.0), lambda row: 7.0 * units("trajectory")),
         (
             AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=7.0, scope="step"),
             lambda row: 7.0 * units("step"),

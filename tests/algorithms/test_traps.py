@@ -158,19 +158,6 @@ def test_steps_train_as_the_one_sequence_that_they_make(loss: str, reduction: st
     assert distance(found, wanted) <= 1e-12 * norm(wanted)
 
 
-def test_gspo_and_sequence_corrections_over_steps_are_something_else() -> None:
-    """A guard for the test above: per row, as published trainers compute them, is not per trajectory."""
-    groups, model = appended_groups(), exact()
-    old = earlier_policy(model, groups)
-    bounds = {"eps_low": 0.05, "eps_high": 0.05}
-    learners = [
-        make_learner(model, AlgorithmConfig(policy_loss="gspo", policy_loss_options=options))
-        for options in (bounds, {**bounds, "scope": "step"})
-    ]
-    one, other = (accumulated(learner, groups, old)[0] for learner in learners)
-    assert distance(one, other) > 1e-2 * norm(one)
-
-
 def test_corrections_are_over_trajectories_not_rows() -> None:
     steps, whole = appended_groups(), concatenated(appended_groups())
     config = CorrectionConfig(

@@ -83,8 +83,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_plain_data_becomes_typed() -> None:
     recipe = build(
-        Recipe,
-        {"training": {"steps": 3, "packing": "tree"}, "stop": ["a"], "output": "runs/x", "evaluation": {}},
+        Recipe, {"training": {"steps": 3, "packing": "tree"}, "stop": ["a"], "output": "runs/x", "evaluation": {}}
     )
     assert recipe.training.packing is Packing.TREE
     assert (recipe.stop, recipe.output, recipe.evaluation) == (("a",), Path("runs/x"), Optimizer())
@@ -103,10 +102,7 @@ def test_plain_data_becomes_typed() -> None:
         ({"stop": "</a>"}, "stop: got '</a>', expected a valid array"),
         ({"training": 3}, "training: got 3, expected an object"),
         ({"training": {"steps": None}}, "training.steps: got None, expected a valid integer"),
-        (
-            {"training": {"steps": 3, "packing": "row"}},
-            "training.packing: got 'row', expected 'step' or 'tree'",
-        ),
+        ({"training": {"steps": 3, "packing": "row"}}, "training.packing: got 'row', expected 'step' or 'tree'"),
         (
             {**MINIMAL, "datasets": [{}, {"learning_rate": 0}]},
             "datasets.1.learning_rate: got 0, expected greater than 0",
@@ -128,24 +124,15 @@ def test_a_problem_is_one_line_with_path_value_and_expectation(data: dict[str, A
     ("data", "line"),
     [
         ({"sed": 1}, "unknown key 'sed'; did you mean 'seed'?"),
-        (
-            {"training": {"steps": 3, "stepz": 4}},
-            "unknown key 'training.stepz'; did you mean 'training.steps'?",
-        ),
+        ({"training": {"steps": 3, "stepz": 4}}, "unknown key 'training.stepz'; did you mean 'training.steps'?"),
         ({"steps": 4}, "unknown key 'steps'; did you mean 'stop'?; 'steps' exists as 'training.steps'"),
         (
             {"warmup": 4},
             "unknown key 'warmup'; 'warmup' exists as 'training.optimizer.warmup' and 'evaluation.warmup' "
             "and 'datasets.warmup'",
         ),
-        (
-            {"datasets": [{"beta": 1}]},
-            "unknown key 'datasets.0.beta'; did you mean 'datasets.0.betas'?",
-        ),
-        (
-            {"evaluation": {"zzz": 1}},
-            "unknown key 'evaluation.zzz'; known here: learning_rate, betas, warmup",
-        ),
+        ({"datasets": [{"beta": 1}]}, "unknown key 'datasets.0.beta'; did you mean 'datasets.0.betas'?"),
+        ({"evaluation": {"zzz": 1}}, "unknown key 'evaluation.zzz'; known here: learning_rate, betas, warmup"),
     ],
 )
 def test_an_unknown_key_comes_with_the_nearest_known_one(data: dict[str, Any], line: str) -> None:
@@ -165,10 +152,7 @@ def test_all_problems_come_at_once_each_with_its_source() -> None:
         (["name=x", "seed=1", "seed=x"], ["seed=1 seed=x: got 'x', expected a valid integer"]),
         (["training.stepps=3"], ["training.stepps=3: unknown key 'training.stepps'; did you mean 'training.steps'?"]),
         (["evaluation.learning_rate=0"], ["evaluation.learning_rate=0: got 0, expected greater than 0"]),
-        (
-            ["training={steps: x}", "name=y"],
-            ["training={steps: x}: training.steps: got 'x', expected a valid integer"],
-        ),
+        (["training={steps: x}", "name=y"], ["training={steps: x}: training.steps: got 'x', expected a valid integer"]),
         (["resume=true"], ["resume=true: resume = true needs output; set output=runs/NAME"]),
     ],
 )
@@ -226,13 +210,7 @@ def test_overrides_reach_into_nested_mappings_and_leave_the_input_alone() -> Non
     data = {"training": {"steps": 3, "optimizer": {"betas": [1, 2]}}, "evaluation": None}
     frozen = repr(data)
     changed = apply_overrides(
-        data,
-        [
-            "training.optimizer.learning_rate=5e-4",
-            "training.steps=4",
-            "training.steps=5",
-            "evaluation.warmup=1",
-        ],
+        data, ["training.optimizer.learning_rate=5e-4", "training.steps=4", "training.steps=5", "evaluation.warmup=1"]
     )
     assert changed == {
         "training": {"steps": 5, "optimizer": {"betas": [1, 2], "learning_rate": 5e-4}},

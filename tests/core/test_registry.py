@@ -62,11 +62,7 @@ def test_an_unknown_name_comes_with_the_nearest_and_all_others() -> None:
 @pytest.mark.parametrize(
     ("group", "name", "message"),
     [
-        (
-            "environments",
-            "zzz",
-            r"'zzz' is not registered; registered: arithmetic, lookup; or write 'module:attr",
-        ),
+        ("environments", "zzz", r"'zzz' is not registered; registered: arithmetic, lookup; or write 'module:attr"),
         ("environments", "", "'' is not registered"),
         ("environments", "my.module.Env", "did you mean 'my.module:Env'?"),
         ("shaping", "lookup", "'lookup' is not registered; nothing is; write 'module:attribute'"),

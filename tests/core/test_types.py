@@ -10,16 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.core.errors import Cause, DataError
-from treadle.core.types import (
-    Failure,
-    SamplingParams,
-    Status,
-    Step,
-    StopReason,
-    Task,
-    Trajectory,
-    as_messages,
-)
+from treadle.core.types import Failure, SamplingParams, Status, Step, StopReason, Task, Trajectory, as_messages
 
 GREEDY = SamplingParams(temperature=0.0)
 ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "policy_versions", "mask")

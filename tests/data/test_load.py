@@ -29,12 +29,7 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def load_tasks(
-    source: str,
-    split: str,
-    options: dict[str, Any],
-    player: tuple[str, str] = ("environment", ""),
-    /,
-    **section: Any,
+    source: str, split: str, options: dict[str, Any], player: tuple[str, str] = ("environment", ""), /, **section: Any
 ) -> Sequence[Task]:
     found = build(SourceConfig, {"source": source, "options": options, **section})
     return load(found, split, LoadContext(player=player))
@@ -182,10 +177,7 @@ def test_columns_and_nested_paths_of_json_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (
-            {"prompt": "qestion"},
-            "columns.prompt is 'qestion', but the row has no 'qestion', only question, meta, id",
-        ),
+        ({"prompt": "qestion"}, "columns.prompt is 'qestion', but the row has no 'qestion', only question, meta, id"),
         ({"prompt": "question", "ground_truth": "meta.answer"}, "'meta' has no 'answer', only answers, level; correct"),
         (
             {"prompt": "question", "ground_truth": "meta.answers.7"},

@@ -57,10 +57,7 @@ def test_a_mixture_of_a_recipe(tmp_path: Path) -> None:
     assert (
         [task.task_id for task in found]
         == list(task_ids(found))
-        == [
-            *(f"sums/sums-00000{n}" for n in (1, 2, 3)),
-            *(f"hard/math-00000{n}" for n in range(4)),
-        ]
+        == [*(f"sums/sums-00000{n}" for n in (1, 2, 3)), *(f"hard/math-00000{n}" for n in range(4))]
     )
     assert dict(found[0].extras) == {"source": "sums", "a": 0}
     assert (dict(found[3].extras), found[3].ground_truth) == ({"source": "hard"}, 0)

@@ -210,7 +210,7 @@ async def test_a_cancelled_call_cancels_its_attempt_which_may_clean_up(tmp_path:
         call.cancel()
         await asyncio.wait({call})
         assert call.cancelled() and (tmp_path / "left").exists()
-        await until(lambda: pool.heartbeats[0].attempts == 0)
+        await until(lambda: pool.heartbeats[0].get("attempts") == 0)
         assert pool.restarts == 0
 
 
@@ -348,7 +348,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(operations=OPERATIONS, seed=st.integers(0, 2**16))
 def test_whatever_happens_every_call_ends_and_the_pool_goes_on(operations: list[str], seed: int) -> None:
     asyncio.run(_play_through(operations, random.Random(seed)))
@@ -363,7 +363,7 @@ async def _play_through(operations: list[str], draws: random.Random) -> None:
             results = await asyncio.gather(*calls, return_exceptions=True)
         values = [result["value"] for result in results if isinstance(result, dict)]
         assert values == list(range(8)), results
-        await until(lambda: all(beat.attempts == 0 for beat in pool.heartbeats))
+        await until(lambda: all(beat.get("attempts") == 0 for beat in pool.heartbeats))
         assert pool._places._value == 8 and all(slot.calls == 0 for slot in pool._slots)
 
 

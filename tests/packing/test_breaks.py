@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 import treadle.packing.breaks as breaks
 from tests.models import ragged_groups
 from treadle.core.types import BreakCause, Group, Ids
-from treadle.packing.breaks import Decode, Kind, Relation, Tokens, relations
+from treadle.packing.breaks import Decode, Kind, Relation, relations
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, arrange
 
@@ -72,13 +72,6 @@ def test_the_documented_example() -> None:
     assert sum(r.extra_tokens for r in found[:3]) == 0
 
 
-def test_first_differing_tokens_are_kept_from_both_sides() -> None:
-    _, found = relate(([1, 2], [3, 4, 5, 6, 7, 8]), ([1, 2, 3, 9, 5, 6], [1]))
-    assert found == Relation(
-        Kind.BREAK, 0, 3, CHANGED, Tokens((4, 5, 6, 7, 8), "<4><5><6><7><8>"), Tokens((9, 5, 6), "<9><5><6>"), 3
-    )
-
-
 def test_a_recorded_cause_is_preferred_and_makes_a_fork_a_break() -> None:
     calls = [call([1, 2], [3, 4]), call([1, 2, 3, 9, 5, 6], [1]), call([1, 7], [8]), call([1, 7, 8], [9])]
     causes = [None, BreakCause.THINKING_STRIPPED, BreakCause.SUMMARY, BreakCause.SUMMARY]
@@ -89,12 +82,6 @@ def test_a_recorded_cause_is_preferred_and_makes_a_fork_a_break() -> None:
         (BreakCause.SUMMARY, 1, 1),
         (Kind.EXTENDS, 2, 3),  # whatever was recorded
     ]
-
-
-def test_what_shares_nothing_opens() -> None:
-    assert [brief(r) for r in relate(([1, 2], [3]), ([7, 8], [9]))] == [("opens", None, 0)] * 2
-    inserted = relate(([1, 2], [3]), ([7, 1, 2, 3, 4], [9]))[1]  # unless it carries a reply along
-    assert brief(inserted) == (CHANGED, 0, 0) and inserted.extra_tokens == 3
 
 
 HEAD, USER, MODEL = [100, 101, 102, 103], [110, 111, 112], [110, 113, 112]  # a system message and two headers
@@ -145,48 +132,6 @@ def test_what_was_not_sampled_and_what_is_kept_is_no_reply_carried_along() -> No
     assert brief(found[3]) == (CHANGED, 1, len(FIRST + yes + USER + END + MODEL) + 2 + 3)
 
 
-def test_a_short_reply_is_told_by_what_is_before_it() -> None:
-    more = [*FIRST, 61, 120, 112, *USER, 41]
-    edited = [*HEAD, *USER, 51, *END, *MODEL, 61, 120, 55]  # something else follows
-    assert brief(relate((FIRST, [61, 120]), (more, []), (edited, [1]))[2]) == (CHANGED, 1, 7)
-
-
-def test_the_newest_conversation_that_is_carried_along_is_broken() -> None:
-    """The second one is the first with its question edited; the third edits it again."""
-    said = [71, 72, 73, 74, 120]
-    second = [*HEAD, *USER, 51, *END, *MODEL, *REPLY, 112, *USER, 41, *END, *MODEL]
-    third = [*HEAD, *USER, 52, *END, *MODEL, *REPLY, 112, *USER, 41, *END, *MODEL, *said, 112, *USER, 42]
-    found = relate((FIRST, REPLY), (second, said), ([*HEAD, *USER, 52, 53, *END, *MODEL], [1]), (third, [1]))
-    assert [brief(r) for r in found[1:]] == [(CHANGED, 0, 7), ("fork", 1, 7), (CHANGED, 1, 7)]
-
-
-def test_a_message_that_is_replaced_by_one_seen_later_is_a_change() -> None:
-    """`nothing found` in place of a page, with the same headers around it as another `nothing found` further on."""
-    nothing = [*USER, 91, 92, *END, *MODEL]
-    was = [*FIRST, 31, 120, 112, *USER, 41, 42, 43, *END, *MODEL, 32, 33, 120, 112, *nothing, 34, 35, 120, 112]
-    now = [*FIRST, 31, 120, 112, *nothing, 32, 33, 120, 112, *nothing, 34, 35, 120, 112, *USER]
-    found = relate((was, REPLY), ([*now, 44], [1]))[1]
-    assert found.kind is Kind.FORK  # none of this was sampled
-    calls = (FIRST, [31, 120]), (was[:33], [32, 33, 120]), (was[: -len([34, 35, 120, 112])], [34, 35, 120]), (now, [1])
-    assert brief(relate(*calls)[3]) == (CHANGED, 2, len(FIRST) + 6)
-
-
-def test_a_window_that_slides_while_sub_agents_begin_alike() -> None:
-    """Breaks are told from the conversation they carry on, not from the newest one that happens to begin alike."""
-    turn = [*USER, 41, 42, 43, *END, *MODEL]
-    found = relate(
-        (FIRST, REPLY),
-        ([*HEAD, *USER, 41, 61, *END, *MODEL], [62, 120]),  # a sub-agent that begins more like the window below
-        ([*FIRST, *REPLY, 112, *turn], [21, 22, 120]),
-        ([*HEAD, *USER, 71, *END, *MODEL], [72, 120]),
-        (slid := [*HEAD, *turn, 21, 22, 120, 112, *USER, 81], [1]),
-    )
-    assert [brief(r) for r in found] == [
-        ("opens", None, 0), ("fork", 0, 7), ("extends", 0, 25), ("fork", 2, 7), (TRUNCATED, 2, 7),
-    ]  # fmt: skip
-    assert found[4].extra_tokens == len(slid) - 7
-
-
 def letters(ids: Ids) -> str:
     """0..25 are letters, 26 + n is the n-th letter twice, 99 a character's first piece."""
     return "".join("\ufffd" if i == 99 else chr(97 + i % 26) * (1 + i // 26) for i in ids.tolist())
@@ -214,29 +159,6 @@ def test_tokenization_is_the_same_text_up_to_a_common_token_end(
 ) -> None:
     found = relate(([5, 6], was), ([5, 6, *now], [7]), decode=letters)[1]
     assert (found.cause, found.base, found.shared) == (cause, 0, 2)
-
-
-BYTES = {256: "é".encode(), 257: "€".encode(), 258: "\ufffd".encode(), 259: "€".encode()[:2]}
-
-
-@pytest.mark.parametrize(
-    ("was", "now", "cause"),
-    [
-        ([0xC3, 0xA9], [256], TOKENIZATION),
-        ([0xE2, 0x82, 0xAC], [257], TOKENIZATION),
-        ([0xE2, 0x82, 0xAC], [259, 0xAC], TOKENIZATION),
-        ([257], [0xE2, 0x82, 0xAC], TOKENIZATION),
-        ([0xC3, 0xA9], [0xC3, 0xAA], CHANGED),  # they share the first half of a character
-        ([0xE2, 0x82, 0xAC], [259, 0xA0], CHANGED),
-        ([0xC3, 0x61], [258, 0x61], TOKENIZATION),  # half a character, written as what it decodes to
-        ([0xC3, 0x61], [258, 0x62], CHANGED),
-    ],
-)
-def test_characters_cut_into_several_tokens(was: list[int], now: list[int], cause: BreakCause) -> None:
-    def decode(ids: Ids) -> str:
-        return b"".join(BYTES.get(i, bytes([i % 256])) for i in ids.tolist()).decode(errors="replace")
-
-    assert relate(([5, 6], was), ([5, 6, *now], [7]), decode=decode)[1].cause is cause
 
 
 # --- against the definitions ------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 
 from tests.models import make_group, make_step, ragged_groups
@@ -73,16 +72,6 @@ def test_flat_arrays_describe_the_same_tokens(groups: list[Group]) -> None:
     assert batch.temperature.tolist() == [np.float32(step.sampling.temperature) for *_, step, _ in rows]
     assert [id(batch.steps[s]) for s in batch.step_id] == [id(step) for *_, step, _ in rows]
     assert len(batch.trajectories) == len(batch.rewards) == len(batch.group_of_trajectory) == len(graded)
-
-
-@pytest.mark.parametrize("groups", [[], [make_group([])], [make_group([([], None)])], [make_group([([], 1.0)])]])
-def test_a_batch_without_tokens_has_arrays_of_the_right_types(groups: list[Group]) -> None:
-    batch = flatten(groups)
-    assert len(batch) == 0 and batch.step_start.tolist() == [0]
-    dtypes = [a.dtype for a in (batch.mask, batch.logp_rollout, batch.temperature, batch.step_id, batch.rewards)]
-    assert dtypes == ["bool", "float32", "float32", "int64", "float64"]
-    assert batch.trajectory_id.dtype == batch.group_id.dtype == "int64"
-    assert calls(batch) == []
 
 
 @given(ragged_groups(vocabulary=3))

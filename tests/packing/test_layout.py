@@ -9,18 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models import ragged_groups
-from tests.packing.tries import (
-    call,
-    nodes,
-    readings,
-    readings_of_chunk,
-    readings_of_tree,
-    some_calls,
-    trained,
-    words,
-)
+from tests.packing.tries import call, nodes, readings, readings_of_chunk, readings_of_tree, some_calls, trained, words
 from treadle.core.errors import DataError
-from treadle.core.types import Group, Ids
+from treadle.core.types import Group
 from treadle.packing.flat import PackedCall, calls, flatten
 from treadle.packing.layout import Arrangement, Packing, Sharing, arrange, chunks, micro_batches
 
@@ -243,56 +234,3 @@ def test_trees_are_within_the_budget_unless_they_hold_a_longer_call(
 
 
 # Agents as they are
-
-
-def turns(rng: np.random.Generator, kind: str, prompt: Ids, count: int = 6) -> Iterator[tuple[Ids, Ids]]:
-    """The calls of one trajectory as (prompt, completion): about 80 tokens of thinking, 40 of action, 80 of answer."""
-
-    def ids(mean: int) -> Ids:
-        return rng.integers(0, 100_000, rng.integers(mean - mean // 4, mean + mean // 4)).astype(np.int32)
-
-    past: list[list[Ids]] = []  # of each turn, what the prompts after it repeat
-    for _ in range(count):
-        thinking, action, answer = ids(80), ids(40), ids(80)
-        yield np.concatenate([prompt, *(part for turn in past for part in turn)]), np.concatenate([thinking, action])
-        if kind == "drifting" and rng.random() < 0.2:
-            action = np.concatenate([action[:-3], ids(4)])  # the last tokens come back as others
-        past.append([action, answer] if kind == "thinking stripped" else [thinking, action, answer])
-        if kind == "sliding window":
-            past = past[-3:]
-
-
-def agents(kind: str, trajectories: int = 8) -> list[PackedCall]:
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 100_000, 256).astype(np.int32)
-    made, first = [], 0
-    for trajectory in range(trajectories):
-        for before, completion in turns(rng, kind, prompt):
-            made.append(PackedCall(np.concatenate([before, completion]), len(before), first, trajectory))
-            first += len(completion)
-    return made
-
-
-def count_nodes(made: Sequence[PackedCall]) -> int:
-    """Of the trie, by inserting token by token."""
-    trie: dict[tuple[int, int], int] = {}
-    for c in made:
-        at = 0
-        for token in c.token_ids.tolist():
-            at = trie.setdefault((at, token), len(trie) + 1)
-    return len(trie)
-
-
-@pytest.mark.parametrize("kind", ["append-only", "drifting", "thinking stripped", "sliding window"])
-def test_agents_compute_hardly_more_than_their_unique_tokens(kind: str) -> None:
-    made = agents(kind)
-    unique = count_nodes(made)
-    arranged = arrange(made, Packing.TREE)
-    assert arranged.nodes == unique
-    trees = micro_batches(arranged, 4096)
-    assert max(map(len, trees)) <= 4096
-    assert sum(map(len, trees)) <= 1.10 * unique
-    pairs = sum(len(c.token_ids) - c.prompt_length for c in made)
-    assert sorted(flat for tree in trees for flat in tree.flat.tolist()) == list(range(pairs))
-    chain = arrange(made, Packing.CHAIN)
-    assert unique < chain.nodes <= sum(lengths(made))

@@ -4,14 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.tries import (
     agreement,
     call,
-    calls_of,
     nodes,
     parents_of_pairs,
     readings,
@@ -123,11 +121,3 @@ def test_a_deep_tree_of_nested_calls() -> None:
         assert tree.token_ids[ends[n]] == tree.depth[ends[n]] == n - 1
     last = ends[2000]
     assert ((np.arange(len(tree)) <= last) & (last < tree.subtree_end)).sum() == 2000
-
-
-@pytest.mark.parametrize("calls", [[], calls_of(([1], [2])), calls_of(([1], []))])
-def test_trees_have_arrays_of_the_right_types(calls: list[PackedCall]) -> None:
-    tree = tree_of(calls)
-    fields = (tree.token_ids, tree.depth, tree.subtree_end, tree.source, tree.target_ids, tree.flat)
-    assert [array.dtype for array in fields] == ["int32", "int64", "int64", "int64", "int32", "int64"]
-    assert len(tree) == len(nodes(calls, owners(calls)))

@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from tests.models import (
-    VOCABULARY,
-    full,
-    gradients,
-    make_group,
-    make_step,
-    step_logprobs,
-)
+from tests.models import VOCABULARY, full, gradients, make_group, make_step, step_logprobs
 from treadle.algorithms import estimators, losses
 from treadle.algorithms.config import AlgorithmConfig, NormConfig, PpoClipConfig, ValueConfig
 from treadle.algorithms.corrections import corrected
@@ -299,10 +292,7 @@ def _value_error(
 
 
 def literal_loss(
-    model: PreTrainedModel,
-    groups: Sequence[Group],
-    algorithm: AlgorithmConfig,
-    old: NDArray[np.float64] | None,
+    model: PreTrainedModel, groups: Sequence[Group], algorithm: AlgorithmConfig, old: NDArray[np.float64] | None
 ) -> Separate:
     """PPO-clip token by token from the definitions: no flat arrays, no packing, stock attention."""
     trained = [

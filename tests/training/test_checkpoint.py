@@ -61,7 +61,7 @@ def saved(directory: Path, learner: Learner | None = None) -> Path:
     return directory / "step-1"
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("family", "algorithm"),
     [("qwen3", PLAIN), ("qwen3-untied", PLAIN), ("gemma3-half-sliding", PLAIN), ("qwen3", WHOLE), ("qwen3", KL)],
@@ -154,7 +154,6 @@ def test_another_tokenizer_is_named(tmp_path: Path, name: str) -> None:
         load_checkpoint(Manifest.load(checkpoint), make_learner(), other)
 
 
-@pytest.mark.quick(8)
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "one bit"])
 def test_a_damaged_file_is_found_before_anything_is_loaded(tmp_path: Path, damage: str) -> None:
     checkpoint = saved(tmp_path, make_learner(algorithm=WHOLE))

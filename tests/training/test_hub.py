@@ -82,14 +82,6 @@ def test_a_name_of_the_hub_is_downloaded_once_and_nothing_but_what_is_loaded(pla
     assert place.asked == []
 
 
-def test_a_tokenizer_comes_without_weights_and_is_no_model(place: Place) -> None:
-    tokenizer = place.look_up("acme/tiny", "tokenizer")
-    assert held(tokenizer.stdout) == set(WANTED) - {"model.safetensors"}
-    offline = place.look_up("acme/tiny", online=False)
-    assert "'acme/tiny' is not in the cache" in offline.stderr
-    assert held(place.look_up("acme/tiny").stdout) == set(WANTED)
-
-
 INDEX = """{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"""
 
 

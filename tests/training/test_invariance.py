@@ -205,17 +205,6 @@ def test_so_does_every_advantage_reduction_correction_and_option(fields: dict[st
     check_against_each_step_alone(data, loss, LAYOUTS[layout], size=2, **fields)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-@pytest.mark.parametrize("loss", LOSSES)
-@settings(max_examples=3, phases=GENERATE)  # of which the first is small; another run draws others
-@given(data=st.data(), reduction=st.sampled_from(REDUCTIONS))
-def test_any_layout_of_longer_trajectories_gives_the_gradient_and_metrics_of_each_step_alone(
-    loss: str, layout: dict[str, Any], data: st.DataObject, reduction: str
-) -> None:
-    check_against_each_step_alone(data, loss, layout, size=8, reduction=reduction)
-
-
 @pytest.mark.quick(8)
 @pytest.mark.parametrize(("budget", "anchored"), [(12, True), (25, False), (8192, False)])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))

@@ -27,7 +27,6 @@ from tests.models import (
     norm,
     ragged_groups,
     routed,
-    same_bits,
     step_logprobs,
     tiny,
 )
@@ -159,26 +158,6 @@ def test_experts_matter_in_these_tests_and_only_where_they_are_replayed() -> Non
     assert np.abs(told - own).max() > 1e-2
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_without_replay_a_mixture_of_experts_trains_the_same_in_every_layout(layout: dict[str, Any]) -> None:
-    """And with nothing to replay, replaying is that."""
-    groups = forked_groups()
-    wanted, _ = told_gradient(exact("qwen3-moe"), groups)
-    assert norm(wanted) > 1e-2
-    for budget in (15, 8192):
-        found = [
-            accumulated(
-                make_learner(
-                    exact("qwen3-moe"), REINFORCE, routing_replay=replay, max_tokens_per_microbatch=budget, **layout
-                ),
-                groups,
-            )[0]
-            for replay in (False, True)
-        ]
-        assert same_bits(*found) and distance(found[0], wanted) <= 1e-12 * norm(wanted)
-
-
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
@@ -283,21 +262,6 @@ def test_even_if_its_own_routers_would_choose_others(packing: Packing) -> None:
     assert np.abs(logp - batch.logp_rollout).max() < 1e-5
     own = make_learner(other, packing=packing).logprobs(batch)
     assert np.abs(own - batch.logp_rollout).max() > 1e-1
-
-
-def test_later_turns_read_earlier_ones_through_the_experts_of_their_time() -> None:
-    """What later turns sampled with is nearer if earlier turns are replayed in their prompts, too."""
-    model = tiny("qwen3-moe", num_experts_per_tok=1)
-    groups = played(model, [np.array([start], np.int32) for start in range(1, 9)], turns=2)
-    other = make_learner(rerouted(model), routing_replay=True)
-
-    def gap(groups: list[Group]) -> float:
-        batch = flatten(groups)
-        second = batch.step_id % 2 == 1 if len(batch.steps) == 16 else np.ones(len(batch), np.bool_)
-        return float(np.abs(other.logprobs(batch) - batch.logp_rollout)[second].mean())
-
-    alone = [make_group([([t.steps[1]], 1.0) for t in groups[0].trajectories])]
-    assert gap(groups) < 0.7 * gap(alone)
 
 
 # Refusals

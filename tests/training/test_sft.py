@@ -83,10 +83,7 @@ def test_what_no_session_could_have_recorded_is_refused(messages: list[Message],
 
 def greeting(index: int) -> Demonstration:
     return Demonstration(
-        [
-            say("user", f"chess {'tennis' if index % 2 else 'yoga'}"),
-            say("assistant", "soup" if index % 2 else "rice"),
-        ]
+        [say("user", f"chess {'tennis' if index % 2 else 'yoga'}"), say("assistant", "soup" if index % 2 else "rice")]
     )
 
 

@@ -7,28 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models import (
-    distance,
-    exact,
-    full,
-    gradients,
-    make_group,
-    make_step,
-    norm,
-    random_groups,
-    same_bits,
-    step_logprobs,
-    tiny,
-    weights_of,
-)
-from tests.training.reference import (
-    LAYOUTS,
-    drawn_head,
-    forked_groups,
-    learner_gradients,
-    make_learner,
-    step_values,
-)
+from tests.models import exact, full, make_group, make_step, random_groups, same_bits, tiny, weights_of
+from tests.training.reference import LAYOUTS, drawn_head, forked_groups, make_learner, step_values
 from treadle.algorithms.config import AlgorithmConfig, ValueConfig
 from treadle.core.types import Group
 from treadle.models.weights import published
@@ -56,22 +36,6 @@ def test_the_value_of_a_token_is_that_of_the_state_in_which_it_was_sampled(layou
     assert found is not None and not found.requires_grad
     np.testing.assert_allclose(full(found), full(wanted), rtol=1e-12, atol=1e-12)
     assert float(wanted.std()) > 0.1
-
-
-def test_the_gradient_of_one_masked_sequence_by_hand() -> None:
-    """One reward of 1, no discount: every return is 1, every advantage 1 - V."""
-    step = make_step([1, 2], [3, 4, 5, 6], mask=[True, False, True, True])
-    learner = make_learner(exact(), AlgorithmConfig(advantage="gae", value=ValueConfig(coef=0.7)))
-    batch = flatten([make_group([([step], 1.0)])])
-    values = full(learner.scores(batch).value)
-    learner.accumulate(batch, 1 - values, values=values)
-    model, trained = exact(), torch.tensor([True, False, True, True])
-    head = drawn_head(model)
-    value, logp = step_values(model, head, step), step_logprobs(model, step)[0]
-    each = -(1 - value.detach()) * logp + 0.7 * (value - 1) ** 2 / 2
-    (each[trained].sum() / 3).backward()
-    wanted = {**gradients(model), **{f"value_head.{name}": x for name, x in gradients(head).items()}}
-    assert distance(learner_gradients(learner), wanted) <= 1e-12 * norm(wanted)
 
 
 def test_values_are_0_at_first_and_nothing_is_drawn_for_them() -> None:

@@ -1,4 +1,4 @@
-"""Python processes that work for this one, and end with it however it ends."""
+"""Python child processes that end with this one, however it ends."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Words = NDArray[np.uint64]
 
 
 class Stream(IntEnum):
-    """Names what a draw is for; streams never share an address."""
+    """What a draw is for; streams never share an address."""
 
     TRAIN = 1
     EVALUATE = 2
@@ -75,8 +75,7 @@ def permutation(
     source: number of a mixture's source; sources of one size have different shuffles.
     """
     high, low, _, _ = philox4x32(
-        (np.arange(size, dtype=np.uint64), epoch, source, 0),
-        (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24)),
+        (np.arange(size, dtype=np.uint64), epoch, source, 0), (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24))
     )
     return np.argsort((high << _32) | low, kind="stable").astype(np.int64)
 

@@ -15,7 +15,7 @@ from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Says that tokens [start, end) of a completion were sampled by this policy version."""
+    """Tokens [start, end) of a completion, sampled by this policy version."""
 
     version: int
     start: int
@@ -24,12 +24,11 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """Holds what an engine sampled.
+    """Sampled tokens of one call.
 
-    token_ids int32[C]; logprobs float32[C], of each token under the sampling distribution (after
-    temperature); policy_versions: spans that cover [0, C) without gap or overlap. routing int16[<= C, M, k]: the
-    experts chosen where each token was predicted (see `Step`), from an engine that reports them. waited: seconds until
-    the engine began to compute it, from one that reports them.
+    token_ids int32[C]; logprobs float32[C], of each token under the sampling distribution (after temperature);
+    policy_versions: spans that cover [0, C) without gap or overlap. routing int16[<= C, M, k]: experts chosen where
+    each token was predicted (see `Step`). waited: seconds in the engine's queue. None: not reported.
     """
 
     token_ids: Ids
@@ -55,9 +54,9 @@ class Completion:
 class Engine(Protocol):
     """Takes token ids and returns sampled token ids, for many sessions at once.
 
-    A session is opened before its first call and closed after its last. While open, the engine may keep its
-    KV cache; an engine that decodes in lock-step waves waits for every open session, so close what is done.
-    Which weights it serves, and whether it has any, is not its callers' concern: see `core.trainer.WeightSync`.
+    A session is opened before its first call and closed after its last. While open, the engine may keep its KV cache;
+    an engine that decodes in lock-step waits for every open session, so close sessions promptly.
+    Weights are loaded by `core.trainer.WeightSync`.
     """
 
     def open_session(self, session: str) -> None:
@@ -82,7 +81,7 @@ class Engine(Protocol):
         ...
 
     def status(self) -> Sequence[ComponentStatus]:
-        """Return what it does now; one entry for each engine of several. Returns at once, called from any thread."""
+        """Return the current load, one entry for each engine. Never blocks; thread-safe."""
         ...
 
     async def close(self) -> None:

@@ -10,23 +10,23 @@ from enum import StrEnum
 
 
 class TreadleError(Exception):
-    """Is the base of everything Treadle raises on purpose."""
+    """Base class of the errors that Treadle raises on purpose."""
 
 
 class ConfigError(TreadleError, ValueError):
-    """Says that a configuration cannot work: unknown key, wrong type, impossible combination."""
+    """Raised for a configuration that cannot work: unknown key, wrong type, impossible combination."""
 
 
 class DataError(TreadleError, ValueError):
-    """Says that a dataset, task, demonstration or record breaks its contract."""
+    """Raised for an invalid data set, task, demonstration or record."""
 
 
 class DownloadError(TreadleError, RuntimeError):
-    """Says that a model could not be fetched: no network, no such package in the index, no pip."""
+    """Raised if a model cannot be downloaded: no network, no such package in the index, no pip."""
 
 
 class EngineError(TreadleError, RuntimeError):
-    """Says that the inference engine refused or failed a call."""
+    """Raised if the inference engine refuses or fails a call."""
 
 
 class EngineEnded(EngineError):
@@ -34,23 +34,23 @@ class EngineEnded(EngineError):
 
 
 class RunError(TreadleError, RuntimeError):
-    """Says that a run directory cannot be used as requested: taken, missing, damaged, of another model."""
+    """Raised for a run directory that cannot be used: taken, missing, damaged, of another model."""
 
 
 class DamageError(RunError):
-    """Says that something on disk is not as it was written; it is not used."""
+    """Raised for a file that is not as it was written."""
 
 
 class RemovedError(RunError):
-    """Says that a directory was removed while it was read: a run in progress removes its older checkpoints."""
+    """Raised if a directory is removed while it is read: a running run removes its older checkpoints."""
 
 
 class CheckpointError(RunError):
-    """Says that a checkpoint could not be written or does not fit what it is loaded into."""
+    """Raised for a checkpoint that cannot be written, or does not fit the model it is loaded into."""
 
 
 class PlacementError(TreadleError, RuntimeError):
-    """Says that a cluster cannot give a run its processes: resources, versions, directories, or the cluster itself."""
+    """Raised if a cluster cannot run the processes: resources, versions, directories, or the cluster itself."""
 
 
 class WorkerLost(PlacementError):
@@ -58,15 +58,15 @@ class WorkerLost(PlacementError):
 
 
 class RankError(TreadleError, RuntimeError):
-    """Says that a process of the learner failed, ended or did not answer; the message has its own error."""
+    """Raised if a process of the learner fails, ends or does not answer; the message has its own error."""
 
 
 class TrainingStopped(TreadleError, RuntimeError):
-    """Is raised when a run ends itself because continuing would be pointless; the message names the cause."""
+    """Raised when a run ends itself because continuing would be pointless; the message names the cause."""
 
 
 class Cause(StrEnum):
-    """Names what is to blame for a failed trajectory."""
+    """What is to blame for a failed trajectory."""
 
     AGENT = "agent"
     ENVIRONMENT = "environment"
@@ -78,7 +78,7 @@ class Cause(StrEnum):
 
 
 class TrajectoryFailure(TreadleError, RuntimeError):
-    """Says that one attempt failed. It ends that trajectory, never the run; `cause` decides what happens next.
+    """Raised when one attempt fails. It ends that trajectory, never the run; `cause` decides what happens next.
 
     traceback: of the user code that raised, as text. Raises DataError for a cause that is not a `Cause`.
     """
@@ -86,8 +86,8 @@ class TrajectoryFailure(TreadleError, RuntimeError):
     def __init__(self, cause: Cause, message: str, traceback: str = "") -> None:
         super().__init__(cause, message, traceback)
         if cause not in list(Cause):
-            known = ", ".join(Cause)
-            raise DataError(f"a TrajectoryFailure has one of the causes {known}, got {cause!r:.100}")
+            causes = ", ".join(Cause)
+            raise DataError(f"a TrajectoryFailure has one of the causes {causes}, got {cause!r:.100}")
         self.cause = Cause(cause)
         self.message = str(message).encode(errors="backslashreplace").decode()  # lone surrogates fit into no file
         self.traceback = traceback
@@ -97,9 +97,9 @@ class TrajectoryFailure(TreadleError, RuntimeError):
 
 
 class ContextExceeded(TreadleError, RuntimeError):
-    """Says that the prompt as sent is longer than a limit: `rollout.max_input_tokens`, or the model's context.
+    """Raised for a prompt longer than a limit: `rollout.max_input_tokens`, or the model's context.
 
-    context: the model's, where it alone is the limit, which no setting can raise.
+    context: of the model, if that is the limit.
     """
 
     def __init__(self, prompt_tokens: int, max_input_tokens: int, context: int | None = None) -> None:
@@ -119,7 +119,7 @@ class ContextExceeded(TreadleError, RuntimeError):
 
 
 class StepsExceeded(TreadleError, RuntimeError):
-    """Says that an agent program requested one call more than `max_steps`."""
+    """Raised when an agent program makes more than `max_steps` calls."""
 
     def __init__(self, max_steps: int) -> None:
         super().__init__(max_steps)

@@ -23,8 +23,8 @@ def extra_of(module: str) -> str | None:
     """Return the smallest extra of Treadle that brings a module: "agents" for `openai`; None if there is none."""
     members = defaultdict(set)
     for requirement in _requirements():
-        if found := _REQUIREMENT.fullmatch(requirement):
-            members[found[2]].add(found[1])
+        if match := _REQUIREMENT.fullmatch(requirement):
+            members[match[2]].add(match[1])
     package = module.partition(".")[0]
     if (preferred := _PREFERRED.get(package)) in members:
         return preferred

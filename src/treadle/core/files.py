@@ -1,4 +1,4 @@
-"""Durable files: complete or absent, also after a crash or a power loss. And the place of the cache."""
+"""Durable files, complete or absent even after a power loss, and the cache directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 def cache_directory() -> Path:
-    """Return where warm starts and converted models are kept: `$TREADLE_CACHE`, or `treadle` in the user's cache.
+    """Return the directory of warm starts and converted models: `$TREADLE_CACHE`, or `treadle` in the user's cache.
 
     The user's cache is `$XDG_CACHE_HOME`, which must be absolute to count, or `~/.cache`.
     """
@@ -20,7 +20,7 @@ def cache_directory() -> Path:
 
 
 class WrittenFile(NamedTuple):
-    """Names a durable file, with the SHA-256 (hex) of what was written into it."""
+    """A durable file, with the SHA-256 (hex) of what was written into it."""
 
     name: str
     sha256: str

@@ -70,7 +70,6 @@ class NewDirectory:
 
     @property
     def manifest(self) -> bytes:
-        """Return the manifest of what has been written so far."""
         return "".join(f"{sha256}  {name}\n" for name, sha256 in sorted(self._sha256.items())).encode()
 
     @property
@@ -110,7 +109,7 @@ def remove_at_once(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Lists the files of a directory that was written by `new_directory`, each with its SHA-256.
+    """The files of a directory that was written by `new_directory`, each with its SHA-256.
 
     remedy: ends the message about anything damaged.
     """
@@ -151,15 +150,15 @@ class Manifest:
         for name in names:
             try:
                 with (self.directory / name).open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
                 raise _damage(self.directory, name, _why_unreadable(error), self.remedy) from error
-            self._compare(name, found)
+            self._compare(name, digest)
 
-    def _compare(self, name: str, found: str) -> None:
+    def _compare(self, name: str, digest: str) -> None:
         if name not in self.sha256:
             raise _damage(self.directory, name, f"is not listed in {MANIFEST}", self.remedy)
-        if found != self.sha256[name]:
+        if digest != self.sha256[name]:
             raise _damage(self.directory, name, f"does not have the SHA-256 in {MANIFEST}", self.remedy)
 
 

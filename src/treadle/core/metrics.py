@@ -50,13 +50,13 @@ class Metric:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"a metric needs a name, got {self.name!r}")
-        for what, value, known in (
+        for what, value, kind in (
             ("level", self.level, Level),
             ("aggregation", self.aggregation, Aggregation),
             ("view", self.view, View),
         ):
-            if value not in get_args(known):
-                raise ConfigError(f"metric {self.name!r}: {what} {value!r} must be one of {', '.join(get_args(known))}")
+            if value not in (allowed := get_args(kind)):
+                raise ConfigError(f"metric {self.name!r}: {what} {value!r} must be one of {', '.join(allowed)}")
 
     def of(self, key: object) -> Metric:
         """Return the member of this family for one key: `ended_*` of `done` is `ended_done`."""
@@ -65,7 +65,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Holds what was counted of a metric: how many values, and their sum, or the largest or smallest of them."""
+    """What was counted of a metric: how many values, and their sum, or the largest or smallest of them."""
 
     metric: Metric
     total: float
@@ -78,7 +78,6 @@ class Tally:
         return cls(metric, _folded(metric, counted) if counted else 0, len(counted))
 
     def __add__(self, other: Tally) -> Tally:
-        """Return the tally of both. Raises ConfigError for two declarations under one name."""
         if self.metric != other.metric:
             raise ConfigError(
                 f"metric {self.metric.name!r} is declared twice, as {self.metric} and as {other.metric}; rename one"
@@ -125,7 +124,6 @@ class Measures(Mapping[str, Any]):
             self._tallies[tally.metric.name] = tally if known is None else known + tally
 
     def __add__(self, other: Measures) -> Measures:
-        """Return both together: equal metrics combine. Raises ConfigError for two declarations under one name."""
         return Measures((*self.tallies, *other.tallies))
 
     def __getitem__(self, name: str) -> Any:
@@ -142,7 +140,6 @@ class Measures(Mapping[str, Any]):
 
     @property
     def tallies(self) -> tuple[Tally, ...]:
-        """Return the tallies in order of first appearance."""
         return tuple(self._tallies.values())
 
     def as_json(self) -> dict[str, dict[str, Any]]:
@@ -151,7 +148,6 @@ class Measures(Mapping[str, Any]):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Mapping[str, Any]]) -> Measures:
-        """Return the measures that `as_json` was called on."""
         return cls(Tally(Metric(**each["metric"]), each["total"], each["count"]) for each in data.values())
 
     def under(self, prefix: str) -> Measures:
@@ -169,9 +165,9 @@ def measured(level: Level, values: Mapping[Metric, Iterable[float]]) -> Measures
     return Measures(Tally.over(metric, counted) for metric, counted in values.items())
 
 
-def shares(family: Metric, keys: Iterable[Any], found: Iterable[Any]) -> dict[Metric, list[bool]]:
+def shares(family: Metric, keys: Iterable[Any], observed: Iterable[Any]) -> dict[Metric, list[bool]]:
     """Return for each key of a family of shares, also one that never occurs, whether each value found is that key."""
-    values = list(found)
+    values = list(observed)
     return {family.of(key): [value == key for value in values] for key in keys}
 
 

@@ -44,7 +44,7 @@ def given(reward: float | None, components: Mapping[str, float], component: str 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryView:
-    """Holds some steps of a trajectory, in call order, and the reward that goes with them; None if it has none."""
+    """Some steps of a trajectory, in call order, and the reward that goes with them; None if it has none."""
 
     steps: tuple[Step, ...]
     reward: float | None
@@ -69,7 +69,6 @@ class TrajectoryView:
 
     @property
     def completion_tokens(self) -> int:
-        """Return how many tokens were sampled."""
         return sum(len(step.completion_ids) for step in self.steps)
 
     @property
@@ -79,7 +78,6 @@ class TrajectoryView:
 
     @property
     def newest_version(self) -> int | None:
-        """Return the newest policy version that sampled any of the tokens; None without tokens."""
         return max((int(versions.max()) for versions in self._versions()), default=None)
 
     def _versions(self) -> Iterator[Ids]:
@@ -118,7 +116,7 @@ def step_drop_reason(trajectory: Trajectory, step: Step) -> DropReason | None:
 
 
 class StepOutcome(NamedTuple):
-    """Holds the state of a step, and why it is dropped if it is."""
+    """The state of a step, and why it is dropped if it is."""
 
     state: StepState
     reason: DropReason | None = None
@@ -133,7 +131,7 @@ def outcome_when_recorded(trajectory: Trajectory, step: Step, split: str) -> Ste
 
 
 class DroppedStep(NamedTuple):
-    """Names a recorded step, by its number in its trajectory, and why it is not trained."""
+    """A recorded step, by its number in its trajectory, and why it is not trained."""
 
     trajectory_id: str
     step: int

@@ -20,8 +20,6 @@ from treadle.core.config import Config, build
 from treadle.core.errors import ConfigError
 from treadle.core.extras import how_to_install
 
-_OF_OTHERS = ("agents", "shaping")  # groups in which Treadle registers nothing itself
-
 C = TypeVar("C", bound=Config)
 
 
@@ -68,7 +66,7 @@ def _where(group: str, name: str, setting: str) -> str:
 def _target(group: str, name: str, where: str) -> str:
     registered = _registered(group)
     if name not in registered:
-        raise ConfigError(f"{where} is not registered{_hint(group, name, sorted(registered))}")
+        raise ConfigError(f"{where} is not registered{_hint(name, sorted(registered))}")
     targets = registered[name]
     if len(targets) > 1:
         raise ConfigError(f"{where} is registered as {' and '.join(sorted(targets))}; write the one you mean")
@@ -94,21 +92,14 @@ def _entry_points(group: str, path: tuple[str, ...]) -> importlib.metadata.Entry
     return importlib.metadata.entry_points(group=group)
 
 
-def _hint(group: str, name: str, registered: list[str]) -> str:
-    near = [known for known in registered if known.startswith(f"{name}_")]  # ppo: ppo_clip
+def _hint(name: str, registered: list[str]) -> str:
+    near = [other for other in registered if other.startswith(f"{name}_")]  # ppo: ppo_clip
     near = near or difflib.get_close_matches(name, registered, n=1)
     module, _, attribute = name.rpartition(".")
     meant = f"did you mean {near[0]!r}? " if near else f"did you mean '{module}:{attribute}'? " if module else ""
     if registered:
         return f"; {meant}registered: {', '.join(registered)}; or write 'module:attribute'"
-    return f"; {meant}nothing is{_stale(group)}; write 'module:attribute'"
-
-
-def _stale(group: str) -> str:
-    """Return what to do about an empty group, unless only other packages register there."""
-    if group in _OF_OTHERS:
-        return ""
-    return " (was treadle installed before its last update? `pip install -e .` in its directory registers all names)"
+    return f"; {meant}nothing is; write 'module:attribute'"
 
 
 def _load(target: str, where: str) -> Any:
@@ -121,8 +112,8 @@ def _load(target: str, where: str) -> Any:
     except (ImportError, SyntaxError) as error:
         # Anything else that importing a module raises is a bug in it, and its traceback helps most.
         missing = (isinstance(error, ModuleNotFoundError) and error.name) or module_name
-        own = f"{module_name}.".startswith(f"{missing}.")
-        hint = "" if own else f"; {how_to_install(missing)}"
+        is_own = f"{module_name}.".startswith(f"{missing}.")
+        hint = "" if is_own else f"; {how_to_install(missing)}"
         raise ConfigError(f"{where}: cannot import {module_name!r}: {error}{hint}") from error
     try:
         return reduce(getattr, attribute.split("."), module)

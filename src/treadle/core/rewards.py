@@ -34,7 +34,7 @@ _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reward:
-    """Holds the reward of one step: named components, and rewards of single tokens of its completion.
+    """The reward of one step: named components, and rewards of single tokens of its completion.
 
     components: `{"answer": 1.0, "page": 0.2}`, before weights. tokens float32[C], or None: paid beside the components,
     each for the token it stands at, and never weighted.
@@ -67,7 +67,6 @@ class Reward:
         return cls({name: cast(float, value)} if value else {})
 
     def __bool__(self) -> bool:
-        """Return whether anything was given, be it a named 0."""
         return bool(self.components) or self.tokens is not None
 
     def __reduce__(self) -> tuple[type[Reward], tuple[Any, ...]]:
@@ -76,12 +75,11 @@ class Reward:
 
     def total(self, weights: Mapping[str, float] = _NO_WEIGHTS) -> float:
         """Return the sum of components times weights (default 1.0) and tokens' rewards. Raises as `reward_sum` does."""
-        own = [weights.get(name, 1.0) * value for name, value in self.components.items()]
-        return reward_sum([*own, self.token_sum])
+        weighted = [weights.get(name, 1.0) * value for name, value in self.components.items()]
+        return reward_sum([*weighted, self.token_sum])
 
     @property
     def token_sum(self) -> float:
-        """Return the sum of the rewards of single tokens; 0.0 without any."""
         return 0.0 if self.tokens is None else math.fsum(self.tokens.tolist())
 
     @property

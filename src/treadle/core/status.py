@@ -1,4 +1,4 @@
-"""What the parts of a run do at a moment: for people who watch it, nothing depends on it."""
+"""Current load of the parts of a run, for display only."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """Names a process: `ProcessId("node-3", 4711)`."""
+    """A process: `ProcessId("node-3", 4711)`."""
 
     host: str
     pid: int
 
     @classmethod
     def own(cls) -> ProcessId:
-        """Return that of this process."""
         return cls(socket.gethostname(), os.getpid())
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentStatus:
-    """Says what an engine, a rank or a worker does: `ComponentStatus("engine", "0", running=64, waiting=3, cache=0.8)`.
+    """Load of an engine, a rank or a worker: `ComponentStatus("engine", "0", running=64, waiting=3, cache=0.8)`.
 
-    What is None is not known, or there is no such thing.
+    None: unknown or not applicable.
 
-    process: its own; None in the run's process. running: calls (groups, attempts) that it works on. waiting: that have
-    come and are not begun. sessions: open ones. cache: share of its KV cache that holds tokens. version: of the policy
-    that it serves. error: why it does nothing any more; "" if it does.
+    process: None in the run's own process. running: calls (groups, attempts) in progress. waiting: queued ones.
+    sessions: open ones. cache: share of the KV cache in use. version: of the served policy. error: why it stopped; ""
+    while it works.
     """
 
     kind: str

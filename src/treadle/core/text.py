@@ -23,5 +23,5 @@ def escape_text(text: str) -> str:
     return _STEERS_IN_A_TEXT.sub(_escape, text)
 
 
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode("ascii")
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii")

@@ -34,7 +34,7 @@ Conversation = Sequence[tuple[Ids, Ids]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTrace:
-    """Holds what one update computed of the C sampled tokens of a step that it trained.
+    """What one update computed of the C sampled tokens of a step that it trained.
 
     update: its number in the run, from 1. step: its number in the trajectory.
     logprobs   float32[C]  of the learner, before the update
@@ -73,7 +73,7 @@ class UpdateResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Describes a model without its weights.
+    """A model without its weights.
 
     vocabulary: ids are below it. context: most tokens of a sequence. parameters: their number, tied ones once.
     shapes: of the published weights, by name. expert_layers: the hidden layers, from 0, whose experts engines report
@@ -91,12 +91,10 @@ class WeightsDestination(Protocol[R_co]):
     """Writes published weights to where engines get them: a small picklable object, used where the weights are."""
 
     def write(self, described: Mapping[str, Any], weights: Iterable[tuple[str, Any]]) -> R_co:
-        """Take (name, tensor) pairs, in the order of names, and return what the caller of `stage` is to have.
+        """Write (name, tensor) pairs, in the order of names; return the result of `stage`, which must be picklable.
 
-        described: by the same names, what has each tensor's type and shape, before any comes. The pairs come one at a
-        time: a sharded tensor is gathered when it is its turn, and all must be consumed.
-        Tensors are the trainer's own: what keeps them must copy them. The result must be picklable.
-        Raises EngineError.
+        described: an object with dtype and shape for each name. Consume all pairs: a sharded tensor is gathered when
+        it is read. Tensors belong to the trainer; copy them to keep them. Raises EngineError.
         """
         ...
 
@@ -116,8 +114,8 @@ class WeightSource(Protocol):
     async def score(self, ids: Ids) -> Floats:
         """Return the log-probability of ids[1:] under the published weights: int32[T] -> float32[T - 1].
 
-        It is computed in float32 whatever the precision of training, whose rounding may hide that weights are others;
-        but for `training.precision` bfloat16_pure, which leaves no other way.
+        Computed in float32 whatever the precision of training, whose rounding might hide other weights; with
+        `training.precision` bfloat16_pure in bfloat16.
         """
         ...
 
@@ -185,7 +183,7 @@ class Trainer(WeightSource, Protocol):
         ...
 
     def status(self) -> Sequence[ComponentStatus]:
-        """Return what it does now; one entry for each of its processes. Returns at once, called from any thread."""
+        """Return the current load, one entry for each process. Never blocks; thread-safe."""
         ...
 
     def close(self) -> None:

@@ -17,7 +17,6 @@ import json
 import math
 import pickle
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NotRequired, TypedDict
@@ -38,14 +37,14 @@ _NOTHING = Reward()
 
 
 class FunctionCall(TypedDict):
-    """Holds the name and arguments of a function call; `arguments` is JSON text, as the model wrote it."""
+    """The name and arguments of a function call; `arguments` is JSON text, as the model wrote it."""
 
     name: str
     arguments: str
 
 
 class ToolCall(TypedDict):
-    """Holds one tool call of an assistant message, in the shape of OpenAI's chat completions."""
+    """One tool call of an assistant message, in the shape of OpenAI's chat completions."""
 
     id: str
     type: str
@@ -53,7 +52,7 @@ class ToolCall(TypedDict):
 
 
 class Message(TypedDict):
-    """Holds one chat message; `role` is system, user, assistant or tool.
+    """One chat message; `role` is system, user, assistant or tool.
 
     reasoning_content, tool_calls: of an assistant message. tool_call_id: which call a tool message answers.
     """
@@ -76,7 +75,7 @@ def named_players(row: object) -> dict[str, str]:
 
 
 class StopReason(StrEnum):
-    """Says why a completion ended."""
+    """Why a completion ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -84,7 +83,7 @@ class StopReason(StrEnum):
 
 
 class Status(StrEnum):
-    """Says how a trajectory ended."""
+    """How a trajectory ended."""
 
     DONE = "done"  # the environment said so
     MAX_STEPS = "max_steps"  # the agent loop's limit on LLM calls
@@ -93,7 +92,7 @@ class Status(StrEnum):
 
 
 class StepState(StrEnum):
-    """Says what became of a recorded step. All but RECORDED are terminal."""
+    """What became of a recorded step. All but RECORDED are terminal."""
 
     RECORDED = "recorded"
     TRAINED = "trained"
@@ -102,7 +101,7 @@ class StepState(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Says why a recorded step was not trained."""
+    """Why a recorded step was not trained."""
 
     FAILED = "failed"  # its trajectory has no reward
     RESAMPLED = "resampled"  # the batch was interrupted and sampled again whole
@@ -117,7 +116,7 @@ class DropReason(StrEnum):
 
 
 class BreakCause(StrEnum):
-    """Says why a step's prompt does not carry on the ids of the step that it continues.
+    """Why a step's prompt does not carry on the ids of the step that it continues.
 
     The first three can also be recognised from ids and text alone (`packing.breaks`), the others only from messages,
     where they are rendered.
@@ -168,7 +167,7 @@ def _routing(value: ArrayLike, tokens: int) -> Routing:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Says how one completion is sampled.
+    """How one completion is sampled.
 
     temperature: 0 is greedy (such tokens are never trained). max_tokens: most tokens of the completion.
     stop: strings that end the completion. seed: of this call's draws (`core.draws.call_seed`).
@@ -210,7 +209,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Holds one dataset row. `task_id` is stable; everything in it is plain JSON data.
+    """One dataset row. `task_id` is stable; everything in it is plain JSON data.
 
     prompt: the messages an agent starts from, unless the environment's `reset` makes its own.
     environment, agent, driver: what plays it, at most one of them (a registered name or `module:attribute`); all
@@ -246,14 +245,7 @@ class Task:
 
     def copy(self) -> Task:
         """Return a task that shares nothing with this one: what plays it may change what is in it."""
-        try:
-            return pickle.loads(pickle.dumps(self))  # type: ignore[no-any-return]  # several times as fast as deepcopy
-        except (
-            pickle.PicklingError,
-            AttributeError,
-            TypeError,
-        ):  # of a class made in a function
-            return deepcopy(self)
+        return pickle.loads(pickle.dumps(self))  # type: ignore[no-any-return]  # several times as fast as deepcopy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -331,13 +323,12 @@ class Step:
 
     @property
     def full_ids(self) -> Ids:
-        """Return prompt and completion, int32[P + C]."""
         return np.concatenate([self.prompt_ids, self.completion_ids])
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Says why a trajectory has no reward. traceback: of user code that raised; equal failures may differ in it."""
+    """Why a trajectory has no reward. traceback: of user code that raised; equal failures may differ in it."""
 
     cause: Cause
     message: str
@@ -384,7 +375,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Holds the trajectories of one task made for one update, in attempt order.
+    """The trajectories of one task made for one update, in attempt order.
 
     index: submission number in the run (the canonical order). epoch, position: where the task came from.
     """

@@ -1,4 +1,4 @@
-"""JSON from outside, of a client or a model: read only as far as it can be handled and written back."""
+"""Strict parsing of JSON from clients and models: whatever is accepted can be handled and written back."""
 
 from __future__ import annotations
 
@@ -24,21 +24,16 @@ def read_json(text: str, *, strict: bool = True, unique: bool = False) -> Any:
         value = json.loads(text, strict=strict, parse_constant=_refused, parse_float=_finite, object_pairs_hook=pairs)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(DEEPEST):
-        if not (level := [inner for outer in level for inner in _containers(outer)]):
+        items = [i for outer in level for i in (outer.values() if isinstance(outer, dict) else outer)]
+        if not (level := [item for item in items if isinstance(item, dict | list)]):
             break
     else:
         raise ValueError(f"nested deeper than {DEEPEST} levels")
     if _SURROGATE.search(text):
         json.dumps(value, ensure_ascii=False).encode()  # fails for half a character
     return value
-
-
-def _containers(value: Any) -> list[Any]:
-    """Those that a value holds."""
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [item for item in items if isinstance(item, dict | list)]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

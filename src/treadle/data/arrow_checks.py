@@ -1,6 +1,6 @@
-"""Which batches of Arrow rows are well formed for certain, without making a Python object of any row.
+"""Fast validation of Arrow batches, without a Python object for any row.
 
-A batch that is not certain is no error: its rows are made into tasks one by one, which says what is wrong, and where.
+A batch that fails is not an error yet: its rows are then made into tasks one by one, which names the faulty one.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _SHARD = re.compile(r"[-_.]?\d.*")
 
 
 class Files(NamedTuple):
-    """Holds the files of one source, all of one kind: `Files(".parquet", {"train-00000": Path(...)})`.
+    """The files of one source, all of one kind: `Files(".parquet", {"train-00000": Path(...)})`.
 
     paths: by what the ids of their tasks begin with.
     """
@@ -68,8 +68,8 @@ def _in_directory(directory: Path, split: str, setting: str) -> Files:
     splits = dict.fromkeys(_split_of(path) for path in every)
     if split not in (ALL, *splits) and (split or len(splits) > 1):
         wanted = f"there is no split {split!r}" if split else "it holds several splits"
-        known = ", ".join(filter(None, [*splits, ALL]))
-        raise ConfigError(f"{setting}.split: {wanted} in {directory}; choose one of {known}")
+        choices = ", ".join(filter(None, [*splits, ALL]))
+        raise ConfigError(f"{setting}.split: {wanted} in {directory}; choose one of {choices}")
     files = [path for path in every if split in ("", ALL) or _split_of(path) == split]
     if len(suffixes := {path.suffix for path in files}) > 1:
         raise ConfigError(f"{where}: it holds {' and '.join(sorted(suffixes))} files; name one, or move them apart")

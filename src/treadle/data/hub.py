@@ -11,9 +11,6 @@ from treadle.core.extras import how_to_install
 from treadle.data.files import ALL
 from treadle.data.table import ArrowTable, dataset_part
 
-_PATIENCE = 10.0  # seconds for the hub to answer
-_UNREACHABLE = "the hub cannot be reached"
-
 
 def open_data_set(source: str, split: str, options: Mapping[str, Any], setting: str) -> ArrowTable:
     """Return one split of a data set as a table. split: its name; may be "" or `all` if there is only one.
@@ -29,9 +26,14 @@ def open_data_set(source: str, split: str, options: Mapping[str, Any], setting: 
     except ModuleNotFoundError as error:
         missing = error.name or "datasets"
         raise ConfigError(f"{setting}.source: {source!r} needs {missing}; {how_to_install(missing)}") from error
-    found: Any = _saved(datasets, source, options, setting) or _load(datasets, source, options, setting)
+    if not Path(source).is_dir():
+        opened: Any = _load(datasets, source, options, setting)
+    elif options:
+        raise ConfigError(f"{setting}.options: the directory {source} takes no options; remove {', '.join(options)}")
+    else:
+        opened = datasets.load_from_disk(source)
     split = "" if split == ALL else split
-    splits = dict(found) if isinstance(found, dict) else {str(found.split or ""): found}
+    splits = dict(opened) if isinstance(opened, dict) else {str(opened.split or ""): opened}
     if split not in splits and (split or len(splits) > 1):
         wanted = f"there is no split {split!r}" if split else "it has several splits"
         raise ConfigError(f"{setting}.split: {wanted} in {source}; choose one of {', '.join(filter(None, splits))}")
@@ -48,18 +50,14 @@ def open_data_set(source: str, split: str, options: Mapping[str, Any], setting: 
 
 
 def _load(datasets: Any, source: str, options: Mapping[str, Any], setting: str) -> Any:
-    """Return the data set of this name: the hub's, or the cache's where the hub cannot be reached.
-
-    Raises ConfigError.
-    """
-    configured, offline = datasets.config.HF_HUB_OFFLINE, _why_offline(datasets)
-    datasets.config.HF_HUB_OFFLINE = offline is not None  # else it tries for half a minute before it takes the cache
+    """Return the data set of this name: the hub's, or the cache's if the hub cannot be reached. Raises ConfigError."""
     try:
         return datasets.load_dataset(source, **options)
     except ConnectionError as error:
         raise ConfigError(
             f"{setting}.source: {source!r} is no file or directory here, and not in the cache "
-            f"{datasets.config.HF_DATASETS_CACHE} (HF_DATASETS_CACHE), and {offline or _UNREACHABLE}; load it once "
+            f"{datasets.config.HF_DATASETS_CACHE} (HF_DATASETS_CACHE), and the hub cannot "
+            "be reached or HF_HUB_OFFLINE is set; load it once "
             "where it can be reached and bring the cache here, or give the directory of one that save_to_disk wrote"
         ) from error
     except (OSError, ValueError) as error:
@@ -68,28 +66,3 @@ def _load(datasets: Any, source: str, options: Mapping[str, Any], setting: str) 
             f"{(str(error).splitlines() or [type(error).__name__])[0]}; check the name, and HF_TOKEN for one that is "
             "private or gated"
         ) from error
-    finally:
-        datasets.config.HF_HUB_OFFLINE = configured
-
-
-def _why_offline(datasets: Any) -> str | None:
-    """Return why nothing can be downloaded; None if the hub answers, which is tried once."""
-    from huggingface_hub import constants, get_session  # what `datasets` needs itself
-    from huggingface_hub.errors import HTTPError  # httpx's, or httpx2's from its version 2 on
-
-    if constants.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE:
-        return "nothing is downloaded while HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, as in a dry run"
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
-    except (OSError, HTTPError):
-        return _UNREACHABLE
-    return None
-
-
-def _saved(datasets: Any, source: str, options: Mapping[str, Any], setting: str) -> Any:
-    """Return the data set in a directory that `save_to_disk` wrote; None if the source is no directory."""
-    if not Path(source).is_dir():
-        return None
-    if options:
-        raise ConfigError(f"{setting}.options: the directory {source} takes no options; remove {', '.join(options)}")
-    return datasets.load_from_disk(source)

@@ -19,10 +19,10 @@ from treadle.envs.tasks import load_environment, made_class
 
 @dataclass(frozen=True)
 class LoadContext:
-    """Holds what all sources of a run have in common.
+    """Settings common to all sources of a run.
 
-    columns: of sources without their own. player: what plays the tasks that name nothing, and its name (`Task.player`).
-    environments: by name, classes or other makers that the registry need not know. seed: for generators that take one.
+    columns: default of sources without their own. player: default player of tasks that name none (`Task.player`).
+    environments: classes or factories by name, beside the registry's. seed: for generators that take one.
     """
 
     columns: Columns | None = None
@@ -35,7 +35,6 @@ class LoadContext:
         return self.columns if section.columns is None else section.columns
 
     def task(self, row: Row, section: SourceConfig) -> Task:
-        """Return the task in a row, with what plays it. Raises DataError, which names the row."""
         task = row.value if isinstance(row.value, Task) else make_task(row, self.columns_of(section))
         task = with_player(task, self.player)
         if not task.prompt and not isinstance(row.value, Task):

@@ -20,7 +20,7 @@ _SPLIT = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>-?\d+%?)?:(?P<end>-?\d+%?)
 
 
 class TaskRange(LazyTasks):
-    """Holds a range of other lazy tasks."""
+    """A range of other lazy tasks."""
 
     def __init__(self, tasks: LazyTasks, numbers: range) -> None:
         self._tasks, self._numbers = tasks, numbers
@@ -32,7 +32,6 @@ class TaskRange(LazyTasks):
         return self._tasks[self._numbers[number]]
 
     def task_ids(self) -> Iterator[str]:
-        """Yield the ids in order, without making the tasks."""
         return (each for number, each in enumerate(self._tasks.task_ids()) if number in self._numbers)
 
     def players(self) -> set[Player]:
@@ -40,12 +39,11 @@ class TaskRange(LazyTasks):
         return self._tasks.players()
 
     def sha256(self) -> str:
-        """Return a digest of all tasks and the range."""
         return hashlib.sha256(f"{self._tasks.sha256()} {self._numbers}".encode()).hexdigest()
 
 
 class Mixture(LazyTasks):
-    """Holds the tasks of several sources, one source after the other, and how often each is visited in training.
+    """The tasks of several sources, one source after the other, and how often each is visited in training.
 
     Its tasks are those of the sources with the source's name before their ids (`gsm8k/train-000017`) and as their extra
     `source`, unless they have one. weights: shares of the groups (`orchestration.sampling.task_queue.TaskOrder`).
@@ -64,16 +62,13 @@ class Mixture(LazyTasks):
         return replace(task, task_id=_within(name, task.task_id), extras={SOURCE: name, **task.extras})
 
     def task_ids(self) -> Iterator[str]:
-        """Yield the ids in order, without making the tasks."""
         for name, part in zip(self.names, self.parts, strict=True):
             yield from (_within(name, task_id) for task_id in task_ids(part))
 
     def players(self) -> set[Player]:
-        """Return what plays them."""
         return set().union(*map(players, self.parts))
 
     def sha256(self) -> str:
-        """Return a digest of what the tasks are made of."""
         return hashlib.sha256(" ".join([*self.names, *map(tasks_sha256, self.parts)]).encode()).hexdigest()
 
 
@@ -86,10 +81,10 @@ def parse_split(split: str | None, setting: str) -> tuple[str, str | None, str |
 
     Raises ConfigError.
     """
-    found = _SPLIT.fullmatch(split or "")
-    if not found:
+    match = _SPLIT.fullmatch(split or "")
+    if not match:
         raise ConfigError(f"{setting}.split: {split!r} must look like train, test[:500] or all[90%:]")
-    return found["name"], found["start"], found["end"]
+    return match["name"], match["start"], match["end"]
 
 
 def take_range(tasks: Sequence[Task], start: str | None, end: str | None) -> Sequence[Task]:

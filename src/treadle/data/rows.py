@@ -28,7 +28,7 @@ _JSON: Mapping[type, str] = {str: "string", dict: "object"}
 
 
 class Row(NamedTuple):
-    """Holds a row of a source: a line of JSON, an object, or a `Task` already.
+    """A row of a source: a line of JSON, an object, or a `Task` already.
 
     where: names it in errors. task_id: for a row that has none.
     """

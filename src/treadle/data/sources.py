@@ -1,8 +1,8 @@
-"""Opening a source: a row after another of JSON lines and generators, a table of Parquet and Hugging Face data sets.
+"""Opening a source: rows of JSON lines and generators, a table of Parquet and Hugging Face data sets.
 
-A generator is a function `(split, **options)` that gives tasks, or rows; it is registered under `treadle.tasks` or
-written as `module:attribute`. `split` is `train` or `held_out`. One that reads rows that somebody else may have split
-takes `file_split`, too: the name in `data.train.split`. A .jsonl file has one row a line:
+A generator is a function `(split, **options)` that yields tasks or rows; it is registered under `treadle.tasks` or
+written as `module:attribute`. `split` is `train` or `held_out`; an optional parameter `file_split` receives the name in
+`data.train.split`. A .jsonl file has one row a line:
 
     {"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "ground_truth": "7", "extras": {"a": 3}}
 """
@@ -27,7 +27,7 @@ from treadle.data.tasks import LazyTasks
 
 @runtime_checkable
 class ArrowSource(Protocol):
-    """Holds an opened table (`table.ArrowTable`); defined here because that module needs pyarrow."""
+    """An opened table (`table.ArrowTable`); defined here because that module needs pyarrow."""
 
     def tasks(self, columns: Columns | None, make: Callable[[Row], Task]) -> LazyTasks:
         """Return its tasks, checked."""
@@ -55,7 +55,8 @@ def open_source(section: SourceConfig, split: str, setting: str, name: str, seed
             f"remove them ({setting}.options={{}})"
         )
     if files.suffix == ".parquet":
-        return _arrow("table", source, setting).open_parquet(files.paths, f"{setting}.source")  # type: ignore[no-any-return]
+        table, where = _arrow("table", source, setting), f"{setting}.source"
+        return table.ArrowTable([table.parquet_part(path, stem, where) for stem, path in files.paths.items()])  # type: ignore[no-any-return]
     return (row for stem, path in files.paths.items() for row in _read_jsonl(path, stem))
 
 
@@ -93,32 +94,32 @@ def _open_generator(section: SourceConfig, split: str, setting: str, name: str, 
     One with parameters `seed` and `file_split` gets the run's seed, unless the recipe sets one, and the split's name.
     Raises ConfigError.
     """
-    source, given = section.source, section.options
+    source = section.source
     where, generator = f"{setting}.source: {source!r}", _load_generator(source, setting)
-    signature = inspect.signature(generator)
-    takes_split = "file_split" in signature.parameters
-    if name not in ("", ALL) and not takes_split:
+    parameters = inspect.signature(generator).parameters
+    if name not in ("", ALL) and "file_split" not in parameters:
         raise ConfigError(
             f"{setting}.split: {source!r} is a generator, without a split {name!r}; write all, or a part: all[:90%]"
         )
-    if "split" in given:
+    if "split" in section.options:
         raise ConfigError(f"{where}: 'split' is no option, it is always {split!r} here; remove it")
-    if takes_split and "file_split" in given:
-        raise ConfigError(f"{setting}.options: write {setting}.split={given['file_split']} in place of 'file_split'")
-    known = {"seed": seed, "file_split": name}
-    options = {key: value for key, value in known.items() if key in signature.parameters} | dict(given)
+    if "file_split" in parameters and (file_split := section.options.get("file_split")) is not None:
+        raise ConfigError(f"{setting}.options: write {setting}.split={file_split} in place of 'file_split'")
+    defaults = {"seed": seed, "file_split": name}
+    options = {key: value for key, value in defaults.items() if key in parameters} | dict(section.options)
     try:  # only the call's shape is checked here: a TypeError from inside the generator is a bug of its own
-        signature.bind(split=split, **options)
+        inspect.signature(generator).bind(split=split, **options)
     except TypeError as error:
-        takes = ", ".join(name for name in signature.parameters if name not in ("split", "file_split")) or "none"
+        takes = ", ".join(name for name in parameters if name not in ("split", "file_split")) or "none"
+        given = ", ".join(section.options) or "none"
         raise ConfigError(
-            f"{setting}.options of {source!r}: {error}; its options are {takes}, given: {', '.join(given) or 'none'}"
+            f"{setting}.options of {source!r}: {error}; its options are {takes}, given: {given}"
         ) from error
     return _generated(generator(split=split, **options), where, f"{short_name(source)}-{split}")
 
 
-def _generated(found: Iterable[Any], where: str, stem: str) -> Iterator[Row]:
-    for number, row in enumerate(found):
+def _generated(generated: Iterable[Any], where: str, stem: str) -> Iterator[Row]:
+    for number, row in enumerate(generated):
         if not isinstance(row, Task | Mapping):
             raise DataError(f"{where} must return Task objects or rows, got {row!r:.100}")
         yield Row(row, f"{where}: row {number} (counted from 0)", f"{stem}-{number:06d}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -35,10 +35,10 @@ _CORRECT = "correct data.columns"
 
 @dataclass(frozen=True)
 class Part:
-    """Holds one file of a table, or a whole Hugging Face data set.
+    """One Parquet file, or a whole Hugging Face data set.
 
-    path: as people know it. stem: begins the ids of its tasks. batches: yields the rows, in order, with these columns
-    and paths. files: what is hashed to know the same data again.
+    path: for messages. stem: begins the ids of its tasks. batches: yields the rows, in order, with these columns and
+    paths. files: hashed to recognize the data.
     """
 
     path: str
@@ -49,13 +49,12 @@ class Part:
 
 
 class ArrowTable:
-    """Holds an opened table of one or more parts."""
+    """An opened table of one or more parts."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
 
     def tasks(self, columns: Columns | None, make: Callable[[Row], Task]) -> ArrowTasks:
-        """Return its tasks, checked; see `ArrowTasks`."""
         return ArrowTasks(self._parts, columns, make)
 
     def rows(self) -> Iterator[Row]:
@@ -68,15 +67,11 @@ class ArrowTable:
                 number += len(batch)
 
 
-def open_parquet(paths: Mapping[str, Path], setting: str) -> ArrowTable:
-    """Return the table in Parquet files. paths: by what the ids of their tasks begin with.
+def parquet_part(path: Path, stem: str, setting: str) -> Part:
+    """Open a Parquet file. stem: begins the ids of its tasks.
 
-    Raises ConfigError for a file that cannot be opened, DataError for one that is no Parquet.
+    Raises ConfigError for a file that cannot be opened, DataError for one that is not Parquet.
     """
-    return ArrowTable([_parquet_part(path, stem, setting) for stem, path in paths.items()])
-
-
-def _parquet_part(path: Path, stem: str, setting: str) -> Part:
     with _reading(path, setting):
         schema = pq.read_schema(path)
 
@@ -92,8 +87,8 @@ def dataset_part(dataset: Any, path: str, stem: str) -> Part:
     """Return a `datasets.Dataset` as a part."""
 
     def batches(columns: list[str]) -> Iterator[Any]:
-        known = dataset.column_names
-        names = dict.fromkeys(path if path in known else path.partition(".")[0] for path in columns)
+        column_names = dataset.column_names
+        names = dict.fromkeys(path if path in column_names else path.partition(".")[0] for path in columns)
         for table in dataset.select_columns(list(names)).with_format("arrow").iter(batch_size=_BATCH):
             yield from table.combine_chunks().to_batches()
 
@@ -117,7 +112,7 @@ def _first_line(error: Exception) -> str:
 
 
 class ArrowTasks(LazyTasks):
-    """Holds the tasks of a table. All rows are checked when it is made; then each is read when it is asked for.
+    """The tasks of a table. All rows are checked when it is made; then each is read when it is asked for.
 
     make: returns the task in a row, with what plays it, or raises DataError.
 
@@ -144,7 +139,6 @@ class ArrowTasks(LazyTasks):
         return self._task(self._table.get_batch(batch), number - self._starts[batch], number)
 
     def task_ids(self) -> Iterator[str]:
-        """Yield the ids in order, without making the tasks."""
         if self._ids is not None:
             for batch in self._ids:
                 yield from batch.to_pylist()
@@ -154,11 +148,9 @@ class ArrowTasks(LazyTasks):
                 yield _default_id(part, row)
 
     def players(self) -> set[Player]:
-        """Return what plays them."""
         return self._players
 
     def sha256(self) -> str:
-        """Return a digest of the files."""
         digest = hashlib.sha256()
         for path in (path for part in self._parts for path in part.files):
             with path.open("rb") as file:
@@ -166,7 +158,6 @@ class ArrowTasks(LazyTasks):
         return digest.hexdigest()
 
     def _task(self, batch: Any, row: int, number: int) -> Task:
-        """Return the task in a row of a batch. number: of the row in the table. Raises DataError."""
         return self._make(_row(batch, row, *self._place(number)))
 
     def _place(self, number: int) -> tuple[Part, int]:
@@ -189,7 +180,8 @@ class ArrowTasks(LazyTasks):
 
     def _checked_batches(self) -> Iterator[Any]:
         """Yield the batches, all of one schema. Raises DataError for the first row that makes no task."""
-        columns, schema = list(dict.fromkeys(_each_path(self._paths))), None
+        paths = ([path] if isinstance(path, str) else path.values() for path in self._paths.values())
+        columns, schema = list(dict.fromkeys(chain.from_iterable(paths))), None
         for part in self._parts:
             self._part_starts.append(self._size)
             for batch in part.batches([_readable_path(part, path) for path in columns]):
@@ -224,11 +216,6 @@ def _paths_in_table(part: Part, columns: Columns | None) -> dict[str, str | dict
     return paths
 
 
-def _each_path(paths: Mapping[str, str | Mapping[str, str]]) -> Iterator[str]:
-    for value in paths.values():
-        yield from [value] if isinstance(value, str) else value.values()
-
-
 def _readable_path(part: Part, path: str) -> str:
     """Return the path, up to where it leads into a list. Raises ConfigError, which says how far it leads."""
     if path in part.schema.names:
@@ -240,10 +227,10 @@ def _readable_path(part: Part, path: str) -> str:
             if pa.types.is_nested(kind):
                 break
             raise ConfigError(f"{part.path}: no column {path!r}: {'.'.join(passed)!r} is of type {kind}; {_CORRECT}")
-        known = [each.name for each in kind]
-        if key not in known:
+        fields = [each.name for each in kind]
+        if key not in fields:
             place = f"{'.'.join(passed)!r}" if passed else "the file"
-            raise ConfigError(f"{part.path}: no column {path!r}: {place} has {', '.join(known)}; {_CORRECT}")
+            raise ConfigError(f"{part.path}: no column {path!r}: {place} has {', '.join(fields)}; {_CORRECT}")
         kind = kind.field(key).type
         passed.append(key)
     return ".".join(passed)

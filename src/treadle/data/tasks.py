@@ -17,14 +17,13 @@ Player = tuple[str, str]
 
 
 class LazyTasks(Sequence[Task]):
-    """Holds tasks that are made when they are asked for, checked beforehand. All of them name what plays them."""
+    """Tasks that are made when they are asked for, checked beforehand. All of them name what plays them."""
 
     @overload
     def __getitem__(self, index: int) -> Task: ...
     @overload
     def __getitem__(self, index: slice) -> list[Task]: ...
     def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        """Return a task, or a list of those in a slice."""
         if isinstance(index, slice):
             return [self._at(number) for number in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):

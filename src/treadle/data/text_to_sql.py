@@ -127,7 +127,4 @@ def _schema(database: Path) -> str:
 def _prompt(schema: str, question: str, evidence: str) -> tuple[Message, ...]:
     parts = {"Schema": schema, "Known": evidence, "Question": question}
     content = "\n\n".join(f"{name}:\n{text}" for name, text in parts.items() if text)
-    return (
-        Message(role="system", content=INSTRUCTIONS),
-        Message(role="user", content=content),
-    )
+    return (Message(role="system", content=INSTRUCTIONS), Message(role="user", content=content))

@@ -92,19 +92,19 @@ def end_tokens(generation_config: Mapping[str, Any]) -> list[int]:
 
 def _declared(directory: Path, vocabulary: int) -> list[int]:
     prove_files(directory, (GENERATION_CONFIG,), remedy_for(directory))
-    found = end_tokens(read_generation_config(directory))
-    if wrong := [ident for ident in found if not 0 <= ident < vocabulary]:
+    ends = end_tokens(read_generation_config(directory))
+    if wrong := [ident for ident in ends if not 0 <= ident < vocabulary]:
         raise ConfigError(
             f"{directory / GENERATION_CONFIG}: eos_token_id {wrong[0]} is none of the tokenizer's {vocabulary} ids; "
             "correct it, or set model.stop_tokens"
         )
-    return found
+    return ends
 
 
 def _named(names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    known = tokenizer.get_vocab()
-    if missing := [name for name in names if name not in known]:
+    vocabulary = tokenizer.get_vocab()
+    if missing := [name for name in names if name not in vocabulary]:
         raise ConfigError(
             f"model.stop_tokens: the tokenizer has no token {missing[0]!r}; give it as tokenizer.json does"
         )
-    return tuple(dict.fromkeys(int(known[name]) for name in names))
+    return tuple(dict.fromkeys(int(vocabulary[name]) for name in names))

@@ -18,8 +18,7 @@ class ModelConfig(Config):
         "or smollm2 or a GGUF file after `treadle models get`",
     )
     build: dict[str, Any] | None = Field(
-        None,
-        description="instead of path: a transformers config (model_type and its fields) initialised from the seed",
+        None, description="instead of path: a transformers config (model_type and its fields) initialised from the seed"
     )
     tokenizer: str | None = Field(
         None,
@@ -27,8 +26,7 @@ class ModelConfig(Config):
         "of model.path; default: model.path",
     )
     chat_template: str | None = Field(
-        None,
-        description="file of a chat template, or the name of one of the tokenizer's or ours; default: its own",
+        None, description="file of a chat template, or the name of one of the tokenizer's or ours; default: its own"
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="options that the chat template reads (enable_thinking, ...)"

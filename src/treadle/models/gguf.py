@@ -38,8 +38,8 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
         raise ConfigError(f"{str(file)!r}: its tokenizer cannot be read: {error}") from error
     if make := _PRE_TOKENIZERS.get(_read_text(file, gguf.Keys.Tokenizer.PRE)):
         tokenizer.backend_tokenizer.pre_tokenizer = make()
-    found: PreTrainedTokenizerBase = tokenizer
-    return found
+    loaded: PreTrainedTokenizerBase = tokenizer
+    return loaded
 
 
 def read_licence(file: Path) -> str:

@@ -86,7 +86,7 @@ def _missing(directory: Path, weights: bool) -> str | None:
 def _snapshot(name: str, weights: bool, **options: Any) -> Path:
     repository, _, revision = name.partition("@")
     wanted = [*_OTHERS, *(_WEIGHTS if weights else [])]
-    found = snapshot_download(
+    path = snapshot_download(
         repository, revision=revision or None, allow_patterns=wanted, ignore_patterns=_UNWANTED, **options
     )
-    return Path(str(found))
+    return Path(str(path))

@@ -180,8 +180,8 @@ def _build(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
         model_config = AutoConfig.for_model(model_type, **fields)
     except (ValueError, StrictDataclassError) as error:
         raise ConfigError(f"model.build: {' '.join(str(error).split())}") from error
-    known = {*type(model_config)().to_dict(), *model_config.attribute_map}
-    unread = fields.keys() - known - {"rope_parameters", "rope_theta"}
+    accepted = {*type(model_config)().to_dict(), *model_config.attribute_map}
+    unread = fields.keys() - accepted - {"rope_parameters", "rope_theta"}
     if unknown := sorted(unread - _read_by_the_model(model_config, unread)):
         raise ConfigError(f"model.build: {model_type} knows no {unknown}")
     with torch.random.fork_rng():

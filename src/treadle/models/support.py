@@ -36,8 +36,8 @@ def why_not_packable(config: PretrainedConfig) -> str | None:
     text = config.get_text_config()
     if strange := _layer_kinds(text) - _LAYERS:
         return f"it has {', '.join(sorted(strange))} layers"
-    if found := [name for name in _RECURRENT if getattr(text, name, None) is not None]:
-        return f"it has recurrent layers ({found[0]} is set)"
+    if recurrent := [name for name in _RECURRENT if getattr(text, name, None) is not None]:
+        return f"it has recurrent layers ({recurrent[0]} is set)"
     if text.model_type in _RECURRENT_TYPES:
         return f"it has recurrent layers (model_type is {text.model_type})"
     if config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
@@ -49,12 +49,12 @@ def why_not_packable(config: PretrainedConfig) -> str | None:
 
 def refuse_randomness(model: PreTrainedModel) -> None:
     """Raise ConfigError for dropout or routing noise: what is trained would not be the policy that sampled."""
-    found = {f"dropout of {name}": m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
+    rates = {f"dropout of {name}": m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
     for name, value in model.config.get_text_config().to_dict().items():
         unused = name.startswith(("summary_", "classifier_"))  # of heads that a causal LM does not have
         if not unused and ("dropout" in name or "jitter" in name or name.endswith("_pdrop")):
-            found[name] = value
-    for name, value in found.items():
+            rates[name] = value
+    for name, value in rates.items():
         if isinstance(value, float) and value > 0:
             raise ConfigError(f"{type(model).__name__} has {name} = {value}; set it to 0 in the model's config")
 

@@ -64,14 +64,10 @@ class TrainingConfig(Config):
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="optimizer of RL")
     packing: Packing = Field(
-        Packing.TREE,
-        strict=False,
-        description="how steps share tokens in the forward pass; a matter of cost only",
+        Packing.TREE, strict=False, description="how steps share tokens in the forward pass; a matter of cost only"
     )
     sharing: Sharing = Field(
-        Sharing.GROUP,
-        strict=False,
-        description="within what 'tree' packing shares prefixes; a matter of cost only",
+        Sharing.GROUP, strict=False, description="within what 'tree' packing shares prefixes; a matter of cost only"
     )
     max_tokens_per_microbatch: int = Field(
         8192, ge=1, description="most tokens of one forward pass; a matter of cost only"
@@ -125,10 +121,10 @@ class LearnerPlacement(Config):
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
-    """Holds what a trainer is made from: picklable, so that each of several processes can make its own.
+    """Picklable recipe of a trainer, so that each of several processes can make its own.
 
-    updates: optimizer updates of the whole run, over which schedules stretch. max_staleness: 0 if nothing is sampled
-    while it trains. placement: of the learner. traced_groups: share of the groups of which results have traces.
+    updates: optimizer updates of the whole run, for schedules. max_staleness: 0 if nothing is sampled during training.
+    traced_groups: share of groups whose results have traces.
     """
 
     model: ModelConfig

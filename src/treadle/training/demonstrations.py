@@ -21,7 +21,7 @@ from treadle.rendering.tool_calls import Tool
 
 
 class Demonstration(NamedTuple):
-    """Holds a conversation to learn, and the tools that its replies may call, as JSON schemas."""
+    """A conversation to learn, and the tools that its replies may call, as JSON schemas."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()

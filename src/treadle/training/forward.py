@@ -39,16 +39,15 @@ from treadle.training.scorer import Pass, Scorer, rows
 
 
 class Forward:
-    """Computes prefix trees with a model, at most `budget` nodes at a time. One is made per model: see `configured`.
+    """A model's forward and backward pass over prefix trees, at most `budget` nodes at a time.
 
-    A model whose layers cannot share prefixes (see `support.why_not_packable`) is warned about once; it keeps its own
-    attention and computes each step as a padded row. half: run in bfloat16. make_kernel: tree attention for a shape;
-    default: the device's. routing: replay the experts that trees name; otherwise, and where they name none, the model
-    chooses. value_head: see `Scorer`.
+    A model whose layers cannot share prefixes (`support.why_not_packable`) keeps its own attention and computes each
+    step as a padded row, with a warning. half: run in bfloat16. make_kernel: tree attention for a shape; default: the
+    device's. routing: replay the experts recorded in trees; the model chooses where none are. value_head: see `Scorer`.
 
-    A model on the meta device, of a rank that gets its weights later, is not compared with itself when this is made.
+    Models on the meta device are not probed here; their weights are loaded later.
 
-    Invariant: between calls the model is as it was before there was a Forward, its weights' gradients aside.
+    Invariant: between calls the model is unchanged, except for gradients.
     Raises ConfigError for a model with dropout, or one that does not compute with tree attention what it computes
     with its own.
     """
@@ -132,12 +131,7 @@ class Forward:
             return self._first_pass(parts, temperature, _store(parts))
 
     def backward(
-        self,
-        tree: PrefixTree,
-        temperature: Tensor,
-        gradient: Gradient,
-        entropy_grad: bool = False,
-        passes: int = 1,
+        self, tree: PrefixTree, temperature: Tensor, gradient: Gradient, entropy_grad: bool = False, passes: int = 1
     ) -> TokenScores:
         """Add a loss's gradient to the parameters' `.grad`; returns the scores that it was taken at.
 
@@ -165,17 +159,17 @@ class Forward:
 
     def _first_pass(self, parts: Sequence[MicroBatch], temperature: Tensor, store: KeyValueStore) -> TokenScores:
         """Compute without gradient, first chunk to last; if there are several, `store` then has all keys and values."""
-        found = []
+        computed = []
         for part in parts:
             fresh: dict[int, KeysAndValues] | None = {} if len(parts) > 1 else None
             with self._replayed(part):
-                found.append(self._pairs(part, temperature, False, store.at(part.context), fresh))
+                computed.append(self._pairs(part, temperature, False, store.at(part.context), fresh))
             store.put(part, fresh or {})
         return TokenScores(
             np.concatenate([part.flat for part in parts]),
-            torch.cat([scores.logp for scores in found]),
-            torch.cat([scores.entropy for scores in found]),
-            torch.cat([scores.value for scores in found if scores.value is not None])
+            torch.cat([scores.logp for scores in computed]),
+            torch.cat([scores.entropy for scores in computed]),
+            torch.cat([scores.value for scores in computed if scores.value is not None])
             if self.scorer.value_head
             else None,
         )
@@ -224,7 +218,6 @@ class Forward:
         context: Mapping[int, KeysAndValues] | None = None,
         fresh: dict[int, KeysAndValues] | None = None,
     ) -> TokenScores:
-        """Return the scores of the part's pairs, with their graph if gradients are on."""
         call = Pass(
             part,
             temperature,
@@ -237,7 +230,6 @@ class Forward:
         return TokenScores(part.flat, *self.scorer(call))
 
     def _kernel(self, part: MicroBatch) -> Kernel | None:
-        """Return tree attention for the part, on the device where the model is now."""
         return (self._make_kernel or kernel_for(self.model.device))(Shape.of(part)) if self.shares else None
 
     # --- what could be silently wrong ---
@@ -251,10 +243,10 @@ class Forward:
         order, shared = depth_first(calls, (0, 0)) if self.shares else ([0, 1], np.zeros(2, np.int64))
         [part] = chunks(PrefixTree.of([calls[i] for i in order], shared), 16)
         with torch.no_grad():
-            own = self.scorer.own_logits([torch.from_numpy(ids).long()[None].to(model.device) for ids in sequences])
+            alone = self.scorer.own_logits([torch.from_numpy(ids).long()[None].to(model.device) for ids in sequences])
             with self.scorer.ready():
                 packed = self.scorer.logits(part, self._kernel(part))
-        expected = torch.cat([own[i][:-1] for i in order]).float()
+        expected = torch.cat([alone[i][:-1] for i in order]).float()
         gap = float((packed.float() - expected).norm() / expected.norm())
         if not gap < (1e-3 if model.dtype.itemsize >= 4 else 0.1):
             raise ConfigError(

@@ -16,7 +16,7 @@ from treadle.training.attention.interface import KeysAndValues
 
 
 class KeyValueStore:
-    """Holds keys and values [1, K, T, D] of every layer, and gradients of the same shape.
+    """Keys and values [1, K, T, D] of every layer, and gradients of the same shape.
 
     First pass: `put` what each chunk computed; `at` returns what the next ones need of it. Second pass, last chunk
     first: `leaves` for its context, back-propagate from `pending`, `collect` what reached the leaves.
@@ -39,11 +39,11 @@ class KeyValueStore:
         """Return keys and values [1, K, C, D] of these nodes for each layer; an empty dict for an empty context."""
         if not len(context):
             return {}
-        found = {}
+        selected = {}
         for layer, (key, value) in self._values.items():
             rows = torch.from_numpy(context).to(key.device)
-            found[layer] = key.index_select(2, rows), value.index_select(2, rows)
-        return found
+            selected[layer] = key.index_select(2, rows), value.index_select(2, rows)
+        return selected
 
     def leaves(self, context: Indices) -> dict[int, KeysAndValues]:
         """Return the same as `at`, as leaves that collect gradients."""

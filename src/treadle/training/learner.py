@@ -74,14 +74,14 @@ def check_reference(algorithm: AlgorithmConfig, reference: PreTrainedModel, poli
 
 
 class Learner:
-    """Owns the trained model, or this rank's shard of it, and its optimizer.
+    """The trained model, or this rank's shard of it, with its optimizer.
 
     Invariant: loss and gradient are sums over (trajectory, step, token) with weights that no layout can change, so
-    packing and micro-batch budget change cost and rounding only.
-    value_head: of an advantage that needs values, else None. trained: the module that the optimizer moves, the model
-    with its value head. reference: what `algorithm.kl` compares with, frozen; by default a copy of the model as it is
-    now. None without `algorithm.kl`. ranks: what trains the model, by default this process alone. traced: the groups of
-    which results have traces, by default none. read: reads the weights of a model that has none on any rank.
+    packing and micro-batch budget affect cost and rounding only.
+    reference: frozen model for `algorithm.kl`; default: a copy of the model as it is now. ranks: processes that share
+    the model; default: this one. traced: groups whose results have traces; default: none. read: loads the weights of a
+    model that is on the meta device on every rank.
+    value_head: None unless the advantage needs values. trained: the model with its value head.
     Raises ConfigError: see `check_algorithm` and `check_reference`.
     """
 
@@ -106,36 +106,39 @@ class Learner:
         self.value_head = make_value_head(model) if self.advantage.needs_values else None
         kl = algorithm.kl
         self.kl = None if kl is None else KlController(kl.coef, kl.target, kl.horizon)
-        self.reference = None if kl is None else self._frozen(reference or copy.deepcopy(model))
         self._own_reference = reference is None
+        half, budget = training.precision == "bfloat16", training.max_tokens_per_microbatch
+        self.reference: Forward | None = None
+        if kl is not None:
+            frozen = (reference or copy.deepcopy(model)).requires_grad_(False)
+            check_reference(algorithm, frozen, model)
+            self.reference = Forward(frozen, budget, half=half)
         self.forward = Forward(
             model,
-            training.max_tokens_per_microbatch,
+            budget,
             training.gradient_checkpointing,
-            half=training.precision == "bfloat16",
+            half=half,
             routing=training.routing_replay,
             value_head=self.value_head,
         )
         for forward in (self.forward, self.reference):
             if forward is not None:
-                own = forward is self.forward or self._own_reference
-                self.ranks.shard(forward, half=training.precision == "bfloat16_pure", read=read if own else None)
+                is_policy = forward is self.forward or self._own_reference
+                self.ranks.shard(forward, half=training.precision == "bfloat16_pure", read=read if is_policy else None)
         self.trained: nn.Module = model if self.value_head is None else self.forward.scorer
         self.optimizer = make_optimizer(self.trained, training.optimizer)
 
     @property
     def version(self) -> int:
-        """Return the policy version that the current batch starts from: how many batches were trained before."""
+        """Policy version at the start of the current batch: the number of batches trained before."""
         return self.updates_done // self.training.updates_between_publications
 
     def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
-        """Train on the groups between two publications: `updates_per_batch` updates of equally many groups, in order,
-        repeated in each of `epochs_per_batch` epochs.
+        """Make the updates between two publications: `updates_per_batch` in each of `epochs_per_batch` epochs.
 
-        Log-probabilities and values at the batch's start are computed for all updates before the first one: values if
-        there is a value head, log-probabilities if anything compares with them and there are several updates; a single
-        update compares with its own. Trajectories that this model cannot train, and groups of which too few are left
-        (see `packing.checks`), are left out and named in `UpdateResult.refused`.
+        The groups are split evenly among the updates, in order. With a value head, or if something compares with the
+        old policy over several updates, scores at the start of the batch are computed first. Trajectories that this
+        model cannot train, and groups with too few left (`packing.checks`), are named in `UpdateResult.refused`.
         """
         size = len(groups) // self.training.updates_per_batch
         sound = [self._sound(groups[i : i + size]) for i in range(0, len(groups), size)]
@@ -155,7 +158,6 @@ class Learner:
         return self.policy_loss.anchor == "old" or self.algorithm.correction.active or self._penalises()
 
     def _penalises(self) -> bool:
-        """Return whether KL is taken off the rewards."""
         return self.algorithm.kl is not None and self.algorithm.kl.where == "reward"
 
     def _sound(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
@@ -165,15 +167,15 @@ class Learner:
         return split_untrainable(groups, config.vocab_size, context, self.forward.routing, least)
 
     def scores(self, batch: FlatBatch) -> TokenScores:
-        """Return the current policy's scores of every completion token [N], each at its recorded temperature."""
+        """Score every completion token [N] with the current policy, at its recorded temperature."""
         return self._scores(self.forward, batch)
 
     def _scores(self, forward: Forward, batch: FlatBatch) -> TokenScores:
         return self._scores_of(forward, self._slots(forward, batch), self._temperature(batch))
 
     def _scores_of(self, forward: Forward, laid_out: Sequence[Slot], temperature: Tensor) -> TokenScores:
-        own = [forward.scores(slot.trees[self.ranks.rank], temperature, slot.passes) for slot in laid_out]
-        return self.ranks.gather(own, temperature)
+        parts = [forward.scores(slot.trees[self.ranks.rank], temperature, slot.passes) for slot in laid_out]
+        return self.ranks.gather(parts, temperature)
 
     def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
         """Return the current log-probability of every completion token [N], as `scores` has it."""
@@ -187,12 +189,13 @@ class Learner:
         if start is None and (self.value_head is not None or self._penalises()):
             start = self.scores(batch)
         logp_old = None if start is None else start.logp.cpu().numpy()
-        values = None if start is None or start.value is None else start.value.cpu().numpy()
+        value_old = None if start is None or start.value is None else start.value.cpu().numpy()
         logp_ref = None if self.reference is None else self._scores(self.reference, batch).logp.cpu().numpy()
-        signals = Signals(self._penalty(logp_old, logp_ref), None if values is None else values.astype(np.float64))
+        exact_values = None if value_old is None else value_old.astype(np.float64)
+        signals = Signals(self._penalty(logp_old, logp_ref), exact_values)
         advantage = self._checked(self.advantage.per_token(batch, signals, self.advantage_options), batch)
         rate = learning_rate(self.training.optimizer, self.updates_done, self.updates)
-        objective = self.objective(batch, advantage, logp_old, logp_ref, values)
+        objective = self.objective(batch, advantage, logp_old, logp_ref, value_old)
         scores, layout = self._backward(batch, objective)
         totals = objective.metrics(scores) + layout
         loss = totals["loss"]
@@ -203,20 +206,22 @@ class Learner:
             )
         norm = step(self.optimizer, self.trained, self.training.optimizer, rate) if batch.mask.any() else 0.0
         self.updates_done += 1
-        of_update = {LEARNING_RATE: [rate], GRADIENT_NORM: [norm]}
+        values = {LEARNING_RATE: [rate], GRADIENT_NORM: [norm]}
         if self.kl is not None:
-            of_update[KL_COEF] = [self.kl.coef]
+            values[KL_COEF] = [self.kl.coef]
             if (kl := totals["kl"]) is not None:
                 self.kl = self.kl.after(kl, len(batch.trajectories))
-        self._reset_reference()
+        section = self.algorithm.kl
+        if section is not None and section.reset_every and self.updates_done % section.reset_every == 0:
+            self._refresh_reference()
         return UpdateResult(
-            metrics=measured("run", of_update) + totals + _batch_metrics(batch, advantage),
+            metrics=measured("run", values) + totals + _batch_metrics(batch, advantage),
             advantage=_by_trajectory(batch, advantage),
             traces=self.traced.traces(batch, partial(objective.trace, scores), self.updates_done),
         )
 
     def _checked(self, advantage: NDArray[np.float64], batch: FlatBatch) -> NDArray[np.float64]:
-        """The advantages, if they are one finite number a token. Raises ConfigError for others."""
+        """Return the advantages. Raises ConfigError unless they are one finite number a token."""
         name, tokens = self.algorithm.advantage, len(batch.mask)
         if np.shape(advantage) != (tokens,):
             raise ConfigError(
@@ -262,16 +267,15 @@ class Learner:
         gradient: Gradient = objective.gradient
         if objective.couples:
             gradient = lookup(objective.gradient(self._scores_of(self.forward, laid_out, temperature)))
-        own = [
+        parts = [
             self.forward.backward(
                 slot.trees[self.ranks.rank], temperature, gradient, objective.entropy_coef > 0, slot.passes
             )
             for slot in laid_out
         ]
-        return self.ranks.gather(own, temperature), _layout_metrics(laid_out)
+        return self.ranks.gather(parts, temperature), _layout_metrics(laid_out)
 
     def trees(self, batch: FlatBatch) -> list[PrefixTree]:
-        """Return the batch as it is laid out for the forward pass."""
         return self._trees(self.forward, batch)
 
     def _trees(self, forward: Forward, batch: FlatBatch) -> list[PrefixTree]:
@@ -305,7 +309,7 @@ class Learner:
         def reduction(mask: Tensor) -> Tensor:
             return self._tensor(token_weights(batch, self.algorithm, mask.cpu().numpy()))
 
-        known = logp_old is not None and correction.active
+        correct_now = logp_old is not None and correction.active
         lag = self.version - batch.version
         return Objective(
             self.algorithm,
@@ -316,19 +320,13 @@ class Learner:
             entropy_coef=start + (end - start) * self.updates_done / max(self.updates, 1),
             anchored=logp_old is None,
             reduction=reduction,
-            corrected=corrected(tokens, weight, correction, reduction) if known else None,
+            corrected=corrected(tokens, weight, correction, reduction) if correct_now else None,
             kl_coef=self.kl.coef if self.kl is not None and kl is not None and kl.where == "loss" else 0.0,
             lag=torch.from_numpy(lag).to(device) if lag.any() else None,
             first=self.updates_done % self.training.updates_between_publications == 0,
             truncated=torch.from_numpy(batch.truncated).to(device) if batch.truncated.any() else None,
             values=None if values is None else ValueTargets(self._tensor(values), self._tensor(values + advantage)),
         )
-
-    def _frozen(self, reference: PreTrainedModel) -> Forward:
-        """Freeze the reference model and return its forward pass, which scores as the policy's does."""
-        check_reference(self.algorithm, reference, self.model)
-        half = self.training.precision == "bfloat16"
-        return Forward(reference.requires_grad_(False), self.training.max_tokens_per_microbatch, half=half)
 
     def move(self, device: torch.device) -> None:
         """Move models, value head and the optimizer's moments, or this rank's shards of them, to another device."""
@@ -341,24 +339,17 @@ class Learner:
                     state[name] = value.to(device)
 
     def begin_here(self) -> None:
-        """Note that something else than an update changed the weights: a reference that is a copy is copied anew."""
+        """Call after weights changed outside `update`; refreshes a reference that is a copy of the policy."""
         if self._own_reference:
-            self._copy_to_reference()
+            self._refresh_reference()
 
-    def _reset_reference(self) -> None:
-        """Copy the policy to the reference if an update has just been made after which that is due."""
-        section = self.algorithm.kl
-        if section is not None and section.reset_every is not None and self.updates_done % section.reset_every == 0:
-            self._copy_to_reference()
-
-    def _copy_to_reference(self) -> None:
+    def _refresh_reference(self) -> None:
         if self.reference is not None:
             weights = saved(self.model)
             for name, tensor in saved(self.reference.model).items():
                 tensor.copy_(weights[name])
 
     def _temperature(self, batch: FlatBatch) -> Tensor:
-        """Return [N], in the precision of log-probabilities and losses: the model's, but at least float32."""
         # a greedy token is never trained; any temperature serves for its unused log-probability
         return self._tensor(np.where(batch.temperature > 0, batch.temperature, 1.0))
 
@@ -370,13 +361,13 @@ class Learner:
 def _layout_metrics(laid_out: Sequence[Slot]) -> Measures:
     """Return metrics of the trees of all ranks, and for several ranks of how well they keep each other busy."""
     trees = [tree for slot in laid_out for tree in slot.trees if len(tree)]
-    found: dict[Metric, list[float]] = {
+    values: dict[Metric, list[float]] = {
         PACKED_TOKENS: [len(tree) for tree in trees],
         PACKED_SEQUENCES: [int((tree.depth == 0).sum()) for tree in trees],
     }
     if any(len(slot.trees) > 1 for slot in laid_out):
-        found |= {SLOT_BALANCE: [balance(laid_out)], PADDED_PASSES: [slot.padded for slot in laid_out]}
-    return measured("run", found)
+        values |= {SLOT_BALANCE: [balance(laid_out)], PADDED_PASSES: [slot.padded for slot in laid_out]}
+    return measured("run", values)
 
 
 def _batch_metrics(batch: FlatBatch, advantage: NDArray[np.float64]) -> Measures:
@@ -391,9 +382,9 @@ def _batch_metrics(batch: FlatBatch, advantage: NDArray[np.float64]) -> Measures
 
 def _by_trajectory(batch: FlatBatch, advantage: NDArray[np.float64]) -> dict[str, float]:
     """Return trajectory_id -> mean advantage of its trainable tokens, if it has any."""
-    own, count = batch.trajectory_id[batch.mask], len(batch.trajectories)
-    tokens = np.bincount(own, minlength=count)
-    sums = np.bincount(own, advantage[batch.mask], count)
+    trajectory, count = batch.trajectory_id[batch.mask], len(batch.trajectories)
+    tokens = np.bincount(trajectory, minlength=count)
+    sums = np.bincount(trajectory, advantage[batch.mask], count)
     return {t.trajectory_id: float(sums[j] / tokens[j]) for j, t in enumerate(batch.trajectories) if tokens[j]}
 
 

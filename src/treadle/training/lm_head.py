@@ -26,14 +26,12 @@ class Head:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
-        """Return the model's head, with the scale and cap that its configuration names."""
         config = model.config.get_text_config()
         scale = float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1))
         return cls(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
 
     @property
     def vocabulary(self) -> int:
-        """Return V, the number of token ids."""
         return int(self.embedding.weight.shape[0])
 
     def __call__(self, hidden: Tensor) -> Tensor:

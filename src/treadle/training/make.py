@@ -52,9 +52,9 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     model = load_model(spec.model, spec.seed, weights=first and read is None)
     reference = None if kl is None or kl.model is None else load_reference(kl.model, model, weights=first)
     if spec.placement.ranks == 1:
-        for own in (model, reference):
-            if own is not None:
-                own.to(spec.placement.device)  # type: ignore[arg-type]  # a wrapper hides the signature
+        for module in (model, reference):
+            if module is not None:
+                module.to(spec.placement.device)  # type: ignore[arg-type]  # a wrapper hides the signature
     share = spec.traced_groups if first else 0.0  # all ranks would trace the same
     traced = TracedGroups(spec.seed, share)
     return Learner(model, spec.training, spec.algorithm, spec.updates, reference, ranks, traced, read)

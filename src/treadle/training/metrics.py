@@ -63,11 +63,7 @@ PADDED_PASSES = _trained("padded_passes", "run", "sum", "passes", "that train no
 LEARNING_RATE = _trained("learning_rate", "run", "mean", "", "of the update")
 GRADIENT_NORM = _trained("gradient_norm", "run", "mean", "", "before clipping")
 VALUE_EXPLAINED = _trained(
-    "value_explained_variance",
-    "run",
-    "mean",
-    "share",
-    "of the returns' variance, by the value head",
+    "value_explained_variance", "run", "mean", "share", "of the returns' variance, by the value head"
 )
 KL_COEF = _trained("kl_coef", "run", "mean", "", "coefficient of KL, if `algorithm.kl` is set")
 

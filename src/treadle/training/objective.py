@@ -47,7 +47,7 @@ from treadle.training.metrics import (
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Holds what the model computes of some tokens.
+    """What the model computes of some tokens.
 
     flat int64[n]: their indices among all N. logp, entropy [n]: in nats. value [n]: of the state in which each was
     sampled, if there is a value head.
@@ -59,26 +59,24 @@ class TokenScores:
     value: Tensor | None = None
 
     def detached(self) -> TokenScores:
-        """Return the same scores without their graph."""
         value = None if self.value is None else self.value.detach()
         return TokenScores(self.flat, self.logp.detach(), self.entropy.detach(), value)
 
 
 class LossGradients(NamedTuple):
-    """Holds a loss's gradient by log-probabilities [n], and by entropies [n] and values [n] if they matter."""
+    """A loss's gradient by log-probabilities [n], and by entropies [n] and values [n] if they matter."""
 
     logp: Tensor
     entropy: Tensor | None = None
     value: Tensor | None = None
 
     def at(self, index: Tensor | slice) -> LossGradients:
-        """Return the gradient by some tokens only."""
         entropy = None if self.entropy is None else self.entropy[index]
         return LossGradients(self.logp[index], entropy, None if self.value is None else self.value[index])
 
 
 class TokenTrace(NamedTuple):
-    """Holds what a loss was made of, token by token, all [N]; see `core.trainer.StepTrace`."""
+    """What a loss was made of, token by token, all [N]; see `core.trainer.StepTrace`."""
 
     logp: Tensor
     entropy: Tensor
@@ -194,11 +192,11 @@ class Objective:
         if self.truncated is not None and not mask.any():
             return {}
         gap = (tokens.logp_old - tokens.logp_rollout)[mask]
-        found = {GAP_MEAN: gap.abs(), GAP_MAX: gap.abs(), GAP_KL: k3(torch.zeros_like(gap.double()), gap.double())}
+        gaps = {GAP_MEAN: gap.abs(), GAP_MAX: gap.abs(), GAP_KL: k3(torch.zeros_like(gap.double()), gap.double())}
         if self.lag is None:
-            return found
+            return gaps
         lag = self.lag[index][mask]
-        return found | {GAP_BY_LAG.of(int(own)): gap.abs()[lag == own] for own in lag.unique()}
+        return gaps | {GAP_BY_LAG.of(int(versions)): gap.abs()[lag == versions] for versions in lag.unique()}
 
     def _corrected(self, index: Tensor, tokens: Tokens) -> Corrected:
         """Return the corrections of these tokens, which must be all N if one couples tokens and is not known yet."""

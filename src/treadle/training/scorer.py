@@ -23,7 +23,7 @@ from treadle.training.lm_head import Head, pair_logprobs
 
 
 class Pass:
-    """Holds the one argument of `Scorer.forward`: a micro-batch, and how it is computed.
+    """The one argument of `Scorer.forward`: a micro-batch, and how it is computed.
 
     temperature [N]: of all pairs; its dtype is the result's. kernel: tree attention, of a model that shares prefixes.
     context, fresh: see `Tree`. half: in bfloat16. entropy_grad: the entropy carries a gradient.
@@ -73,27 +73,22 @@ class Scorer(nn.Module):
         """Return whether the model's layers can share prefixes; otherwise each sequence is a padded row."""
         return self.why_not_shared is None
 
-    @contextmanager
-    def ready(self, gradient_checkpointing: bool = False) -> Iterator[None]:
-        """Switch the model to tree attention (to its own if it cannot share) and training mode, and back on leaving.
-
-        The backward pass belongs inside, since it may compute layers again.
-        """
-        with self._as(ATTENTION if self.shares else None, gradient_checkpointing):
-            yield
-
     def own_logits(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Return logits [T, V] of each row int64[1, T] as the whole model computes them by itself."""
-        with self._as("eager" if self.shares else None):
+        with self.ready(attention="eager"):
             return [self.model(row, use_cache=False).logits[0] for row in rows]
 
     @contextmanager
-    def _as(self, attention: str | None, gradient_checkpointing: bool = False) -> Iterator[None]:
+    def ready(self, gradient_checkpointing: bool = False, attention: str = ATTENTION) -> Iterator[None]:
+        """Switch to this attention (a model that cannot share keeps its own) and to training mode, and back on leaving.
+
+        The backward pass belongs inside, since it may compute layers again.
+        """
         model, training = self.model, self.model.training
-        own: str = model.config._attn_implementation
+        implementation: str = model.config._attn_implementation
         if not training:
             model.train()
-        if attention is not None:
+        if self.shares:
             model.set_attn_implementation(attention)
         if gradient_checkpointing:
             _checkpoint(model, enable=True)
@@ -102,8 +97,8 @@ class Scorer(nn.Module):
         finally:
             if gradient_checkpointing:
                 _checkpoint(model, enable=False)
-            if attention is not None:
-                model.set_attn_implementation(own)
+            if self.shares:
+                model.set_attn_implementation(implementation)
             if not training:
                 model.eval()
 
@@ -122,8 +117,8 @@ class Scorer(nn.Module):
                 call.entropy_grad,
             )
         head = self.value_head
-        found = scores if head is None else (*scores, head(sources.to(head.weight.dtype))[:, 0])
-        return tuple(score.clone() for score in found)  # not views, on which hooks of a wrapper could be lost
+        outputs = scores if head is None else (*scores, head(sources.to(head.weight.dtype))[:, 0])
+        return tuple(score.clone() for score in outputs)  # not views, on which hooks of a wrapper could be lost
 
     def logits(self, part: MicroBatch, kernel: Kernel | None) -> Tensor:
         """Return logits [P, V], for comparison with the model's own while nothing wraps this module."""

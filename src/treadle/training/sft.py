@@ -25,7 +25,7 @@ from treadle.training.ranks import OneRank, Ranks
 
 @dataclass(frozen=True, slots=True)
 class WarmStartResult:
-    """Holds what a warm start reached. loss: mean over the last 10% of steps, nats a token."""
+    """What a warm start reached. loss: mean over the last 10% of steps, nats a token."""
 
     loss: float
     steps: int
@@ -82,11 +82,11 @@ class Supervised:
             return LossGradients(torch.full_like(scores.logp, -1 / tokens))
 
         trees = self._forward.trees(calls, Packing.TREE, Sharing.TRAJECTORY)
-        own = [
+        parts = [
             self._forward.backward(slot.trees[self._ranks.rank], temperature, mean, passes=slot.passes)
             for slot in slots(trees, self._ranks.size, self._forward.passes)
         ]
-        loss = -self._ranks.add(sum(float(scores.logp.sum()) for scores in own)) / tokens
+        loss = -self._ranks.add(sum(float(scores.logp.sum()) for scores in parts)) / tokens
         step(self._optimizer, model, config.optimizer, learning_rate(config.optimizer, number, config.steps))
         return loss
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from treadle.core.draws import Stream, task_uniforms
 from treadle.core.trainer import StepTrace
@@ -42,27 +41,23 @@ class TracedGroups:
         chosen = np.flatnonzero(self.among(batch.groups)[group_of_step])
         if not len(chosen):
             return ()
-        found, number = trace(), batch.step_number
-        logp, entropy, advantage, ratio = map(_floats, found[:4])
-        clipped = None if found.clipped is None else found.clipped.cpu().numpy()
+        values, number = trace(), batch.step_number
+        logp, entropy, advantage, ratio = (None if x is None else x.float().cpu().numpy() for x in values[:4])
+        clipped = None if values.clipped is None else values.clipped.cpu().numpy()
         assert logp is not None and entropy is not None and advantage is not None
 
         def made(step: int) -> StepTrace:
-            own = slice(batch.step_start[step], batch.step_start[step + 1])
+            tokens = slice(batch.step_start[step], batch.step_start[step + 1])
             return StepTrace(
                 update=update,
                 group_id=batch.groups[group_of_step[step]].group_id,
                 trajectory_id=batch.trajectories[batch.trajectory_of_step[step]].trajectory_id,
                 step=number[step],
-                logprobs=logp[own].copy(),
-                entropy=entropy[own].copy(),
-                advantage=advantage[own].copy(),
-                ratio=None if ratio is None else ratio[own].copy(),
-                clipped=None if clipped is None else clipped[own].copy(),
+                logprobs=logp[tokens].copy(),
+                entropy=entropy[tokens].copy(),
+                advantage=advantage[tokens].copy(),
+                ratio=None if ratio is None else ratio[tokens].copy(),
+                clipped=None if clipped is None else clipped[tokens].copy(),
             )
 
         return tuple(made(int(step)) for step in chosen)
-
-
-def _floats(values: Tensor | None) -> NDArray[np.float32] | None:
-    return None if values is None else values.float().cpu().numpy()

@@ -115,7 +115,6 @@ class EmbeddedTrainer(EmbeddedSource):
         await self._compute.run(self._learner.move, torch.device("cpu"))
 
     async def reload(self) -> None:
-        """Move everything back to where it is computed with."""
         await self._compute.run(self._learner.move, self._device)
 
     def status(self) -> list[ComponentStatus]:

@@ -2,19 +2,15 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.models import tiny
-from tests.training.attention.trees import chain, random_calls, tree_of
+from tests.training.attention.trees import chain
 from treadle.core.errors import ConfigError
-from treadle.packing.layout import chunks
 from treadle.training.attention.dense import Dense
 from treadle.training.attention.interface import ATTENTION, Shape, Tree, tree_attention
-from treadle.training.forward import Forward
-from treadle.training.objective import LossGradients
 
 
 class Layer(nn.Module):
@@ -91,22 +87,3 @@ def test_kernels_get_one_precision_though_layers_mix_them(family: str, half: boo
     wanted = {torch.bfloat16 if half else torch.float32}
     assert kernel.seen == wanted
     assert {x.dtype for pair in fresh.values() for x in pair} == wanted
-
-
-@pytest.mark.parametrize("budget", [10**6, 17])
-def test_a_real_model_under_autocast_differs_by_its_rounding(budget: int) -> None:
-    """Log-probabilities and gradients, whole and in chunks."""
-    tree = tree_of(random_calls(np.random.default_rng(0), 8, 10))
-    logprobs, gradients = list[Tensor](), list[Tensor]()
-    for half in (False, True):
-        model = tiny("qwen3", vocab_size=50)
-        scores = Forward(model, budget, half=half).backward(
-            tree, torch.ones(len(tree.flat)), lambda scores: LossGradients(torch.ones_like(scores.logp))
-        )
-        logprobs.append(scores.logp[torch.from_numpy(scores.flat).argsort()])
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    assert len(chunks(tree, budget)) == (1 if budget > 1000 else 3)
-    for full, low in (logprobs, gradients):
-        assert low.isfinite().all()
-        distance = float((full - low).norm() / full.norm())
-        assert 1e-4 < distance < 0.1

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.training.attention.trees import Heads, Problem, chain
-from treadle.training.attention.dense import Dense
 from treadle.training.attention.flex import Flex
 from treadle.training.attention.interface import Shape
-from treadle.training.attention.select import KERNELS, Cuda, kernel_for
+from treadle.training.attention.select import Cuda, kernel_for
 from treadle.training.attention.tiles import Tiles
 from treadle.training.attention.varlen import Varlen
 
@@ -59,7 +58,7 @@ def test_a_tree_of_which_more_than_four_copies_would_be_gathered_is_not() -> Non
     assert chosen(fan(20, 5), torch.bfloat16, window=19) == "varlen"  # 21 and 4 x 19 of 100
 
 
-def test_any_kernel_can_be_asked_for_by_name() -> None:
-    found = {name: type(kernel_for(torch.device("cpu"), name)(chain(3))) for name in KERNELS}
-    assert found == {"tiles": Tiles, "dense": Dense, "varlen": Varlen, "flex": Flex}
-    assert kernel_for(torch.device("cpu"), "auto") is kernel_for(torch.device("cpu"))
+def test_a_cpu_computes_by_tiles_and_a_gpu_by_flash_or_flex_attention() -> None:
+    assert kernel_for(torch.device("cpu")) is Tiles
+    cuda = kernel_for(torch.device("cuda", 1))(chain(3))
+    assert isinstance(cuda, Cuda) and isinstance(cuda.varlen, Varlen) and isinstance(cuda.flex, Flex)

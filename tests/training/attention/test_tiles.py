@@ -22,7 +22,6 @@ from tests.training.attention.trees import (
     worst,
 )
 from treadle.packing.layout import chunks
-from treadle.training.attention import tiles
 from treadle.training.attention.dense import Dense, visible
 from treadle.training.attention.interface import Shape
 from treadle.training.attention.tiles import Tiles, rectangles
@@ -47,16 +46,6 @@ def test_small_trees(shape: Shape, heads: Heads, window: int | None, scale: floa
 @given(shape=shapes(longest=250, count=6), window=st.sampled_from([*WINDOWS, 64, 200]))
 def test_trees_whose_runs_are_longer_than_pieces_and_windows(shape: Shape, window: int | None) -> None:
     assert worst(Tiles, shape, Problem.of(shape, window=window)) < LIMIT
-
-
-@pytest.mark.parametrize("call", [0, 2**40])
-@settings(max_examples=20)
-@given(shape=shapes(longest=30), window=st.sampled_from(WINDOWS))
-def test_whatever_shares_a_call(call: int, shape: Shape, window: int | None) -> None:
-    """Every rectangle by itself, and all of a round padded to the largest."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "_CALL", call)
-        assert worst(Tiles, shape, Problem.of(shape, window=window)) < LIMIT
 
 
 @pytest.mark.quick(6)

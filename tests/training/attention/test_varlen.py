@@ -1,27 +1,12 @@
 """Gathered paths make tree attention of causal sequences; FlashAttention itself is replaced by its definition."""
 
-from typing import Any
-
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.training.attention.trees import (
-    HEADS,
-    WINDOWS,
-    Heads,
-    Made,
-    Problem,
-    chain,
-    gap,
-    random_calls,
-    shapes,
-    tree_of,
-)
-from treadle.packing.layout import Packing, chunks
+from tests.training.attention.trees import HEADS, WINDOWS, Heads, Made, Problem, chain, gap, shapes
 from treadle.training.attention.dense import Dense, visible
 from treadle.training.attention.interface import Shape
 from treadle.training.attention.varlen import Varlen, _gather, gathered, paths, stretches
@@ -90,23 +75,6 @@ def test_no_more_is_gathered_than_what_a_stretch_sees(shape: Shape, window: int 
     assert gathered(shape, window) == sum(map(len, wanted))
 
 
-def test_sequences_that_share_nothing_are_not_copied() -> None:
-    calls = random_calls(np.random.default_rng(0), 5, 20)
-    tree = tree_of(calls, Packing.STEP)
-    shape = Shape.of(chunks(tree, len(tree))[0])
-    received: list[Tensor] = []
-
-    def note(*args: Any, **options: Any) -> Tensor:
-        received.append(args[1])
-        return definition(*args, **options)
-
-    problem = Problem.of(shape)
-    problem.forward(Varlen(shape, note))
-    assert received[0] is problem.key
-    assert paths(chain(3, context=4), None, CPU).index is None
-    assert paths(chain(3, context=4), 2, CPU).index is not None  # keys out of the window's reach stay behind
-
-
 def test_the_gradient_of_a_shared_key_is_summed_in_single_precision() -> None:
     """In bfloat16 400 times 1 can stop at 256. On the CPU it does not in any case, so this looks at what is made."""
     rows, index = torch.zeros(3, 1, 1, dtype=torch.bfloat16, requires_grad=True), torch.tensor([1] * 400 + [0])
@@ -117,15 +85,6 @@ def test_the_gradient_of_a_shared_key_is_summed_in_single_precision() -> None:
     assert rows.grad.flatten().tolist() == [1, 400, 0]
     zeros, total, *_ = (x.dtype for x in made.tensors if x.shape == rows.shape)
     assert zeros == total == torch.float32
-
-
-def test_by_default_it_is_varlen_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.nn.attention.varlen as stock
-
-    monkeypatch.setattr(stock, "varlen_attn", definition)
-    shape = chain(4, context=3)
-    problem = Problem.of(shape, window=3)
-    assert gap(problem.forward(Varlen(shape)), problem.forward(Dense(shape))) < 1e-12
 
 
 def test_varlen_attn_takes_what_it_is_given() -> None:

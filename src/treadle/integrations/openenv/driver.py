@@ -64,7 +64,6 @@ class OpenEnvDriver(WorkerDriver):
         )
 
     def order(self, task: Task) -> dict[str, Any]:
-        """Return the task's prompt, and what its session is reset with."""
         return {"prompt": [dict(message) for message in task.prompt], "reset": task.extras.get("reset", {})}
 
 

@@ -80,10 +80,10 @@ def make_dataset(name: str, config: Mapping[str, Any], count: int, seed: int) ->
         near = get_close_matches(name, DATASETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(DATASETS))}"
         raise ConfigError(f"reasoning-gym has no data set {name!r}; {hint}")
-    known = [field.name for field in fields(DATASETS[name][1]) if field.name not in _OURS]
-    if unknown := [key for key in config if key not in known]:
+    options = [field.name for field in fields(DATASETS[name][1]) if field.name not in _OURS]
+    if unknown := [key for key in config if key not in options]:
         ours = " (size is the option count)" if unknown[0] == "size" else ""
-        raise ConfigError(f"config of {name!r}: unknown key {unknown[0]!r}{ours}; it takes {', '.join(known)}")
+        raise ConfigError(f"config of {name!r}: unknown key {unknown[0]!r}{ours}; it takes {', '.join(options)}")
     parts = {"datasets": [_part(part) for part in _parts(config)]} if name == COMPOSITE else {}
     try:
         return create_dataset(name, **{**config, **parts}, size=count, seed=seed)
@@ -92,20 +92,20 @@ def make_dataset(name: str, config: Mapping[str, Any], count: int, seed: int) ->
 
 
 def _parts(config: Mapping[str, Any]) -> list[Any]:
-    found = config.get("datasets")
-    if not isinstance(found, list) or not found:
+    parts = config.get("datasets")
+    if not isinstance(parts, list) or not parts:
         raise ConfigError(
             f"config of {COMPOSITE!r} must list its data sets, got {dict(config)}; write "
             "{datasets: [{name: chain_sum, weight: 1, config: {max_terms: 3}}]}"
         )
-    return found
+    return parts
 
 
-def _part(given: Any) -> DatasetSpec:
+def _part(part: Any) -> DatasetSpec:
     """Return one data set of a composite, checked by itself."""
-    if not isinstance(given, Mapping) or "name" not in given or not {*given} <= {"name", "weight", "config"}:
-        raise ConfigError(f"config of {COMPOSITE!r}: a data set has name, weight and config, got {given!r:.200}")
-    name, weight, config = given["name"], given.get("weight", 1.0), given.get("config", {})
+    if not isinstance(part, Mapping) or "name" not in part or not {*part} <= {"name", "weight", "config"}:
+        raise ConfigError(f"config of {COMPOSITE!r}: a data set has name, weight and config, got {part!r:.200}")
+    name, weight, config = part["name"], part.get("weight", 1.0), part.get("config", {})
     make_dataset(name, {key: value for key, value in config.items() if key not in _OURS}, count=1, seed=0)
     return DatasetSpec(name, weight, dict(config))
 

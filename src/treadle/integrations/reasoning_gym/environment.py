@@ -82,14 +82,13 @@ class ReasoningGym(Environment):
         return task.prompt
 
     def step(self, text: str) -> EnvStep:
-        """Score the reply."""
         answer = extract_answer(text)
         score = self._score(answer)
-        given = {"score": score or 0.0}
+        rewards = {"score": score or 0.0}
         if self._format_reward:
-            given["format"] = self._format_reward * is_well_formed(text)
+            rewards["format"] = self._format_reward * is_well_formed(text)
         info = {"no_answer": answer is None, "unreadable_answer": score is None}
-        return EnvStep(reward=Reward(given), done=True, info=info)
+        return EnvStep(reward=Reward(rewards), done=True, info=info)
 
     def _score(self, answer: str | None) -> float | None:
         """Return the data set's score of the answer; None where it gives none."""
@@ -121,5 +120,5 @@ def is_well_formed(text: str) -> bool:
     >>> is_well_formed("<think>4 + 3</think> <answer>7</answer>")
     True
     """
-    found = _FORMAT.match(text)
-    return found is not None and _BLOCK.search(text, found.end()) is None
+    match = _FORMAT.match(text)
+    return match is not None and _BLOCK.search(text, match.end()) is None

@@ -77,7 +77,10 @@ class SkyrlGym(Environment):
         Raises ConfigError or DataError for an environment that does not exist, and for settings it does not take.
         """
         spec = self._spec or find_spec(_env_class(task))
-        extras = skyrl_extras(task) | ({} if self._max_turns is None else {"max_turns": self._max_turns})
+        truth = {} if task.ground_truth is None else {"ground_truth": task.ground_truth}
+        extras = {"reward_spec": truth, "reward_model": truth, "extra_info": {}, **task.extras}
+        if self._max_turns is not None:
+            extras["max_turns"] = self._max_turns
         with raising_failures():
             self._played = skyrl_gym.make(spec, env_config=make_config(spec, self._config), extras=extras)
             prompt, said = self._played.init([dict(message) for message in task.prompt])
@@ -98,12 +101,11 @@ class SkyrlGym(Environment):
     def finish(self, ended: Status) -> Finish:
         """Return the numbers of the attempt's `get_metrics`; what is none is left out, as SkyRL does."""
         with raising_failures():
-            found: Mapping[Any, Any] = getattr(self._played, "get_metrics", dict)()
-        numbers = {name: value for name, value in found.items() if isinstance(value, Real)}
+            reported: Mapping[Any, Any] = getattr(self._played, "get_metrics", dict)()
+        numbers = {name: value for name, value in reported.items() if isinstance(value, Real)}
         return Finish(info={"skyrl_" + re.sub(r"\W", "_", str(name)): value for name, value in numbers.items()})
 
     def close(self) -> None:
-        """Close the environment."""
         if self._played is not None:
             self._played.close()
 
@@ -124,25 +126,19 @@ def find_spec(name: str) -> EnvSpec:
     return skyrl_gym.registry[name]
 
 
-def skyrl_extras(task: Task) -> dict[str, Any]:
-    """Return the task's extras as SkyRL's environments read them, with its ground truth where they look for it."""
-    truth = {} if task.ground_truth is None else {"ground_truth": task.ground_truth}
-    return {"reward_spec": truth, "reward_model": truth, "extra_info": {}, **task.extras}
-
-
-def make_config(spec: EnvSpec, given: Mapping[str, Any]) -> Any:
+def make_config(spec: EnvSpec, settings: Mapping[str, Any]) -> Any:
     """Return the settings in the class that the environment declares for them, checked; else by name.
 
     Raises ConfigError for settings that this class does not have, or not of this type.
     """
     declared = _config_class(spec)
     if declared is None:
-        return OmegaConf.create(dict(given))
-    known = [field.name for field in fields(declared)]
-    if unknown := [name for name in given if name not in known]:
-        raise ConfigError(f"config of env {spec.id!r}: unknown key {unknown[0]!r}; it takes {', '.join(known)}")
+        return OmegaConf.create(dict(settings))
+    names = [field.name for field in fields(declared)]
+    if unknown := [name for name in settings if name not in names]:
+        raise ConfigError(f"config of env {spec.id!r}: unknown key {unknown[0]!r}; it takes {', '.join(names)}")
     try:
-        return TypeAdapter(declared).validate_python(dict(given))
+        return TypeAdapter(declared).validate_python(dict(settings))
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
@@ -172,5 +168,5 @@ def _env_class(task: Task) -> str:
 def _check_rewrites(said: Mapping[str, Any] | None, text: str) -> None:
     """Raise TrajectoryFailure for what cannot be recorded exactly."""
     for key, what in _REWRITES.items():
-        if (given := (said or {}).get(key)) is not None and given != text:
-            raise TrajectoryFailure(Cause.ENVIRONMENT, f"the environment gave {key}, {what}: {given!r:.200}")
+        if (rewritten := (said or {}).get(key)) is not None and rewritten != text:
+            raise TrajectoryFailure(Cause.ENVIRONMENT, f"the environment gave {key}, {what}: {rewritten!r:.200}")

@@ -7,7 +7,6 @@ Task("train-000001", prompt=..., environment="skyrl_gym", ground_truth="72", ext
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from treadle.core.errors import DataError
 from treadle.core.types import Task
@@ -29,15 +28,11 @@ def skyrl_gym_rows(split: str, file: str) -> Iterator[Task]:
         if not isinstance(value, Mapping) or "prompt" not in value:
             raise DataError(f"{row.where}: a row of SkyRL has a prompt, got {value!r:.200}")
         extras = {name: part for name, part in value.items() if name != "prompt" and part is not None}
-        given = {
+        specs = [extras[name] for name in _SPECS if isinstance(extras.get(name), Mapping)]
+        fields = {
             "prompt": value["prompt"],
             "environment": "skyrl_gym",
-            "ground_truth": _ground_truth(extras),
+            "ground_truth": next((spec["ground_truth"] for spec in specs if "ground_truth" in spec), None),
             "extras": extras,
         }
-        yield task_from_row(given, row.where, row.task_id)
-
-
-def _ground_truth(extras: Mapping[str, Any]) -> Any:
-    specs = [extras[name] for name in _SPECS if isinstance(extras.get(name), Mapping)]
-    return next((spec["ground_truth"] for spec in specs if "ground_truth" in spec), None)
+        yield task_from_row(fields, row.where, row.task_id)

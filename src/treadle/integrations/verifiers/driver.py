@@ -59,7 +59,6 @@ class VerifiersDriver(WorkerDriver):
         super().__init__(setup, verifiers_program(options.python), options.worker)
 
     def order(self, task: Task) -> dict[str, Any]:
-        """Return the row of the environment's data set that is to be played."""
         if missing := [key for key in KEYS if key not in task.extras]:
             raise TrajectoryFailure(
                 Cause.AGENT, f"the task's extras have no {', '.join(missing)}; take tasks of the source 'verifiers'"

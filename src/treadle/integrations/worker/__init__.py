@@ -34,6 +34,6 @@ started outlives it, also where the run or the process is killed (`rollout.agent
 
 from treadle.integrations.worker.config import WorkerConfig
 from treadle.integrations.worker.pool import WorkerPool
-from treadle.integrations.worker.process import Heartbeat, Ready, WorkerLimits, WorkerProgram
+from treadle.integrations.worker.process import Ready, WorkerLimits, WorkerProgram
 
-__all__ = ["Heartbeat", "Ready", "WorkerConfig", "WorkerLimits", "WorkerPool", "WorkerProgram"]
+__all__ = ["Ready", "WorkerConfig", "WorkerLimits", "WorkerPool", "WorkerProgram"]

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from treadle.core.errors import Cause, ContextExceeded, StepsExceeded, TrajectoryFailure
-from treadle.core.metrics import Measures, Metric, measured
+from treadle.core.metrics import Metric, measured
 from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
 from treadle.core.types import Task
 from treadle.integrations.worker.config import WorkerConfig
@@ -35,10 +35,7 @@ from treadle.rollout.isolation.user_code import UserCode
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Holds what a library says of an attempt.
-
-    reward: None where it gave none. error: None, or its cause and message.
-    """
+    """Result of an attempt, as the library reports it. error: its cause and message."""
 
     reward: Any
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -72,7 +69,6 @@ class WorkerDriver(GatewayDriver):
         ...
 
     async def __aenter__(self) -> Self:
-        """Start the processes. Raises ConfigError where that is not possible."""
         async with AsyncExitStack() as opened:
             await opened.enter_async_context(self._first)
             await opened.enter_async_context(self._pool)
@@ -83,7 +79,6 @@ class WorkerDriver(GatewayDriver):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the processes."""
         await self._opened.aclose()
 
     async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
@@ -111,9 +106,7 @@ class WorkerDriver(GatewayDriver):
             raise TrajectoryFailure(
                 Cause.VERIFIER, f"{self._program.name} gave the reward {answer.reward!r:.100}; it must be a {NUMBER}"
             )
-        return Graded(Reward.of(answer.reward), self._measures(answer.metrics), warning)
-
-    def _measures(self, values: Mapping[str, Any]) -> Measures:
         family = Metric(f"{self.family}_*", "trajectory", "mean", help=f"a metric of {self._program.name}'s")
-        named = {family.of(re.sub(r"\W", "_", name)): value for name, value in values.items()}
-        return measured("trajectory", {metric: [float(value)] for metric, value in named.items() if is_finite(value)})
+        named = {family.of(re.sub(r"\W", "_", name)): value for name, value in answer.metrics.items()}
+        values = {metric: [float(value)] for metric, value in named.items() if is_finite(value)}
+        return Graded(Reward.of(answer.reward), measured("trajectory", values), warning)

@@ -9,14 +9,14 @@ from typing import Any, Self
 
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.integrations.worker.config import WorkerConfig
-from treadle.integrations.worker.process import Heartbeat, Ready, WorkerProcess, WorkerProgram
+from treadle.integrations.worker.process import Json, Ready, WorkerProcess, WorkerProgram
 
 
 class WorkerPool:
-    """Plays attempts in `config.processes` processes of one program; an async context.
+    """Async context that plays attempts in `config.processes` processes of one program.
 
-    Each attempt goes to the process that has the fewest; beyond `limits.attempts` in each, they wait their turn.
-    restarts: of processes that died, were blocked, ran out of memory, or had an attempt that could not be cancelled.
+    Each attempt goes to the process with the fewest; beyond `limits.attempts` in each, attempts wait. A process that
+    dies, blocks, runs out of memory or has an attempt that cannot be cancelled is replaced.
     """
 
     def __init__(self, program: WorkerProgram, config: WorkerConfig | None = None) -> None:
@@ -40,7 +40,6 @@ class WorkerPool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Cancel what is being played, and end all processes."""
         await self._close()
 
     async def call(self, payload: Mapping[str, Any], stop: asyncio.Event | None = None) -> dict[str, Any]:
@@ -65,8 +64,8 @@ class WorkerPool:
         return ready
 
     @property
-    def heartbeats(self) -> list[Heartbeat]:
-        """Return the last heartbeat of each process."""
+    def heartbeats(self) -> list[Json]:
+        """The last heartbeat of each process."""
         return [slot.heartbeat for slot in self._slots]
 
     @property
@@ -85,9 +84,9 @@ class WorkerPool:
 
 
 class _Slot:
-    """Holds the place of one process: the one in use, and those before it whose attempts are not over yet.
+    """Slot of one process: the current one, and earlier ones whose attempts are not over yet.
 
-    calls: to it, those included that wait for it to start. ready: what the last process said.
+    calls: in progress, including those that wait for the process to start. ready: first message of the latest process.
     """
 
     def __init__(self, program: WorkerProgram, config: WorkerConfig) -> None:
@@ -113,8 +112,8 @@ class _Slot:
             return self._process
 
     @property
-    def heartbeat(self) -> Heartbeat:
-        return Heartbeat() if self._process is None else self._process.heartbeat
+    def heartbeat(self) -> Json:
+        return {} if self._process is None else self._process.heartbeat
 
     async def close(self) -> None:
         async with self._lock:

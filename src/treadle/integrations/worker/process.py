@@ -45,11 +45,11 @@ class WorkerLimits:
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """Describes what worker processes run.
+    """Program of worker processes.
 
-    name: the library, for people. handler: the file that calls it (`treadle.integrations.worker`). python: an
-    interpreter that has the library. remedy: how to get one, for errors. options: what the handler is started with.
-    cause: of attempts whose handler raises. lost_cause: of all attempts of a process that died. limits: each has these.
+    name: of the library, for messages. handler: file that calls the library (`treadle.integrations.worker`). python:
+    interpreter that has it. remedy: how to install it, for errors. options: argument of the handler's `start`.
+    cause: of failures that the handler raises. lost_cause: of failures when a process dies. limits: of each process.
     """
 
     name: str
@@ -64,9 +64,9 @@ class WorkerProgram:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Holds what a process says when it has started: `Ready(4711, "3.12.1", {"harbor": "0.24.0"}, {}, 4.9, 4.6)`.
+    """First message of a process: `Ready(4711, "3.12.1", {"harbor": "0.24.0"}, {}, 4.9, 4.6)`.
 
-    info: what the handler's `start` returned. seconds, cpu_seconds: that importing the library and starting it took.
+    info: result of the handler's `start`. seconds, cpu_seconds: spent importing and starting the library.
     """
 
     pid: int
@@ -77,26 +77,12 @@ class Ready:
     cpu_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """Holds how a process is doing.
-
-    lag_p99, lag_max: of its event loop, seconds, over some of the last minutes. memory: resident, bytes. cpu_seconds:
-    since it began. attempts: those being played.
-    """
-
-    lag_p99: float = 0.0
-    lag_max: float = 0.0
-    memory: int = 0
-    cpu_seconds: float = 0.0
-    attempts: int = 0
-
-
 class WorkerProcess:
-    """Runs one process. Make it with `start`, and `close` it.
+    """One worker process. Create it with `start`; call `close` when done.
 
-    ready: what it said at its start. heartbeat: the last one. Invariant: each call ends, at the latest when the process
-    does; `is_usable` is false from then on, and from when an attempt could not be cancelled.
+    ready: its first message. heartbeat: the last one (`child._beat`); {} before it.
+    Invariant: each call ends, at the latest when the process does; `is_usable` is false from then on, and once an
+    attempt could not be cancelled.
     """
 
     def __init__(
@@ -113,7 +99,7 @@ class WorkerProcess:
         self._reading: asyncio.Task[None] | None = None
         self.is_usable = True
         self.ready = Ready(0, "", {}, {}, 0.0, 0.0)
-        self.heartbeat = Heartbeat()
+        self.heartbeat: Json = {}
 
     @classmethod
     async def start(cls, program: WorkerProgram, config: WorkerConfig) -> Self:
@@ -150,7 +136,7 @@ class WorkerProcess:
         """
         number = next(self._numbers)
         answer: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
-        answer.add_done_callback(_retrieved)
+        answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # asyncio need not log it
         self._pending[number] = answer
         self._send({"run": number, "payload": payload})
         try:
@@ -224,7 +210,7 @@ class WorkerProcess:
         return line if line.endswith(b"\n") else b""
 
     async def _read(self) -> None:
-        """Take in answers and heartbeats until the process has ended, or has given no sign of life for too long."""
+        """Read answers and heartbeats until the process ends or is silent for `patience` seconds."""
         blocked, broken = False, ""
         try:
             while line := await self._line_in_time():
@@ -238,7 +224,6 @@ class WorkerProcess:
         self._fail_all(f"the {self._program.name} worker {broken}{await self._death(blocked)}")
 
     async def _line_in_time(self) -> bytes:
-        """Return the next line. Raises TimeoutError."""
         try:
             async with asyncio.timeout(self._limits.silence):
                 return await self._line()
@@ -248,7 +233,7 @@ class WorkerProcess:
 
     def _take(self, message: Json) -> None:
         if "heartbeat" in message:
-            self.heartbeat = Heartbeat(**message["heartbeat"])
+            self.heartbeat = message["heartbeat"]
             return
         number = message["id"]
         answer = self._pending.pop(number, None)
@@ -275,7 +260,7 @@ class WorkerProcess:
     # --- its end -------------------------------------------------------------------------------------------------
 
     async def _death(self, blocked: bool = False) -> str:
-        """Wait until nothing of it runs any more; return how it ended, in words. blocked: because it was silent."""
+        """Wait for the end of the process; return how it ended, in words. blocked: killed for its silence."""
         result = await self._process.result()
         if result is None:
             return "was killed together with its supervisor"
@@ -304,12 +289,6 @@ def _environment(config: WorkerConfig) -> dict[str, str]:
     inherited = inherited_variables(config.inherit)
     mine = {name: value for name, value in inherited.items() if name not in _OTHER_PYTHON or name in config.inherit}
     return {**mine, "PYTHONUNBUFFERED": "1", **config.environment}
-
-
-def _retrieved(answer: asyncio.Future[Json]) -> None:
-    """Keep asyncio from reporting an error that nobody waits for any more."""
-    if not answer.cancelled():
-        answer.exception()
 
 
 async def _done_first(answer: asyncio.Future[Json], stop: asyncio.Event) -> bool:

@@ -23,7 +23,7 @@ ATTENTION = "treadle_tree"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Describes which nodes of one micro-batch see which keys, as a kernel needs it.
+    """Which nodes of one micro-batch see which keys, as a kernel needs it.
 
     depth int64[C + T]: of every key, its position. subtree_end int64[C + T]: node i sees key j exactly if
     j <= context + i < subtree_end[j]; through a sliding window only if also depth_i - depth_j < window.
@@ -45,7 +45,6 @@ class Shape:
 
     @property
     def nodes(self) -> int:
-        """Return T, the number of nodes."""
         return len(self.depth) - self.context
 
 

@@ -15,7 +15,6 @@ from treadle.training.attention.interface import Kernel, Shape
 from treadle.training.attention.tiles import Tiles
 from treadle.training.attention.varlen import Varlen, gathered
 
-AUTO = "auto"
 KERNELS: Mapping[str, Callable[[Shape], Kernel]] = MappingProxyType(
     {"tiles": Tiles, "dense": Dense, "varlen": Varlen, "flex": Flex}
 )
@@ -23,10 +22,8 @@ KERNELS: Mapping[str, Callable[[Shape], Kernel]] = MappingProxyType(
 _COPIES = 4  # `Varlen` holds its gathered keys and values until the backward pass: at most so many times the tree's own
 
 
-def kernel_for(device: torch.device, name: str = AUTO) -> Callable[[Shape], Kernel]:
-    """Return what makes a kernel for a shape on this device. name: one of KERNELS instead of the device's own."""
-    if name != AUTO:
-        return KERNELS[name]
+def kernel_for(device: torch.device) -> Callable[[Shape], Kernel]:
+    """Return the constructor of this device's kernel."""
     return Cuda.of if device.type == "cuda" else Tiles
 
 
@@ -43,7 +40,6 @@ class Cuda:
 
     @classmethod
     def of(cls, shape: Shape) -> Cuda:
-        """Return the two kernels for this shape."""
         return cls(shape, Varlen(shape), Flex(shape))
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:

@@ -44,7 +44,7 @@ _CALL = 2**19  # what a call costs, in multiply-adds of a score: below, small re
 
 
 class Rectangle(NamedTuple):
-    """Stands for queries [first_query, end_query) over keys [first_key, end_key). causal: a run over itself. edge: the
+    """Queries [first_query, end_query) over keys [first_key, end_key). causal: a run over itself. edge: the
     window ends inside."""
 
     first_query: int
@@ -56,12 +56,10 @@ class Rectangle(NamedTuple):
 
     @property
     def height(self) -> int:
-        """Return n, the number of queries."""
         return self.end_query - self.first_query
 
     @property
     def width(self) -> int:
-        """Return m, the number of keys."""
         return self.end_key - self.first_key
 
 
@@ -142,7 +140,6 @@ class Ranges:
 
     @classmethod
     def of(cls, bounds: Sequence[tuple[int, int]]) -> Ranges:
-        """Return the ranges with these bounds, (start, end) of each."""
         width = max(end - start for start, end in bounds)
         if len(bounds) == 1:
             return cls(1, width, bounds[0][0], None, None)
@@ -182,7 +179,7 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Describes one call of the flash kernel.
+    """One call of the flash kernel.
 
     mask [R, 1, n or 1, m]: 0 or -inf. blind bool[R, 1, n]: rows that see no key here.
     own: it is the first tile of its queries, in which every node sees at least itself.
@@ -198,11 +195,11 @@ class Tile:
 
 def tiles(shape: Shape, window: int | None, features: int) -> list[Tile]:
     """Return the calls of the flash kernel, in order. features: H * D, to weigh padding against calls."""
-    found = []
+    calls = []
     for number, rounds in enumerate(rectangles(shape, window)):
         for bucket in _buckets(rounds, _CALL // features):
-            found.append(_tile(shape, bucket, window, own=number == 0))
-    return found
+            calls.append(_tile(shape, bucket, window, own=number == 0))
+    return calls
 
 
 def _buckets(same_round: Sequence[Rectangle], call: int) -> Iterator[list[Rectangle]]:

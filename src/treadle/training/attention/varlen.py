@@ -30,7 +30,7 @@ from treadle.training.attention.interface import Shape
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Holds S sequences, end to end: for each stretch its queries, and the keys on its path.
+    """S sequences, end to end: for each stretch its queries, and the keys on its path.
 
     index int64[G]: which keys are gathered; None if each is once, in order.
     queries, keys int32[S + 1]: sequence s has queries [queries[s], queries[s + 1]) and gathered keys likewise.
