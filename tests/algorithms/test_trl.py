@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.models import full, make_group, make_step
+from tests.training.reference import algorithm_with
 from treadle.algorithms.config import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -128,7 +129,7 @@ def ours(config: AlgorithmConfig) -> tuple[float, Tensor]:
     return float(objective.loss(scores)), objective.gradient(scores)[0]
 
 
-def theirs(trl: Any, args: dict[str, Any] | None = None, **fields: Any) -> Any:
+def theirs(trl: Any, ratio: Tensor | None = None, args: dict[str, Any] | None = None, **fields: Any) -> Any:
     logp = padded(LOGP).requires_grad_()
     trainer = never_constructed(
         trl.GRPOTrainer,
@@ -139,8 +140,8 @@ def theirs(trl: Any, args: dict[str, Any] | None = None, **fields: Any) -> Any:
         top_entropy_quantile=1.0,
         current_gradient_accumulation_steps=1,
         max_completion_length=max(LENGTHS),
-        use_vllm=False,
-        vllm_importance_sampling_correction=False,
+        use_vllm=ratio is not None,
+        vllm_importance_sampling_correction=ratio is not None,
         _metrics=defaultdict(lambda: defaultdict(list)),
         _get_per_token_logps_and_entropies=lambda *_, **__: (logp, padded(ENTROPY), None),
     )
@@ -153,7 +154,7 @@ def theirs(trl: Any, args: dict[str, Any] | None = None, **fields: Any) -> Any:
         "old_per_token_logps": padded(OLD),
         "ref_per_token_logps": padded(REFERENCE),
         "num_items_in_batch": MASK.sum(),
-        "importance_sampling_ratio": None,
+        "importance_sampling_ratio": ratio,
     }
     loss = trainer._compute_loss(trainer.model, inputs)
     (gradient,) = torch.autograd.grad(loss, logp)
@@ -302,5 +303,5 @@ def test_corrections_agree(trl: Any, mode: str) -> None:
         vllm_importance_sampling_clip_min=0.7 if "mask" in mode else None,
         vllm_importance_sampling_clip_max=1.5,
     )["importance_sampling_ratio"]
-    config = AlgorithmConfig(correction=CORRECTIONS[mode])
+    config = algorithm_with(correction=CORRECTIONS[mode])
     assert_agree(ours(config), theirs(trl, ratio=found, loss_type="dapo"))
